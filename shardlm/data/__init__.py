@@ -1,0 +1,1 @@
+"""Text to batches: corpus -> writer -> shards -> packing -> loader; `prepare` runs the first half, once."""

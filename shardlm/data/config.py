@@ -1,0 +1,34 @@
+"""What a run reads. Owns the fields and their checks; `prepare` acts on them."""
+
+import dataclasses
+from typing import Literal
+
+from shardlm.errors import ShardlmError
+
+OnBadUtf8 = Literal["fail", "replace", "skip"]
+Packing = Literal["cut", "whole"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text or shards of a run, their tokenizer, and how documents fill rows.
+
+    Each entry of `train` and `validation` is a file, a directory, a glob, `stdlib:train`, `stdlib:validation`
+    (the running Python's own standard library), or a directory made by `launch.tokenize`.
+    """
+
+    train: tuple[str, ...] = ("stdlib:train",)
+    validation: tuple[str, ...] = ("stdlib:validation",)
+    tokenizer: str = "bpe:4096"  # a tokenizer.json, or bpe:N to train one of N entries on `train`
+    text_key: str = "text"  # the JSONL key or Parquet column that holds the text
+    packing: Packing = "cut"  # cut: rows are full, documents may be cut; whole: cut only what exceeds a row
+    on_bad_utf8: OnBadUtf8 = "fail"
+    cache_dir: str = "data"
+    seed: int = 0  # of the order of rows
+
+    def __post_init__(self):
+        for name in ("train", "validation"):
+            if not getattr(self, name):
+                raise ShardlmError(f"data.{name} is empty: name at least one file, directory, glob or stdlib:{name}")
+        if not 0 <= self.seed < 2**32:
+            raise ShardlmError(f"data.seed is {self.seed}: it must be from 0 to 2**32 - 1")

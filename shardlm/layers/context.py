@@ -1,0 +1,98 @@
+"""What a block attends to. Blocks do not know training from serving: they call `ctx.attend`, and the context is
+either the packed batch itself or a paged cache of what came before."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops import paged_attention
+from shardlm.ops.attention import packed_attention
+from shardlm.rules import Rules
+
+Pages = dict[str, jax.Array]  # entry name -> [layers * num_pages, page_size, K, H]
+
+
+class Context(Protocol):
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        pages: Pages | None,
+        layer: jax.Array,
+        scale: float,
+        kv_name: str,
+    ) -> tuple[jax.Array, Pages | None]:
+        """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar; `kv_name` names how the
+        K dimension is split. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]."""
+
+    segment_ids: jax.Array
+    rules: Rules = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(default="xla", metadata={"static": True})
+
+    def attend(self, q, k, v, positions, pages, layer, scale, kv_name):
+        del positions, layer  # rows are in order, so the index is the position
+        if kv_name == "kv_heads_whole":
+            k, v = (self._one_per_device(a) for a in (k, v))
+        out = packed_attention(
+            q, k, v, self.segment_ids, scale=scale, rules=self.rules, implementation=self.implementation
+        )
+        return out, pages
+
+    def _one_per_device(self, kv: jax.Array) -> jax.Array:
+        """Whole kv heads [B, T, K, H], fewer than the tensor axis, repeated so that each device holds its own one."""
+        split = self.rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
+        return jax.reshard(jnp.repeat(kv, self.rules.mesh.tensor // kv.shape[2], axis=2), split)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Prefill (T > 1) and decode (T = 1): write k and v into pages, then attend to all positions so far.
+
+    page_table int32 [B, pages_per_row], page 0 is scrap; valid bool [B, T] is False for padding.
+    """
+
+    page_table: jax.Array
+    valid: jax.Array
+    num_pages: int = dataclasses.field(metadata={"static": True})
+    rules: Rules = dataclasses.field(metadata={"static": True})
+
+    def attend(self, q, k, v, positions, pages, layer, scale, kv_name):
+        act = self.rules.act
+        heads = act.spec("batch", "whole_seq", "heads", "head_dim")
+        kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
+        pool = act.spec("pages", None, kv_name, "head_dim")
+        tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
+
+        def local(q, k, v, k_pool, v_pool, page_table, positions, valid, layer):
+            first = layer * self.num_pages
+            k_pool = paged_attention.write_pages(k_pool, k, page_table, positions, valid, first)
+            v_pool = paged_attention.write_pages(v_pool, v, page_table, positions, valid, first)
+            own = [self._own_head(pool, q.shape[2]) if kv_name == "kv_heads_whole" else pool for pool in (k_pool, v_pool)]
+            out = paged_attention.reference(q, *own, page_table, positions, first, scale)
+            return out, k_pool, v_pool
+
+        out, k_pool, v_pool = jax.shard_map(
+            local,
+            in_specs=(heads, kv, kv, pool, pool, tokens, tokens, tokens, scalar),
+            out_specs=(heads, pool, pool),
+            check_vma=False,
+        )(q, k, v, pages["k"], pages["v"], self.page_table, positions, self.valid, layer)
+        return out, {"k": k_pool, "v": v_pool}
+
+    def _own_head(self, pool: jax.Array, local_heads: int) -> jax.Array:
+        """The one kv head that this device's query heads share, of a pool [pages, page_size, K, H] held whole."""
+        K = pool.shape[2]
+        group = self.rules.mesh.tensor * local_heads // K  # query heads a kv head serves
+        head = jax.lax.axis_index("tensor") * local_heads // group
+        return jax.lax.dynamic_slice_in_dim(pool, head, 1, axis=2)

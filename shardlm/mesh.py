@@ -1,0 +1,118 @@
+"""Lays the six parallel axes over devices. Owns axis names, their physical order and the refusals of sizes that
+do not fit; what is sharded over an axis is decided in rules.py."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardlm.errors import ShardlmError
+
+# Outermost first. Neighbouring devices differ in the last axis, so the axes that talk in every layer (tensor,
+# context, expert, fsdp) stay inside a host's NVLink domain and the ones that talk once a step (data) or once a
+# microbatch (pipeline) cross hosts.
+AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Sizes of the mesh axes. One may be -1: it takes whatever number of devices the others leave.
+
+    data      replicas: the batch is split, weights may be replicated or sharded (rules.py)
+    fsdp      the batch and the weights are split, weights gathered layer by layer
+    context   the sequence is split
+    pipeline  the layers are split
+    expert    the experts of a mixture are split
+    tensor    heads, MLP width and vocabulary are split, and the sequence between blocks
+
+    Raises ShardlmError for a size that is neither positive nor -1, and for more than one -1.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        for axis, size in self.sizes().items():
+            if size < 1 and size != -1:
+                raise ShardlmError(f"mesh.{axis}={size}: an axis size is a positive number, or -1 for the rest")
+        free = [axis for axis, size in self.sizes().items() if size == -1]
+        if len(free) > 1:
+            raise ShardlmError(f"mesh.{' and mesh.'.join(free)} are all -1; only one axis may take the rest")
+
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes in the physical order of AXES."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{a}={n}" for a, n in self.sizes().items() if n != 1) or "one device"
+
+    def size(self, *axes: str) -> int:
+        """Number of devices along the given axes together; 1 for none."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def resolve(self, num_devices: int) -> "MeshSpec":
+        """The same spec with -1 replaced, for exactly `num_devices` devices. Raises ShardlmError if they don't fit."""
+        free = [axis for axis, size in self.sizes().items() if size == -1]
+        fixed = math.prod(size for size in self.sizes().values() if size != -1)
+        if free and num_devices % fixed == 0:
+            return dataclasses.replace(self, **{free[0]: num_devices // fixed})
+        if not free and fixed == num_devices:
+            return self
+        raise ShardlmError(_misfit(self, fixed, num_devices))
+
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A device mesh with explicit axis types over `devices` (default: all), hosts outermost."""
+        devices = jax.devices() if devices is None else devices
+        spec = self.resolve(len(devices))
+        grid = np.array(physical_order(devices)).reshape(tuple(spec.sizes().values()))
+        return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+    def abstract(self) -> AbstractMesh:
+        """The same mesh without devices, for shapes and specs only. Every axis must have its size."""
+        return AbstractMesh(tuple(self.sizes().values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def physical_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Devices sorted so that neighbours share the fastest link: by NVLink domain (slice), host, then device id."""
+
+    def key(device):
+        slice_index = getattr(device, "slice_index", None)
+        return (0 if slice_index is None else slice_index, device.process_index, device.id)
+
+    return sorted(devices, key=key)
+
+
+def crossing_axes(spec: MeshSpec, devices_per_host: int) -> tuple[str, ...]:
+    """Axes whose groups span more than one host, innermost first; for a warning when `tensor` is one of them."""
+    crossing, inner = [], 1
+    for axis in reversed(AXES):
+        size = getattr(spec, axis)
+        if size > 1 and (inner * size > devices_per_host or devices_per_host % (inner * size)):
+            crossing.append(axis)
+        inner *= size
+    return tuple(crossing)
+
+
+def _misfit(spec: MeshSpec, fixed: int, num_devices: int) -> str:
+    """The message for a mesh that does not fit: values, requirement and the nearest choices that work."""
+    choices = []
+    for axis in AXES:
+        size = getattr(spec, axis)
+        others = fixed // size if size != -1 else fixed
+        if size not in (1, -1) and num_devices % others == 0:
+            choices.append(f"{axis}={num_devices // others}")
+        elif size == 1 and num_devices % fixed == 0:
+            choices.append(f"{axis}={num_devices // fixed}")
+    if -1 in spec.sizes().values():
+        problem = f"{num_devices} devices cannot be divided by the fixed axes, whose product is {fixed}"
+    else:
+        problem = f"it needs {fixed} devices and there are {num_devices}"
+    remedy = f"change one axis: {', '.join(choices)}" if choices else "change more than one axis"
+    return f"the mesh {spec} does not fit: {problem}; {remedy}, or use {fixed} devices or a multiple of it"

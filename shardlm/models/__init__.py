@@ -1,0 +1,1 @@
+"""Architectures: one decoder, and a small file for each family that configures it."""

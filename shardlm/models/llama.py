@@ -1,0 +1,37 @@
+"""The Llama family (https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783)."""
+
+import dataclasses
+
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mlp import MlpConfig
+from shardlm.layers.stack import Segment
+from shardlm.models.transformer import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama-style decoder; the defaults are Llama 3 8B."""
+
+    vocab_size: int = 128_256
+    embed_dim: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    mlp_dim: int = 14_336
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def transformer(self) -> TransformerConfig:
+        """The decoder these sizes describe."""
+        attention = AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_theta)
+        block = BlockConfig(attention, MlpConfig(self.mlp_dim))
+        return TransformerConfig(
+            vocab_size=self.vocab_size,
+            embed_dim=self.embed_dim,
+            segments=(Segment((block,), self.num_layers),),
+            norm_eps=self.norm_eps,
+            tie_embeddings=self.tie_embeddings,
+        )

@@ -1,0 +1,89 @@
+"""The decoder that every architecture configures: embedding, segments of blocks, final norm and output head."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlm.layers.context import Context, Pages
+from shardlm.layers.param import Execution, Params, constant, in_use, normal
+from shardlm.layers.stack import Segment, Stack
+from shardlm.ops.norm import rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder. Architectures (models/llama.py, ...) build it from their own, familiar fields."""
+
+    vocab_size: int
+    embed_dim: int
+    segments: tuple[Segment, ...]
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return sum(segment.num_layers for segment in self.segments)
+
+    def blocks(self):
+        """The configuration of each layer, first to last."""
+        for segment in self.segments:
+            yield from segment.pattern * segment.repeats
+
+    def parameters_per_token(self) -> int:
+        """Weights that take part in a matmul for each token: all layers and the output head, not the embedding."""
+        layers = sum(
+            b.attention.parameters_per_token(self.embed_dim) + b.mlp.parameters_per_token(self.embed_dim)
+            for b in self.blocks()
+        )
+        return layers + self.vocab_size * self.embed_dim
+
+    def attention_dim(self) -> int:
+        """Sum over layers of num_heads * head_dim: what one (query, key) pair costs in attention, times 4 flops."""
+        return sum(b.attention.num_heads * b.attention.head_dim for b in self.blocks())
+
+
+class Transformer(nnx.Module):
+    """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V)."""
+
+    def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
+        V, D = config.vocab_size, config.embed_dim
+        params = Params(rngs, execution.rules)
+        self.config, self.execution = config, execution
+        # Unit-variance logits at the start need D**-0.5 in the head; a tied embedding is that head.
+        self.embedding = params((V, D), ("vocab", "embed"), normal(D**-0.5))
+        # Each residual branch is scaled so that the stream's variance does not grow with depth (GPT-2, section 2.3).
+        out_scale = (2 * config.num_layers) ** -0.5
+        self.segments = nnx.List([Stack(s, D, out_scale, config.norm_eps, params) for s in config.segments])
+        self.final_norm = params((D,), ("norm",), constant(1.0))
+        if not config.tie_embeddings:
+            self.head = params((D, V), ("embed", "vocab"), normal(D**-0.5))
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None = None
+    ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
+        """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the final norm, pages, auxiliary losses)."""
+        act = self.execution.rules.act
+        table = in_use(self.embedding, self.execution)
+        x = table.at[tokens].get(out_sharding=act.spec("batch", "whole_seq", "embed"))
+        x = jax.reshard(x, act.spec("batch", "seq", "embed"))
+        total: dict[str, jax.Array] = {}
+        first_layer = 0
+        for stack, segment in zip(self.segments, self.config.segments, strict=True):
+            x, pages, aux = stack(x, positions, ctx, pages, first_layer, self.execution)
+            total = {name: total.get(name, 0.0) + value for name, value in aux.items()}
+            first_layer += segment.num_layers
+        return rms_norm(x, in_use(self.final_norm, self.execution), self.config.norm_eps), pages, total
+
+    def head_param(self) -> nnx.Param:
+        """The output head at rest: (D, V), or (V, D) when it is the embedding."""
+        return self.embedding if self.config.tie_embeddings else self.head
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [B, T, D] -> float32 [B, T, V]. For few tokens: training uses ops/cross_entropy.py instead."""
+        act = self.execution.rules.act
+        letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
+        hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
+        weight = in_use(self.head_param(), self.execution)
+        return jnp.einsum(letters, hidden, weight, preferred_element_type=jnp.float32)

@@ -1,0 +1,174 @@
+"""Cross-entropy of the output head without ever holding all logits: tokens go through in chunks, and the gradients
+are computed in the same pass as the loss, so that a chunk's logits are made once and dropped."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.rules import Rules
+
+# Largest float32 logits chunk on one device. 128 MiB is far above what a matmul needs to run at full speed (1,024
+# tokens of a 32k vocabulary) and far below the logits of a batch (8,192 tokens of 128k: 4 GiB).
+CHUNK_BYTES = 128 * 2**20
+
+
+def reference(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood and log-partition of each token, all logits at once, in float32.
+
+    hidden [B, T, D], head [D, V], targets int32 [B, T]; returns nll and lse, both float32 [B, T].
+    """
+    logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return lse - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], lse
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLayout:
+    """How the output head rests: names of its two dimensions, ("embed", "vocab") or, tied, ("vocab", "embed")."""
+
+    names: tuple[str, str]
+    rules: Rules
+
+    @property
+    def vocab_dim(self) -> int:
+        return self.names.index("vocab")
+
+    def gathered(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """(dimension, mesh axes) that are gathered before use and scattered in the gradient."""
+        rest, use = self.rules.rest, self.rules.use
+        return tuple(
+            (dim, axes)
+            for dim, name in enumerate(self.names)
+            if (axes := tuple(a for a in rest.axes(name) if a not in use.axes(name)))
+        )
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    layout: HeadLayout,
+    z_loss: float = 0.0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Weighted sum over tokens of nll + z_loss * lse**2 (z-loss: https://arxiv.org/abs/2204.02311, section 5).
+
+    hidden [B, T, D] as it leaves the last block; head at rest, in its master dtype: it is cast to hidden's dtype
+    here and its gradient comes back in the master dtype; targets int32 [B, T]; weights float32 [B, T], 0 for tokens
+    that do not count. Whatever scales the loss (1/tokens, a loss scale) belongs in `weights`, since logits'
+    gradients are rounded to hidden's dtype.
+
+    Returns the sum (differentiable in hidden and head) and, not differentiable, {"nll": sum of weights * nll,
+    "z_loss": the z term}.
+    """
+    total, nll, z = _loss(hidden, head, targets, weights, layout, z_loss, chunk_bytes)
+    return total, {"nll": jax.lax.stop_gradient(nll), "z_loss": jax.lax.stop_gradient(z)}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _loss(hidden, head, targets, weights, layout, z_loss, chunk_bytes):
+    return _run(hidden, head, targets, weights, layout, z_loss, chunk_bytes, with_grads=False)[0]
+
+
+def _forward(hidden, head, targets, weights, layout, z_loss, chunk_bytes):
+    return _run(hidden, head, targets, weights, layout, z_loss, chunk_bytes, with_grads=True)
+
+
+def _backward(layout, z_loss, chunk_bytes, grads, cotangents):
+    d_hidden, d_head = grads
+    scale = cotangents[0]
+    return (d_hidden * scale.astype(d_hidden.dtype), d_head * scale.astype(d_head.dtype), None, None)
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _run(hidden, head, targets, weights, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
+    """Runs the chunks on every device's own tokens and vocabulary shard; ((total, nll, z), gradients or None)."""
+    rules = layout.rules
+    tokens = rules.act.spec("batch", "whole_seq")
+    stream = rules.act.spec("batch", "seq", "embed")
+    rest = rules.rest.spec(*layout.names)
+    scalars = (jax.sharding.PartitionSpec(),) * 3
+    local = functools.partial(
+        _local, layout=layout, z_loss=z_loss, chunk_bytes=chunk_bytes, with_grads=with_grads
+    )
+    return jax.shard_map(
+        local,
+        in_specs=(stream, rest, tokens, tokens),
+        out_specs=(scalars, (stream, rest) if with_grads else None),
+        check_vma=False,
+    )(hidden, head, targets, weights)
+
+
+def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
+    """One device: gathers its head shard and sequence, loops over chunks, and sends the gradients back home."""
+    rules = layout.rules
+    seq_axes, batch_axes, vocab_axes = (rules.act.axes(n) for n in ("seq", "batch", "vocab"))
+    w = head.astype(hidden.dtype)
+    for dim, axes in layout.gathered():
+        w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+    if layout.vocab_dim == 0:
+        w = w.T  # [D, v]
+    x = jax.lax.all_gather(hidden, seq_axes, axis=1, tiled=True) if seq_axes else hidden
+    first = jax.lax.axis_index(vocab_axes) * w.shape[1] if vocab_axes else 0
+    chunk = functools.partial(
+        _chunk, w=w, first=first, vocab_axes=vocab_axes, z_loss=z_loss, with_grads=with_grads
+    )
+    split = functools.partial(_split, num_chunks=math.ceil(targets.size * w.shape[1] * 4 / chunk_bytes))
+    inputs = (split(x.reshape(-1, x.shape[-1])), split(targets.reshape(-1)), split(weights.reshape(-1)))
+    start = (jnp.zeros(2, jnp.float32), jnp.zeros(w.shape, jnp.float32) if with_grads else None)
+    (sums, d_w), d_flat = jax.lax.scan(chunk, start, inputs)
+    nll, z = jax.lax.psum(sums, batch_axes) if batch_axes else sums
+    totals = (nll + z, nll, z)
+    if not with_grads:
+        return totals, None
+    d_x = d_flat.reshape(-1, x.shape[-1])[: targets.size].reshape(x.shape)
+    if seq_axes:
+        d_x = jax.lax.psum_scatter(d_x, seq_axes, scatter_dimension=1, tiled=True)
+    elif vocab_axes:
+        d_x = jax.lax.psum(d_x, vocab_axes)
+    return totals, (d_x, _send_home(d_w.T if layout.vocab_dim == 0 else d_w, layout, batch_axes).astype(head.dtype))
+
+
+def _send_home(d_head, layout: HeadLayout, batch_axes):
+    """Sums the head's gradient over the devices that saw different tokens, keeping only the resting shard."""
+    remaining = batch_axes
+    for dim, axes in layout.gathered():
+        d_head = jax.lax.psum_scatter(d_head, axes, scatter_dimension=dim, tiled=True)
+        remaining = tuple(a for a in remaining if a not in axes)
+    return jax.lax.psum(d_head, remaining) if remaining else d_head
+
+
+def _chunk(carry, inputs, *, w, first, vocab_axes, z_loss, with_grads):
+    """Loss and gradients of n tokens against this device's vocabulary shard. x [n, D], w [D, v]."""
+    sums, d_w = carry
+    x, target, weight = inputs
+    logits = jnp.einsum("nd,dv->nv", x, w, preferred_element_type=jnp.float32)
+    largest = logits.max(axis=-1)
+    largest = jax.lax.pmax(largest, vocab_axes) if vocab_axes else largest
+    exp = jnp.exp(logits - largest[:, None])
+    hit = jnp.arange(w.shape[1]) == (target - first)[:, None]
+    partition, at_target = exp.sum(axis=-1), jnp.where(hit, logits, 0).sum(axis=-1)
+    if vocab_axes:
+        partition, at_target = jax.lax.psum((partition, at_target), vocab_axes)
+    lse = largest + jnp.log(partition)
+    sums = sums + jnp.stack([jnp.sum(weight * (lse - at_target)), jnp.sum(weight * z_loss * jnp.square(lse))])
+    if not with_grads:
+        return (sums, None), None
+    softmax_scale = weight * (1 + 2 * z_loss * lse) / partition
+    d_logits = (exp * softmax_scale[:, None] - jnp.where(hit, weight[:, None], 0)).astype(x.dtype)
+    d_w = d_w + jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
+    return (sums, d_w), jnp.einsum("nv,dv->nd", d_logits, w)
+
+
+def _split(a, num_chunks):
+    """[n, ...] -> [num_chunks, ceil(n / num_chunks), ...], padded with zeros, which weigh nothing."""
+    size = math.ceil(a.shape[0] / num_chunks)
+    padding = num_chunks * size - a.shape[0]
+    return jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]).reshape(num_chunks, size, *a.shape[1:])

@@ -1,0 +1,142 @@
+"""Optimizers and learning-rate schedules by name, over optax. Gradient clipping, EMA and the skipping of bad steps
+belong to the training step (train/step.py)."""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import optax
+from optax import contrib
+
+from shardlm.errors import ShardlmError
+
+Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer, schedule and what surrounds them.
+
+    name            adamw (https://arxiv.org/abs/1711.05101), lion (https://arxiv.org/abs/2302.06675), adafactor
+                    (https://arxiv.org/abs/1804.04235), muon for the layers' matrices with adamw for embedding, head
+                    and norms (https://arxiv.org/abs/2502.16982), sgd with momentum b1
+    learning_rate   its peak, reached after warmup_steps
+    schedule        after warm-up: cosine or linear down to final_fraction of the peak at the last step, wsd (constant,
+                    then linear over the last fifth, https://arxiv.org/abs/2404.06395), or constant
+    weight_decay    on matrices, not on norms or biases
+    clip_norm       largest global gradient norm; 0 does not clip
+    ema_decay       of an average of the weights kept beside them; 0 keeps none
+    """
+
+    name: Optimizer = "adamw"
+    learning_rate: float = 3e-4
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 100
+    final_fraction: float = 0.1
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    ema_decay: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.ema_decay < 1:
+            raise ShardlmError(f"ema_decay={self.ema_decay}: a decay is at least 0 (no average) and below 1")
+        if self.learning_rate <= 0:
+            raise ShardlmError(f"learning_rate={self.learning_rate}: a learning rate is positive")
+
+
+def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Learning rate as a function of the step, for a run of `steps`. Raises ShardlmError when warm-up doesn't fit."""
+    warmup, peak, last = config.warmup_steps, config.learning_rate, config.learning_rate * config.final_fraction
+    if warmup >= steps and config.schedule != "constant":
+        raise ShardlmError(f"optim.warmup_steps={warmup} leaves nothing of train.steps={steps}; choose fewer")
+    rest = max(1, steps - warmup)
+    decay = max(1, math.ceil(0.2 * steps))
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, last, rest)
+    elif config.schedule == "wsd":
+        stable = max(0, rest - decay)
+        after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, last, decay)], [stable])
+    elif config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    else:
+        raise ShardlmError(f"unknown schedule {config.schedule!r}; choose from {', '.join(get_args(Schedule))}")
+    # The first step already learns: warm-up counts from 1/warmup, not from 0.
+    return optax.join_schedules([optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1)), after], [warmup])
+
+
+def make_optimizer(config: OptimConfig, steps: int, names: Any) -> optax.GradientTransformation:
+    """The gradient transformation of `config`. `names` is the parameter tree with (stack_names, names) at each leaf
+    (state.py); it says which parameters decay and which are matrices. Raises ShardlmError for an unknown name."""
+    rate = make_schedule(config, steps)
+    matrices = jax.tree.map(_is_matrix, names, is_leaf=_is_names)
+    b1, b2, decay = config.b1, config.b2, config.weight_decay
+    if config.name == "adamw":
+        return optax.adamw(rate, b1, b2, config.eps, weight_decay=decay, mask=matrices)
+    if config.name == "lion":
+        return optax.lion(rate, b1, b2, weight_decay=decay, mask=matrices)
+    if config.name == "sgd":
+        momentum = optax.trace(b1) if b1 else optax.identity()
+        decayed = optax.add_decayed_weights(decay, matrices)
+        return optax.chain(momentum, decayed, optax.scale_by_learning_rate(rate))
+    if config.name == "adafactor":
+        # optax multiplies weight_decay_rate into the update as it is; times the rate makes it decay like adamw's.
+        return _any_layout(
+            optax.adafactor(
+                rate, weight_decay_rate=decay * config.learning_rate, weight_decay_mask=matrices
+            )
+        )
+    if config.name == "muon":
+        return _any_layout(_muon(config, rate, names, matrices))
+    raise ShardlmError(f"unknown optimizer {config.name!r}; choose from {', '.join(get_args(Optimizer))}")
+
+
+def _muon(config: OptimConfig, rate, names, matrices) -> optax.GradientTransformation:
+    dimensions = jax.tree.map(_muon_dimensions, names, is_leaf=_is_names)
+    return contrib.muon(
+        rate,
+        beta=0.95,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=matrices,
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        adam_weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=lambda _: dimensions,
+        consistent_rms=0.2,  # updates as large as adamw's, so that its learning rate serves both (section 2.2 there)
+    )
+
+
+def _any_layout(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` with XLA choosing its inner shardings: its matmuls and reductions mix dimensions that are split, which
+    explicit types refuse. What goes in and what comes out keep their explicit shardings."""
+
+    def update(grads, state, params):
+        out = jax.tree.map(lambda a: jax.typeof(a).sharding, (grads, state))
+        return jax.sharding.auto_axes(tx.update, out_sharding=out)(grads, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def _is_names(leaf) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and all(isinstance(part, tuple) for part in leaf)
+
+
+def _is_matrix(leaf) -> bool:
+    return len(leaf[1]) > 1
+
+
+def _muon_dimensions(leaf):
+    """Which dimensions of a stacked weight are a matrix's rows (inputs) and columns (outputs); None: use adamw."""
+    stack, names = leaf
+    if len(names) < 2 or "vocab" in names:
+        return None
+    first, last = len(stack), len(stack) + len(names) - 1
+    dims = range(first, last + 1)
+    rows = (first,) if names[0] == "embed" else tuple(dims[:-1])
+    return contrib.MuonDimensionNumbers(rows, tuple(d for d in dims if d not in rows))

@@ -1,0 +1,144 @@
+"""Which mesh axis each named dimension is split over. Every parallelism is a table here; models only name their
+dimensions, and XLA inserts the collectives that the tables imply.
+
+A weight has four places: where it rests between steps, how it is used in a layer, and where its gradient and its
+optimizer state rest. ZeRO stages 1 to 3 (https://arxiv.org/abs/1910.02054) differ only in these places.
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Literal, get_args
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+
+Preset = Literal["replicated", "zero1", "zero2", "zero3", "hybrid"]
+"""How weights, gradients and optimizer state are spread over the batch axes:
+
+replicated  plain data parallel: everything on every device
+zero1       optimizer state split over data and fsdp
+zero2       ... and gradients
+zero3       ... and weights, gathered layer by layer (FSDP)
+hybrid      weights, gradients and optimizer state split over fsdp, replicated over data (HSDP)
+
+Each combines with tensor > 1, which splits heads, MLP width and vocabulary (Megatron,
+https://arxiv.org/abs/1909.08053) and, between blocks, the sequence (https://arxiv.org/abs/2205.05198).
+"""
+
+_TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_WHOLE = ("embed", "layers", "head_dim", "norm", "kv_heads_whole")
+_ACTIVATIONS = {
+    "batch": ("data", "fsdp"),
+    "seq": "tensor",  # residual stream between blocks: sequence parallel
+    "whole_seq": (),  # inside attention and MLP
+    "embed": (),
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "kv_heads_whole": (),
+    "head_dim": (),
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "pages": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Logical dimension name -> mesh axes, for one role. Axes of size 1 are left out of every spec."""
+
+    role: str
+    entries: tuple[tuple[str, tuple[str, ...]], ...]
+    mesh: MeshSpec
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes larger than 1 that dimension `name` is split over. Raises ShardlmError for an unknown name."""
+        known = dict(self.entries)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ShardlmError(f"unknown dimension {name!r} in the {self.role} rules; {hint}")
+        return tuple(axis for axis in known[name] if self.mesh.size(axis) > 1)
+
+    def spec(self, *names: str | None, shape: tuple[int, ...] | None = None) -> PartitionSpec:
+        """PartitionSpec of an array whose dimensions have these names (None: never split).
+
+        Raises ShardlmError for an unknown name, for a mesh axis that would be used twice, and, when `shape` is
+        given, for a size that does not divide.
+        """
+        used: dict[str, str] = {}
+        parts = []
+        for position, name in enumerate(names):
+            axes = self.axes(name) if name else ()
+            for axis in axes:
+                if axis in used:
+                    raise ShardlmError(
+                        f"{self.role} rules split both {used[axis]!r} and {name!r} of {names} over mesh axis {axis!r}; "
+                        "an array can use a mesh axis once"
+                    )
+                used[axis] = name
+            if shape is not None and axes:
+                self.check(name, shape[position], axes)
+            parts.append(axes[0] if len(axes) == 1 else axes or None)
+        return PartitionSpec(*parts)
+
+    def check(self, name: str, size: int, axes: tuple[str, ...] | None = None) -> None:
+        """Raises ShardlmError, with the choices that work, unless `size` divides over the axes of `name`."""
+        axes = self.axes(name) if axes is None else axes
+        if size % self.mesh.size(*axes) == 0:
+            return
+        what = " x ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
+        divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+        choose = f"{axes[0]} from {divisors}" if len(axes) == 1 else f"{' x '.join(axes)} with product in {divisors}"
+        raise ShardlmError(f"{name}={size} cannot be split over {what}; choose {choose}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The tables of one run: where weights, gradients, optimizer state and activations are split."""
+
+    preset: str
+    mesh: MeshSpec
+    rest: Table
+    use: Table
+    grads: Table
+    optimizer: Table
+    act: Table
+
+    @classmethod
+    def make(cls, preset: Preset, mesh: MeshSpec) -> "Rules":
+        """The tables of a preset on a mesh whose sizes are all known. Raises ShardlmError for an unknown preset."""
+        if preset not in get_args(Preset):
+            raise ShardlmError(f"unknown rules {preset!r}; choose from {', '.join(get_args(Preset))}")
+        split = ("fsdp",) if preset == "hybrid" else ("data", "fsdp")
+        stage = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hybrid": 3}[preset]
+
+        def weights(role: str, sharded: bool) -> Table:
+            return _table(role, {name: () for name in _WHOLE} | _TENSOR | {"embed": split if sharded else ()}, mesh)
+
+        return cls(
+            preset=preset,
+            mesh=mesh,
+            rest=weights("resting weight", stage >= 3),
+            use=weights("weight in use", False),
+            grads=weights("gradient", stage >= 2),
+            optimizer=weights("optimizer", stage >= 1),
+            act=_table("activation", _ACTIVATIONS, mesh),
+        )
+
+    def gather(self, w: jax.Array, *names: str | None) -> jax.Array:
+        """A resting weight as a layer uses it. Over fsdp this is the all-gather, and the backward pass's
+        reduce-scatter; where rest and use agree it is free."""
+        return jax.reshard(w, self.use.spec(*names))
+
+    def bytes_per_device(self, shape: tuple[int, ...], itemsize: int, *names: str | None) -> int:
+        """Resting bytes of one array on one device."""
+        shards = math.prod(self.mesh.size(*self.rest.axes(name)) for name in names if name)
+        return math.prod(shape) * itemsize // shards
+
+
+def _table(role: str, entries: dict, mesh: MeshSpec) -> Table:
+    return Table(role, tuple((n, (a,) if isinstance(a, str) else a) for n, a in entries.items()), mesh)

@@ -1,0 +1,99 @@
+"""The state of a training run: parameters, optimizer state and counters, created sharded inside one jit so that no
+device and no host ever holds a whole model."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from shardlm.layers.param import Execution
+from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.precision import LossScale
+from shardlm.rules import Table
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """params float32 by path; opt_state; step int32, number of updates tried; ema like params or None; loss_scale or
+    None; bad_steps int32, non-finite steps in a row, whose updates were skipped."""
+
+    params: Tree
+    opt_state: Tree
+    step: jax.Array
+    ema: Tree | None
+    loss_scale: LossScale | None
+    bad_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDef:
+    """A model without its weights: enough to call it with any parameters of its tree.
+
+    graph   NNX graph definition
+    shapes  parameter tree of jax.ShapeDtypeStruct with resting shardings
+    names   the same tree with (stack_names, names) of each parameter's dimensions
+    """
+
+    config: TransformerConfig
+    execution: Execution
+    graph: nnx.GraphDef
+    shapes: Tree
+    names: Tree
+
+    @classmethod
+    def make(cls, config: TransformerConfig, execution: Execution) -> "ModelDef":
+        """Traces the model's constructor without creating anything. Call under the run's mesh.
+
+        Raises ShardlmError when a parameter does not divide over the mesh.
+        """
+        graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, execution, nnx.Rngs(0))))
+        variables = nnx.to_flat_state(state)
+        names = {path: (v.get_metadata("stack_names"), v.get_metadata("names")) for path, v in variables}
+        return cls(config, execution, graph, nnx.to_pure_dict(state), _nest(names))
+
+    def model(self, params: Tree) -> Transformer:
+        """The model with these parameters; cheap, for use inside jit."""
+        return nnx.merge(self.graph, params)
+
+    def init(self, key: jax.Array) -> Tree:
+        """New parameters; call inside jit. The values depend on the key only, not on the mesh."""
+        model = Transformer(self.config, self.execution, nnx.Rngs(key))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    def place(self, tree: Tree, table: Table) -> Tree:
+        """Reshards a parameter-shaped tree to where `table` puts each dimension; call inside jit."""
+        return jax.tree.map(lambda a, n: jax.reshard(a, table.spec(*n[0], *n[1])), tree, self.names)
+
+
+def make_state(
+    model: ModelDef, tx: optax.GradientTransformation, seed: jax.Array, *, ema: bool, loss_scaling: bool
+) -> TrainState:
+    """A new state from an integer seed; call inside jit (`init_state`) or under eval_shape."""
+    params = model.init(jax.random.key(seed))
+    rules = model.execution.rules
+    split = model.place(params, rules.optimizer)
+    return TrainState(
+        params=params,
+        opt_state=tx.init(split),
+        step=jnp.int32(0),
+        ema=split if ema else None,
+        loss_scale=LossScale.start() if loss_scaling else None,
+        bad_steps=jnp.int32(0),
+    )
+
+
+def _nest(flat: dict[tuple, Any]) -> Tree:
+    """{("a", 0, "b"): x} -> {"a": {0: {"b": x}}}."""
+    tree: dict = {}
+    for path, leaf in flat.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return tree

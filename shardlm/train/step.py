@@ -1,0 +1,138 @@
+"""The training step: loss and gradients over microbatches, clipping, the update, and the skipping of bad steps. A
+pure function of state and batch; jit, donation and compiler options are train/program.py's."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardlm.layers.context import Packed
+from shardlm.ops.cross_entropy import HeadLayout, cross_entropy
+from shardlm.rules import Rules
+from shardlm.state import ModelDef, TrainState
+
+Batch = dict[str, jax.Array]
+"""tokens, targets, segment_ids, positions int32 [B, T] and loss_mask float32 [B, T] (data/loader.py)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What the step needs beyond the model and the optimizer.
+
+    accumulation  microbatches per step; their gradients are summed before one update
+    clip_norm     largest global gradient norm; 0 does not clip
+    ema_decay     of the average of the weights
+    z_loss        weight of the squared log-partition (ops/cross_entropy.py)
+    """
+
+    accumulation: int = 1
+    clip_norm: float = 1.0
+    ema_decay: float = 0.0
+    z_loss: float = 0.0
+
+
+def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_loss: float = 0.0):
+    """Weighted sum of the tokens' losses, and {"nll", "z_loss"}: its parts. weights float32 [B, T]."""
+    lm = model.model(params)
+    ctx = Packed(batch["segment_ids"], model.execution.rules, model.execution.attention)
+    hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
+    head = lm.head_param()
+    layout = HeadLayout(head.get_metadata("names"), model.execution.rules)
+    total, parts = cross_entropy(hidden, head[...], batch["targets"], weights, layout=layout, z_loss=z_loss)
+    return total + sum(aux.values()) * jnp.sum(weights), parts
+
+
+def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, config: StepConfig):
+    """Mean loss over the batch's counted tokens and its gradients times `scale`, over all microbatches.
+
+    Each microbatch's tokens weigh the same wherever they fall, so the result does not depend on the accumulation.
+    Returns (gradients where the rules rest them, {"loss", "z_loss"}).
+    """
+    rules = model.execution.rules
+    weights = batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
+    grad = jax.value_and_grad(lambda p, b, w: loss_sums(model, p, b, w, config.z_loss), has_aux=True)
+
+    def micro(carry, inputs):
+        total, grads = carry
+        (_, parts), new = grad(params, *inputs)
+        new = model.place(new, rules.grads)
+        return (jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)), None
+
+    if config.accumulation == 1:
+        (_, parts), grads = grad(params, batch, weights)
+        grads = model.place(grads, rules.grads)
+    else:
+        zeros = model.place(jax.tree.map(jnp.zeros_like, params), rules.grads)
+        start = ({"nll": jnp.float32(0), "z_loss": jnp.float32(0)}, zeros)
+        split = jax.tree.map(lambda a: microbatches(a, config.accumulation, rules), (batch, weights))
+        (parts, grads), _ = jax.lax.scan(micro, start, split)
+    return grads, {"loss": parts["nll"] / scale, "z_loss": parts["z_loss"] / scale}
+
+
+def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
+    """[B, T] -> [count, B / count, T]. Microbatch i takes rows i, i + count, ..., so that no row changes device."""
+    rows = rules.act.spec("batch", None, "whole_seq")
+    split = a.reshape(a.shape[0] // count, count, *a.shape[1:], out_sharding=rows)
+    return jnp.moveaxis(split, 1, 0)
+
+
+def make_train_step(model: ModelDef, tx: optax.GradientTransformation, config: StepConfig):
+    """The step: (TrainState, Batch) -> (TrainState, metrics).
+
+    A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are float32 scalars:
+    loss and z_loss (nats per counted token), grad_norm (before clipping), tokens, attention_pairs (query-key pairs
+    attended, for the FLOP count), finite (1 or 0), bad_steps and, in fp16, loss_scale.
+    """
+    rules = model.execution.rules
+
+    def step(state: TrainState, batch: Batch):
+        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        grads, losses = gradients(model, state.params, batch, scale, config)
+        grads = jax.tree.map(lambda g: g / scale, model.place(grads, rules.optimizer))
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
+        if config.clip_norm:
+            shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * shrink, grads)
+        split = model.place(state.params, rules.optimizer)
+        updates, opt_state = tx.update(grads, state.opt_state, split)
+        moved = optax.apply_updates(split, updates)
+        ema = state.ema
+        if ema is not None:
+            ema = jax.tree.map(lambda old, new: old + (1 - config.ema_decay) * (new - old), ema, moved)
+        kept, old = (moved, opt_state, ema), (split, state.opt_state, state.ema)
+        moved, opt_state, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, old)
+        bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
+        new = TrainState(
+            params=model.place(moved, rules.rest),
+            opt_state=opt_state,
+            step=state.step + 1,
+            ema=ema,
+            loss_scale=state.loss_scale.update(finite) if state.loss_scale else None,
+            bad_steps=bad_steps,
+        )
+        metrics = losses | {"grad_norm": norm, "finite": finite.astype(jnp.float32)} | counts(batch)
+        metrics["bad_steps"] = bad_steps.astype(jnp.float32)
+        if state.loss_scale:
+            metrics["loss_scale"] = scale
+        return new, metrics
+
+    return step
+
+
+def make_eval_step(model: ModelDef):
+    """(params, Batch) -> {"nll": sum over counted tokens, "tokens": their number}, float32 scalars."""
+
+    def evaluate(params, batch: Batch):
+        _, parts = loss_sums(model, params, batch, batch["loss_mask"])
+        return {"nll": parts["nll"], "tokens": jnp.sum(batch["loss_mask"])}
+
+    return evaluate
+
+
+def counts(batch: Batch) -> dict[str, jax.Array]:
+    """Work in a batch: tokens that are not padding, and the (query, key) pairs causal attention visits."""
+    real = (batch["segment_ids"] > 0).astype(jnp.float32)
+    return {"tokens": jnp.sum(real), "attention_pairs": jnp.sum(real * (batch["positions"] + 1))}
