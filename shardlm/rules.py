@@ -129,6 +129,11 @@ class Rules:
             act=_table("activation", _ACTIVATIONS, mesh),
         )
 
+    def for_decoding(self) -> "Rules":
+        """The same weights, with every device holding all rows and the whole sequence: for a few rows of tokens."""
+        entries = tuple((name, () if name in ("batch", "seq") else axes) for name, axes in self.act.entries)
+        return dataclasses.replace(self, act=dataclasses.replace(self.act, entries=entries))
+
     def gather(self, w: jax.Array, *names: str | None) -> jax.Array:
         """A resting weight as a layer uses it. Over fsdp this is the all-gather, and the backward pass's
         reduce-scatter; where rest and use agree it is free."""

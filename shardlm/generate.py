@@ -1,0 +1,95 @@
+"""Simple, correct generation with the model that trains: prefill, then one token at a time over a paged cache. For
+samples and spot checks; the serving engine batches and schedules."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import Paged, Pages
+from shardlm.ops.sampling import sample
+from shardlm.state import ModelDef
+
+PAGE_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 keep every token; one seed gives the same text every time."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ShardlmError(
+                f"temperature={self.temperature} must be at least 0, top_k={self.top_k} at least 0 (0: all) and "
+                f"top_p={self.top_p} above 0 and at most 1"
+            )
+
+
+def make_pages(model: ModelDef, num_pages: int) -> Pages:
+    """An empty cache of `num_pages` pages a layer, in the compute dtype, split as the heads are; call inside jit."""
+    entries = model.model(model.shapes).segments[0].blocks[0].attention.cache_entries()
+    layers, act = model.config.num_layers, model.execution.rules.act
+    return {
+        name: jnp.zeros(
+            (layers * num_pages, PAGE_SIZE, *shape),
+            model.execution.dtype,
+            out_sharding=act.spec("pages", None, kv_name, "head_dim"),
+        )
+        for name, (shape, kv_name) in entries.items()
+    }
+
+
+def generate(
+    model: ModelDef, params, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = ()
+) -> Iterator[int]:
+    """Yields the new tokens of one prompt until a stop id (not yielded) or `max_new_tokens`.
+
+    `model` must run under `Rules.for_decoding()` and its mesh must be set. Raises ShardlmError for an empty prompt
+    or a token outside the vocabulary.
+    """
+    vocab = model.config.vocab_size
+    if not prompt:
+        raise ShardlmError("the prompt has no tokens; give at least one")
+    if bad := [t for t in prompt if not 0 <= t < vocab]:
+        raise ShardlmError(f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}; use the model's tokenizer")
+    num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
+    table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
+    pages = jax.jit(partial(make_pages, model, num_pages + 1))()
+    step = jax.jit(partial(_next_token, model, sampling), donate_argnums=1)
+    tokens, start = _padded(prompt), 0
+    for _ in range(max_new_tokens):
+        token, pages = step(params, pages, table, tokens, np.int32(start), np.int32(start + len(prompt)))
+        start, prompt = start + len(prompt), [int(token)]
+        tokens = np.array([prompt], np.int32)
+        if prompt[0] in stop_ids:
+            return
+        yield prompt[0]
+
+
+def _padded(prompt: Sequence[int]) -> np.ndarray:
+    """The prompt as int32 [1, T], T a power of two, so that few lengths are ever compiled."""
+    length = 1 << (len(prompt) - 1).bit_length()
+    return np.array([[*prompt, *[0] * (length - len(prompt))]], np.int32)
+
+
+def _next_token(model: ModelDef, sampling: Sampling, params, pages: Pages, table, tokens, start, end):
+    """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    last = table.shape[1] * PAGE_SIZE - 1
+    ctx = Paged(table, positions < end, pages["k"].shape[0] // model.config.num_layers, model.execution.rules)
+    lm = model.model(params)
+    hidden, pages, _ = lm(tokens, jnp.minimum(positions, last), ctx, pages)
+    final = jax.lax.dynamic_slice_in_dim(hidden, end - start - 1, 1, axis=1)
+    logits = jax.reshard(lm.logits(final)[:, 0], jax.sharding.PartitionSpec())  # [1, V], whole on every device
+    key = jax.random.fold_in(jax.random.key(sampling.seed), end)
+    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return sample(logits, key, **options)[0], pages
