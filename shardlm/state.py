@@ -31,7 +31,7 @@ class TrainState:
     bad_steps: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
 class ModelDef:
     """A model without its weights: enough to call it with any parameters of its tree.
 

@@ -104,7 +104,9 @@ def make_train_step(model: ModelDef, tx: optax.GradientTransformation, config: S
             ema = jax.tree.map(lambda old, new: old + (1 - config.ema_decay) * (new - old), ema, moved)
         kept, old = (moved, opt_state, ema), (split, state.opt_state, state.ema)
         moved, opt_state, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, old)
-        bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
+        # An overflow in float16 is the loss scale's business until the scale cannot go lower.
+        counts_as_bad = ~finite if state.loss_scale is None else ~finite & (scale <= 1)
+        bad_steps = jnp.where(finite, 0, state.bad_steps + counts_as_bad)
         new = TrainState(
             params=model.place(moved, rules.rest),
             opt_state=opt_state,

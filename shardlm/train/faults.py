@@ -1,0 +1,59 @@
+"""What interrupts a run: signals to stop, and steps whose loss is not finite."""
+
+import signal
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardlm.errors import ShardlmError
+
+
+class StopSignal:
+    """Catches SIGINT (Ctrl-C) and SIGTERM while entered, so that the loop can save and leave between steps.
+
+    A second SIGINT interrupts at once, as usual.
+    """
+
+    def __init__(self):
+        self.name: str | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number, frame) -> None:
+        del frame
+        if self.name == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+    def agreed(self) -> bool:
+        """Whether any process was told to stop. With several processes all must call it at the same step."""
+        if jax.process_count() == 1:
+            return self.name is not None
+        return bool(np.any(multihost_utils.process_allgather(np.array(self.name is not None))))
+
+
+def check_finite(step: int, metrics: Mapping[str, float], *, max_bad_steps: int, rows: str, remedy: str) -> str | None:
+    """Reports a skipped step, and stops the run after too many in a row.
+
+    Returns a line to print, or None for a good step. Raises ShardlmError naming the step and its batch (`rows`).
+    """
+    if metrics["finite"]:
+        return None
+    problem = f"step {step}: loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g} on {rows}"
+    if metrics["bad_steps"] >= max_bad_steps:
+        raise ShardlmError(
+            f"{problem}; not finite for {metrics['bad_steps']:.0f} steps in a row (train.max_bad_steps={max_bad_steps}). "
+            f"{remedy} Look at that batch, lower optim.learning_rate, or raise optim.warmup_steps."
+        )
+    scale = f"; overflow at loss scale {metrics['loss_scale']:.0f}, halved" if "loss_scale" in metrics else ""
+    return f"{problem}: update skipped{scale}"

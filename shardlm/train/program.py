@@ -1,0 +1,105 @@
+"""Everything a run compiles: mesh, rules, model, optimizer and the jitted functions over them. Nothing here holds
+weights or reads data, so the same program serves training, benchmarks and compile-only checks."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.ops.attention import choose
+from shardlm.optim import make_optimizer
+from shardlm.precision import COMPUTE_DTYPE
+from shardlm.rules import Rules
+from shardlm.state import ModelDef, TrainState, make_state
+from shardlm.train.check import check_axes, check_batch, check_model
+from shardlm.train.config import RunConfig
+from shardlm.train.step import StepConfig, make_eval_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run's functions on its mesh. Use its methods under `jax.set_mesh(program.mesh)`."""
+
+    config: RunConfig
+    mesh: Mesh
+    rules: Rules
+    model: ModelDef
+    tx: optax.GradientTransformation
+
+    @classmethod
+    def make(cls, config: RunConfig, mesh: Mesh) -> "Program":
+        """Checks the configuration against the mesh and traces the model; compiles nothing.
+
+        Raises ShardlmError for whatever does not divide or does not exist.
+        """
+        spec = MeshSpec(**dict(mesh.shape))
+        rules = Rules.make(config.rules, spec)
+        shape = config.model.transformer()
+        check_axes(spec)
+        check_batch(config.train, rules)
+        check_model(shape, rules)
+        dtype = COMPUTE_DTYPE[config.precision]
+        head_dim = max(block.attention.head_dim for block in shape.blocks())
+        attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim)
+        with jax.set_mesh(mesh):
+            model = ModelDef.make(shape, Execution(rules, dtype, config.remat, attention, config.unroll))
+        return cls(config, mesh, rules, model, make_optimizer(config.optim, config.train.steps, model.names))
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of every array of a batch, [B, T]."""
+        return NamedSharding(self.mesh, self.rules.act.spec("batch", "whole_seq"))
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch."""
+        shape = (self.config.train.global_batch, self.config.train.seq_len)
+        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+        dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in names}
+        return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for n, dtype in dtypes.items()}
+
+    def state_shapes(self) -> TrainState:
+        """The training state, with each array's dtype and resting sharding on this mesh."""
+
+        def placed(leaf):
+            sharding = NamedSharding(self.mesh, leaf.sharding.spec) if leaf.sharding else None
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or NamedSharding(self.mesh, P()))
+
+        P = jax.sharding.PartitionSpec
+        return jax.tree.map(placed, jax.eval_shape(self._make_state, 0))
+
+    def init(self) -> TrainState:
+        """A new training state from config.train.seed, created in its shards."""
+        return jax.jit(self._make_state)(self.config.train.seed)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """(state, batch) -> (state, metrics), the state donated."""
+        train, optim = self.config.train, self.config.optim
+        step = StepConfig(train.accumulation, optim.clip_norm, optim.ema_decay, train.z_loss)
+        function = make_train_step(self.model, self.tx, step)
+        return jax.jit(function, donate_argnums=0).lower(self.state_shapes(), self.batch_shapes())
+
+    def lower_eval(self) -> jax.stages.Lowered:
+        """(params, batch) -> sums of the batch's losses."""
+        return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
+
+    def decoder(self) -> ModelDef:
+        """The same model for generating from the same parameters on the same mesh."""
+        execution = dataclasses.replace(self.model.execution, rules=self.rules.for_decoding())
+        with jax.set_mesh(self.mesh):
+            return ModelDef.make(self.model.config, execution)
+
+    @property
+    def _make_state(self) -> Any:
+        return partial(
+            make_state,
+            self.model,
+            self.tx,
+            ema=self.config.optim.ema_decay > 0,
+            loss_scaling=self.config.precision == "fp16",
+        )
