@@ -1,29 +1,30 @@
-"""The one FLOP convention of the project, in plain numbers and without jax: *model* FLOPs, the arithmetic that the
-mathematics of a step asks for, however it is executed. Who calls counts parameters, tokens and pairs; peak rates of
-devices come from the caller too.
+"""The one FLOP convention of the project, in plain numbers and without jax: *model* FLOPs, the arithmetic
+that the mathematics of a step asks for, however it is executed. Who calls counts parameters, tokens and
+pairs; peak rates of devices come from the caller too.
 
 The convention, for one training step (a multiply and an add are two FLOPs):
 
-- Matrix multiplications: forward 2, backward 4, together ``6 x matmul_params x tokens``. `matmul_params` are the
-  parameters that multiply a token's activation: every projection and the output head (also where it is tied to the
-  embedding); of a mixture of experts only the experts that a token visits. The embedding *lookup* is no
-  multiplication and is not counted, nor are norms, biases, rotary embedding, softmax, loss or optimizer.
+- Matrix multiplications: forward 2, backward 4, together ``6 x matmul_params x tokens``. `matmul_params`
+  are the parameters that multiply a token's activation: every projection and the output head (also where it
+  is tied to the embedding); of a mixture of experts only the experts that a token visits. The embedding
+  *lookup* is no multiplication and is not counted, nor are norms, biases, rotary embedding, softmax, loss
+  or optimizer.
 - Attention: for each (query, key) pair that the mask lets through, ``q . k`` and ``probability x v`` cost
-  ``2 x heads x (qk_dim + v_dim)`` forward a layer, that is 4 x heads x head_dim where the two widths are one, and
-  three times that with the backward. Causal attention therefore counts the unmasked half only, a packed document
-  only its own tokens, a sliding window only what it sees.
-- Padding tokens are not counted. Recomputation (rematerialisation, flash attention's second q . k) is not counted:
-  the ratio to the peak is model FLOP utilisation (MFU), not hardware FLOP utilisation (HFU).
+  ``2 x heads x (qk_dim + v_dim)`` forward a layer, that is 4 x heads x head_dim where the two widths are
+  one, and three times that with the backward. Causal attention therefore counts the unmasked half only, a
+  packed document only its own tokens, a sliding window only what it sees.
+- Padding tokens are not counted. Recomputation (rematerialisation, flash attention's second q . k) is not
+  counted: the ratio to the peak is model FLOP utilisation (MFU), not hardware FLOP utilisation (HFU).
 
-The 6N rule and MFU are those of PaLM (Chowdhery et al. 2022, appendix B), whose attention term 12 L H Q T counts the
-masked half as well: for an 8B Llama its MFU reads 3% higher than ours at 2k tokens, 13% at 8k, 36% at 32k. Megatron
-(Narayanan et al. 2021, appendix) also counts the full square and adds the recomputed forward. Halving for the causal
-mask follows FlashAttention (Dao 2023, section 4.1).
+The 6N rule and MFU are those of PaLM (Chowdhery et al. 2022, appendix B), whose attention term 12 L H Q T
+counts the masked half as well: for an 8B Llama its MFU reads 3% higher than ours at 2k tokens, 13% at 8k,
+36% at 32k. Megatron (Narayanan et al. 2021, appendix) also counts the full square and adds the recomputed
+forward. Halving for the causal mask follows FlashAttention-2 (Dao 2023, section 4.1).
 """
 
 
 def attention_pairs(lengths: list[int], window: int | None = None) -> int:
-    """(query, key) pairs that causal attention computes over documents of these lengths, in tokens, one layer.
+    """(query, key) pairs of causal attention in one layer over documents of these lengths, in tokens.
 
     `window` is the number of keys that a query of a sliding-window layer sees, itself included.
     """
@@ -34,27 +35,27 @@ def attention_pairs(lengths: list[int], window: int | None = None) -> int:
 
 
 def attention_width(heads: int, qk_dim: int, v_dim: int | None = None) -> int:
-    """Multiply-adds of one layer for one (query, key) pair; `heads` are the query heads, `v_dim` defaults to `qk_dim`."""
+    """Multiply-adds of one layer for one (query, key) pair of `heads` query heads."""
     return heads * (qk_dim + (qk_dim if v_dim is None else v_dim))
 
 
-def forward_flops(matmul_params: int, tokens: int, attention: int = 0) -> int:
+def forward_flops(matmul_params: int, tokens: float, attention_macs: float = 0) -> float:
     """Model FLOPs of one forward pass; the arguments are those of `training_flops`."""
-    return 2 * matmul_params * tokens + 2 * attention
+    return 2 * matmul_params * tokens + 2 * attention_macs
 
 
-def training_flops(matmul_params: int, tokens: int, attention: int = 0) -> int:
+def training_flops(matmul_params: int, tokens: float, attention_macs: float = 0) -> float:
     """Model FLOPs of one training step, forward and backward, by the convention of this module.
 
-    `tokens` are those of the whole global batch, without padding. `attention` is the sum over the layers of
-    ``pairs * attention_width(...)``, where pairs are those of the whole batch: `attention_pairs` of its document
-    lengths, or the sum of ``position + 1`` over its tokens.
+    `tokens` are those of the whole global batch, without padding. `attention_macs` is the sum over the layers
+    of ``pairs * attention_width(...)``, where pairs are those of the whole batch: `attention_pairs` of its
+    document lengths, or the sum of ``position + 1`` over its tokens.
     """
-    return 3 * forward_flops(matmul_params, tokens, attention)
+    return 3 * forward_flops(matmul_params, tokens, attention_macs)
 
 
 def mfu(flops: float, seconds: float, peak_flops_per_second: float, devices: int) -> float:
-    """Model FLOP utilisation, a fraction of 1: `flops` done in `seconds` over what `devices` could do at their peak.
+    """Model FLOP utilisation, a fraction of 1: `flops` done in `seconds` over the peak of `devices`.
 
     `peak_flops_per_second` is that of one device, dense, in the dtype that the multiplications ran in.
     """

@@ -117,7 +117,7 @@ def _any_layout(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     explicit types refuse. What goes in and what comes out keep their explicit shardings."""
 
     def update(grads, state, params):
-        out = jax.tree.map(lambda a: jax.typeof(a).sharding, (grads, state))
+        out = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, (grads, state))
         return jax.sharding.auto_axes(tx.update, out_sharding=out)(grads, state, params)
 
     return optax.GradientTransformation(tx.init, update)

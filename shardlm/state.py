@@ -21,13 +21,15 @@ Tree = Any
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """params float32 by path; opt_state; step int32, number of updates tried; ema like params or None; loss_scale or
-    None; bad_steps int32, non-finite steps in a row, whose updates were skipped."""
+    None; skipped int32, steps whose update was left out because it was not finite; bad_steps int32, how many of them
+    in a row up to now (in fp16 only those at the lowest loss scale)."""
 
     params: Tree
     opt_state: Tree
     step: jax.Array
     ema: Tree | None
     loss_scale: LossScale | None
+    skipped: jax.Array
     bad_steps: jax.Array
 
 
@@ -84,6 +86,7 @@ def make_state(
         step=jnp.int32(0),
         ema=split if ema else None,
         loss_scale=LossScale.start() if loss_scaling else None,
+        skipped=jnp.int32(0),
         bad_steps=jnp.int32(0),
     )
 

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardlm.errors import ShardlmError
+from shardlm.files import write_atomically
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The names that the usual model families give it, the most specific first.
@@ -71,21 +72,13 @@ class Tokenizer:
                 " tokenizer.json of a Hugging Face model or one written by shardlm"
             ) from error
 
-    @classmethod
-    def from_json(cls, text: str) -> "Tokenizer":
-        """The inverse of `to_json`."""
-        return cls(tokenizers.Tokenizer.from_str(text))
-
-    def to_json(self) -> str:
-        return self._backend.to_str()
-
     def save(self, path: str | os.PathLike) -> None:
-        """Writes tokenizer.json atomically, so that a reader never meets half a file."""
-        file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-        partial.replace(file)
+        """Writes a tokenizer.json, all of it or nothing.
+
+        Raises:
+          ShardlmError: the file cannot be written.
+        """
+        write_atomically(Path(path), self._backend.to_str(pretty=True).encode())
 
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, nothing added at either end.
@@ -126,9 +119,9 @@ class Tokenizer:
                 return token
         special = [t.content for t in self._backend.get_added_tokens_decoder().values() if t.special]
         raise ShardlmError(
-            f"the tokenizer has no end-of-document token: none of {', '.join(END_OF_DOCUMENT_NAMES)} is in its"
-            f" vocabulary (special tokens: {', '.join(special[:20]) or 'none'}). Add one of these names to"
-            " tokenizer.json"
+            f"the tokenizer has no end-of-document token: none of {', '.join(END_OF_DOCUMENT_NAMES)} is in"
+            f" its vocabulary (special tokens: {', '.join(special[:20]) or 'none'}). Add one of these names"
+            " to tokenizer.json"
         )
 
     @functools.cached_property

@@ -25,7 +25,8 @@ def test_packing_adds_no_pairs_between_documents(lengths):
 def test_a_training_step_is_six_flops_a_parameter_a_token_and_half_of_square_attention():
     tokens, layers, heads, head_dim, params = 512, 3, 4, 16, 1_000_000
     attention = layers * flops.attention_pairs([tokens]) * flops.attention_width(heads, head_dim)
-    palm = 6 * params * tokens + 12 * layers * heads * head_dim * tokens * tokens  # appendix B, the full square
+    # PaLM's appendix B counts the full square.
+    palm = 6 * params * tokens + 12 * layers * heads * head_dim * tokens * tokens
     square_only = palm - 6 * params * tokens
     ours = flops.training_flops(params, tokens, attention)
     assert ours == 6 * params * tokens + square_only * (tokens + 1) / (2 * tokens)

@@ -1,7 +1,7 @@
-"""The training comparison's PyTorch side: a plain Llama step on the CPU in float32, as fast as PyTorch makes it.
+"""The PyTorch side of the training comparison: a Llama step on the CPU in float32, at PyTorch's fastest.
 
-Owns the model, the step and its timing, and prints one JSON line. `python -m launch.bench train` owns our side
-of the comparison and README.md in this folder the commands. Needs only torch; imports nothing of shardlm.
+Owns the model, the step and its timing, and prints one JSON line. Our side is `python -m launch.bench train`;
+the commands are in README.md of this folder. Needs only torch and imports nothing of shardlm.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Shape:
 
 SHAPES = {
     "768x12": Shape(768, 12, 12, 4, 2048, 8192, tied=False, batch=4, seq=256),
-    "288x6": Shape(288, 6, 6, 6, 768, 32000, tied=True, batch=8, seq=256),
+    "288x6": Shape(288, 6, 6, 6, 768, 8192, tied=True, batch=8, seq=256),
 }
 MODES = ("eager", "compile", "compile-autotune")
 
@@ -133,7 +133,7 @@ def make_step(shape, mode="compile", seed=0):
 
 
 def measure(step, steps, seconds, warmup):
-    """Time `step` after `warmup` calls, until `steps` calls or `seconds` have passed -> losses, step seconds."""
+    """Call `step` `warmup` times, then time it up to `steps` times or `seconds` -> losses, step seconds."""
     losses = [step() for _ in range(warmup)]
     times, began = [], time.perf_counter()
     while len(times) < steps and (not times or time.perf_counter() - began < seconds):
@@ -156,7 +156,7 @@ def main():
     parser.add_argument("--mode", choices=MODES, default="compile")
     parser.add_argument("--steps", type=int, default=20, help="most timed steps")
     parser.add_argument("--seconds", type=float, default=60, help="start no timed step after this long")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones; the first compiles")
+    parser.add_argument("--warmup", type=int, default=3, help="steps not timed; the first compiles")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -179,6 +179,7 @@ def main():
         "loss": {"first": round(losses[0], 4), "last": round(losses[-1], 4)},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "cpus": os.cpu_count(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
     }
     print(json.dumps(report))
 

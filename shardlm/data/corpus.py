@@ -4,13 +4,15 @@ Owns finding the files, their formats, and what happens to a document that is no
 to `writer`. Files ending in .gz, .zst, .bz2 or .lz4 are decompressed as they are read.
 """
 
+import contextlib
 import dataclasses
 import glob
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import msgspec
 
@@ -21,18 +23,22 @@ from shardlm.errors import ShardlmError
 # (what is being done, bytes of input done, bytes of input in all)
 Progress = Callable[[str, int, int], None]
 
-_TEXT = (
-    ".txt .text .md .rst .tex .html .htm .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .cuh .java .js .jsx"
-    " .ts .tsx .go .rs .rb .php .sh .sql .toml .yaml .yml .css .jl .scala .swift .kt .lua .r .pl .hs .ml .cs"
-).split()
-_KINDS = {suffix: "text" for suffix in _TEXT} | {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-_COMPRESSED = {".gz", ".zst", ".bz2", ".lz4"}
+_TEXT = """
+    .txt .text .md .rst .tex .html .htm .xml .css .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java
+    .js .jsx .ts .tsx .go .rs .rb .php .sh .sql .toml .yaml .yml .jl .scala .swift .kt .lua .r .pl .hs .ml
+"""
+_KINDS = dict.fromkeys(re.findall(r"\S+", _TEXT), "text") | {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
+_CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _FORMATS = "text (.txt, .md, .py and the like), .jsonl and .parquet"
 _PARQUET_ROWS = 256  # rows decoded at a time
 
 
 class Document(NamedTuple):
-    """One text. `size` is the bytes of its file that it accounts for: over a corpus they sum to the files'."""
+    """One text. `size`: bytes on disk read for it; over a corpus these sum to about the size of the files."""
 
     text: str | None  # None: skipped
     size: int
@@ -75,7 +81,7 @@ def find_sources(paths: str | Sequence[str]) -> tuple[Source, ...]:
 def read_documents(
     sources: Sequence[Source] | str, *, text_key: str = "text", on_bad_utf8: OnBadUtf8 = "fail"
 ) -> Iterator[Document]:
-    """Every document of `sources` (or of the path given), in order.
+    """Every document of `sources` (or of the files that a path stands for), in order.
 
     Args:
       text_key: the JSONL key or Parquet column that holds the text.
@@ -96,7 +102,9 @@ def read_documents(
             raise ShardlmError(f"cannot read {source.path}: {error}") from error
     if not any_text:
         names = ", ".join(str(source.path) for source in sources[:3])
-        raise ShardlmError(f"the dataset is empty: no text in {len(sources)} file(s) ({names}...): check the paths")
+        raise ShardlmError(
+            f"the dataset is empty: no text in {len(sources)} file(s) ({names}...): check the paths"
+        )
 
 
 def _expand(path: str) -> list[Source]:
@@ -107,7 +115,9 @@ def _expand(path: str) -> list[Source]:
         sources = [Source(p, kind) for p in below if (kind := _kind(p))]
         if not sources:
             endings = ", ".join(sorted({p.suffix or p.name for p in below})) or "nothing"
-            raise ShardlmError(f"no text under the directory {path}: it holds {endings}; supported are {_FORMATS}")
+            raise ShardlmError(
+                f"no text under the directory {path}: it holds {endings}; supported are {_FORMATS}"
+            )
         return sources
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     if not matches:
@@ -128,47 +138,62 @@ def _hidden(relative: Path) -> bool:
 
 
 def _kind(path: Path) -> str | None:
-    bare = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    bare = path.with_suffix("") if path.suffix.lower() in _CODECS else path
     return _KINDS.get(bare.suffix.lower())
 
 
-def _decode(data: bytes, where: str, on_bad_utf8: OnBadUtf8) -> tuple[str | None, bool]:
-    """(text or None where skipped, whether it was not UTF-8)."""
+def _decode(data: bytes, where: str, size: int, on_bad_utf8: OnBadUtf8) -> Document:
     try:
-        return data.decode("utf-8").removeprefix("\ufeff"), False
+        return Document(data.decode("utf-8").removeprefix("\ufeff"), size)
     except UnicodeDecodeError as error:
         if on_bad_utf8 == "skip":
-            return None, True
+            return Document(None, size, bad_utf8=True)
         if on_bad_utf8 == "replace":
-            return data.decode("utf-8", errors="replace").removeprefix("\ufeff"), True
+            return Document(data.decode("utf-8", "replace").removeprefix("\ufeff"), size, bad_utf8=True)
         line = data.count(b"\n", 0, error.start) + 1
         raise ShardlmError(
-            f"{where}: not UTF-8: byte 0x{data[error.start]:02x} at byte offset {error.start} (line {line} of the"
-            " document). Convert the file (iconv -f latin1 -t utf-8), or set on_bad_utf8=replace to put U+FFFD"
-            " there, or on_bad_utf8=skip to leave such documents out"
+            f"{where}: not UTF-8: byte 0x{data[error.start]:02x} at byte offset {error.start}, line {line} of"
+            " the document. Convert the file (iconv -f latin1 -t utf-8), or set on_bad_utf8=replace for"
+            " U+FFFD in its place, or on_bad_utf8=skip to leave such documents out"
         ) from error
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """The decompressed file, and a function that says how far the file on disk has been read, in bytes."""
+    if (codec := _CODECS.get(path.suffix.lower())) is None:
+        with open(path, "rb") as file:
+            yield file, file.tell
+    else:
+        import pyarrow as pa
+
+        with pa.OSFile(str(path)) as raw, pa.CompressedInputStream(raw, codec) as stream:
+            yield io.BufferedReader(stream), raw.tell
 
 
 def _read_text(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
     with _open(source.path) as (file, _):
-        yield Document(*_sized(_decode(file.read(), str(source.path), on_bad_utf8), source.size))
+        yield _decode(file.read(), str(source.path), source.size, on_bad_utf8)
+
+
+def _read_stdlib(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
+    yield Document(standard_library.decode(source.path.read_bytes()), source.size)
 
 
 def _read_jsonl(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
-    line_type = msgspec.defstruct("Line", [("text", str, msgspec.field(name=text_key))])
-    decoder = msgspec.json.Decoder(line_type)
+    decoder = msgspec.json.Decoder(msgspec.defstruct("Line", [("text", str, msgspec.field(name=text_key))]))
     done = 0
     with _open(source.path) as (file, position):
         for number, line in enumerate(file, start=1):
-            where = f"{source.path}:{number}"
-            size, done = position() - done, position()
-            text, bad = _decode(line, where, on_bad_utf8)
-            if text is not None and not text.strip():
+            if not line.strip():
                 continue
+            size, done = position() - done, position()
+            raw = _decode(line, f"{source.path}:{number}", size, on_bad_utf8)
             try:
-                yield Document(text and decoder.decode(text).text, size, bad)
+                yield raw if raw.text is None else raw._replace(text=decoder.decode(raw.text).text)
             except msgspec.DecodeError as error:
-                raise ShardlmError(f"{where}: {_json_problem(text, text_key, error)}") from error
+                problem = _json_problem(raw.text, text_key, error)
+                raise ShardlmError(f"{source.path}:{number}: {problem}") from error
 
 
 def _json_problem(line: str, text_key: str, error: Exception) -> str:
@@ -179,7 +204,8 @@ def _json_problem(line: str, text_key: str, error: Exception) -> str:
     if not isinstance(value, dict):
         return f"expected a JSON object with the key {text_key!r}, got {type(value).__name__}"
     if text_key not in value:
-        return f"no key {text_key!r}; the keys are {', '.join(map(repr, value)) or 'none'}. Set text_key to one of them"
+        keys = ", ".join(map(repr, value)) or "none"
+        return f"no key {text_key!r}; the keys are {keys}. Set text_key to the one that holds the text"
     return f"the value of {text_key!r} is {type(value[text_key]).__name__}, expected a string"
 
 
@@ -189,44 +215,38 @@ def _read_parquet(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iter
 
     try:
         with pq.ParquetFile(source.path) as file:
-            yield from _parquet_rows(file, source, text_key, on_bad_utf8)
+            size = source.size / max(1, file.metadata.num_rows)
+            for row, value in enumerate(_parquet_values(file, source.path, text_key)):
+                share = int((row + 1) * size) - int(row * size)
+                yield _decode(value, f"{source.path}: row {row}", share, on_bad_utf8)
     except pa.ArrowException as error:
         raise ShardlmError(f"{source.path}: not a readable Parquet file: {error}") from error
 
 
-def _parquet_rows(file, source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
+def _parquet_values(file, path: Path, text_key: str) -> Iterator[bytes]:
+    """The text column of a ParquetFile as bytes: the format does not enforce that strings are UTF-8."""
     import pyarrow as pa
 
     if text_key not in file.schema_arrow.names:
         columns = ", ".join(map(repr, file.schema_arrow.names))
-        raise ShardlmError(f"{source.path}: no column {text_key!r}; the columns are {columns}. Set text_key to one")
-    rows, total, row = file.metadata.num_rows, source.size, 0
+        raise ShardlmError(
+            f"{path}: no column {text_key!r}; the columns are {columns}. Set text_key to the one that holds"
+            " the text"
+        )
+    row = 0
     for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_key]):
         column = batch.column(0)
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            raise ShardlmError(f"{source.path}: column {text_key!r} is {column.type}, expected strings")
+        if column.type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+            raise ShardlmError(f"{path}: column {text_key!r} holds {column.type}, expected strings")
         for value in column.cast(pa.large_binary()).to_pylist():
-            where = f"{source.path}: row {row}"
             if value is None:
-                raise ShardlmError(f"{where}: {text_key!r} is null, expected a string: filter such rows out")
-            size = (row + 1) * total // rows - row * total // rows
+                raise ShardlmError(
+                    f"{path}: row {row}: {text_key!r} is null, expected a string: filter it out"
+                )
+            yield value
             row += 1
-            yield Document(*_sized(_decode(value, where, on_bad_utf8), size))
-
-
-def _read_stdlib(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
-    yield Document(standard_library.decode(source.path.read_bytes()), source.size)
-
-
-def _sized(decoded: tuple[str | None, bool], size: int) -> tuple[str | None, int, bool]:
-    text, bad = decoded
-    return text, size, bad
-
-
-class _open:  # noqa: N801
-    pass
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "stdlib": _read_stdlib}

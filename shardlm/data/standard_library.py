@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shardlm.errors import ShardlmError
+from shardlm.files import write_atomically
 
 NAMES = ("stdlib:train", "stdlib:validation")
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -29,15 +30,19 @@ def files(name: str) -> list[Path]:
     if name not in NAMES:
         raise ShardlmError(f"unknown text source {name!r}: the built-in ones are {' and '.join(NAMES)}")
     root = Path(sysconfig.get_path("stdlib"))
-    relative = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    chosen = [
-        root / path
-        for path in relative
-        if not _LEFT_OUT & set(path.split("/")) and _held_out(path) == (name == "stdlib:validation")
-    ]
+    chosen = [root / path for path in _sources(root) if _held_out(path) == (name == "stdlib:validation")]
     if not chosen:
         raise ShardlmError(f"{name}: no Python source under {root}: name text files instead")
     return chosen
+
+
+def _sources(root: Path) -> list[str]:
+    found = []
+    for directory, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        relative = Path(directory).relative_to(root)
+        found += [(relative / name).as_posix() for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def _held_out(relative: str) -> bool:
@@ -46,7 +51,7 @@ def _held_out(relative: str) -> bool:
 
 
 def decode(data: bytes) -> str | None:
-    """Source text in the encoding that the file declares (PEP 263); None where it declares none that works."""
+    """Source text in the encoding that the file declares (PEP 263); None where that does not work."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return io.TextIOWrapper(io.BytesIO(data), encoding).read()
@@ -55,18 +60,18 @@ def decode(data: bytes) -> str | None:
 
 
 def materialise(directory: str | os.PathLike) -> tuple[Path, Path]:
-    """Writes train.jsonl and validation.jsonl (`text`, `path`); files with that content already stay untouched."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    """Writes train.jsonl and validation.jsonl (`text`, `path`), unless they hold just that already.
+
+    Raises:
+      ShardlmError: they cannot be written.
+    """
     written = []
     for name in NAMES:
         texts = ((path, decode(path.read_bytes())) for path in files(name))
         documents = [{"path": path.name, "text": text} for path, text in texts if text is not None]
         content = b"".join(msgspec.json.encode(document) + b"\n" for document in documents)
-        target = directory / f"{name.removeprefix('stdlib:')}.jsonl"
+        target = Path(directory) / f"{name.removeprefix('stdlib:')}.jsonl"
         if not target.exists() or target.read_bytes() != content:
-            partial = target.with_name(f".{target.name}.{os.getpid()}")
-            partial.write_bytes(content)
-            partial.replace(target)
+            write_atomically(target, content)
         written.append(target)
     return written[0], written[1]

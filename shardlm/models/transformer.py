@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlm.flops import attention_width
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.param import Execution, Params, constant, in_use, normal
 from shardlm.layers.stack import Segment, Stack
@@ -39,9 +40,9 @@ class TransformerConfig:
         )
         return layers + self.vocab_size * self.embed_dim
 
-    def attention_dim(self) -> int:
-        """Sum over layers of num_heads * head_dim: what one (query, key) pair costs in attention, times 4 flops."""
-        return sum(b.attention.num_heads * b.attention.head_dim for b in self.blocks())
+    def attention_width(self) -> int:
+        """Multiply-adds of one (query, key) pair in all layers together (flops.py)."""
+        return sum(attention_width(b.attention.num_heads, b.attention.head_dim) for b in self.blocks())
 
 
 class Transformer(nnx.Module):

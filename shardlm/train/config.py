@@ -28,6 +28,8 @@ class TrainConfig:
     eval_every     steps between evaluations
     eval_batches   validation batches an evaluation reads; 0 reads all
     max_bad_steps  non-finite steps in a row that stop the run; each is skipped and reported
+    baselines      compare the final validation loss with unigram and bigram models of the training tokens
+    sample_prompt  at the end, show what the model makes of this text; "" shows nothing
     """
 
     steps: int = 1000
@@ -40,6 +42,8 @@ class TrainConfig:
     eval_every: int = 250
     eval_batches: int = 0
     max_bad_steps: int = 3
+    baselines: bool = False
+    sample_prompt: str = ""
 
     def __post_init__(self):
         for name in ("steps", "global_batch", "seq_len", "accumulation", "log_every", "eval_every", "max_bad_steps"):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.ops.attention import choose
-from shardlm.optim import make_optimizer
+from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, make_state
@@ -24,7 +24,7 @@ from shardlm.train.step import StepConfig, make_eval_step, make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A run's functions on its mesh. Use its methods under `jax.set_mesh(program.mesh)`."""
+    """A run's functions on its mesh. What it compiles is called under `jax.set_mesh(program.mesh)`."""
 
     config: RunConfig
     mesh: Mesh
@@ -67,32 +67,39 @@ class Program:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
         def placed(leaf):
-            sharding = NamedSharding(self.mesh, leaf.sharding.spec) if leaf.sharding else None
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or NamedSharding(self.mesh, P()))
+            spec = leaf.sharding.spec if leaf.sharding else jax.sharding.PartitionSpec()
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        P = jax.sharding.PartitionSpec
-        return jax.tree.map(placed, jax.eval_shape(self._make_state, 0))
+        with jax.set_mesh(self.mesh):
+            return jax.tree.map(placed, jax.eval_shape(self._make_state, 0))
 
     def init(self) -> TrainState:
         """A new training state from config.train.seed, created in its shards."""
-        return jax.jit(self._make_state)(self.config.train.seed)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._make_state)(self.config.train.seed)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated."""
         train, optim = self.config.train, self.config.optim
         step = StepConfig(train.accumulation, optim.clip_norm, optim.ema_decay, train.z_loss)
-        function = make_train_step(self.model, self.tx, step)
-        return jax.jit(function, donate_argnums=0).lower(self.state_shapes(), self.batch_shapes())
+        function = make_train_step(self.model, self.tx, make_schedule(optim, train.steps), step)
+        with jax.set_mesh(self.mesh), self._matmul_precision():
+            return jax.jit(function, donate_argnums=0).lower(self.state_shapes(), self.batch_shapes())
 
     def lower_eval(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the batch's losses."""
-        return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
+        with jax.set_mesh(self.mesh), self._matmul_precision():
+            return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
 
     def decoder(self) -> ModelDef:
         """The same model for generating from the same parameters on the same mesh."""
         execution = dataclasses.replace(self.model.execution, rules=self.rules.for_decoding())
         with jax.set_mesh(self.mesh):
             return ModelDef.make(self.model.config, execution)
+
+    def _matmul_precision(self):
+        """fp32 means float32 products: without this a GPU multiplies float32 in TF32, with a 10-bit mantissa."""
+        return jax.default_matmul_precision("float32" if self.config.precision == "fp32" else "default")
 
     @property
     def _make_state(self) -> Any:

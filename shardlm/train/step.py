@@ -78,12 +78,15 @@ def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
     return jnp.moveaxis(split, 1, 0)
 
 
-def make_train_step(model: ModelDef, tx: optax.GradientTransformation, config: StepConfig):
+def make_train_step(
+    model: ModelDef, tx: optax.GradientTransformation, rate: optax.Schedule, config: StepConfig
+):
     """The step: (TrainState, Batch) -> (TrainState, metrics).
 
-    A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are float32 scalars:
-    loss and z_loss (nats per counted token), grad_norm (before clipping), tokens, attention_pairs (query-key pairs
-    attended, for the FLOP count), finite (1 or 0), bad_steps and, in fp16, loss_scale.
+    A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are scalars: loss and
+    z_loss (nats per counted token), grad_norm (before clipping), learning_rate (`rate` of the updates made so far),
+    tokens, attention_pairs (query-key pairs attended, for the FLOP count), finite (1 or 0), the state's skipped and
+    bad_steps and, in fp16, loss_scale.
     """
     rules = model.execution.rules
 
@@ -113,10 +116,11 @@ def make_train_step(model: ModelDef, tx: optax.GradientTransformation, config: S
             step=state.step + 1,
             ema=ema,
             loss_scale=state.loss_scale.update(finite) if state.loss_scale else None,
+            skipped=state.skipped + ~finite,
             bad_steps=bad_steps,
         )
         metrics = losses | {"grad_norm": norm, "finite": finite.astype(jnp.float32)} | counts(batch)
-        metrics["bad_steps"] = bad_steps.astype(jnp.float32)
+        metrics |= {"learning_rate": rate(state.step - state.skipped), "skipped": new.skipped, "bad_steps": bad_steps}
         if state.loss_scale:
             metrics["loss_scale"] = scale
         return new, metrics

@@ -1,0 +1,205 @@
+"""Batches for training and evaluation: the order of rows, the part that a process reads, prefetch, position.
+
+Built on grain: rows -> shuffle -> repeat -> batches -> reader threads. What is in a row is `packing`'s.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+
+from shardlm.data.config import Packing
+from shardlm.data.packing import PADDING_ROW, Batch, CutRows, WholeRows, make_rows
+from shardlm.data.shards import TokenShards
+from shardlm.errors import ShardlmError
+
+_THREADS = 2  # reading holds Python's lock most of the time: more threads only wait for each other
+
+
+class Loader:
+    """An endless (or `epochs` long) iterator of batches: {name: [len(rows), seq_len]} (see `packing`).
+
+    Row g of global batch b is row b * global_batch + g of the epochs laid end to end, each shuffled anew.
+    This depends on the seed only, so however the rows of a batch are divided over processes, all of them
+    together read the same batch, and `get_state` fits any division.
+
+    Attributes:
+      num_rows: in an epoch.
+      padding_fraction: share of the positions of an epoch that are padding.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        seq_len: int,
+        global_batch: int,
+        seed: int,
+        rows: Sequence[int] | None = None,
+        packing: Packing = "cut",
+        prefetch: int = 8,
+        shuffle: bool = True,
+        epochs: int | None = None,
+    ):
+        """Packs and starts reading.
+
+        Args:
+          rows: the rows of the global batch that this process needs, ascending; None for all of them.
+          prefetch: batches read ahead by threads; 0 reads when asked.
+
+        Raises:
+          ShardlmError: `rows` are not rows of the batch, or the data do not fill one batch.
+        """
+        self._local = _checked_rows(rows, global_batch)
+        self._rows = make_rows(shards, seq_len, packing)
+        self.num_rows = len(self._rows)
+        self.padding_fraction = self._rows.padding_fraction
+        if self.num_rows < global_batch:
+            raise ShardlmError(
+                f"the dataset is smaller than one batch: {shards.num_tokens:,} tokens make {self.num_rows}"
+                f" rows of {seq_len}, a batch takes {global_batch}. Use a smaller batch, shorter rows or more"
+                " text"
+            )
+        # What decides the sequence of batches, and so must be equal where a position is taken up again.
+        self._identity = {
+            "dataset": shards.fingerprint,
+            "seq_len": seq_len,
+            "global_batch": global_batch,
+            "seed": seed,
+            "packing": packing,
+            "shuffle": shuffle,
+            "epochs": epochs,
+        }
+        order = grain.MapDataset.range(self.num_rows)
+        if shuffle:
+            order = order.shuffle(seed=_shuffle_seed(seed))
+        self._order = order.repeat(epochs)
+        self._global_batch = global_batch
+        self._prefetch = prefetch
+        self._iterator = self._read_from(0)
+        self._next_batch = 0
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator)
+        self._next_batch += 1
+        return batch
+
+    @property
+    def epoch(self) -> float:
+        """Epochs read so far, with the fraction of the current one."""
+        return self._next_batch * self._global_batch / self.num_rows
+
+    def get_state(self) -> dict:
+        """The position, ready for JSON, the same in every process."""
+        return {"next_batch": self._next_batch, **self._identity}
+
+    def set_state(self, state: dict) -> None:
+        """Continues where `get_state` was taken.
+
+        Raises:
+          ShardlmError: the state belongs to other data, another seed or another shape of batch.
+        """
+        differing = [
+            f"{name} was {state.get(name)!r}, is {value!r}"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if differing:
+            raise ShardlmError(
+                f"the saved position in the data does not fit this run: {'; '.join(differing)}. Restore those"
+                " settings, or start a new run from the checkpoint's weights"
+            )
+        self.close()
+        self._next_batch = state["next_batch"]
+        self._iterator = self._read_from(self._next_batch)
+
+    def close(self) -> None:
+        """Stops the reader threads."""
+        self._iterator.close()
+
+    def _read_from(self, batch: int) -> grain.DatasetIterator:
+        threads = grain.ReadOptions(
+            num_threads=min(self._prefetch, _THREADS), prefetch_buffer_size=self._prefetch
+        )
+        batches = _Batches(self._order, self._rows, self._global_batch, self._local, batch)
+        return iter(batches.to_iter_dataset(threads))
+
+
+def validation_batches(
+    shards: TokenShards,
+    *,
+    seq_len: int,
+    global_batch: int,
+    rows: Sequence[int] | None = None,
+    packing: Packing = "cut",
+    max_batches: int | None = None,
+) -> Iterator[Batch]:
+    """One pass in order; the last batch is filled up with padding rows, so that all have one shape.
+
+    Args:
+      rows: the rows of the global batch that this process needs, ascending; None for all of them.
+      max_batches: at most so many batches, their rows spread evenly over the data.
+
+    Raises:
+      ShardlmError: `rows` are not rows of the batch.
+    """
+    local = _checked_rows(rows, global_batch)
+    source = make_rows(shards, seq_len, packing)
+    total = len(source)
+    if max_batches is not None:
+        total = min(total, max_batches * global_batch)
+    chosen = np.arange(total) * len(source) // max(1, total)
+    return _padded_batches(source, chosen, global_batch, local)
+
+
+def _padded_batches(
+    source: CutRows | WholeRows, chosen: np.ndarray, global_batch: int, local: np.ndarray
+) -> Iterator[Batch]:
+    whole = np.full(-(-len(chosen) // global_batch) * global_batch, PADDING_ROW)
+    whole[: len(chosen)] = chosen
+    for batch in whole.reshape(-1, global_batch):
+        yield source.read(batch[local].tolist())
+
+
+class _Batches(grain.MapDataset):
+    """Element i is this process's part of global batch `first` + i. The parent gives the order of rows."""
+
+    def __init__(
+        self,
+        order: grain.MapDataset,
+        rows: CutRows | WholeRows,
+        global_batch: int,
+        local: np.ndarray,
+        first: int,
+    ):
+        super().__init__(order)
+        self._rows, self._global_batch, self._local, self._first = rows, global_batch, local.tolist(), first
+
+    def __len__(self) -> int:
+        return max(0, len(self._parent) // self._global_batch - self._first)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        begin = (self._first + index) * self._global_batch
+        return self._rows.read([self._parent[begin + row] for row in self._local])
+
+
+def _checked_rows(rows: Sequence[int] | None, global_batch: int) -> np.ndarray:
+    if global_batch < 1:
+        raise ShardlmError(f"the global batch is {global_batch}: it needs at least one row")
+    local = np.arange(global_batch) if rows is None else np.asarray(rows, np.int64)
+    if not len(local) or local[0] < 0 or local[-1] >= global_batch or (np.diff(local) <= 0).any():
+        raise ShardlmError(
+            f"rows {local.tolist()} are not ascending rows of a global batch of {global_batch}: each process"
+            f" needs at least one, from 0 to {global_batch - 1}"
+        )
+    return local
+
+
+def _shuffle_seed(seed: int) -> int:
+    """32 bits far from those of neighbouring seeds: grain shuffles epoch e with this plus e."""
+    return int(np.random.SeedSequence(seed).generate_state(1)[0])

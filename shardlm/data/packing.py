@@ -1,0 +1,177 @@
+"""Which tokens stand in which training row. Pure numpy over `TokenShards`; order and batching are `loader`'s.
+
+A row has `seq_len` inputs and their targets (the next tokens). Its segments are documents or parts of
+documents: they number from 1 and count positions from 0, and 0 marks padding. `loss_mask` is 0 on padding
+and where the target belongs to another document than the input; predicting end-of-document counts. All are
+int32 but `loss_mask`, float32.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardlm.data.config import Packing
+from shardlm.data.shards import TokenShards
+from shardlm.errors import ShardlmError
+
+Batch = dict[str, np.ndarray]
+PADDING_ROW = -1  # the index of a row of nothing but padding
+# Pieces packed together by "whole". Bounds the memory of packing, not of the result (24 bytes a document).
+_WINDOW = 1 << 20
+
+
+def make_rows(shards: TokenShards, seq_len: int, packing: Packing) -> "CutRows | WholeRows":
+    """The rows of one epoch, in corpus order.
+
+    Raises:
+      ShardlmError: the packing is unknown or `seq_len` is not positive.
+    """
+    kinds = {"cut": CutRows, "whole": WholeRows}
+    if packing not in kinds:
+        raise ShardlmError(f"unknown packing {packing!r}: it is one of {', '.join(kinds)}")
+    if seq_len < 1:
+        raise ShardlmError(f"seq_len is {seq_len}: a row needs at least one token")
+    return kinds[packing](shards, seq_len)
+
+
+class CutRows:
+    """Row i is tokens[i*T : i*T + T + 1] of the stream: no padding but in the last row; documents are cut."""
+
+    def __init__(self, shards: TokenShards, seq_len: int):
+        self._shards, self.seq_len = shards, seq_len
+        self._length = -(-(shards.num_tokens - 1) // seq_len)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of input positions that hold nothing."""
+        return 1 - (self._shards.num_tokens - 1) / max(1, self._length * self.seq_len)
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """Rows by their index: {name: [len(indices), seq_len]}."""
+        shape = len(indices), self.seq_len + 1
+        ids, begins = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        filled = np.zeros(len(indices), np.int32)
+        for row, index in enumerate(indices):
+            if index == PADDING_ROW:
+                continue
+            start = index * self.seq_len
+            window = self._shards.window(start, self.seq_len + 1)
+            ids[row, : len(window)] = window
+            begins[row, self._shards.document_starts(start + 1, start + len(window)) - start] = True
+            filled[row] = len(window) - 1
+        # A target that begins a document belongs to another one than its input.
+        return _batch(ids[:, :-1], ids[:, 1:], begins[:, :-1], filled, ~begins[:, 1:])
+
+
+class WholeRows:
+    """No document is cut unless it exceeds a row; the rest of a row is padding.
+
+    Best-fit decreasing within windows of about a million pieces: a long document's full rows stand alone,
+    its remainder is packed like a document. The last token of a document is only a target, so a document of
+    n tokens fills n - 1 inputs.
+    """
+
+    def __init__(self, shards: TokenShards, seq_len: int):
+        self._shards, self.seq_len = shards, seq_len
+        starts, lengths = _pieces(shards.document_offsets(), seq_len)
+        order, first = [], [np.zeros(1, np.int64)]
+        for low in range(0, len(lengths), _WINDOW):
+            rows = best_fit_decreasing(lengths[low : low + _WINDOW], seq_len)
+            by_row = np.argsort(rows, kind="stable")
+            order.append(by_row + low)
+            first.append(np.cumsum(np.bincount(rows)) + low)
+        order = np.concatenate([np.zeros(0, np.int64), *order])
+        self._starts, self._lengths = starts[order], lengths[order]
+        self._first = np.concatenate(first)  # of row i: its pieces are first[i] : first[i + 1]
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of input positions that hold nothing."""
+        return 1 - int(self._lengths.sum()) / max(1, len(self) * self.seq_len)
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """Rows by their index: {name: [len(indices), seq_len]}."""
+        shape = len(indices), self.seq_len
+        tokens, targets, begins = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+        filled = np.zeros(len(indices), np.int32)
+        for row, index in enumerate(indices):
+            if index == PADDING_ROW:
+                continue
+            pieces, at = slice(self._first[index], self._first[index + 1]), 0
+            for start, n in zip(self._starts[pieces].tolist(), self._lengths[pieces].tolist(), strict=True):
+                window = self._shards.window(start, n + 1)
+                tokens[row, at : at + n], targets[row, at : at + n] = window[:-1], window[1:]
+                begins[row, at] = True
+                at += n
+            filled[row] = at
+        return _batch(tokens, targets, begins, filled, True)
+
+
+def _batch(tokens, targets, begins, filled, scored) -> Batch:
+    """Masks [rows, seq_len] arrays from `filled` inputs on; a segment begins in column 0 and at `begins`."""
+    column = np.arange(tokens.shape[1], dtype=np.int32)
+    real = column < filled[:, None]
+    begins = begins & (column > 0)
+    return {
+        "tokens": tokens * real,
+        "targets": targets * real,
+        "segment_ids": (np.cumsum(begins, axis=1, dtype=np.int32) + 1) * real,
+        "positions": (column - np.maximum.accumulate(begins * column, axis=1)) * real,
+        "loss_mask": (real & scored).astype(np.float32),
+    }
+
+
+def _pieces(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, number of inputs) of each document, those beyond `seq_len` inputs cut into several."""
+    inputs = np.diff(offsets) - 1
+    counts = -(-inputs // seq_len)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece
+    lengths = np.minimum(seq_len, np.repeat(inputs, counts) - number * seq_len)
+    return np.repeat(offsets[:-1], counts) + number * seq_len, lengths
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The row of each piece: longest pieces first, each into the row with the least room that holds it.
+
+    Places all pieces of one length at a time, so that the cost grows with the number of different lengths
+    rather than of pieces (the histogram idea of Krell et al. 2021, arXiv:2107.02027).
+
+    Args:
+      lengths: int[pieces], each from 1 to `capacity`.
+    """
+    rows = np.empty(len(lengths), np.int64)
+    open_rows: dict[int, list[np.ndarray]] = {}  # by the room they have left
+
+    def leave(room: int, which: np.ndarray) -> None:
+        if room and len(which):
+            open_rows.setdefault(room, []).append(which)
+
+    def put(pieces: np.ndarray, length: int, into: np.ndarray, room: int) -> np.ndarray:
+        """Fills rows of equal room one after the other; returns the pieces that are left."""
+        each = room // length
+        used = min(len(into), -(-len(pieces) // each))
+        placed, last = pieces[: used * each], used - 1
+        rows[placed] = np.repeat(into[:used], each)[: len(placed)]
+        leave(room - each * length, into[:last])
+        leave(room - (len(placed) - last * each) * length, into[last:used])
+        leave(room, into[used:])
+        return pieces[len(placed) :]
+
+    opened = 0
+    by_length = np.argsort(-lengths, kind="stable")
+    for pieces in np.split(by_length, np.flatnonzero(np.diff(lengths[by_length])) + 1):
+        length = int(lengths[pieces[0]])
+        for room in sorted(room for room in open_rows if room >= length):
+            if len(pieces):
+                pieces = put(pieces, length, np.concatenate(open_rows.pop(room)), room)
+        if len(pieces):
+            new = np.arange(opened, opened - (-len(pieces) // (capacity // length)))
+            opened += len(new)
+            put(pieces, length, new, capacity)
+    return rows

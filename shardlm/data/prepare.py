@@ -1,0 +1,187 @@
+"""From a `DataConfig` to a tokenizer and token shards, once: later runs find both in the cache.
+
+Owns the cache and its lock; reading is `corpus`'s, tokenising `writer`'s. The cache is keyed by the names,
+sizes and times of the files and by every setting that changes the tokens.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from absl import logging
+
+from shardlm.data import standard_library
+from shardlm.data.config import DataConfig, OnBadUtf8
+from shardlm.data.corpus import Document, Progress, Source, find_sources, read_documents
+from shardlm.data.shards import FORMAT, META, TokenShards, is_shards
+from shardlm.data.writer import write_shards
+from shardlm.errors import ShardlmError
+from shardlm.tokenizer import Tokenizer, train_bpe
+
+# A tokenizer is trained on an even sample of about this much text.
+_TRAINING_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a run needs. `tokenizer_path` is the file to keep beside a checkpoint."""
+
+    tokenizer: Tokenizer
+    tokenizer_path: Path
+    train: TokenShards
+    validation: TokenShards
+
+
+def prepare(config: DataConfig, progress: Progress = lambda stage, done, total: None) -> Prepared:
+    """Opens the shards that `config` names, or makes them from its text.
+
+    Of several processes on one host that ask for the same cache, one works and the others wait for it.
+
+    Raises:
+      ShardlmError: the data or the tokenizer are missing or bad, or shards come from another tokenizer.
+    """
+    cache = Path(config.cache_dir)
+    with _lock(cache):
+        train = _shards_or_sources(config.train, cache)
+        validation = _shards_or_sources(config.validation, cache)
+        home = cache / _key(config, train, validation)
+        tokenizer, path = _tokenizer(config, train, home, progress)
+        opened = [
+            _open_or_write(what, config, tokenizer, home / name, progress)
+            for name, what in (("train", train), ("validation", validation))
+        ]
+    for name, shards in zip(("train", "validation"), opened, strict=True):
+        if shards.tokenizer != tokenizer.fingerprint:
+            raise ShardlmError(
+                f"the shards of data.{name} ({', '.join(map(str, shards.directories))}) were made by another"
+                f" tokenizer, of vocabulary {shards.vocab_size}, than {path}, of {tokenizer.vocab_size}: set"
+                f" data.tokenizer={shards.directories[0] / 'tokenizer.json'}, or tokenise the text again"
+            )
+    return Prepared(tokenizer, path, *opened)
+
+
+def tokenizer_from(
+    spec: str,
+    sources: Sequence[Source],
+    *,
+    text_key: str = "text",
+    on_bad_utf8: OnBadUtf8 = "fail",
+    progress: Progress = lambda stage, done, total: None,
+) -> Tokenizer:
+    """The tokenizer in the file `spec`, or for `bpe:N` one of N entries trained on `sources`.
+
+    Raises:
+      ShardlmError: `spec` is neither, or the text cannot be read.
+    """
+    if not spec.startswith("bpe:"):
+        return Tokenizer.load(spec)
+    if not (size := spec.removeprefix("bpe:")).isdecimal():
+        raise ShardlmError(f"tokenizer {spec!r}: expected bpe: and a number of entries, such as bpe:4096")
+    total = sum(source.size for source in sources)
+    documents = read_documents(sources, text_key=text_key, on_bad_utf8=on_bad_utf8)
+    return train_bpe(_sample(documents, total, progress), int(size))
+
+
+def _sample(documents: Iterator[Document], total: int, progress: Progress) -> Iterator[str]:
+    """Every document, or every k-th such that about `_TRAINING_BYTES` are read into the trainer."""
+    every, done = max(1, round(total / _TRAINING_BYTES)), 0
+    for index, document in enumerate(documents):
+        done += document.size
+        progress("training the tokenizer", done, total)
+        if document.text and index % every == 0:
+            yield document.text
+
+
+def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple[Source, ...]:
+    made = [path for path in paths if is_shards(path)]
+    if made and len(made) < len(paths):
+        rest = [path for path in paths if path not in made]
+        raise ShardlmError(
+            f"token shards ({', '.join(made)}) and text ({', '.join(rest)}) in one dataset: tokenise the text"
+            " with python -m launch.tokenize and the tokenizer.json of the shards first"
+        )
+    if made:
+        return TokenShards.open(*made)
+    if any(path in standard_library.NAMES for path in paths):
+        directory = cache / f"stdlib-{platform.python_version()}"
+        files = dict(zip(standard_library.NAMES, standard_library.materialise(directory), strict=True))
+        paths = [str(files.get(path, path)) for path in paths]
+    return find_sources(paths)
+
+
+def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str:
+    tokenizer = config.tokenizer
+    if not tokenizer.startswith("bpe:"):
+        tokenizer = Tokenizer.load(tokenizer).fingerprint
+    inputs = [
+        what.fingerprint if isinstance(what, TokenShards) else [source.identity for source in what]
+        for what in datasets
+    ]
+    content = msgspec.json.encode([FORMAT, tokenizer, config.text_key, config.on_bad_utf8, inputs])
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _tokenizer(config: DataConfig, train, home: Path, progress: Progress) -> tuple[Tokenizer, Path]:
+    if not config.tokenizer.startswith("bpe:"):
+        path = Path(config.tokenizer)
+        return Tokenizer.load(path), path / "tokenizer.json" if path.is_dir() else path
+    if isinstance(train, TokenShards):
+        raise ShardlmError(
+            f"data.tokenizer is {config.tokenizer}, but data.train is token shards, which have their"
+            f" tokenizer already: set data.tokenizer={train.directories[0] / 'tokenizer.json'}"
+        )
+    path = home / "tokenizer.json"
+    if not path.exists():
+        tokenizer_from(
+            config.tokenizer,
+            train,
+            text_key=config.text_key,
+            on_bad_utf8=config.on_bad_utf8,
+            progress=progress,
+        ).save(path)
+    return Tokenizer.load(path), path
+
+
+def _open_or_write(
+    what: TokenShards | tuple[Source, ...],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress,
+) -> TokenShards:
+    if isinstance(what, TokenShards):
+        return what
+    if (directory / META).exists():
+        return TokenShards.open(directory)
+    total = sum(source.size for source in what)
+    return write_shards(
+        read_documents(what, text_key=config.text_key, on_bad_utf8=config.on_bad_utf8),
+        tokenizer,
+        directory,
+        progress=lambda done: progress(f"tokenising {directory.name}", done, total),
+    )
+
+
+@contextlib.contextmanager
+def _lock(cache: Path) -> Iterator[None]:
+    """Holds the cache for this process, however it ends; waits while another one holds it."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        file = open(cache / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise ShardlmError(
+            f"cannot write to the data cache {cache}: {error.strerror}. Set data.cache_dir to a directory"
+            " that can be written"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.warning("waiting for another process to prepare the data in %s", cache)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

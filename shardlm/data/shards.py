@@ -1,0 +1,212 @@
+"""Token shards on disk, memory-mapped: the format and its reader.
+
+A directory holds `meta.json` and, per shard, `NNNNN.tokens` (uint16, or uint32 for vocabularies over 65,536;
+every document followed by the end-of-document token) and `NNNNN.offsets` (int64, the first token of each
+document, then the number of tokens). `meta.json` is written last: a directory without it is unfinished.
+Writing is `writer`'s; turning tokens into rows is `packing`'s.
+"""
+
+import bisect
+import hashlib
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from shardlm.errors import ShardlmError
+
+META = "meta.json"
+FORMAT = 1
+_VERIFY_BYTES = 1 << 24
+
+
+class ShardMeta(msgspec.Struct, frozen=True):
+    """One shard. Checksums are CRC-32 of the files."""
+
+    name: str
+    num_tokens: int
+    num_documents: int
+    tokens_crc32: int
+    offsets_crc32: int
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """meta.json. `num_bytes` is the UTF-8 size of the text, without end-of-document tokens."""
+
+    format: int
+    dtype: str
+    vocab_size: int
+    tokenizer: str  # Tokenizer.fingerprint
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    num_bad_utf8: int  # documents skipped or repaired because they were not UTF-8
+    shards: tuple[ShardMeta, ...]
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def is_shards(path: str | Path) -> bool:
+    """Whether `path` is a directory of shards, finished or not."""
+    path = Path(path)
+    return (path / META).is_file() or any(path.glob("[0-9]*.tokens"))
+
+
+class TokenShards:
+    """The tokens of one or more shard directories as one stream. Immutable; opening reads no tokens.
+
+    Attributes:
+      vocab_size, tokenizer: of the tokenizer that made them: its size and its fingerprint.
+      num_tokens, num_documents: with the end-of-document tokens.
+      num_bytes: UTF-8 bytes of the text, the denominator of bits per byte.
+      num_bad_utf8: documents skipped or repaired because they were not UTF-8.
+      fingerprint: equal for equal tokens, wherever the files lie.
+    """
+
+    def __init__(self, directories: Sequence[Path], metas: Sequence[Meta]):
+        self.directories = tuple(directories)
+        self.vocab_size = metas[0].vocab_size
+        self.tokenizer = metas[0].tokenizer
+        self.num_tokens = sum(meta.num_tokens for meta in metas)
+        self.num_documents = sum(meta.num_documents for meta in metas)
+        self.num_bytes = sum(meta.num_bytes for meta in metas)
+        self.num_bad_utf8 = sum(meta.num_bad_utf8 for meta in metas)
+        shards = [
+            (d, meta, shard) for d, meta in zip(directories, metas, strict=True) for shard in meta.shards
+        ]
+        self._shards = [shard for _, _, shard in shards]
+        self._paths = [(d / f"{s.name}.tokens", d / f"{s.name}.offsets") for d, _, s in shards]
+        self._tokens = [_map(d / f"{s.name}.tokens", np.dtype(m.dtype), s.num_tokens) for d, m, s in shards]
+        self._offsets = [_map_offsets(d / f"{s.name}.offsets", s) for d, _, s in shards]
+        # The token at which each shard begins, then the total.
+        self._begins = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
+        self.fingerprint = hashlib.sha256(
+            msgspec.json.encode([(m.vocab_size, m.tokenizer, m.dtype, m.shards) for m in metas])
+        ).hexdigest()
+
+    @classmethod
+    def open(cls, *directories: str | Path) -> "TokenShards":
+        """Opens shard directories, one after the other in the stream.
+
+        Raises:
+          ShardlmError: one is missing, unfinished or damaged, or they come from different tokenizers.
+        """
+        paths = [Path(directory) for directory in directories]
+        metas = [_read_meta(path) for path in paths]
+        for path, meta in zip(paths, metas, strict=True):
+            if (meta.tokenizer, meta.vocab_size) != (metas[0].tokenizer, metas[0].vocab_size):
+                raise ShardlmError(
+                    f"{paths[0]} and {path} were made by different tokenizers, of vocabulary"
+                    f" {metas[0].vocab_size} and {meta.vocab_size}: tokenise both with the same one"
+                )
+        return cls(paths, metas)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text a token: bits per byte = nats per token / ln 2 / this."""
+        return self.num_bytes / self.num_tokens
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """int32[<= length]: the tokens from `start` on, across shards, fewer at the end of the stream.
+
+        Raises:
+          ShardlmError: a token is not in the vocabulary, so the file is damaged.
+        """
+        length = max(0, min(length, self.num_tokens - start))
+        out = np.empty(length, np.int32)
+        for shard, low, high in self._spans(start, start + length):
+            part = self._tokens[shard][low:high]
+            at = self._begins[shard] + low - start  # where in the window
+            if (worst := int(part.max())) >= self.vocab_size:
+                where = f"between positions {low} and {high}"
+                raise _damaged(self._paths[shard][0], f"token {worst} {where}, vocabulary {self.vocab_size}")
+            out[at : at + high - low] = part
+        return out
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """int64[n]: the positions in [start, stop) at which a document begins, ascending."""
+        parts = [np.empty(0, np.int64)]
+        for shard, low, high in self._spans(start, min(stop, self.num_tokens)):
+            offsets = self._offsets[shard]
+            first, last = np.searchsorted(offsets, (low, high))
+            parts.append(offsets[first:last] + self._begins[shard])
+        return np.concatenate(parts)
+
+    def document_offsets(self) -> np.ndarray:
+        """int64[num_documents + 1]: where each document begins, then `num_tokens` (8 bytes a document)."""
+        parts = [offsets[:-1] + begin for offsets, begin in zip(self._offsets, self._begins, strict=False)]
+        return np.concatenate([*parts, [self.num_tokens]])
+
+    def verify(self) -> None:
+        """Reads everything and compares checksums, at the speed of the disk.
+
+        Raises:
+          ShardlmError: a file is not what was written.
+        """
+        for shard, paths, *arrays in zip(self._shards, self._paths, self._tokens, self._offsets, strict=True):
+            for path, array, written in zip(
+                paths, arrays, (shard.tokens_crc32, shard.offsets_crc32), strict=True
+            ):
+                found, data = 0, array.view(np.uint8)
+                for at in range(0, len(data), _VERIFY_BYTES):
+                    found = zlib.crc32(data[at : at + _VERIFY_BYTES], found)
+                if found != written:
+                    raise _damaged(path, f"its checksum is {found:08x}, it was written as {written:08x}")
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, first, end) with local token positions, for each shard that [start, stop) touches."""
+        shard = bisect.bisect_right(self._begins, start) - 1
+        while start < stop:
+            begin, end = self._begins[shard], self._begins[shard + 1]
+            yield shard, start - begin, min(stop, end) - begin
+            start, shard = end, shard + 1
+
+
+def _damaged(path: Path, what: str) -> ShardlmError:
+    return ShardlmError(
+        f"{path} is damaged: {what}. Remove {path.parent} and tokenise again, or copy it again"
+    )
+
+
+def _read_meta(directory: Path) -> Meta:
+    if not is_shards(directory):
+        raise ShardlmError(f"no token shards in {directory}: make them with python -m launch.tokenize")
+    path = directory / META
+    if not path.is_file():
+        raise ShardlmError(
+            f"the token shards in {directory} are unfinished: there is no {META}, so tokenising was"
+            " interrupted. Run it again"
+        )
+    try:
+        meta = msgspec.json.decode(path.read_bytes(), type=Meta)
+    except msgspec.DecodeError as error:
+        raise _damaged(path, str(error)) from error
+    if meta.format != FORMAT:
+        raise ShardlmError(f"{path} has format {meta.format}, this version reads {FORMAT}: tokenise again")
+    totals = (sum(s.num_tokens for s in meta.shards), sum(s.num_documents for s in meta.shards))
+    if totals != (meta.num_tokens, meta.num_documents) or not meta.num_tokens:
+        raise _damaged(path, f"its shards hold {totals}, it says {(meta.num_tokens, meta.num_documents)}")
+    return meta
+
+
+def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+    """The file as a read-only array of the length expected."""
+    expected = length * dtype.itemsize
+    if not path.is_file():
+        raise _damaged(path, "the file is missing")
+    if (size := path.stat().st_size) != expected:
+        raise _damaged(path, f"it has {size} bytes, expected {expected}")
+    return np.memmap(path, dtype, mode="r").view(np.ndarray)
+
+
+def _map_offsets(path: Path, shard: ShardMeta) -> np.ndarray:
+    offsets = _map(path, np.dtype(np.int64), shard.num_documents + 1)
+    if offsets[0] != 0 or offsets[-1] != shard.num_tokens or (np.diff(offsets) <= 0).any():
+        raise _damaged(path, f"its document offsets do not ascend from 0 to {shard.num_tokens}")
+    return offsets

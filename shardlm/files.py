@@ -1,0 +1,50 @@
+"""Writing small files so that a reader never meets half of one, and what to say when the disk refuses. Who
+writes checkpoints or datasets has its own protocol; this is for the JSON, text and pictures beside them.
+"""
+
+import os
+import pathlib
+import shutil
+
+from shardlm.errors import ShardlmError
+
+
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
+    """Replaces `path` by `content` in one move: after a crash it holds the old bytes or the new ones.
+
+    Raises:
+        ShardlmError: the file cannot be written (disk full, no permission); the old file is untouched.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(draft, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: pathlib.Path, error: OSError) -> ShardlmError:
+    """The error for a write that the operating system refused: what, why, the room left, the remedy."""
+    return ShardlmError(
+        f"Cannot write {path}: {error.strerror or error} ({free_space(path)}). Free some space or set the "
+        "permissions, then run the same command again: a training run continues from its last checkpoint."
+    )
+
+
+def free_space(path: pathlib.Path) -> str:
+    """The room on the file system of `path`, for messages: "1.2 GiB free on its file system"."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return f"{format_bytes(shutil.disk_usage(existing).free)} free on its file system"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in the unit that suits them: 1536 -> "1.5 KiB"."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,100 @@
+"""The metrics of a run, step by step, in two forms: RUN/metrics.jsonl, which is the record, and the same
+numbers as TensorBoard events under RUN/tensorboard. Which metrics there are, and when, is up to the
+training loop.
+"""
+
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from shardlm.files import cannot_write
+from shardlm.metrics.jsonl import JsonLines
+
+TRAIN_LOSS, VALIDATION_LOSS = "loss", "validation_loss"  # the two names that other modules look for
+FILE_NAME = "metrics.jsonl"
+FLUSH_SECONDS = 10.0
+
+
+class MetricsLog:
+    """Writes metrics to both forms; a context manager. A run that resumes replaces what it does again.
+
+    The JSONL lines reach the operating system one by one; the events follow every few seconds.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike, resume_step: int = 0, enabled: bool = True):
+        """Opens the logs of `run_dir` to continue after `resume_step` steps: later lines are dropped, all of
+        them where it is 0. One process of a run is `enabled`; for the others each method does nothing.
+
+        Raises:
+            ShardlmError: a log is damaged or cannot be written.
+        """
+        self._enabled = enabled
+        if not enabled:
+            return
+        run_dir = pathlib.Path(run_dir)
+        self._lines = JsonLines(run_dir / FILE_NAME, lambda line: 0 < resume_step >= line.get("step", 0))
+        self._events = _Events(run_dir / "tensorboard", resume_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records `metrics` after `step` steps; "step" and "time" (seconds since 1970) are no names for one.
+
+        Raises:
+            ShardlmError: the disk is full.
+        """
+        if not self._enabled:
+            return
+        now, values = time.time(), {name: float(value) for name, value in metrics.items()}
+        self._lines.append({"step": step, "time": now} | values)
+        self._events.write(step, now, values)
+
+    def close(self) -> None:
+        if self._enabled:
+            self._lines.close()
+            self._events.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class _Events:
+    """One TensorBoard event file, written in the calling thread: tensorboardX's SummaryWriter leaves it to a
+    thread that dies on a full disk, after which a later event waits for ever."""
+
+    def __init__(self, directory: pathlib.Path, resume_step: int):
+        self._directory, self._flushed = directory, time.monotonic()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            # The suffix keeps two starts within one second apart.
+            self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.{time.monotonic_ns()}")
+        except OSError as error:
+            raise cannot_write(directory, error) from error
+        # A START event tells TensorBoard to forget what earlier files hold from this step on.
+        first = resume_step + 1 if resume_step else 0
+        self._add(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._add(Event(wall_time=now, step=step, summary=summary))
+
+    def _add(self, event: Event) -> None:
+        try:
+            self._writer.write_event(event)
+            if time.monotonic() - self._flushed > FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error

@@ -1,0 +1,60 @@
+"""Loss on held-out rows, and the n-gram models it is compared with."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlm.data import ngram
+from shardlm.data.loader import validation_batches
+from shardlm.data.packing import Batch
+from shardlm.data.prepare import Prepared
+from shardlm.train.batches import local_rows, to_devices
+from shardlm.train.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Scores parameters on the validation rows; call it under the program's mesh."""
+
+    program: Program
+    data: Prepared
+    compiled: jax.stages.Compiled
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """validation_loss in nats a token, perplexity, and bits_per_byte of the validation text."""
+        train, sharding = self.program.config.train, self.program.batch_sharding
+        rows = local_rows(sharding, train.global_batch, train.seq_len)
+        nll = tokens = 0.0
+        for batch in self.batches(rows):
+            sums = self.compiled(params, to_devices(batch, rows, sharding, train.global_batch))
+            nll, tokens = nll + float(sums["nll"]), tokens + float(sums["tokens"])
+        return summary(nll / tokens, self.data)
+
+    def batches(self, rows: tuple[int, ...] | None = None) -> Iterator[Batch]:
+        """The validation rows, the same at every call; `rows` of each batch, all by default."""
+        train = self.program.config.train
+        return validation_batches(
+            self.data.validation,
+            seq_len=train.seq_len,
+            global_batch=train.global_batch,
+            rows=rows,
+            packing=self.program.config.data.packing,
+            max_batches=train.eval_batches or None,
+        )
+
+    def baselines(self) -> ngram.Baselines:
+        """Unigram and bigram models of the training tokens, scored on the same positions."""
+        return ngram.evaluate(ngram.fit(self.data.train), self.batches())
+
+
+def summary(loss: float, data: Prepared) -> Mapping[str, float]:
+    """The ways to state a loss in nats a token of the validation text."""
+    return {
+        "validation_loss": loss,
+        "perplexity": float(np.exp(min(loss, 700))),
+        "bits_per_byte": loss / math.log(2) / data.validation.bytes_per_token,
+    }

@@ -1,0 +1,224 @@
+"""The loop: reads a batch, runs the step, reports, evaluates, saves and stops. One step is always in flight while the
+host reports the one before it."""
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+
+from shardlm import hardware
+from shardlm.checkpoint import Checkpoints
+from shardlm.data.loader import Loader
+from shardlm.data.prepare import Prepared, prepare
+from shardlm.errors import ShardlmError
+from shardlm.flops import training_flops
+from shardlm.metrics.goodput import Goodput
+from shardlm.metrics.log import MetricsLog
+from shardlm.metrics.progress import ProgressLine, RateMeter, Rates
+from shardlm.run_files import CHECKPOINTS
+from shardlm.state import TrainState
+from shardlm.train import report
+from shardlm.train.batches import local_rows, to_devices
+from shardlm.train.check import check_vocabulary
+from shardlm.train.config import RunConfig
+from shardlm.train.evaluate import Evaluator
+from shardlm.train.faults import StopSignal, check_finite
+from shardlm.train.program import Program
+from shardlm.train.resume import claim, resume
+
+
+def train(config: RunConfig, *, command: str, started: float) -> int:
+    """Runs or resumes the run in config.run_dir to its last step, or until a signal; returns the exit status.
+
+    `command` starts this run again, for messages; `started` is when this process began, in seconds since 1970.
+    Raises ShardlmError for whatever the user can solve.
+    """
+    program = Program.make(config, config.mesh.build())
+    run_dir = pathlib.Path(config.run_dir)
+    with report.Preparing(enabled=jax.process_index() == 0) as progress:
+        data = prepare(config.data, progress)
+    check_vocabulary(program.model.config, data.tokenizer.vocab_size)
+    changes = claim(run_dir, config, data)
+    with (
+        jax.set_mesh(program.mesh),
+        Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
+        StopSignal() as stop,
+    ):
+        run = Run.start(program, data, checkpoints, started)
+        with run:
+            run.say(report.opening(program, data, run.loader, changes))
+            state = run.until_done_or_stopped(stop)
+            if stop.name or run.step < config.train.steps:
+                run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))
+                return 130 if stop.name == "SIGINT" else 143
+            report.finished(run, state, command)
+    return 0
+
+
+@dataclasses.dataclass
+class Run:
+    """One session of a run: what the loop uses and where it stands. `step` counts finished steps."""
+
+    program: Program
+    data: Prepared
+    loader: Loader
+    checkpoints: Checkpoints
+    evaluator: Evaluator
+    train_step: jax.stages.Compiled
+    goodput: Goodput
+    log: MetricsLog
+    progress: ProgressLine
+    meter: RateMeter
+    state: TrainState | None
+    step: int
+    validation: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def start(cls, program: Program, data: Prepared, checkpoints: Checkpoints, started: float) -> "Run":
+        """Restores or creates the state and compiles; under the program's mesh."""
+        config, first = program.config, jax.process_index() == 0
+        train, run_dir = config.train, pathlib.Path(config.run_dir)
+        loader = Loader(
+            data.train,
+            seq_len=train.seq_len,
+            global_batch=train.global_batch,
+            seed=config.data.seed,
+            rows=local_rows(program.batch_sharding, train.global_batch, train.seq_len),
+            packing=config.data.packing,
+        )
+        state, step, origin = resume(program, checkpoints, loader)
+        goodput = Goodput(run_dir, step, started, enabled=first)
+        progress = ProgressLine(train.steps, enabled=first)
+        progress.note(origin)
+        with goodput.measure("compile"):
+            options, left_out = program.compiler_options()
+            for line in left_out:
+                progress.note(line)
+            train_step = program.lower_step().compile(options)
+            evaluator = Evaluator(program, data, program.lower_eval().compile(options))
+        gpu = hardware.lookup(jax.devices()[0].device_kind)
+        peak = gpu and gpu.peak.of(config.precision)
+        meter = RateMeter(peak, jax.device_count())
+        log = MetricsLog(run_dir, step, enabled=first)
+        return cls(
+            program, data, loader, checkpoints, evaluator, train_step, goodput, log, progress, meter, state, step
+        )
+
+    def __enter__(self) -> "Run":
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.progress.__exit__(*error)
+        self.log.close()
+        self.loader.close()
+        self.goodput.__exit__(*error)
+
+    def say(self, text: str) -> None:
+        """A line above the progress line, from the first process."""
+        self.progress.note(text)
+
+    def until_done_or_stopped(self, stop: StopSignal) -> TrainState:
+        """Trains to the last step or to a signal, and saves; returns the state it ends with."""
+        train = self.program.config.train
+        if self.step >= train.steps:
+            self.validation = self.evaluate(self.state)
+        in_flight = None
+        clock = time.monotonic()
+        for step in range(self.step + 1, train.steps + 1):
+            with self.goodput.measure("data"):
+                batch = self._next_batch()
+            with self.goodput.measure("step"):
+                self.state, metrics = self.train_step(self.state, batch)
+                if in_flight:
+                    clock = self.report(*in_flight, clock)
+                in_flight = (step, metrics)
+                last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
+                evaluates = step % train.eval_every == 0 or step == train.steps
+                if last or evaluates or self.checkpoints.due(step):
+                    clock, in_flight = self.report(*in_flight, clock), None
+            if evaluates:
+                self.validation = self.evaluate(self.state)
+            if last or self.checkpoints.due(step):
+                with self.goodput.measure("checkpoint"):
+                    metrics = self.validation if evaluates else {}
+                    self.checkpoints.save(step, self.state, self.loader.get_state(), metrics)
+            if last:
+                break
+            if in_flight is None:
+                clock = time.monotonic()
+        with self.goodput.measure("checkpoint"):
+            self.checkpoints.wait()
+        self.goodput.stop()
+        return self.state
+
+    def report(self, step: int, metrics: dict[str, Any], clock: float) -> float:
+        """Waits for a step, checks and logs it; returns the time it was seen done.
+
+        Raises ShardlmError after too many steps that are not finite.
+        """
+        train = self.program.config.train
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.monotonic()
+        rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)
+        first_row = (step - 1) * train.global_batch
+        bad = check_finite(
+            step,
+            values,
+            max_bad_steps=train.max_bad_steps,
+            rows=f"batch {step - 1} (rows {first_row} to {first_row + train.global_batch - 1} of the shuffled epochs)",
+            remedy=self._last_good(),
+        )
+        if bad:
+            self.say(bad)
+        self.step = step
+        self.goodput.step_done(step)
+        self.progress.update(step, values["loss"], rates)
+        if step % train.log_every == 0 or step == train.steps or bad:
+            self.log.write(step, values | _rates(rates) | {"epoch": self.loader.epoch})
+        return now
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Validation metrics, logged; of the averaged weights too, as validation_loss_ema, where there are any."""
+        with self.goodput.measure("evaluation"):
+            values = dict(self.evaluator(state.params))
+            if state.ema is not None:
+                averaged = jax.jit(lambda ema: self.program.model.place(ema, self.program.rules.rest))(state.ema)
+                values["validation_loss_ema"] = self.evaluator(averaged)["validation_loss"]
+        self.log.write(self.step, values)
+        self.say(f"step {self.step}: " + report.describe_validation(values))
+        return values
+
+    def _next_batch(self) -> dict[str, jax.Array]:
+        sharding, train = self.program.batch_sharding, self.program.config.train
+        rows = local_rows(sharding, train.global_batch, train.seq_len)
+        try:
+            return to_devices(next(self.loader), rows, sharding, train.global_batch)
+        except StopIteration:
+            raise ShardlmError("the training data ended; set data to more text or train.steps to fewer") from None
+
+    def _flops(self, values: dict[str, float]) -> float:
+        model = self.program.model.config
+        macs = values["attention_pairs"] * model.attention_width()
+        return training_flops(model.parameters_per_token(), values["tokens"], macs)
+
+    def _last_good(self) -> str:
+        latest = self.checkpoints.latest()
+        if latest is None:
+            return "There is no checkpoint yet."
+        return f"The last good checkpoint is {self.checkpoints.directory / str(latest)}."
+
+    def _agree_every(self) -> int:
+        """Steps between the moments when processes agree on stopping; alone, a process knows at every step."""
+        return 1 if jax.process_count() == 1 else self.program.config.train.log_every
+
+
+def _rates(rates: Rates) -> dict[str, float]:
+    values = {
+        "tokens_per_second": rates.tokens_per_second,
+        "model_flops_per_second": rates.flops_per_second,
+        "step_seconds": rates.step_seconds,
+    }
+    return values | ({"mfu": rates.mfu} if rates.mfu is not None else {})

@@ -1,0 +1,133 @@
+"""What a training run tells its user: what it is about to do, how it ended, and the commands that go on from there."""
+
+import math
+import pathlib
+import shlex
+from typing import TYPE_CHECKING
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shardlm.data.loader import Loader
+from shardlm.data.ngram import Baselines
+from shardlm.data.prepare import Prepared
+from shardlm.generate import Sampling, generate
+from shardlm.mesh import crossing_axes
+from shardlm.metrics.curves import plot_curves
+from shardlm.run_files import CHECKPOINTS
+from shardlm.state import TrainState
+from shardlm.train.program import Program
+
+if TYPE_CHECKING:
+    from shardlm.train.loop import Run
+
+SAMPLE_TOKENS = 120
+
+
+class Preparing:
+    """A progress bar for each stage of preparing the data: calls are (stage, done, total)."""
+
+    def __init__(self, enabled: bool):
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(), disable=not enabled)
+        self._tasks: dict[str, int] = {}
+
+    def __enter__(self) -> "Preparing":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._tasks[stage], completed=done, total=total)
+
+
+def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]) -> str:
+    """The run in a few lines: model, mesh, data, and what changed since its last start."""
+    config, model = program.config, program.model
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
+    train = config.train
+    tokens = train.steps * train.global_batch * train.seq_len
+    lines = [
+        f"model: {parameters / 1e6:,.1f}M parameters, {config.precision}, attention by {model.execution.attention}",
+        f"mesh: {program.rules.mesh} over {program.mesh.size} {program.mesh.devices.flat[0].device_kind} devices, "
+        f"rules {config.rules}",
+        f"data: {data.train.num_tokens:,} training tokens, {data.validation.num_tokens:,} validation tokens, "
+        f"vocabulary {data.tokenizer.vocab_size:,}, {loader.padding_fraction:.2%} padding",
+        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
+        f"{tokens / data.train.num_tokens:.2f} epochs",
+    ]
+    crossing = crossing_axes(program.rules.mesh, jax.local_device_count())
+    if "tensor" in crossing:
+        lines.append(f"warning: tensor={program.rules.mesh.tensor} spans hosts; it is fastest within one host's GPUs")
+    return "\n".join(lines + [f"changed since the last start: {change}" for change in changes])
+
+
+def describe_validation(values: dict[str, float]) -> str:
+    """One line of validation metrics."""
+    ema = f", averaged weights {values['validation_loss_ema']:.4f}" if "validation_loss_ema" in values else ""
+    return (
+        f"validation loss {values['validation_loss']:.4f} nats/token{ema}, perplexity {values['perplexity']:,.1f}, "
+        f"{values['bits_per_byte']:.3f} bits/byte"
+    )
+
+
+def stopped(signal_name: str | None, step: int, checkpoints: pathlib.Path, command: str) -> str:
+    """After a signal: where the run was saved and how to go on."""
+    return (
+        f"{signal_name or 'another process was told to stop'}: saved after step {step} in {checkpoints / str(step)}\n"
+        f"resume with: {command}"
+    )
+
+
+def finished(run: "Run", state: TrainState, command: str) -> None:
+    """The end of a run: curves, baselines, a sample, goodput and the commands that go on. Every process calls it,
+    since sampling runs on the whole mesh."""
+    config = run.program.config
+    sample = _sample(run, state) if config.train.sample_prompt else None
+    if jax.process_index() != 0:
+        return
+    references: dict[str, float] = {}
+    if config.train.baselines:
+        baselines = run.evaluator.baselines()
+        references = {"unigram": baselines.unigram, "smoothed bigram": baselines.bigram}
+        run.say(_comparison(baselines, run.validation["validation_loss"]))
+    if sample is not None:
+        run.say(f"sample:\n{sample}")
+    curve = plot_curves(config.run_dir, references)
+    run.say(str(run.goodput.summary()))
+    run_dir = pathlib.Path(config.run_dir)
+    prompt = shlex.quote(config.train.sample_prompt or "Once upon a time")
+    run.say(
+        f"checkpoint: {run_dir / CHECKPOINTS / str(run.step)}\n"
+        f"curves:     {curve} and {run_dir / 'metrics.jsonl'}; "
+        f"tensorboard --logdir {run_dir / 'tensorboard'} (pip install tensorboard)\n"
+        f"resume:     {command} --config.train.steps={2 * config.train.steps}\n"
+        f"generate:   python -m launch.generate --checkpoint={run_dir} --prompt={prompt}"
+    )
+
+
+def _comparison(baselines: Baselines, loss: float) -> str:
+    rows = (("unigram", baselines.unigram), ("smoothed bigram", baselines.bigram), ("model", loss))
+    table = "\n".join(f"  {name:<16} {nats:.4f}" for name, nats in rows)
+    verdict = "below" if loss < baselines.bigram else "not below"
+    return f"validation loss in nats/token over {baselines.num_tokens:,} tokens:\n{table}\nthe model is {verdict} the bigram"
+
+
+def _sample(run: "Run", state: TrainState) -> str:
+    """Text that the model continues the configured prompt with."""
+    tokenizer, prompt = run.data.tokenizer, run.program.config.train.sample_prompt
+    tokens = generate(
+        run.program.decoder(),
+        state.params,
+        tokenizer.encode(prompt),
+        max_new_tokens=SAMPLE_TOKENS,
+        sampling=Sampling(temperature=0.8, top_k=40),
+        stop_ids=(tokenizer.end_of_document_id,),
+    )
+    stream = tokenizer.stream()
+    return prompt + "".join([stream.step(token) for token in tokens]) + stream.finish()

@@ -1,0 +1,53 @@
+"""The start of a run in a directory: a new state, or the one that an earlier start left there."""
+
+import pathlib
+
+import jax
+
+from shardlm.checkpoint import Checkpoints
+from shardlm.config import difference, from_json, to_json
+from shardlm.data.loader import Loader
+from shardlm.data.prepare import Prepared
+from shardlm.errors import ShardlmError
+from shardlm.run_files import CONFIG, find_run, save_run_files
+from shardlm.state import TrainState
+from shardlm.tokenizer import Tokenizer
+from shardlm.train.config import RunConfig
+from shardlm.train.program import Program
+
+# What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
+FIXED = ("model.", "optim.name", "optim.ema_decay")
+
+
+def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]:
+    """Writes configuration and tokenizer into the run directory; returns what changed since its last start.
+
+    Raises ShardlmError when the directory holds checkpoints of another model or tokenizer.
+    """
+    changes: list[str] = []
+    if (run_dir / CONFIG).is_file() and Checkpoints(run_dir / "checkpoints").latest() is not None:
+        before = find_run(run_dir)
+        changed = difference(from_json(RunConfig, before.config_json), config)
+        fixed = [f"{path} was {old!r}, is {new!r}" for path, old, new in changed if path.startswith(FIXED)]
+        if before.tokenizer_path and Tokenizer.load(before.tokenizer_path).fingerprint != data.tokenizer.fingerprint:
+            fixed.append("the tokenizer is another one")
+        if fixed:
+            raise ShardlmError(
+                f"{run_dir} holds checkpoints of another run: {'; '.join(fixed)}. "
+                "Set --config.run_dir to a new directory, or restore those settings to resume"
+            )
+        changes = [f"{path}: {old!r} -> {new!r}" for path, old, new in changed]
+    if jax.process_index() == 0:
+        save_run_files(run_dir, to_json(config), data.tokenizer_path)
+    return changes
+
+
+def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[TrainState, int, str]:
+    """The state to start from, the number of steps it stands for, and a line that says where it came from."""
+    if checkpoints.latest() is None:
+        return program.init(), 0, "starting from new weights"
+    restored = checkpoints.restore(program.state_shapes())
+    loader.set_state(restored.data_state)
+    left = f" (removed what an interrupted save left: {', '.join(checkpoints.removed)})" if checkpoints.removed else ""
+    source = checkpoints.directory / str(restored.step)
+    return restored.state, restored.step, f"resuming after step {restored.step} from {source}{left}"

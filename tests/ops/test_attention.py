@@ -1,0 +1,71 @@
+"""Attention, rotary embedding and norm against plain numpy, and the choice of implementation."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlm.ops.attention import choose, reference
+from shardlm.ops.norm import rms_norm
+from shardlm.ops.rope import rope
+
+
+def test_packed_attention_is_attention_on_each_document_alone():
+    rng = np.random.default_rng(0)
+    T, N, K, H = 12, 6, 3, 8
+    q, k, v = (rng.standard_normal((1, T, heads, H)).astype(np.float32) for heads in (N, K, K))
+    segments = np.array([[1] * 5 + [2] * 4 + [0] * 3], np.int32)
+    out = np.asarray(reference(q, k, v, segments, scale=H**-0.5))
+    for document in (slice(0, 5), slice(5, 9)):
+        for head in range(N):
+            scores = q[0, document, head] @ k[0, document, head // (N // K)].T * H**-0.5
+            scores[np.triu_indices(len(scores), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            expected = weights @ v[0, document, head // (N // K)]
+            np.testing.assert_allclose(out[0, document, head], expected, atol=1e-5)
+    assert np.isfinite(out).all()
+
+
+def test_rope_depends_on_relative_position_only():
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+
+    def score(at_q, at_k):
+        turn = [rope(x, jnp.array([[at]]), 10_000.0) for x, at in ((q, at_q), (k, at_k))]
+        return float(jnp.vdot(*turn))
+
+    np.testing.assert_allclose(score(3, 1), score(1003, 1001), rtol=1e-3)
+    np.testing.assert_allclose(score(0, 0), float(np.vdot(q, k)), rtol=1e-5)
+    assert abs(score(3, 1) - score(3, 2)) > 1e-3
+
+
+def test_rope_rotates_by_the_stated_angle():
+    x = np.zeros((1, 1, 1, 4), np.float32)
+    x[..., 0] = 1.0
+    turned = np.asarray(rope(x, jnp.array([[2]]), 100.0))[0, 0, 0]
+    np.testing.assert_allclose(turned, [np.cos(2.0), 0, np.sin(2.0), 0], atol=1e-6)
+    x = np.eye(4, dtype=np.float32)[1][None, None, None]
+    turned = np.asarray(rope(x, jnp.array([[2]]), 100.0))[0, 0, 0]
+    np.testing.assert_allclose(turned, [0, np.cos(0.2), 0, np.sin(0.2)], atol=1e-6)
+
+
+def test_rms_norm_in_float32_inside():
+    x = np.array([[3.0, 4.0]], np.float32)
+    np.testing.assert_allclose(rms_norm(x, np.array([1.0, 2.0]), 0.0), [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6)
+    large = jnp.full((1, 4), 60_000.0, jnp.float16)  # squares overflow float16
+    np.testing.assert_allclose(np.asarray(rms_norm(large, jnp.ones(4), 1e-5), np.float32), 1.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "platform,dtype,head_dim,expected",
+    [
+        ("cpu", jnp.float32, 64, "xla"),
+        ("gpu", jnp.bfloat16, 128, "cudnn"),
+        ("gpu", jnp.float32, 128, "xla"),
+        ("gpu", jnp.bfloat16, 100, "xla"),
+        ("gpu", jnp.bfloat16, 512, "xla"),
+    ],
+)
+def test_choice(platform, dtype, head_dim, expected):
+    assert choose("auto", platform, dtype, head_dim) == expected
+    assert choose("cudnn", platform, dtype, head_dim) == "cudnn"

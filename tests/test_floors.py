@@ -1,0 +1,77 @@
+"""A law: a file imports only from lower floors, and from its own floor only within its folder."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+FLOORS = [
+    # Host code that knows nothing of models; no jax.
+    {"errors", "config", "config_tree", "config_json", "files", "run_files", "hardware", "flops", "tokenizer"},
+    {"mesh", "rules", "distributed", "xla_options", "topology"},
+    {"ops"},
+    {"layers"},
+    {"models"},
+    {"state", "optim", "precision", "checkpoint", "metrics", "data", "generate"},
+    {"train", "plan", "serve"},
+]
+NO_JAX = [*FLOORS[0], "data", "metrics"]
+FILES = sorted((ROOT / "shardlm").rglob("*.py"))
+
+
+def floor(room: str) -> int:
+    found = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    assert found, f"shardlm.{room} stands on no floor; give it one in tests/test_floors.py"
+    return found[0]
+
+
+def imports(path: pathlib.Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the floor"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT / "shardlm").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_only_from_below(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        assert parts[0] not in ("launch", "configs", "tests"), f"{path} imports {name} from above"
+        if parts[0] != "shardlm" or len(parts) == 1:
+            continue
+        other = parts[1]
+        same_folder = path.parent == ROOT / "shardlm" and not (ROOT / "shardlm" / other).is_dir()
+        allowed = other == room or floor(other) < floor(room) or (floor(other) == floor(room) and same_folder)
+        assert allowed, f"{path.relative_to(ROOT)} (floor {floor(room)}) imports shardlm.{other} (floor {floor(other)})"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) in NO_JAX], ids=lambda p: str(p.relative_to(ROOT)))
+def test_host_code_imports_no_jax(path):
+    assert not [name for name in imports(path) if name.split(".")[0] in ("jax", "jaxlib", "flax", "optax")]
+
+
+def test_importing_the_package_is_cheap_and_starts_no_backend():
+    code = "import time; t = time.time(); import shardlm, sys; print(time.time() - t, 'jax' in sys.modules)"
+    seconds, has_jax = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    assert float(seconds) < 1 and has_jax == "False"
+
+
+def test_importing_every_module_starts_no_backend():
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in FILES]
+    code = (
+        f"import importlib; [importlib.import_module(m) for m in {modules}]\n"
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"

@@ -1,0 +1,120 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlm.errors import ShardlmError
+from shardlm.tokenizer import Tokenizer, train_bpe
+
+TEXTS = [f"def f_{i}(x):\n    return x + {i}  # naïve 日本語 🙂\n" for i in range(50)]
+TOKENIZER = train_bpe(TEXTS, 400)
+PLAIN_ADDED_TOKEN = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+
+
+def save_with(path, change) -> str:
+    """A tokenizer.json whose content `change` has edited in place."""
+    TOKENIZER.save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def rename_special(content, name):
+    content["model"]["vocab"][name] = content["model"]["vocab"].pop("<|endoftext|>")
+    content["added_tokens"][0]["content"] = name
+
+
+def test_training_is_deterministic_and_honours_the_size():
+    again = train_bpe(iter(TEXTS), 400)
+    assert again.vocab_size == TOKENIZER.vocab_size <= 400
+    assert again.fingerprint == TOKENIZER.fingerprint
+    assert again.encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
+    assert train_bpe(TEXTS, 300).fingerprint != TOKENIZER.fingerprint
+    assert len(TOKENIZER.encode(TEXTS[7])) < len(TEXTS[7].encode()) / 3
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_every_text_decodes_to_itself(text):
+    ids = TOKENIZER.encode(text, parse_special=False)
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.encode_batch([text, "x"], parse_special=False)[0] == ids
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="aé日🙂\n \u200d👩🏽"))
+def test_streamed_pieces_concatenate_to_the_whole(text):
+    ids = TOKENIZER.encode(text)
+    stream = TOKENIZER.stream()
+    pieces = [stream.step(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_stream_cut_inside_a_character_shows_what_decode_shows():
+    ids = TOKENIZER.encode("a🙃", parse_special=False)[:-1]
+    stream = TOKENIZER.stream()
+    assert (
+        "".join(stream.step(token) for token in ids) + stream.finish() == TOKENIZER.decode(ids) == "a\ufffd"
+    )
+    assert stream.finish() == ""
+
+
+def test_special_tokens_are_read_in_prompts_and_spelt_out_in_documents():
+    end = TOKENIZER.end_of_document_id
+    assert TOKENIZER.encode("a<|endoftext|>").count(end) == 1
+    assert TOKENIZER.encode("a<|endoftext|>", parse_special=False).count(end) == 0
+    assert TOKENIZER.decode([end]) == "" and TOKENIZER.decode([end], skip_special=False) == "<|endoftext|>"
+
+
+def test_saving_and_loading_keeps_the_ids(tmp_path):
+    TOKENIZER.save(tmp_path / "deep" / "tokenizer.json")
+    for path in (tmp_path / "deep" / "tokenizer.json", tmp_path / "deep"):
+        loaded = Tokenizer.load(path)
+        assert loaded.fingerprint == TOKENIZER.fingerprint
+        assert loaded.end_of_document_id == TOKENIZER.end_of_document_id
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["tokenizer.json"]
+
+
+def test_truncation_in_the_file_does_not_shorten_documents(tmp_path):
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    path = save_with(tmp_path / "t.json", lambda content: content.update(truncation=truncation))
+    assert Tokenizer.load(path).encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<eos>"])
+def test_end_of_document_is_found_by_its_usual_names(tmp_path, name):
+    path = save_with(tmp_path / "t.json", lambda content: rename_special(content, name))
+    assert Tokenizer.load(path).end_of_document_id == TOKENIZER.end_of_document_id
+
+
+def test_vocab_size_covers_the_highest_id(tmp_path):
+    extra = {"id": 1000, "content": "<far>", "special": True, **PLAIN_ADDED_TOKEN}
+    path = save_with(tmp_path / "t.json", lambda content: content["added_tokens"].append(extra))
+    loaded = Tokenizer.load(path)
+    assert loaded.vocab_size > max(loaded.encode("<far> a"))
+
+
+def test_a_tokenizer_without_end_of_document_is_refused(tmp_path):
+    path = save_with(tmp_path / "t.json", lambda content: rename_special(content, "<odd>"))
+    with pytest.raises(ShardlmError, match=r"no end-of-document token.*</s>.*special tokens: <odd>.*Add one"):
+        _ = Tokenizer.load(path).end_of_document_id
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ShardlmError, match=r"no tokenizer at .*nope.json.*bpe:4096"):
+        Tokenizer.load(tmp_path / "nope.json")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"model": {"type": "Unknown"}}', "hello"])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(ShardlmError, match=r"t.json is not a tokenizer"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused():
+    with pytest.raises(ShardlmError, match=r"vocabulary 100 is too small: it needs at least 257.*bpe:257"):
+        train_bpe(TEXTS, 100)

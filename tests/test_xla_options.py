@@ -1,0 +1,121 @@
+"""Profiles of XLA options: known ones are kept, unknown ones reported, and they change the program as they
+say."""
+
+import importlib.util
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardlm import xla_options
+from shardlm.errors import ShardlmError
+from shardlm.topology import topology
+from shardlm.xla_options import PROFILES, Option, check_options, profile_of, resolve_profile
+
+HAS_PLUGIN = bool(
+    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
+)
+needs_plugin = pytest.mark.skipif(
+    not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'"
+)
+
+
+def fake(platform="gpu", kind="", **more):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, **more)
+
+
+def test_auto_goes_by_the_generation_of_the_device():
+    assert profile_of(fake("cpu", "cpu")) == "cpu"
+    assert profile_of(fake(kind="NVIDIA A100-SXM4-80GB")) == "ampere"
+    assert profile_of(fake(kind="NVIDIA L40S")) == "ampere"
+    assert profile_of(fake(kind="NVIDIA H200")) == "hopper"
+    assert profile_of(fake(kind="NVIDIA GB200")) == "blackwell"
+    assert profile_of(fake(kind="NVIDIA H100 NVL", compute_capability="9.0")) == "hopper"
+    assert profile_of(fake(kind="NVIDIA B300", compute_capability="10.3")) == "blackwell"
+    assert profile_of(fake(kind="NVIDIA Next", compute_capability="20.0")) == "none"
+    assert profile_of(fake(kind="another maker's")) == "none"
+
+
+def test_auto_on_this_machine_compiles():
+    resolved = resolve_profile("auto", jax.devices("cpu")[0])
+    assert resolved.profile == "cpu"
+    assert resolved.report() == ""
+    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=dict(resolved.options))
+
+
+def test_an_unknown_profile_is_refused():
+    with pytest.raises(
+        ShardlmError, match="unknown XLA profile 'volta'; choose one of auto, none, cpu, ampere"
+    ):
+        resolve_profile("volta", jax.devices("cpu")[0])
+
+
+def test_options_that_jaxlib_refuses_are_reported_and_left_out():
+    options = (
+        Option((("xla_cpu_enable_fast_math", False),), "kept"),
+        Option((("xla_no_such_option", True),), "speed"),
+        Option((("xla_cpu_enable_fast_min_max", "perhaps"),), "a wrong value"),
+        Option((("xla_its_new_name", 1), ("xla_llvm_disable_expensive_passes", False)), "renamed"),
+    )
+    resolved = check_options("mine", options, jax.devices("cpu")[0])
+    assert dict(resolved.options) == {
+        "xla_cpu_enable_fast_math": False,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+    assert [out.name for out in resolved.left_out] == ["xla_no_such_option", "xla_cpu_enable_fast_min_max"]
+    first, second = resolved.report().splitlines()
+    assert "XLA option xla_no_such_option=True of profile mine is left out: " in first
+    assert "No such compile option: 'xla_no_such_option'" in first
+    assert first.endswith("(it was for: speed)")
+    assert "is not a valid bool value" in second
+
+
+def test_a_profile_of_known_options_takes_one_trial_compile(monkeypatch):
+    tried = []
+    monkeypatch.setattr(xla_options, "_error", lambda options, device: tried.append(options))
+    resolved = resolve_profile("hopper", fake(kind="NVIDIA H200"))
+    assert tried == [resolved.options]
+    assert len(resolved.options) == len(PROFILES["hopper"])
+
+
+def test_every_option_has_a_reason():
+    assert all(option.reason for options in PROFILES.values() for option in options)
+
+
+@pytest.mark.gpu_program
+@needs_plugin
+@pytest.mark.parametrize(("gpu", "profile"), [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell")])
+def test_the_installed_jaxlib_knows_every_option(gpu, profile):
+    resolved = resolve_profile("auto", topology(gpu, 1, 1)[0])
+    assert resolved.profile == profile
+    assert resolved.report() == ""
+    assert len(resolved.options) == len(PROFILES[profile])
+
+
+@pytest.mark.gpu_program
+@needs_plugin
+def test_the_profile_gathers_the_next_layer_while_this_one_computes():
+    mesh = Mesh(np.array(topology("h100", 1, 8)), ("fsdp",))
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "fsdp", None))
+
+    def forward(weights, x):
+        def layer(x, w):
+            w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), whole)
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    weights = jax.ShapeDtypeStruct((16, 2048, 2048), jnp.float32, sharding=split)
+    x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+    lowered = jax.jit(forward).lower(weights, x)
+
+    def gathers_before_the_loop(options):
+        entry = lowered.compile(compiler_options=dict(options)).as_text().partition("\nENTRY ")[2]
+        return entry.partition(" while(")[0].count("all-gather-start(")
+
+    assert gathers_before_the_loop({}) == 0
+    assert gathers_before_the_loop(resolve_profile("hopper", mesh.devices.flat[0]).options) > 0
