@@ -15,7 +15,7 @@ FLOORS = [
     {"ops"},
     {"layers"},
     {"models"},
-    {"state", "optim", "precision", "checkpoint", "metrics", "data", "generate"},
+    {"state", "optim", "precision", "checkpoint", "checkpoint_files", "metrics", "data", "generate"},
     {"train", "plan", "serve"},
 ]
 NO_JAX = [*FLOORS[0], "data", "metrics"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.param import Execution, Params, in_use, normal
+from shardlm.ops.swiglu import swiglu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,4 +37,4 @@ class Mlp(nnx.Module):
         gate = jnp.einsum("btd,df->btf", x, in_use(self.gate, execution))
         up = jnp.einsum("btd,df->btf", x, in_use(self.up, execution))
         down = in_use(self.down, execution)
-        return jnp.einsum("btf,fd->btd", jax.nn.silu(gate) * up, down, out_sharding=act.spec("batch", "seq", "embed"))
+        return jnp.einsum("btf,fd->btd", swiglu(gate, up), down, out_sharding=act.spec("batch", "seq", "embed"))

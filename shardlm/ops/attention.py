@@ -1,5 +1,5 @@
-"""Causal self-attention inside a batch of packed rows: the reference, cuDNN's flash attention, and the choice
-between them. Attention over a paged cache is in paged_attention.py."""
+"""Causal self-attention inside a batch of packed rows: the reference, cuDNN's flash attention, and the choice between
+cuDNN and the XLA implementation in blocked_attention.py. Attention over a paged cache is in paged_attention.py."""
 
 import functools
 from typing import Literal
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from shardlm.ops.blocked_attention import MASKED, blocked_attention
 from shardlm.rules import Rules
 
 Implementation = Literal["auto", "xla", "cudnn"]
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked row gives no NaN
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
@@ -69,9 +69,7 @@ def packed_attention(
 
     q [B, T, N, H], k and v [B, T, K, H], batch and heads split as the activation rules say; returns q's shape.
     """
-    if implementation == "xla":
-        return reference(q, k, v, segment_ids, scale)
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
-    run = functools.partial(cudnn, scale=scale)
+    run = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, scale=scale)
     specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"))
     return jax.shard_map(run, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, segment_ids)

@@ -93,11 +93,11 @@ class Run:
         progress = ProgressLine(train.steps, enabled=first)
         progress.note(origin)
         with goodput.measure("compile"):
-            options, left_out = program.compiler_options()
-            for line in left_out:
-                progress.note(line)
-            train_step = program.lower_step().compile(options)
-            evaluator = Evaluator(program, data, program.lower_eval().compile(options))
+            xla = program.xla_options()
+            if xla.left_out:
+                progress.note(xla.report())
+            train_step = program.lower_step().compile(dict(xla.options))
+            evaluator = Evaluator(program, data, program.lower_eval().compile(dict(xla.options)))
         gpu = hardware.lookup(jax.devices()[0].device_kind)
         peak = gpu and gpu.peak.of(config.precision)
         meter = RateMeter(peak, jax.device_count())

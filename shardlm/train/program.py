@@ -17,6 +17,7 @@ from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, make_state
+from shardlm.xla_options import XlaOptions, resolve_profile
 from shardlm.train.check import check_axes, check_batch, check_model
 from shardlm.train.config import RunConfig
 from shardlm.train.step import StepConfig, make_eval_step, make_train_step
@@ -90,6 +91,10 @@ class Program:
         """(params, batch) -> sums of the batch's losses."""
         with jax.set_mesh(self.mesh), self._matmul_precision():
             return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
+
+    def xla_options(self) -> XlaOptions:
+        """Compiler options of config.xla_profile that the installed jaxlib takes, for `Lowered.compile`."""
+        return resolve_profile(self.config.xla_profile, self.mesh.devices.flat[0])
 
     def decoder(self) -> ModelDef:
         """The same model for generating from the same parameters on the same mesh."""

@@ -1,0 +1,43 @@
+"""Trains a language model, or resumes the training that run_dir holds.
+
+python -m launch.train --config=configs/tiny.py
+python -m launch.train --config=configs/tiny.py --config.train.steps=50 --config.mesh.tensor=4
+python -m launch.train --config=configs/tiny.py --print_config
+python -m launch.train --config=configs/tiny.py --print_shardings
+"""
+
+import os
+import shlex
+import sys
+
+import psutil
+from absl import flags
+
+from launch.flags import cluster, run
+from shardlm.config import Resolved
+
+_PRINT_SHARDINGS = flags.DEFINE_bool("print_shardings", False, "Print where every parameter rests, and stop.")
+
+
+def main(resolved: Resolved) -> int:
+    import jax  # after the flags, so that --help and --print_config need no jax
+
+    from launch.devices import use_cpu_devices
+    from shardlm.distributed import detect, explicit, joined
+    from shardlm.train.loop import train
+    from shardlm.train.program import Program
+    from shardlm.train.shardings import format_shardings
+
+    config = resolved.config
+    use_cpu_devices(config.cpu_devices)
+    if _PRINT_SHARDINGS.value:
+        print(format_shardings(Program.make(config, config.mesh.build())))
+        return 0
+    with joined(explicit(**cluster()) or detect(os.environ)):
+        command = shlex.join(["python", "-m", "launch.train", *sys.argv[1:]])
+        started = psutil.Process().create_time()
+        return train(config, command=command, started=started)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,93 @@
+"""Causal attention in plain XLA, made fast for CPUs: query heads of a group share one matmul with their kv head, a
+block of queries sees no keys after it, and the backward pass recomputes the weights from the log-partition
+(https://arxiv.org/abs/2205.14135, appendix B.4). On two CPU cores a training step of 768 x 12 layers is 1.2 times as
+fast as with autodiff through the plain einsum, one of 288 x 6 layers 1.3 times. Works on one device's arrays.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked row gives no NaN
+LEAST_BLOCK = 64  # queries; smaller blocks cost more in launches than they skip
+
+
+def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
+    """Causal attention within segments; scores in float32. Equal to ops/attention.py's reference.
+
+    q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] with N a multiple of K, segment_ids int32 [B, T]; returns
+    [B, T, N, Hv] in q's dtype.
+    """
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    grouped = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    out = _attend(grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[-1])
+
+
+def _blocks(T: int) -> list[tuple[int, int]]:
+    count = next((n for n in (8, 4, 2) if T % n == 0 and T // n >= LEAST_BLOCK), 1)
+    size = T // count
+    return [(start, start + size) for start in range(0, T, size)]
+
+
+def _dot(a, b, dims):
+    """Batched over [B, K]; contracts dimension dims[0] of a with dims[1] of b, in float32."""
+    numbers = (((dims[0],), (dims[1],)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+
+
+def _rows(a, start, stop):
+    """A block of [B, K, G, T, x] with the group folded into rows: [B, K, G * block, x]."""
+    part = a[:, :, :, start:stop]
+    return part.reshape(*part.shape[:2], -1, part.shape[-1])
+
+
+def _scores(q, k, segment_ids, start, stop):
+    """Masked scores of queries start..stop against keys 0..stop: float32 [B, K, G, block, stop]."""
+    B, K, G = q.shape[:3]
+    scores = _dot(_rows(q, start, stop), k[:, :, :stop], (3, 3)).reshape(B, K, G, stop - start, stop)
+    causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None]
+    same = segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]
+    return jnp.where((causal & same)[:, None, None], scores, MASKED)
+
+
+@jax.custom_vjp
+def _attend(q, k, v, segment_ids):
+    return _forward(q, k, v, segment_ids)[0]
+
+
+def _forward(q, k, v, segment_ids):
+    outs, lses = [], []
+    for start, stop in _blocks(q.shape[3]):
+        scores = _scores(q, k, segment_ids, start, stop)
+        largest = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        partition = weights.sum(axis=-1, keepdims=True)
+        rows = weights.astype(v.dtype).reshape(*weights.shape[:2], -1, stop)
+        out = _dot(rows, v[:, :, :stop], (3, 2)).reshape(*weights.shape[:4], -1) / partition
+        outs.append(out.astype(q.dtype))
+        lses.append(largest + jnp.log(partition))
+    out, lse = jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
+    return out, (q, k, v, segment_ids, out, lse)
+
+
+def _backward(kept, d_out):
+    q, k, v, segment_ids, out, lse = kept
+    T = q.shape[3]
+    shift = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
+    d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for start, stop in _blocks(T):
+        rows = functools.partial(_rows, start=start, stop=stop)
+        scores = _scores(q, k, segment_ids, start, stop)
+        weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, stop)
+        d_weights = _dot(rows(d_out), v[:, :, :stop], (3, 3))
+        d_scores = (weights * (d_weights - rows(shift))).astype(q.dtype)
+        d_v = d_v.at[:, :, :stop].add(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)))
+        d_k = d_k.at[:, :, :stop].add(_dot(d_scores, rows(q), (2, 2)))
+        d_q.append(_dot(d_scores, k[:, :, :stop], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
+    return jnp.concatenate(d_q, axis=3), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
