@@ -19,9 +19,7 @@ from shardlm.errors import ShardlmError
 
 _INPUT = flags.DEFINE_list("input", [], "Files, directories, globs, stdlib:train or stdlib:validation.")
 _OUTPUT = flags.DEFINE_string("output", "", "Directory to make, for the shards and their tokenizer.json.")
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer", "bpe:4096", "A tokenizer.json, or bpe:N to train one on the input."
-)
+_TOKENIZER = flags.DEFINE_string("tokenizer", "bpe:4096", "A tokenizer.json, or bpe:N to train one on the input.")
 _TEXT_KEY = flags.DEFINE_string("text_key", "text", "JSONL key or Parquet column that holds the text.")
 _ON_BAD_UTF8 = flags.DEFINE_enum(
     "on_bad_utf8", "fail", ["fail", "replace", "skip"], "What to do with a document that is not UTF-8."

@@ -20,7 +20,6 @@ _PRINT_SHARDINGS = flags.DEFINE_bool("print_shardings", False, "Print where ever
 
 
 def main(resolved: Resolved) -> int:
-    import jax  # after the flags, so that --help and --print_config need no jax
 
     from launch.devices import use_cpu_devices
     from shardlm.distributed import detect, explicit, joined

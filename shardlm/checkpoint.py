@@ -71,9 +71,7 @@ class Restored:
 
 def retained(losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
     """The steps to keep, given the validation loss of each one on disk (None or NaN where it has none)."""
-    ranked = sorted(
-        (loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)
-    )
+    ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss))
     return {*sorted(losses)[-config.keep :], *(-step for _, step in ranked[: config.keep_best])}
 
 
@@ -252,9 +250,7 @@ class Checkpoints:
             raise ShardlmError(f"There is no checkpoint in {self.directory}: no save was completed there.")
         if step is not None and step not in steps:
             there = ", ".join(map(str, steps))
-            raise ShardlmError(
-                f"There is no checkpoint at step {step} in {self.directory}; there are {there}."
-            )
+            raise ShardlmError(f"There is no checkpoint at step {step} in {self.directory}; there are {there}.")
         return steps[-1] if step is None else step
 
     def _load(self, step: int, abstract: Tree, part: str | None = None) -> Tree:

@@ -58,9 +58,7 @@ def load(path: str) -> Any:
     try:
         get_config = runpy.run_path(path, run_name="config_file").get("get_config")
         if not callable(get_config):
-            raise ShardlmError(
-                "it has no get_config(); define one without arguments that returns the configuration"
-            )
+            raise ShardlmError("it has no get_config(); define one without arguments that returns the configuration")
         config = get_config()
         if not tree.is_group(config):
             raise ShardlmError(f"get_config() returned {config!r}; it must return a frozen dataclass")
@@ -111,9 +109,7 @@ def format_resolved(resolved: Resolved) -> str:
     left, middle = max(map(len, values), default=0), max(map(len, values.values()), default=0)
     groups = tree.groups(resolved.config)
     chosen = [f"# {path} is a {tree.type_name(group)}" for path, group, settled in groups if not settled]
-    rows = [
-        f"{path:<{left}} = {text:<{middle}}   # {resolved.sources[path]}" for path, text in values.items()
-    ]
+    rows = [f"{path:<{left}} = {text:<{middle}}   # {resolved.sources[path]}" for path, text in values.items()]
     return "\n".join(chosen + rows)
 
 
@@ -167,9 +163,7 @@ def _rebuild(value: Any, hint: Any, wanted: Mapping[str, Any] | str, path: str) 
         return _read(wanted, hint, value, path)
     if not tree.has_parts(value):
         inside = tree.join(path, next(iter(wanted)))
-        raise ShardlmError(
-            f"{inside}: {path} is {value!r}, not a group of fields; set it as a whole in the file"
-        )
+        raise ShardlmError(f"{inside}: {path} is {value!r}, not a group of fields; set it as a whole in the file")
     parts, changed = tree.parts(value, hint), {}
     for key, want in wanted.items():
         here = tree.join(path, key)
@@ -202,11 +196,7 @@ def _read(text: str, hint: Any, current: Any, path: str) -> Any:
         plain = type(current)
     for reading, strict in _readings(text, plain):
         with contextlib.suppress(msgspec.ValidationError):
-            return (
-                tree.from_plain(reading, Any)
-                if plain is Any
-                else msgspec.convert(reading, plain, strict=strict)
-            )
+            return tree.from_plain(reading, Any) if plain is Any else msgspec.convert(reading, plain, strict=strict)
     raise tree.wrong(path, plain, text)
 
 

@@ -50,9 +50,7 @@ def _encode(value: Any, hint: Any, path: str) -> Any:
 
 def _decode(data: Any, hint: Any, path: str) -> Any:
     open_to = tree.options(hint)
-    if isinstance(data, Mapping) and (
-        TYPE in data or Any in open_to or any(map(dataclasses.is_dataclass, open_to))
-    ):
+    if isinstance(data, Mapping) and (TYPE in data or Any in open_to or any(map(dataclasses.is_dataclass, open_to))):
         return _decode_group(data, hint, path)
     if isinstance(data, list):
         items = [_decode(item, tree.item_hint(hint, i), tree.join(path, i)) for i, item in enumerate(data)]
@@ -92,9 +90,7 @@ def _class(name: Any, path: str) -> type:
     where = path or "configuration"
     module, _, attribute = str(name).rpartition(".")
     if module.partition(".")[0] != PACKAGE:
-        raise ShardlmError(
-            f"{where}: {name} is not a class of {PACKAGE}; only those are saved and loaded by name"
-        )
+        raise ShardlmError(f"{where}: {name} is not a class of {PACKAGE}; only those are saved and loaded by name")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError:

@@ -141,9 +141,7 @@ def wrong(path: str, hint: Any, got: Any) -> ShardlmError:
 def unknown(path: str, owner: str, known: Iterable[str]) -> ShardlmError:
     """The error for a last step of `path` that is not among the `known` parts of `owner`."""
     key, names = path.rpartition(".")[2], list(known)
-    return ShardlmError(
-        f"{path}: {owner} has no field {key!r}{suggest(key, names)} (it has: {', '.join(names)})"
-    )
+    return ShardlmError(f"{path}: {owner} has no field {key!r}{suggest(key, names)} (it has: {', '.join(names)})")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -158,9 +156,7 @@ def check(value: Any, hint: Any, path: str = "") -> None:
         if not fits(type(value), hint):
             raise ShardlmError(f"{path}: expected {describe(hint)}, got a {type(value).__name__}")
         if not type(value).__dataclass_params__.frozen:
-            raise ShardlmError(
-                f"{path or 'configuration'}: {type(value).__name__} must be a frozen dataclass"
-            )
+            raise ShardlmError(f"{path or 'configuration'}: {type(value).__name__} must be a frozen dataclass")
     if has_parts(value):
         for key, (part, kind) in parts(value, hint).items():
             check(part, kind, join(path, key))

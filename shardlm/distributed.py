@@ -24,9 +24,7 @@ class ClusterArgs:
     local_device: int | None = None
 
 
-def explicit(
-    coordinator_address: str | None, num_processes: int | None, process_id: int | None
-) -> ClusterArgs | None:
+def explicit(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> ClusterArgs | None:
     """The arguments from flags; None when none is given. Raises ShardlmError when some are missing or wrong."""
     given = {
         "--coordinator_address": coordinator_address,
@@ -37,7 +35,9 @@ def explicit(
     if len(missing) == len(given):
         return None
     if missing:
-        raise ShardlmError(f"{' and '.join(missing)} missing: give --coordinator_address, --num_processes and --process_id")
+        raise ShardlmError(
+            f"{' and '.join(missing)} missing: give --coordinator_address, --num_processes and --process_id"
+        )
     if ":" not in coordinator_address:
         raise ShardlmError(f"--coordinator_address={coordinator_address}: give HOST:PORT")
     if not 0 <= process_id < num_processes:

@@ -2,17 +2,27 @@
 samples and spot checks; the serving engine batches and schedules."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from shardlm.checkpoint import Checkpoints
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Paged, Pages
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.sampling import sample
-from shardlm.state import ModelDef
+from shardlm.precision import COMPUTE_DTYPE, Precision
+from shardlm.rules import Rules
+from shardlm.state import ModelDef, at_rest
+from shardlm.tokenizer import Tokenizer
 
 PAGE_SIZE = 16
 
@@ -49,7 +59,13 @@ def make_pages(model: ModelDef, num_pages: int) -> Pages:
 
 
 def generate(
-    model: ModelDef, params, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = ()
+    model: ModelDef,
+    params,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int] = (),
 ) -> Iterator[int]:
     """Yields the new tokens of one prompt until a stop id (not yielded) or `max_new_tokens`.
 
@@ -60,7 +76,9 @@ def generate(
     if not prompt:
         raise ShardlmError("the prompt has no tokens; give at least one")
     if bad := [t for t in prompt if not 0 <= t < vocab]:
-        raise ShardlmError(f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}; use the model's tokenizer")
+        raise ShardlmError(
+            f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}; use the model's tokenizer"
+        )
     num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
     table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
     pages = jax.jit(partial(make_pages, model, num_pages + 1))()
@@ -73,6 +91,40 @@ def generate(
         if prompt[0] in stop_ids:
             return
         yield prompt[0]
+
+
+def load(
+    config: TransformerConfig,
+    precision: Precision,
+    spec: MeshSpec,
+    checkpoints: str | os.PathLike,
+    step: int | None = None,
+    name: str = "params",
+) -> tuple[ModelDef, Any, Mesh]:
+    """A model ready for `generate`, its parameters (or "ema") read from a checkpoint onto a mesh of the first devices,
+    each reading its own slices. Raises ShardlmError for a checkpoint or a mesh that does not fit."""
+    needed = spec.size(*spec.sizes())
+    if needed > jax.device_count():
+        raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {jax.device_count()}; choose fewer")
+    mesh = spec.build(jax.devices()[:needed])
+    with jax.set_mesh(mesh):
+        execution = Execution(Rules.make("zero3", spec).for_decoding(), COMPUTE_DTYPE[precision])
+        model = ModelDef.make(config, execution)
+        shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
+        with Checkpoints(checkpoints) as reader:
+            return model, reader.restore_params(shapes, step, name), mesh
+
+
+def stream(
+    model: ModelDef, params, mesh: Mesh, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    """Yields the text that continues `prompt`, piece by piece, to the end of the document at most."""
+    pieces = tokenizer.stream()
+    with jax.set_mesh(mesh):
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_ids": (tokenizer.end_of_document_id,)}
+        for token in generate(model, params, tokenizer.encode(prompt), **options):
+            yield pieces.step(token)
+    yield pieces.finish()
 
 
 def _padded(prompt: Sequence[int]) -> np.ndarray:

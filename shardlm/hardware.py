@@ -100,9 +100,7 @@ _BLACKWELL_SHEET = "https://resources.nvidia.com/en-us-blackwell-architecture/da
 _L40S_SHEET = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
 _A40_SHEET = "https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf"
 _ADA_PAPER = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
-_RTX_PAPER = (
-    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
-)
+_RTX_PAPER = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
 _RTX_PRO_PAGE = "https://www.nvidia.com/en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/"
 
 # Memory that CUDA reports: XLA's device tables, else the capacity in an out-of-memory message of PyTorch.
@@ -274,9 +272,7 @@ _RTX_PRO_6000 = replace(
     _RTX_5090,
     name="rtxpro6000",
     device_kinds=("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
-    peak=Peak(
-        fp32=125e12, tf32=251.9e12, bf16=503.8e12, fp16=503.8e12, int8=1007.6e12, fp8=1007.6e12, fp4=2015e12
-    ),
+    peak=Peak(fp32=125e12, tf32=251.9e12, bf16=503.8e12, fp16=503.8e12, int8=1007.6e12, fp8=1007.6e12, fp4=2015e12),
     hbm_bytes=96_000_000_000,  # the figure on the box; what CUDA reports has no source here
     datasheet=_RTX_PRO_PAGE,
     memory_source=_RTX_PRO_PAGE,

@@ -62,13 +62,17 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
         after = optax.linear_schedule(peak, last, rest)
     elif config.schedule == "wsd":
         stable = max(0, rest - decay)
-        after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, last, decay)], [stable])
+        after = optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, last, decay)], [stable]
+        )
     elif config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:
         raise ShardlmError(f"unknown schedule {config.schedule!r}; choose from {', '.join(get_args(Schedule))}")
     # The first step already learns: warm-up counts from 1/warmup, not from 0.
-    return optax.join_schedules([optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1)), after], [warmup])
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1)), after], [warmup]
+    )
 
 
 def make_optimizer(config: OptimConfig, steps: int, names: Any) -> optax.GradientTransformation:
@@ -88,9 +92,7 @@ def make_optimizer(config: OptimConfig, steps: int, names: Any) -> optax.Gradien
     if config.name == "adafactor":
         # optax multiplies weight_decay_rate into the update as it is; times the rate makes it decay like adamw's.
         return _any_layout(
-            optax.adafactor(
-                rate, weight_decay_rate=decay * config.learning_rate, weight_decay_mask=matrices
-            )
+            optax.adafactor(rate, weight_decay_rate=decay * config.learning_rate, weight_decay_mask=matrices)
         )
     if config.name == "muon":
         return _any_layout(_muon(config, rate, names, matrices))

@@ -117,7 +117,7 @@ class Rules:
         stage = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hybrid": 3}[preset]
 
         def weights(role: str, sharded: bool) -> Table:
-            return _table(role, {name: () for name in _WHOLE} | _TENSOR | {"embed": split if sharded else ()}, mesh)
+            return _table(role, dict.fromkeys(_WHOLE, ()) | _TENSOR | {"embed": split if sharded else ()}, mesh)
 
         return cls(
             preset=preset,

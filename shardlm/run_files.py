@@ -93,6 +93,4 @@ def _read(path: pathlib.Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ShardlmError(
-            f"Cannot read {path}: {error.strerror or error}. Check the path and permissions."
-        ) from error
+        raise ShardlmError(f"Cannot read {path}: {error.strerror or error}. Check the path and permissions.") from error

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.layers.param import Execution
 from shardlm.models.transformer import Transformer, TransformerConfig
@@ -89,6 +90,12 @@ def make_state(
         skipped=jnp.int32(0),
         bad_steps=jnp.int32(0),
     )
+
+
+def at_rest(shape: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A traced shape with its sharding on real devices; without one it is whole on each."""
+    spec = shape.sharding.spec if shape.sharding else PartitionSpec()
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _nest(flat: dict[tuple, Any]) -> Tree:

@@ -165,9 +165,7 @@ class DecodeStream:
         return rest
 
 
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_DOCUMENT,)
-) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_DOCUMENT,)) -> Tokenizer:
     """Trains a byte-level BPE: every text is encodable, and decodes to itself.
 
     The result depends only on the texts, not on threads. It has fewer than `vocab_size` entries where no

@@ -92,9 +92,7 @@ def target_config(gpu_name: str) -> str:
     """
     gpu = hardware.named(gpu_name)
     if gpu.name not in CHIPS:
-        raise ShardlmError(
-            f"programs cannot be compiled for {gpu.name} without one; they can for {', '.join(CHIPS)}"
-        )
+        raise ShardlmError(f"programs cannot be compiled for {gpu.name} without one; they can for {', '.join(CHIPS)}")
     chip = CHIPS[gpu.name]
     return _TARGET.format(name=gpu.device_kinds[0], gpu=gpu, chip=chip, cuda=_CUDA, cudnn=_CUDNN)
 
@@ -116,7 +114,6 @@ def topology(gpu_name: str, num_hosts: int, gpus_per_host: int) -> list[jax.Devi
         )
     except NotImplementedError as error:
         raise ShardlmError(
-            "compiling for GPUs needs jax's CUDA plugin, on a machine without a GPU too: "
-            "pip install 'shardlm[cuda13]'"
+            "compiling for GPUs needs jax's CUDA plugin, on a machine without a GPU too: pip install 'shardlm[cuda13]'"
         ) from error
     return list(described.devices)

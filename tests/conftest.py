@@ -5,8 +5,7 @@ import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 CACHE = pathlib.Path(os.environ.get("SHARDLM_TEST_CACHE", pathlib.Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

@@ -68,5 +68,3 @@ def relative_error(tree, reference) -> float:
         return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
 
     return max(jax.tree.leaves(jax.tree.map(error, tree, reference)))
-
-

@@ -30,9 +30,7 @@ from shardlm.errors import ShardlmError
 CONFIG = CheckpointConfig(every_steps=10, keep=9, keep_best=0)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "step"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "step"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class State:
     params: dict
@@ -81,9 +79,7 @@ def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     with Checkpoints(directory, CONFIG) as checkpoints:
         checkpoints.save(10, on_mesh(make_state(), (2, 4)), {"windows": 10}, {"validation_loss": 3.0})
-        checkpoints.save(
-            20, on_mesh(make_state(2.0), (2, 4)), {"windows": 20}, {"validation_loss": float("nan")}
-        )
+        checkpoints.save(20, on_mesh(make_state(2.0), (2, 4)), {"windows": 20}, {"validation_loss": float("nan")})
     return directory
 
 
@@ -201,17 +197,13 @@ def test_what_is_retained(losses, keep, keep_best):
     assert set(sorted(losses)[-keep:]) <= kept <= set(losses)
     assert len(kept) <= keep + keep_best
     ranked = {step: loss for step, loss in losses.items() if loss is not None and loss == loss}
-    best = {
-        step for step, loss in ranked.items() if sum(other < loss for other in ranked.values()) < keep_best
-    }
+    best = {step for step, loss in ranked.items() if sum(other < loss for other in ranked.values()) < keep_best}
     assert len(best & kept) >= min(keep_best, len(ranked))
 
 
 @pytest.mark.parametrize("values", [{"every_steps": 0}, {"keep": 0}, {"keep_best": -1}])
 def test_a_configuration_that_keeps_nothing_is_refused(values):
-    with pytest.raises(
-        ShardlmError, match="every_steps and keep must be at least 1 and keep_best at least 0"
-    ):
+    with pytest.raises(ShardlmError, match="every_steps and keep must be at least 1 and keep_best at least 0"):
         CheckpointConfig(**values)
 
 
@@ -303,9 +295,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(copied, capfd):
                 checkpoints.wait()
         message = str(error.value)
         assert f"{copied}/30 could not be written: the disk is full: it needs" in message
-        assert (
-            "The checkpoints at step 10, 20 are intact. Free some space or lower checkpoint.keep" in message
-        )
+        assert "The checkpoints at step 10, 20 are intact. Free some space or lower checkpoint.keep" in message
         checkpoints.save(40, make_state(), {}, {})
     assert checkpoints.steps() == [10, 20, 40]
     assert "Traceback" not in capfd.readouterr().err
@@ -314,9 +304,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(copied, capfd):
 def test_a_disk_that_will_not_hold_it_is_not_filled(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 2**20})
     monkeypatch.setattr("shardlm.checkpoint.shutil.disk_usage", lambda _: usage)
-    message = (
-        "the disk is full: it needs 1.0 MiB, and there are 1.0 MiB free .* It was the first. Free some space"
-    )
+    message = "the disk is full: it needs 1.0 MiB, and there are 1.0 MiB free .* It was the first. Free some space"
     with Checkpoints(tmp_path, CONFIG) as checkpoints, pytest.raises(ShardlmError, match=message):
         checkpoints.save(1, {"params": jnp.ones((512, 513))}, {}, {})
     assert not list(tmp_path.iterdir())
@@ -344,9 +332,7 @@ def test_another_model_is_refused_with_the_first_differences(saved):
         "Use the configuration it was saved with",
     ):
         assert part in str(error.value)
-    with pytest.raises(
-        ShardlmError, match=r"step is int32\[\] in the checkpoint and float32\[\] in this model"
-    ):
+    with pytest.raises(ShardlmError, match=r"step is int32\[\] in the checkpoint and float32\[\] in this model"):
         Checkpoints(saved).restore(abstract(dataclasses.replace(state, step=jnp.float32(0))))
     with pytest.raises(ShardlmError, match=r"params\.extra is not in the checkpoint"):
         Checkpoints(saved).restore_params(abstract(other))
@@ -365,9 +351,7 @@ def test_a_run_that_did_not_continue_from_the_latest_does_not_mix_with_it(copied
         for step in (15, 20):
             with pytest.raises(ShardlmError, match=f"checkpoint of step 20, and this run is at {step}"):
                 checkpoints.save(step, make_state(), {}, {})
-        with pytest.raises(
-            ShardlmError, match=r"later checkpoints than step 10: 20. To continue from step 10"
-        ):
+        with pytest.raises(ShardlmError, match=r"later checkpoints than step 10: 20. To continue from step 10"):
             checkpoints.restore(abstract(make_state()), step=10)
         checkpoints.restore(abstract(make_state()))
         checkpoints.save(20, make_state(), {}, {})  # it is there already
@@ -388,7 +372,5 @@ def test_positions_in_the_data_of_another_number_of_processes(copied):
     (data / "process_1-of-2.json").write_text('{"windows": 20}')
     assert Checkpoints(copied).restore(abstract(make_state())).data_state == {"windows": 20}
     (data / "process_1-of-2.json").write_text('{"windows": 21}')
-    with pytest.raises(
-        ShardlmError, match=r"saved by 2 processes, .* this run has 1: .* Resume with 2 processes"
-    ):
+    with pytest.raises(ShardlmError, match=r"saved by 2 processes, .* this run has 1: .* Resume with 2 processes"):
         Checkpoints(copied).restore(abstract(make_state()))

@@ -415,9 +415,7 @@ def test_leaves_and_difference_go_by_path():
         ("train.files", (), ("a",)),
         ("model.experts", config.ABSENT, 2),
     ]
-    assert config.difference(Train(packed=True), dataclasses.replace(Train(), packed=1)) == [
-        ("packed", True, 1)
-    ]
+    assert config.difference(Train(packed=True), dataclasses.replace(Train(), packed=1)) == [("packed", True, 1)]
 
 
 def test_importing_config_does_not_import_jax():

@@ -91,9 +91,7 @@ def test_a_peak_is_found_by_the_names_of_jax():
     assert peak.of("bfloat16") == peak.of("bf16") == peak.bf16
     assert peak.of("float8_e4m3fn") == peak.fp8
     assert hardware.GPUS["a100"].peak.of("float8_e4m3fn") is None
-    with pytest.raises(
-        ShardlmError, match="no peak rate is defined for the type 'complex64'; use one of fp32"
-    ):
+    with pytest.raises(ShardlmError, match="no peak rate is defined for the type 'complex64'; use one of fp32"):
         peak.of("complex64")
 
 

@@ -17,7 +17,11 @@ def test_the_rest_goes_to_the_free_axis():
     [
         (MeshSpec(data=2, fsdp=3), 8, r"data=2 x fsdp=3 .* needs 6 devices and there are 8; change one axis: fsdp=4"),
         (MeshSpec(data=16), 8, r"needs 16 devices and there are 8; change one axis: data=8"),
-        (MeshSpec(tensor=3, data=-1), 8, r"8 devices cannot be divided by the fixed axes, whose product is 3; .*tensor=8"),
+        (
+            MeshSpec(tensor=3, data=-1),
+            8,
+            r"8 devices cannot be divided by the fixed axes, whose product is 3; .*tensor=8",
+        ),
         (MeshSpec(fsdp=3, tensor=3), 8, r"needs 9 devices and there are 8; change more than one axis"),
     ],
 )

@@ -47,9 +47,7 @@ def test_both_logs_hold_the_same_numbers(tmp_path, write):
         (2, 8.0, 100.0),
     ]
     logged = [event for event in events(tmp_path) if event.summary.value]
-    assert [
-        (event.step, event.summary.value[0].tag, event.summary.value[0].simple_value) for event in logged
-    ] == [
+    assert [(event.step, event.summary.value[0].tag, event.summary.value[0].simple_value) for event in logged] == [
         (1, "loss", 9.0),
         (2, "loss", 8.0),
     ]
@@ -81,9 +79,7 @@ def test_numbers_that_are_not_finite_stay_json(tmp_path):
 
 
 ENTRIES = st.lists(
-    st.dictionaries(
-        st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3)
-    )
+    st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3))
 )
 
 
@@ -105,9 +101,7 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, entries, da
 def test_a_damaged_line_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1}\n\0\0\0\0\n{"step":3}\n')
-    with pytest.raises(
-        ShardlmError, match=r"Line 2 of .*metrics\.jsonl is not a JSON object .* Delete that line"
-    ):
+    with pytest.raises(ShardlmError, match=r"Line 2 of .*metrics\.jsonl is not a JSON object .* Delete that line"):
         MetricsLog(tmp_path, resume_step=3)
 
 
@@ -118,9 +112,7 @@ def test_a_full_disk_is_said_and_loses_no_line(tmp_path):
     log.append({"step": 1})
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:
-        with pytest.raises(
-            ShardlmError, match=r"Cannot write .*metrics\.jsonl: .* GiB free .* Free some space"
-        ):
+        with pytest.raises(ShardlmError, match=r"Cannot write .*metrics\.jsonl: .* GiB free .* Free some space"):
             log.append({"step": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

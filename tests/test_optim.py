@@ -59,7 +59,7 @@ def updated(spec, preset, name):
             params = model.place(params, table)
             state = tx.init(params)
             for scale in (1.0, -0.3):
-                grads = jax.tree.map(lambda p: scale * jnp.sin(40 * p), params)
+                grads = jax.tree.map(lambda p, scale=scale: scale * jnp.sin(40 * p), params)
                 updates, state = tx.update(grads, state, params)
                 params = optax.apply_updates(params, updates)
             return params

@@ -43,7 +43,9 @@ def test_the_sequence_is_split_between_blocks_only():
 
 def test_refusals():
     rules = Rules.make("zero3", MeshSpec(fsdp=4, tensor=8))
-    with pytest.raises(ShardlmError, match=r"heads=30 cannot be split over tensor=8; choose tensor from 1, 2, 3, 5, 6, 10, 15, 30"):
+    with pytest.raises(
+        ShardlmError, match=r"heads=30 cannot be split over tensor=8; choose tensor from 1, 2, 3, 5, 6, 10, 15, 30"
+    ):
         rules.rest.spec("embed", "heads", shape=(64, 30))
     with pytest.raises(ShardlmError, match=r"unknown dimension 'embd' .* did you mean 'embed'"):
         rules.rest.spec("embd")

@@ -52,9 +52,21 @@ def test_shards_on_devices_are_what_the_shapes_say():
 @pytest.mark.parametrize(
     "spec,model,message",
     [
-        (MeshSpec(tensor=8), {"num_heads": 12, "num_kv_heads": 4}, r"heads=12 and kv_heads=4 .* tensor=8; choose tensor from 1, 2, 4, 12"),
-        (MeshSpec(tensor=8), {"num_heads": 8, "num_kv_heads": 8, "mlp_dim": 100}, r"mlp=100 cannot be split over tensor=8; choose"),
-        (MeshSpec(tensor=8), {"vocab_size": 1001}, r"vocab=1001 cannot be split over tensor=8; choose tensor from 1, 7, 11"),
+        (
+            MeshSpec(tensor=8),
+            {"num_heads": 12, "num_kv_heads": 4},
+            r"heads=12 and kv_heads=4 .* tensor=8; choose tensor from 1, 2, 4, 12",
+        ),
+        (
+            MeshSpec(tensor=8),
+            {"num_heads": 8, "num_kv_heads": 8, "mlp_dim": 100},
+            r"mlp=100 cannot be split over tensor=8; choose",
+        ),
+        (
+            MeshSpec(tensor=8),
+            {"vocab_size": 1001},
+            r"vocab=1001 cannot be split over tensor=8; choose tensor from 1, 7, 11",
+        ),
         (MeshSpec(fsdp=8), {"embed_dim": 100}, r"embed=100 cannot be split over fsdp=8; choose fsdp from 1, 2, 4, 5"),
     ],
 )
@@ -67,7 +79,11 @@ def test_a_model_that_does_not_divide_is_refused_before_compiling(spec, model, m
 @pytest.mark.parametrize(
     "spec,train,message",
     [
-        (MeshSpec(data=4, fsdp=2), {"global_batch": 12}, r"global_batch=12 .* data=4 x fsdp=2 x accumulation=1, 8 ways; choose 8 or 16"),
+        (
+            MeshSpec(data=4, fsdp=2),
+            {"global_batch": 12},
+            r"global_batch=12 .* data=4 x fsdp=2 x accumulation=1, 8 ways; choose 8 or 16",
+        ),
         (MeshSpec(data=8), {"accumulation": 2}, r"global_batch=8 .* 16 ways; choose 16"),
         (MeshSpec(tensor=8), {"seq_len": 60}, r"seq_len=60 cannot be split over tensor=8 .*; choose 56 or 64"),
     ],

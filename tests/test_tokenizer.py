@@ -56,9 +56,7 @@ def test_streamed_pieces_concatenate_to_the_whole(text):
 def test_a_stream_cut_inside_a_character_shows_what_decode_shows():
     ids = TOKENIZER.encode("a🙃", parse_special=False)[:-1]
     stream = TOKENIZER.stream()
-    assert (
-        "".join(stream.step(token) for token in ids) + stream.finish() == TOKENIZER.decode(ids) == "a\ufffd"
-    )
+    assert "".join(stream.step(token) for token in ids) + stream.finish() == TOKENIZER.decode(ids) == "a\ufffd"
     assert stream.finish() == ""
 
 

@@ -14,12 +14,8 @@ from shardlm import hardware
 from shardlm.errors import ShardlmError
 from shardlm.topology import CHIPS, target_config, topology
 
-HAS_PLUGIN = bool(
-    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
-)
-needs_plugin = pytest.mark.skipif(
-    not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'"
-)
+HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
+needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'")
 
 
 @pytest.mark.gpu_program
@@ -58,9 +54,7 @@ def test_the_description_states_the_figures_of_the_table():
 
 
 def test_a_gpu_without_description_is_refused():
-    with pytest.raises(
-        ShardlmError, match="cannot be compiled for l40s without one; they can for a100, a100-40gb"
-    ):
+    with pytest.raises(ShardlmError, match="cannot be compiled for l40s without one; they can for a100, a100-40gb"):
         topology("l40s", 1, 8)
     with pytest.raises(ShardlmError, match="no figures are known for a GPU 'h1000'; did you mean h100"):
         topology("h1000", 1, 8)

@@ -16,12 +16,8 @@ from shardlm.errors import ShardlmError
 from shardlm.topology import topology
 from shardlm.xla_options import PROFILES, Option, check_options, profile_of, resolve_profile
 
-HAS_PLUGIN = bool(
-    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
-)
-needs_plugin = pytest.mark.skipif(
-    not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'"
-)
+HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
+needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'")
 
 
 def fake(platform="gpu", kind="", **more):
@@ -48,9 +44,7 @@ def test_auto_on_this_machine_compiles():
 
 
 def test_an_unknown_profile_is_refused():
-    with pytest.raises(
-        ShardlmError, match="unknown XLA profile 'volta'; choose one of auto, none, cpu, ampere"
-    ):
+    with pytest.raises(ShardlmError, match="unknown XLA profile 'volta'; choose one of auto, none, cpu, ampere"):
         resolve_profile("volta", jax.devices("cpu")[0])
 
 

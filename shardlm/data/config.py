@@ -29,8 +29,6 @@ class DataConfig:
     def __post_init__(self):
         for name in ("train", "validation"):
             if not getattr(self, name):
-                raise ShardlmError(
-                    f"data.{name} is empty: name at least one file, directory, glob or stdlib:{name}"
-                )
+                raise ShardlmError(f"data.{name} is empty: name at least one file, directory, glob or stdlib:{name}")
         if not 0 <= self.seed < 2**32:
             raise ShardlmError(f"data.seed is {self.seed}: it must be from 0 to 2**32 - 1")

@@ -102,9 +102,7 @@ def read_documents(
             raise ShardlmError(f"cannot read {source.path}: {error}") from error
     if not any_text:
         names = ", ".join(str(source.path) for source in sources[:3])
-        raise ShardlmError(
-            f"the dataset is empty: no text in {len(sources)} file(s) ({names}...): check the paths"
-        )
+        raise ShardlmError(f"the dataset is empty: no text in {len(sources)} file(s) ({names}...): check the paths")
 
 
 def _expand(path: str) -> list[Source]:
@@ -115,9 +113,7 @@ def _expand(path: str) -> list[Source]:
         sources = [Source(p, kind) for p in below if (kind := _kind(p))]
         if not sources:
             endings = ", ".join(sorted({p.suffix or p.name for p in below})) or "nothing"
-            raise ShardlmError(
-                f"no text under the directory {path}: it holds {endings}; supported are {_FORMATS}"
-            )
+            raise ShardlmError(f"no text under the directory {path}: it holds {endings}; supported are {_FORMATS}")
         return sources
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     if not matches:
@@ -230,8 +226,7 @@ def _parquet_values(file, path: Path, text_key: str) -> Iterator[bytes]:
     if text_key not in file.schema_arrow.names:
         columns = ", ".join(map(repr, file.schema_arrow.names))
         raise ShardlmError(
-            f"{path}: no column {text_key!r}; the columns are {columns}. Set text_key to the one that holds"
-            " the text"
+            f"{path}: no column {text_key!r}; the columns are {columns}. Set text_key to the one that holds the text"
         )
     row = 0
     for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_key]):
@@ -242,9 +237,7 @@ def _parquet_values(file, path: Path, text_key: str) -> Iterator[bytes]:
             raise ShardlmError(f"{path}: column {text_key!r} holds {column.type}, expected strings")
         for value in column.cast(pa.large_binary()).to_pylist():
             if value is None:
-                raise ShardlmError(
-                    f"{path}: row {row}: {text_key!r} is null, expected a string: filter it out"
-                )
+                raise ShardlmError(f"{path}: row {row}: {text_key!r} is null, expected a string: filter it out")
             yield value
             row += 1
 

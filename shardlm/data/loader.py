@@ -121,9 +121,7 @@ class Loader:
         self._iterator.close()
 
     def _read_from(self, batch: int) -> grain.DatasetIterator:
-        threads = grain.ReadOptions(
-            num_threads=min(self._prefetch, _THREADS), prefetch_buffer_size=self._prefetch
-        )
+        threads = grain.ReadOptions(num_threads=min(self._prefetch, _THREADS), prefetch_buffer_size=self._prefetch)
         batches = _Batches(self._order, self._rows, self._global_batch, self._local, batch)
         return iter(batches.to_iter_dataset(threads))
 

@@ -119,8 +119,7 @@ def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str
     if not tokenizer.startswith("bpe:"):
         tokenizer = Tokenizer.load(tokenizer).fingerprint
     inputs = [
-        what.fingerprint if isinstance(what, TokenShards) else [source.identity for source in what]
-        for what in datasets
+        what.fingerprint if isinstance(what, TokenShards) else [source.identity for source in what] for what in datasets
     ]
     content = msgspec.json.encode([FORMAT, tokenizer, config.text_key, config.on_bad_utf8, inputs])
     return hashlib.sha256(content).hexdigest()[:16]

@@ -77,9 +77,7 @@ class TokenShards:
         self.num_documents = sum(meta.num_documents for meta in metas)
         self.num_bytes = sum(meta.num_bytes for meta in metas)
         self.num_bad_utf8 = sum(meta.num_bad_utf8 for meta in metas)
-        shards = [
-            (d, meta, shard) for d, meta in zip(directories, metas, strict=True) for shard in meta.shards
-        ]
+        shards = [(d, meta, shard) for d, meta in zip(directories, metas, strict=True) for shard in meta.shards]
         self._shards = [shard for _, _, shard in shards]
         self._paths = [(d / f"{s.name}.tokens", d / f"{s.name}.offsets") for d, _, s in shards]
         self._tokens = [_map(d / f"{s.name}.tokens", np.dtype(m.dtype), s.num_tokens) for d, m, s in shards]
@@ -150,9 +148,7 @@ class TokenShards:
           ShardlmError: a file is not what was written.
         """
         for shard, paths, *arrays in zip(self._shards, self._paths, self._tokens, self._offsets, strict=True):
-            for path, array, written in zip(
-                paths, arrays, (shard.tokens_crc32, shard.offsets_crc32), strict=True
-            ):
+            for path, array, written in zip(paths, arrays, (shard.tokens_crc32, shard.offsets_crc32), strict=True):
                 found, data = 0, array.view(np.uint8)
                 for at in range(0, len(data), _VERIFY_BYTES):
                     found = zlib.crc32(data[at : at + _VERIFY_BYTES], found)
@@ -169,9 +165,7 @@ class TokenShards:
 
 
 def _damaged(path: Path, what: str) -> ShardlmError:
-    return ShardlmError(
-        f"{path} is damaged: {what}. Remove {path.parent} and tokenise again, or copy it again"
-    )
+    return ShardlmError(f"{path} is damaged: {what}. Remove {path.parent} and tokenise again, or copy it again")
 
 
 def _read_meta(directory: Path) -> Meta:

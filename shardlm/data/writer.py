@@ -181,9 +181,7 @@ class ShardWriter:
         self._file = None
         offsets = np.concatenate([np.zeros(1, np.int64), *self._ends])
         (self._directory / f"{self._name}.offsets").write_bytes(offsets.data)
-        self._shards.append(
-            ShardMeta(self._name, self._length, len(offsets) - 1, self._crc, zlib.crc32(offsets.data))
-        )
+        self._shards.append(ShardMeta(self._name, self._length, len(offsets) - 1, self._crc, zlib.crc32(offsets.data)))
 
     def _remove(self) -> None:
         for path in self._directory.iterdir():
@@ -241,9 +239,7 @@ def _encode(task: _Task, tokenizer: Tokenizer) -> _Encoded:
     )
 
 
-def _encode_all(
-    tasks: Iterator[_Task], tokenizer: Tokenizer, num_workers: int
-) -> Iterator[tuple[_Task, _Encoded]]:
+def _encode_all(tasks: Iterator[_Task], tokenizer: Tokenizer, num_workers: int) -> Iterator[tuple[_Task, _Encoded]]:
     """Every task with its tokens, in order."""
     if num_workers == 0:
         yield from ((task, _encode(task, tokenizer)) for task in tasks)

@@ -76,8 +76,11 @@ def kv_heads_name(num_kv_heads: int, num_heads: int, tensor: int) -> str:
     if tensor % num_kv_heads == 0 and num_heads % tensor == 0:
         return "kv_heads_whole"
     works = ", ".join(
-        str(t) for t in range(1, num_heads + 1) if num_heads % t == 0 and (num_kv_heads % t == 0 or t % num_kv_heads == 0)
+        str(t)
+        for t in range(1, num_heads + 1)
+        if num_heads % t == 0 and (num_kv_heads % t == 0 or t % num_kv_heads == 0)
     )
     raise ShardlmError(
-        f"heads={num_heads} and kv_heads={num_kv_heads} cannot be split over tensor={tensor}; choose tensor from {works}"
+        f"heads={num_heads} and kv_heads={num_kv_heads} cannot be split over tensor={tensor}; "
+        f"choose tensor from {works}"
     )

@@ -78,7 +78,9 @@ class Paged:
             first = layer * self.num_pages
             k_pool = paged_attention.write_pages(k_pool, k, page_table, positions, valid, first)
             v_pool = paged_attention.write_pages(v_pool, v, page_table, positions, valid, first)
-            own = [self._own_head(pool, q.shape[2]) if kv_name == "kv_heads_whole" else pool for pool in (k_pool, v_pool)]
+            own = [
+                self._own_head(pool, q.shape[2]) if kv_name == "kv_heads_whole" else pool for pool in (k_pool, v_pool)
+            ]
             out = paged_attention.reference(q, *own, page_table, positions, first, scale)
             return out, k_pool, v_pool
 

@@ -44,7 +44,13 @@ class Stack(nnx.Module):
         self.blocks = nnx.List([Block(c, embed_dim, out_scale, norm_eps, params) for c in segment.pattern])
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, first_layer: int, execution: Execution
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        ctx: Context,
+        pages: Pages | None,
+        first_layer: int,
+        execution: Execution,
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """x [B, T, D] through all layers of the segment; auxiliary losses are summed over layers."""
         graph, stacked = nnx.split(self.blocks)

@@ -73,9 +73,7 @@ def _draw(
         )
     if validation:
         label = f"validation, last {validation[-1][1]:.3f}"
-        axes.plot(
-            *zip(*validation, strict=True), color=VALIDATION_COLOUR, marker="o", markersize=4, label=label
-        )
+        axes.plot(*zip(*validation, strict=True), color=VALIDATION_COLOUR, marker="o", markersize=4, label=label)
     for name, loss in references.items():
         axes.axhline(loss, color=REFERENCE_COLOUR, linewidth=1, linestyle=(0, (5, 4)))
         axes.annotate(

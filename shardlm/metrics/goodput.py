@@ -47,9 +47,7 @@ class Summary:
     def fractions(self) -> dict[str, float]:
         """The share of each category; they sum to 1."""
         wall = self.wall_seconds
-        return {
-            name: spent / wall if wall else float(name == "other") for name, spent in self.seconds.items()
-        }
+        return {name: spent / wall if wall else float(name == "other") for name, spent in self.seconds.items()}
 
     @property
     def goodput(self) -> float:
@@ -111,9 +109,7 @@ class Goodput:
         """Writes what has been counted since the last time."""
         if self._enabled:
             seconds = {name: round(spent, 6) for name, spent in self._seconds.items()}
-            self._lines.append(
-                {"event": "spent", "time": time.time(), "step": self._step, "seconds": seconds}
-            )
+            self._lines.append({"event": "spent", "time": time.time(), "step": self._step, "seconds": seconds})
         self._seconds, self._flushed = {}, time.monotonic()
 
     def stop(self) -> None:

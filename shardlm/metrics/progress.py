@@ -64,9 +64,7 @@ class ProgressLine:
             refresh_per_second=4,
             disable=not self._live,
         )
-        self._task = self._bar.add_task(
-            "", total=total_steps, completed=step, rest="compiling the first step ..."
-        )
+        self._task = self._bar.add_task("", total=total_steps, completed=step, rest="compiling the first step ...")
 
     def update(self, step: int, loss: float, rates: Rates | None = None) -> None:
         """Shows `step` done with its loss; `rates` are None until a step has been timed. The time left counts
@@ -78,9 +76,7 @@ class ProgressLine:
             self._bar.update(self._task, completed=step, rest=rest)
         elif self._enabled and (now - self._printed > PLAIN_SECONDS or step == self._total):
             self._printed = now
-            self._console.print(
-                f"step {step}/{self._total}  {rest}", highlight=False, markup=False, soft_wrap=True
-            )
+            self._console.print(f"step {step}/{self._total}  {rest}", highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Prints `text` as lines of its own, above the live line."""

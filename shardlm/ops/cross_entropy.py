@@ -95,9 +95,7 @@ def _run(hidden, head, targets, weights, layout: HeadLayout, z_loss, chunk_bytes
     stream = rules.act.spec("batch", "seq", "embed")
     rest = rules.rest.spec(*layout.names)
     scalars = (jax.sharding.PartitionSpec(),) * 3
-    local = functools.partial(
-        _local, layout=layout, z_loss=z_loss, chunk_bytes=chunk_bytes, with_grads=with_grads
-    )
+    local = functools.partial(_local, layout=layout, z_loss=z_loss, chunk_bytes=chunk_bytes, with_grads=with_grads)
     return jax.shard_map(
         local,
         in_specs=(stream, rest, tokens, tokens),
@@ -117,9 +115,7 @@ def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_
         w = w.T  # [D, v]
     x = jax.lax.all_gather(hidden, seq_axes, axis=1, tiled=True) if seq_axes else hidden
     first = jax.lax.axis_index(vocab_axes) * w.shape[1] if vocab_axes else 0
-    chunk = functools.partial(
-        _chunk, w=w, first=first, vocab_axes=vocab_axes, z_loss=z_loss, with_grads=with_grads
-    )
+    chunk = functools.partial(_chunk, w=w, first=first, vocab_axes=vocab_axes, z_loss=z_loss, with_grads=with_grads)
     split = functools.partial(_split, num_chunks=math.ceil(targets.size * w.shape[1] * 4 / chunk_bytes))
     inputs = (split(x.reshape(-1, x.shape[-1])), split(targets.reshape(-1)), split(weights.reshape(-1)))
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(w.shape, jnp.float32) if with_grads else None)

@@ -8,7 +8,12 @@ from shardlm.ops.attention import attend
 
 
 def write_pages(
-    pool: jax.Array, new: jax.Array, page_table: jax.Array, positions: jax.Array, valid: jax.Array, first_page: jax.Array
+    pool: jax.Array,
+    new: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    first_page: jax.Array,
 ) -> jax.Array:
     """Stores new [B, T, K, H] at `positions` int32 [B, T] of each row.
 

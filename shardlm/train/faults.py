@@ -52,8 +52,8 @@ def check_finite(step: int, metrics: Mapping[str, float], *, max_bad_steps: int,
     problem = f"step {step}: loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g} on {rows}"
     if metrics["bad_steps"] >= max_bad_steps:
         raise ShardlmError(
-            f"{problem}; not finite for {metrics['bad_steps']:.0f} steps in a row (train.max_bad_steps={max_bad_steps}). "
-            f"{remedy} Look at that batch, lower optim.learning_rate, or raise optim.warmup_steps."
+            f"{problem}; not finite for {metrics['bad_steps']:.0f} steps in a row "
+            f"(train.max_bad_steps={max_bad_steps}). {remedy} Look at that batch, lower optim.learning_rate, or raise optim.warmup_steps."
         )
     scale = f"; overflow at loss scale {metrics['loss_scale']:.0f}, halved" if "loss_scale" in metrics else ""
     return f"{problem}: update skipped{scale}"

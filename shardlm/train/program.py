@@ -16,11 +16,11 @@ from shardlm.ops.attention import choose
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
-from shardlm.state import ModelDef, TrainState, make_state
-from shardlm.xla_options import XlaOptions, resolve_profile
+from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train.check import check_axes, check_batch, check_model
 from shardlm.train.config import RunConfig
 from shardlm.train.step import StepConfig, make_eval_step, make_train_step
+from shardlm.xla_options import XlaOptions, resolve_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,8 @@ class Program:
     def state_shapes(self) -> TrainState:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
-        def placed(leaf):
-            spec = leaf.sharding.spec if leaf.sharding else jax.sharding.PartitionSpec()
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
-
         with jax.set_mesh(self.mesh):
-            return jax.tree.map(placed, jax.eval_shape(self._make_state, 0))
+            return jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
 
     def init(self) -> TrainState:
         """A new training state from config.train.seed, created in its shards."""

@@ -29,7 +29,12 @@ class Preparing:
     """A progress bar for each stage of preparing the data: calls are (stage, done, total)."""
 
     def __init__(self, enabled: bool):
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+        )
         self._bar = Progress(*columns, console=Console(), disable=not enabled)
         self._tasks: dict[str, int] = {}
 
@@ -115,7 +120,8 @@ def _comparison(baselines: Baselines, loss: float) -> str:
     rows = (("unigram", baselines.unigram), ("smoothed bigram", baselines.bigram), ("model", loss))
     table = "\n".join(f"  {name:<16} {nats:.4f}" for name, nats in rows)
     verdict = "below" if loss < baselines.bigram else "not below"
-    return f"validation loss in nats/token over {baselines.num_tokens:,} tokens:\n{table}\nthe model is {verdict} the bigram"
+    title = f"validation loss in nats/token over {baselines.num_tokens:,} tokens:"
+    return f"{title}\n{table}\nthe model is {verdict} the bigram"
 
 
 def _sample(run: "Run", state: TrainState) -> str:

@@ -78,9 +78,7 @@ def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
     return jnp.moveaxis(split, 1, 0)
 
 
-def make_train_step(
-    model: ModelDef, tx: optax.GradientTransformation, rate: optax.Schedule, config: StepConfig
-):
+def make_train_step(model: ModelDef, tx: optax.GradientTransformation, rate: optax.Schedule, config: StepConfig):
     """The step: (TrainState, Batch) -> (TrainState, metrics).
 
     A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are scalars: loss and

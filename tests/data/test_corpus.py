@@ -33,9 +33,7 @@ def test_jsonl_reads_the_key_and_skips_blank_lines(tmp_path):
     assert texts(write_jsonl(tmp_path / "b.jsonl", [{"my body": "x"}]), text_key="my body") == ["x"]
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
-)
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet_reads_the_column_over_row_groups(tmp_path, kind):
     rows = [f"row {i} é" for i in range(1000)]
     table = pa.table({"id": list(range(1000)), "body": pa.array(rows).cast(kind)})
@@ -48,11 +46,7 @@ def test_compressed_files_are_read(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     with pa.output_stream(str(tmp_path / "b.jsonl.zst"), compression="zstd") as file:
         file.write(lines)
-    assert (
-        texts(tmp_path / "a.jsonl.gz")
-        == texts(tmp_path / "b.jsonl.zst")
-        == [f"document {i}" for i in range(1000)]
-    )
+    assert texts(tmp_path / "a.jsonl.gz") == texts(tmp_path / "b.jsonl.zst") == [f"document {i}" for i in range(1000)]
 
 
 def test_directories_and_globs_are_read_in_order(tmp_path):
@@ -119,17 +113,13 @@ def test_nothing_there_is_refused(tmp_path):
 
 
 def test_an_unknown_builtin_source_is_refused():
-    with pytest.raises(
-        ShardlmError, match=r"unknown text source 'stdlib:test'.*stdlib:train and stdlib:validation"
-    ):
+    with pytest.raises(ShardlmError, match=r"unknown text source 'stdlib:test'.*stdlib:train and stdlib:validation"):
         find_sources("stdlib:test")
 
 
 def test_unsupported_formats_are_refused(tmp_path):
     (tmp_path / "a.docx").write_text("x")
-    with pytest.raises(
-        ShardlmError, match=r"a.docx: unsupported format '.docx': supported are text .*jsonl.*parquet"
-    ):
+    with pytest.raises(ShardlmError, match=r"a.docx: unsupported format '.docx': supported are text .*jsonl.*parquet"):
         find_sources(str(tmp_path / "a.docx"))
     with pytest.raises(ShardlmError, match=r"no text under the directory .*: it holds .docx; supported are"):
         find_sources(str(tmp_path))
@@ -185,12 +175,8 @@ def test_bad_lines_are_refused(tmp_path, line, message):
 
 
 def test_bad_parquet_is_refused(tmp_path):
-    pq.write_table(
-        pa.table({"id": [1], "body": ["x"], "none": pa.array([None], pa.string())}), tmp_path / "a.parquet"
-    )
-    with pytest.raises(
-        ShardlmError, match=r"a.parquet: no column 'text'; the columns are 'id', 'body', 'none'"
-    ):
+    pq.write_table(pa.table({"id": [1], "body": ["x"], "none": pa.array([None], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(ShardlmError, match=r"a.parquet: no column 'text'; the columns are 'id', 'body', 'none'"):
         texts(tmp_path / "a.parquet")
     with pytest.raises(ShardlmError, match=r"column 'id' holds int64, expected strings"):
         texts(tmp_path / "a.parquet", text_key="id")

@@ -132,9 +132,7 @@ def test_a_position_in_other_data_is_refused(shards, make_shards, change, messag
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused(shards):
-    with pytest.raises(
-        ShardlmError, match=r"smaller than one batch: 546 tokens make 6 rows of 100, a batch takes 7"
-    ):
+    with pytest.raises(ShardlmError, match=r"smaller than one batch: 546 tokens make 6 rows of 100, a batch takes 7"):
         Loader(shards, seq_len=100, global_batch=7, seed=0)
 
 

@@ -59,9 +59,7 @@ def test_cut_rows_are_the_stream_once(make_shards, lengths, seq_len, shard_token
     document = np.repeat(np.arange(len(lengths)), lengths)[:-1]
     row = np.nonzero(real)[0]
     same_document = (np.diff(document) == 0) & (np.diff(row) == 0)
-    np.testing.assert_array_equal(
-        same_document, (np.diff(batch["segment_ids"][real]) == 0) & (np.diff(row) == 0)
-    )
+    np.testing.assert_array_equal(same_document, (np.diff(batch["segment_ids"][real]) == 0) & (np.diff(row) == 0))
     assert real[:-1].all() and rows.padding_fraction == pytest.approx(1 - real.mean() if real.size else 1)
 
 

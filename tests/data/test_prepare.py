@@ -37,11 +37,7 @@ def test_text_becomes_shards_once(config):
     stages = []
     first = prepare(config, lambda stage, done, total: stages.append((stage, done / total)))
     assert (first.train.num_documents, first.validation.num_documents) == (40, 5)
-    assert (
-        first.train.tokenizer
-        == first.tokenizer.fingerprint
-        == Tokenizer.load(first.tokenizer_path).fingerprint
-    )
+    assert first.train.tokenizer == first.tokenizer.fingerprint == Tokenizer.load(first.tokenizer_path).fingerprint
     for stage in ("training the tokenizer", "tokenising train", "tokenising validation"):
         assert (stage, 1.0) in stages
     stages.clear()
@@ -80,15 +76,10 @@ def test_shards_are_used_where_they_are(config, tmp_path):
     )
     used = prepare(shards)
     assert used.train.directories == made.train.directories
-    assert (
-        prepare(replace(shards, validation=config.validation)).validation.fingerprint
-        == made.validation.fingerprint
-    )
+    assert prepare(replace(shards, validation=config.validation)).validation.fingerprint == made.validation.fingerprint
     twice = prepare(replace(shards, train=shards.train * 2))
     assert twice.train.num_tokens == 2 * made.train.num_tokens
-    with pytest.raises(
-        ShardlmError, match=r"data.tokenizer is bpe:300, but data.train is token shards.*set data"
-    ):
+    with pytest.raises(ShardlmError, match=r"data.tokenizer is bpe:300, but data.train is token shards.*set data"):
         prepare(replace(shards, tokenizer="bpe:300"))
     with pytest.raises(ShardlmError, match=r"token shards \(.*\) and text \(.*\) in one dataset"):
         prepare(replace(shards, train=shards.train + config.train))

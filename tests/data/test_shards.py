@@ -51,9 +51,7 @@ def directory(make_shards):
 
 
 def test_a_missing_directory_is_refused(tmp_path):
-    with pytest.raises(
-        ShardlmError, match=r"no token shards in .*nope: make them with python -m launch.tokenize"
-    ):
+    with pytest.raises(ShardlmError, match=r"no token shards in .*nope: make them with python -m launch.tokenize"):
         TokenShards.open(tmp_path / "nope")
 
 
@@ -110,9 +108,7 @@ def test_verify_finds_one_changed_byte(directory):
     data = bytearray((directory / "00001.tokens").read_bytes())
     data[8] ^= 1
     (directory / "00001.tokens").write_bytes(data)
-    with pytest.raises(
-        ShardlmError, match=r"00001.tokens is damaged: its checksum is \w+, it was written as \w+"
-    ):
+    with pytest.raises(ShardlmError, match=r"00001.tokens is damaged: its checksum is \w+, it was written as \w+"):
         TokenShards.open(directory).verify()
 
 

@@ -1,0 +1,55 @@
+"""A law: the list of configuration fields is frozen here, so that a new one is a deliberate change with its reason."""
+
+import pathlib
+
+import pytest
+
+from shardlm import config as configuration
+from shardlm.config_json import from_json, to_json
+from shardlm.train.config import RunConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
+MODEL = {
+    "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "rope_theta",
+    "norm_eps", "tie_embeddings",
+}  # fmt: skip
+FIELDS = {
+    "data": {"train", "validation", "tokenizer", "text_key", "packing", "on_bad_utf8", "cache_dir", "seed"},
+    "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
+    "optim": {
+        "name", "learning_rate", "schedule", "warmup_steps", "final_fraction", "weight_decay", "b1", "b2", "eps",
+        "clip_norm", "ema_decay",
+    },
+    "train": {
+        "steps", "global_batch", "seq_len", "accumulation", "z_loss", "seed", "log_every", "eval_every",
+        "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
+    },
+    "checkpoint": {"every_steps", "keep", "keep_best"},
+    "": {"rules", "precision", "remat", "attention", "unroll", "xla_profile", "run_dir", "cpu_devices"},
+}  # fmt: skip
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+def by_group(config) -> dict[str, set[str]]:
+    groups: dict[str, set[str]] = {}
+    for path in configuration.leaves(config):
+        group, _, field = path.rpartition(".")
+        groups.setdefault(group, set()).add(field)
+    return groups
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_the_fields_of_every_shipped_config(path):
+    assert by_group(configuration.load(str(path))) == FIELDS | {"model": MODEL}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_survives_json(path):
+    config = configuration.load(str(path))
+    assert from_json(RunConfig, to_json(config)) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_opens_with_its_command(path):
+    opening = path.read_text().split('"""')[1]
+    assert f"--config=configs/{path.name}" in opening and "Hardware" in opening
