@@ -12,7 +12,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm import hardware
 from shardlm.errors import ShardlmError
@@ -132,8 +133,10 @@ def check_options(profile: str, options: Sequence[Option], device: jax.Device) -
 
 def _error(options: Mapping[str, Value], device: jax.Device) -> str | None:
     """What compiling for `device` with these options says, or None if it goes well."""
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
-    lowered = jax.jit(lambda x: x + 1).lower(scalar)
+    alone = Mesh(np.array([device]), ("device",))  # whatever mesh the caller is under
+    with jax.set_mesh(alone):
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(alone, PartitionSpec()))
+        lowered = jax.jit(lambda x: x + 1).lower(scalar)
     try:
         lowered.compile(compiler_options=dict(options))
     except Exception as error:  # of several kinds: unknown names, values of a wrong type, unset backends

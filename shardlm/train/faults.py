@@ -53,7 +53,8 @@ def check_finite(step: int, metrics: Mapping[str, float], *, max_bad_steps: int,
     if metrics["bad_steps"] >= max_bad_steps:
         raise ShardlmError(
             f"{problem}; not finite for {metrics['bad_steps']:.0f} steps in a row "
-            f"(train.max_bad_steps={max_bad_steps}). {remedy} Look at that batch, lower optim.learning_rate, or raise optim.warmup_steps."
+            f"(train.max_bad_steps={max_bad_steps}). {remedy} "
+            "Look at that batch, lower optim.learning_rate, or raise optim.warmup_steps."
         )
     scale = f"; overflow at loss scale {metrics['loss_scale']:.0f}, halved" if "loss_scale" in metrics else ""
     return f"{problem}: update skipped{scale}"
