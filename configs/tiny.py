@@ -38,7 +38,7 @@ def get_config() -> RunConfig:
             eval_every=150,
             eval_batches=20,
             baselines=True,
-            sample_prompt="def ",
+            sample_prompt="def __init__(self",
         ),
         checkpoint=CheckpointConfig(every_steps=150),
         run_dir="runs/tiny",
