@@ -1,12 +1,13 @@
 """The command line that all launchers share: absl flags, `--config=FILE`, typed `--config.path=value` overrides, and
 the exit without a traceback for a problem that the user can solve. Imports no jax."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags
 
-from shardlm.config import Resolved, format_resolved, resolve
+from shardlm.config import format_resolved, resolve
 from shardlm.errors import ShardlmError
 
 PREFIX = "--config."
@@ -27,47 +28,65 @@ def cluster() -> dict[str, object]:
     }
 
 
-def run(main: Callable[..., int | None], *, needs_config: bool = True) -> None:
-    """Parses the command line and exits with main's status: 1 and one line on stderr for a ShardlmError.
+def run(main: Callable[..., int | None], *, needs_config: bool = True, arguments: Sequence[str] = ()) -> None:
+    """Parses the command line and exits with main's status: 1 and one line on stderr for a ShardlmError, 1 and absl's
+    message for a flag that absl refuses, 130 when interrupted.
 
-    `main` takes the Resolved configuration, or nothing without `needs_config`.
+    `main` takes the Resolved configuration, unless it needs none, and then the positional `arguments` named here.
     """
-    overrides: list[tuple[str, str]] = []
-
-    def parse(argv: Sequence[str]) -> list[str]:
-        plain, found = split_overrides(argv)
-        overrides.extend(found)
-        return flags.FLAGS(plain)
 
     def guarded(argv: list[str]) -> None:
-        try:
-            if len(argv) > 1:
-                raise ShardlmError(f"unexpected arguments: {' '.join(argv[1:])}; options begin with --")
-            sys.exit(_with_config(main, overrides) if needs_config else main())
-        except ShardlmError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
+        with _without_traceback():
+            words = _positional(argv[1:], arguments)
+            sys.exit(_with_config(main, overrides, words) if needs_config else _plain(main, overrides, words))
 
-    app.run(guarded, flags_parser=parse)
+    with _without_traceback():
+        plain, overrides = split_overrides(sys.argv)
+    app.run(guarded, argv=plain)
 
 
-def _with_config(main: Callable[[Resolved], int | None], overrides: Sequence[tuple[str, str]]) -> int | None:
+@contextlib.contextmanager
+def _without_traceback() -> Iterator[None]:
+    try:
+        yield
+    except ShardlmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _positional(words: Sequence[str], names: Sequence[str]) -> Sequence[str]:
+    if len(words) > len(names):
+        raise ShardlmError(f"unexpected arguments: {' '.join(words[len(names) :])}; options begin with --")
+    if len(words) < len(names):
+        raise ShardlmError(f"missing arguments: {' '.join(names[len(words) :])}")
+    return words
+
+
+def _with_config(
+    main: Callable[..., int | None], overrides: Sequence[tuple[str, str]], words: Sequence[str]
+) -> int | None:
     if not _CONFIG.value:
         raise ShardlmError("--config=FILE is needed, for instance --config=configs/tiny.py")
     resolved = resolve(_CONFIG.value, overrides)
     if _PRINT_CONFIG.value:
         print(format_resolved(resolved))
         return 0
-    return main(resolved)
+    return main(resolved, *words)
+
+
+def _plain(main: Callable[..., int | None], overrides: Sequence[tuple[str, str]], words: Sequence[str]) -> int | None:
+    if _CONFIG.value or _PRINT_CONFIG.value or overrides:
+        raise ShardlmError("this command takes no configuration: leave out --config, --config.PATH and --print_config")
+    return main(*words)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Takes `--config.path=value` and `--config.path value` out of a command line; (the rest, overrides).
 
-    Raises SystemExit with a message for an override without a value.
+    Raises: ShardlmError for an override without a value.
     """
     rest, overrides = [], []
     words = iter(argv)
@@ -77,8 +96,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
             continue
         path, equals, value = word.removeprefix(PREFIX).partition("=")
         if not equals:
-            value = next(words, None)
-            if value is None:
-                sys.exit(f"error: {word} needs a value: {word}=VALUE")
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise ShardlmError(f"{word} needs a value: {word}=VALUE")
         overrides.append((path, value))
     return rest, overrides

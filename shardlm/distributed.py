@@ -4,6 +4,7 @@ are and which this is, then starts jax.distributed. `detect` is a pure function 
 import contextlib
 import dataclasses
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 
 from shardlm.errors import ShardlmError
@@ -35,10 +36,8 @@ def explicit(coordinator_address: str | None, num_processes: int | None, process
     if len(missing) == len(given):
         return None
     if missing:
-        raise ShardlmError(
-            f"{' and '.join(missing)} missing: give --coordinator_address, --num_processes and --process_id"
-        )
-    if ":" not in coordinator_address:
+        raise ShardlmError(f"{' and '.join(missing)} missing: give {', '.join(given)} together, or none of them")
+    if not re.fullmatch(r".+:\d+", coordinator_address):
         raise ShardlmError(f"--coordinator_address={coordinator_address}: give HOST:PORT")
     if not 0 <= process_id < num_processes:
         raise ShardlmError(f"--process_id={process_id} is not one of --num_processes={num_processes}, counted from 0")
@@ -48,9 +47,10 @@ def explicit(coordinator_address: str | None, num_processes: int | None, process
 def detect(environ: Mapping[str, str]) -> ClusterArgs | None:
     """The job that this process is part of, or None for a process on its own.
 
-    Raises ShardlmError when a scheduler is there but does not say enough.
+    Raises ShardlmError when a launcher is there but does not say enough.
     """
-    for finder in (_slurm, _open_mpi, _kubernetes):
+    # mpirun first: inside a Slurm job it starts its daemons with srun, whose variables its processes inherit
+    for finder in (_open_mpi, _slurm, _kubernetes):
         args = finder(environ)
         if args:
             return args if args.num_processes > 1 else None
@@ -61,50 +61,76 @@ def _slurm(environ: Mapping[str, str]) -> ClusterArgs | None:
     """srun sets these (https://slurm.schedmd.com/srun.html, output environment variables)."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NODELIST" not in environ:
         return None  # inside a batch script, before srun
-    tasks = int(_needed(environ, "SLURM_STEP_NUM_TASKS", "Slurm"))
-    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
-    host = first_host(environ["SLURM_STEP_NODELIST"])
-    port = PORT_BASE + int(_needed(environ, "SLURM_JOB_ID", "Slurm")) % PORT_RANGE
-    local = int(environ.get("SLURM_LOCALID", "0")) if tasks > nodes else None
-    return ClusterArgs(f"{host}:{port}", tasks, int(environ["SLURM_PROCID"]), local)
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "Slurm")
+    rank = _number(environ, "SLURM_PROCID", "Slurm")
+    port = _port(_number(environ, "SLURM_JOB_ID", "Slurm"))
+    per_host = tasks / _number(environ, "SLURM_STEP_NUM_NODES", "Slurm")
+    local = _local_device(environ, "SLURM_LOCALID", "Slurm") if per_host > 1 else None
+    return ClusterArgs(f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}", tasks, rank, local)
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in Slurm's notation: "gpu[03-05,9],x1" -> "gpu03"."""
-    head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?", nodelist)
-    prefix, ranges = head.group(1), head.group(2)
-    return prefix if ranges is None else prefix + re.split(r"[,-]", ranges)[0]
+    """The first name in Slurm's notation: "gpu[03-05,9]-ib,x1" -> "gpu03-ib"; "r[1-2]n[0,4]" -> "r1n0"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist).group()
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> ClusterArgs | None:
-    """mpirun sets these (https://docs.open-mpi.org, "Environment variables"); who coordinates is in its URI."""
+    """mpirun sets these (https://docs.open-mpi.org). Where it runs is in its URI, until version 4, in the form
+    "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911" or "1314521088.0;tcp6://[fe80::b9b]:43370"."""
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    size = int(environ["OMPI_COMM_WORLD_SIZE"])
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    host = re.search(r"tcp://([^,:/;]+)", uri)
-    if size > 1 and not host:
-        raise ShardlmError(
-            "Open MPI does not say which host coordinates (OMPI_MCA_orte_hnp_uri is not set, as from version 5 on); "
-            "give --coordinator_address=HOST:PORT --num_processes=$OMPI_COMM_WORLD_SIZE "
-            "--process_id=$OMPI_COMM_WORLD_RANK"
-        )
-    job = int(re.match(r"\d*", uri).group() or 0)
-    address = f"{host.group(1) if host else 'localhost'}:{PORT_BASE + job % PORT_RANGE}"
-    rank = int(_needed(environ, "OMPI_COMM_WORLD_RANK", "Open MPI"))
-    several = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) > 1
-    return ClusterArgs(address, size, rank, int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]) if several else None)
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE", "Open MPI")
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK", "Open MPI")
+    here = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "Open MPI")
+    local = _local_device(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI") if here > 1 else None
+    uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,\]/]+?)(?:,|\]|:\d+$)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    if uri:
+        host = f"[{uri[2]}]" if ":" in uri[2] else uri[2]
+        return ClusterArgs(f"{host}:{_port(int(uri[1]) // 2**12)}", size, rank, local)  # a multiple of 2**12
+    if here == size:
+        job = zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode())
+        return ClusterArgs(f"127.0.0.1:{_port(job)}", size, rank, local)
+    raise ShardlmError(
+        "Open MPI does not say which host coordinates (from version 5 on it no longer does); give "
+        "--coordinator_address=HOST:PORT --num_processes=$OMPI_COMM_WORLD_SIZE --process_id=$OMPI_COMM_WORLD_RANK, "
+        "with the host of rank 0"
+    )
 
 
 def _kubernetes(environ: Mapping[str, str]) -> ClusterArgs | None:
-    """An indexed Job sets JOB_COMPLETION_INDEX; the pod template must add the other two
-    (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)."""
+    """An indexed Job, or a JobSet of one, sets JOB_COMPLETION_INDEX and names its pods JOB-INDEX; the pod template must
+    add the rest (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode)."""
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
-    where = "an indexed Kubernetes Job (set it in the pod template)"
-    size = int(_needed(environ, "NUM_PROCESSES", where))
-    address = _needed(environ, "COORDINATOR_ADDRESS", where)
-    return ClusterArgs(address if ":" in address else f"{address}:1234", size, int(environ["JOB_COMPLETION_INDEX"]))
+    where = (
+        "an indexed Kubernetes Job (set it in the pod template: NUM_PROCESSES is spec.completions, or 1 for pods that "
+        "work alone; COORDINATOR_ADDRESS is JOB-0.SUBDOMAIN, by a headless service)"
+    )
+    size, rank = _number(environ, "NUM_PROCESSES", where), _number(environ, "JOB_COMPLETION_INDEX", where)
+    if size > 1 and rank >= size:
+        raise ShardlmError(
+            f"JOB_COMPLETION_INDEX={rank} is not below NUM_PROCESSES={size}; set the latter to spec.completions"
+        )
+    address = _needed(environ, "COORDINATOR_ADDRESS", where) if size > 1 else ""
+    return ClusterArgs(address if ":" in address else f"{address}:1234", size, rank)
+
+
+def _port(job: int) -> int:
+    return PORT_BASE + job % PORT_RANGE
+
+
+def _local_device(environ: Mapping[str, str], name: str, where: str) -> int | None:
+    """Of several processes on a host each takes the GPU of its number, unless the launcher shows it just one."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible and "," not in visible else _number(environ, name, where)
+
+
+def _number(environ: Mapping[str, str], name: str, where: str) -> int:
+    text = _needed(environ, name, where)
+    if not text.isdecimal():
+        raise ShardlmError(f"{name}={text} is not a number, in {where}")
+    return int(text)
 
 
 def _needed(environ: Mapping[str, str], name: str, where: str) -> str:
@@ -118,7 +144,7 @@ def _needed(environ: Mapping[str, str], name: str, where: str) -> str:
 @contextlib.contextmanager
 def joined(args: ClusterArgs | None) -> Iterator[None]:
     """jax.distributed around a block; nothing for a process on its own. Call before jax's backend starts."""
-    if args is None:
+    if args is None or args.num_processes == 1:
         yield
         return
     import jax
@@ -130,6 +156,7 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         args.process_id,
         local_device_ids=None if args.local_device is None else [args.local_device],
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
     )
     yield
     jax.distributed.shutdown()

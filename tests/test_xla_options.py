@@ -18,6 +18,8 @@ from shardlm.xla_options import PROFILES, Option, check_options, profile_of, res
 
 HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
 needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'")
+# A program for a GPU that is not there is written to the persistent cache, but cannot be read back from it.
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 
 
 def fake(platform="gpu", kind="", **more):

@@ -1,0 +1,149 @@
+"""Joining a job: the rarer forms in which launchers describe it, and processes that really meet."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import jax
+import pytest
+from hypothesis import given
+
+from shardlm.distributed import ClusterArgs, detect, explicit, first_host, joined
+from shardlm.errors import ShardlmError
+
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "16",
+    "OMPI_COMM_WORLD_RANK": "9",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": f"{5 * 4096}.0;tcp://10.96.0.1:34911",
+}
+OPEN_MPI_5 = {name: value for name, value in OPEN_MPI.items() if "uri" not in name}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "3", "NUM_PROCESSES": "4", "COORDINATOR_ADDRESS": "job-0.jax"}
+
+
+def refused(environ):
+    with pytest.raises(ShardlmError) as error:
+        detect(environ)
+    return str(error.value)
+
+
+# ---- what launchers say ----
+
+
+@given(
+    st.from_regex(r"[a-z]{1,5}", fullmatch=True),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=4),
+    st.sampled_from(["", "-ib", ".cluster"]),
+)
+def test_the_first_host_is_the_first_of_the_expanded_list(prefix, ranges, suffix):
+    text = ",".join(f"{low:02d}-{low + more:02d}" if more else f"{low:02d}" for low, more in ranges)
+    assert first_host(f"{prefix}[{text}]{suffix},other[1-2]") == f"{prefix}{ranges[0][0]:02d}{suffix}"
+
+
+def test_a_slurm_name_with_several_brackets():
+    assert first_host("rack[1-2]node[0,4-7],x") == "rack1node0"
+    assert first_host("a100,node[01-03]") == "a100"
+
+
+def test_a_launcher_that_shows_a_process_one_gpu_has_chosen_it():
+    assert detect(SLURM).local_device == 3
+    assert detect(SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}).local_device == 3
+    assert detect(SLURM | {"CUDA_VISIBLE_DEVICES": "3"}).local_device is None  # srun --gpus-per-task=1
+    assert detect(OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "1"}).local_device is None
+
+
+def test_jobs_of_open_mpi_take_different_ports():
+    other = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": f"{6 * 4096}.0;tcp://10.96.0.1:34911"}
+    assert detect(OPEN_MPI).coordinator_address == "10.96.0.1:61445"
+    assert detect(other).coordinator_address == "10.96.0.1:61446"
+
+
+def test_open_mpi_over_ip_version_6():
+    uri = "4096.0;tcp6://[fe80::b9b:ac5d,2620:10d:c083::2]:43370"
+    assert detect(OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": uri}).coordinator_address == "[fe80::b9b:ac5d]:61441"
+
+
+def test_open_mpi_5_needs_to_be_told_the_coordinator_unless_all_are_on_one_host():
+    assert "from version 5 on it no longer does" in refused(OPEN_MPI_5)
+    here = OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "16", "PMIX_NAMESPACE": "prterun-host-42@1"}
+    host, port = detect(here).coordinator_address.split(":")
+    assert host == "127.0.0.1"
+    assert 61_440 <= int(port) < 65_536
+    assert detect(here | {"OMPI_COMM_WORLD_RANK": "2"}).coordinator_address == f"{host}:{port}"
+
+
+def test_mpirun_inside_a_slurm_job_counts_its_own_processes():
+    assert detect(OPEN_MPI | SLURM) == detect(OPEN_MPI)  # srun started mpirun's daemons, one a host
+
+
+def test_kubernetes_pods_that_work_alone_need_no_coordinator():
+    assert detect({"JOB_COMPLETION_INDEX": "3", "NUM_PROCESSES": "1"}) is None
+
+
+def test_numbers_that_cannot_be_are_refused():
+    assert refused(SLURM | {"SLURM_PROCID": "x"}) == "SLURM_PROCID=x is not a number, in Slurm"
+    assert "JOB_COMPLETION_INDEX=3 is not below NUM_PROCESSES=2" in refused(KUBERNETES | {"NUM_PROCESSES": "2"})
+    with pytest.raises(ShardlmError, match="--coordinator_address=host:http: give HOST:PORT"):
+        explicit("host:http", 4, 0)
+
+
+# ---- joining ----
+
+
+def test_a_process_on_its_own_starts_nothing(monkeypatch):
+    def started(*args, **kwargs):
+        raise AssertionError("jax.distributed was started")
+
+    monkeypatch.setattr(jax.distributed, "initialize", started)
+    with joined(None), joined(ClusterArgs("host:1", 1, 0)):
+        pass
+
+
+def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    with joined(ClusterArgs("host:1", 2, 1)), joined(ClusterArgs("host:1", 2, 1, local_device=0)):
+        pass
+    assert [args for args, _ in calls] == [("host:1", 2, 1)] * 2
+    assert [kwargs["local_device_ids"] for _, kwargs in calls] == [None, [0]]
+    assert all(kwargs["cluster_detection_method"] == "deactivate" for _, kwargs in calls)
+
+
+CHILD = """
+import json, os
+from shardlm.distributed import detect, joined
+with joined(detect(os.environ)):
+    import jax
+    from jax.experimental.multihost_utils import process_allgather
+    seen = [jax.process_index(), jax.device_count(), process_allgather(jax.process_index()).tolist()]
+    print("RESULT", json.dumps(seen))
+"""
+
+
+def test_two_processes_under_slurm_meet():
+    job = {
+        "SLURM_JOB_ID": str(random.randrange(10**6)),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    environ = os.environ | SLURM | job | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    ranks = [environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(2)]
+    children = [subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE) for env in ranks]
+    lines = [line for child in children for line in child.communicate(timeout=60)[0].decode().splitlines()]
+    results = [
+        json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")
+    ]  # gloo prints too
+    assert results == [[0, 4, [0, 1]], [1, 4, [0, 1]]]

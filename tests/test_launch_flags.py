@@ -1,0 +1,126 @@
+"""The command line as a user meets it: a launcher in a process of its own, its output and its exit status."""
+
+import subprocess
+import sys
+
+import pytest
+
+CONFIG = """
+import dataclasses
+from shardlm.errors import ShardlmError
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    tensor: int = 1
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    steps: int = 100
+    rate: float = 0.1
+    mesh: Mesh = Mesh()
+
+def get_config():
+    return Run(steps=10)
+"""
+LAUNCHER = """
+import sys
+from launch.flags import cluster, run
+from shardlm.errors import ShardlmError
+
+def main(resolved):
+    assert "jax" not in sys.modules
+    config = resolved.config
+    if config.steps == 13:
+        raise ShardlmError("thirteen steps bring bad luck; take another number")
+    if config.steps == 14:
+        raise KeyboardInterrupt
+    if config.steps == 15:
+        return 7
+    print(config.steps, config.rate, config.mesh.tensor, cluster())
+
+run(main)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs a launcher over the configuration above; returns its status, output and errors."""
+    (tmp_path / "example.py").write_text(CONFIG)
+
+    def run(*words, launcher=LAUNCHER):
+        words = [word.replace("EXAMPLE", str(tmp_path / "example.py")) for word in words]
+        done = subprocess.run([sys.executable, "-c", launcher, *words], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_overrides_in_both_forms_reach_main(launch):
+    status, out, err = launch(
+        "--config=EXAMPLE", "--config.steps=50", "--config.mesh.tensor", "4", "--config.rate", "-1"
+    )
+    assert (status, err) == (0, "")
+    assert out.startswith("50 -1.0 4 {'coordinator_address': None, 'num_processes': None, 'process_id': None}")
+
+
+def test_flags_of_the_cluster_are_read(launch):
+    _, out, _ = launch("--config=EXAMPLE", "--coordinator_address=a:1", "--num_processes=2", "--process_id=1")
+    assert out.endswith("{'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': 1}\n")
+
+
+def test_print_config_shows_values_and_sources_and_stops(launch):
+    status, out, _ = launch("--config=EXAMPLE", "--config.rate=1", "--print_config")
+    rows = [line.split(None, 4) for line in out.splitlines()]
+    assert status == 0
+    assert rows[0][:4] == ["steps", "=", "10", "#"]
+    assert rows[0][4].startswith("file ")
+    assert rows[1] == ["rate", "=", "1.0", "#", "command line"]
+    assert rows[2] == ["mesh.tensor", "=", "1", "#", "default"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: --config=FILE is needed, for instance --config=configs/tiny.py"),
+        (["--config=nowhere.py"], "error: config file nowhere.py does not exist"),
+        (["--config=EXAMPLE", "--config.stepz=1"], "error: stepz: Run has no field 'stepz'; did you mean steps?"),
+        (["--config=EXAMPLE", "--config.steps=many"], "error: steps: expected int, got 'many'"),
+        (["--config=EXAMPLE", "--config.steps"], "error: --config.steps needs a value: --config.steps=VALUE"),
+        (["--config=EXAMPLE", "--config.steps", "--config.rate=1"], "error: --config.steps needs a value"),
+        (["--config=EXAMPLE", "config.steps=1"], "error: unexpected arguments: config.steps=1; options begin with --"),
+        (["--config=EXAMPLE", "--config.steps=13"], "error: thirteen steps bring bad luck; take another number"),
+        (["--config=EXAMPLE", "--stepz=1"], "Unknown command line flag 'stepz'"),
+        (["--config=EXAMPLE", "--num_processes=two"], "flag --num_processes=two: invalid literal"),
+    ],
+)
+def test_what_a_user_gets_wrong_exits_1_without_a_traceback(launch, words, message):
+    status, out, err = launch(*words)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_status_of_main_and_of_an_interrupt(launch):
+    assert launch("--config=EXAMPLE", "--config.steps=15")[0] == 7
+    status, _, err = launch("--config=EXAMPLE", "--config.steps=14")
+    assert (status, err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (["train"], 0, "ran train\n"),
+        ([], 1, "error: missing arguments: WHAT\n"),
+        (["train", "fast"], 1, "error: unexpected arguments: fast; options begin with --\n"),
+        (["train", "--config=EXAMPLE"], 1, "error: this command takes no configuration: leave out --config, "),
+        (["train", "--config.steps=1"], 1, "error: this command takes no configuration: leave out --config, "),
+        (["train", "--print_config"], 1, "error: this command takes no configuration: leave out --config, "),
+    ],
+)
+def test_a_command_with_arguments_and_without_configuration(launch, words, status, text):
+    launcher = (
+        "from launch.flags import run\nrun(lambda what: print('ran', what), needs_config=False, arguments=['WHAT'])"
+    )
+    got, out, err = launch(*words, launcher=launcher)
+    assert got == status
+    assert (out + err).startswith(text)
