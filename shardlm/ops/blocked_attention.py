@@ -84,8 +84,9 @@ def _backward(kept, d_out):
         weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, stop)
         d_weights = _dot(rows(d_out), v[:, :, :stop], (3, 3))
         d_scores = (weights * (d_weights - rows(shift))).astype(q.dtype)
-        d_v = d_v.at[:, :, :stop].add(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)))
-        d_k = d_k.at[:, :, :stop].add(_dot(d_scores, rows(q), (2, 2)))
+        later = ((0, 0), (0, 0), (0, T - stop), (0, 0))  # keys that these queries do not see
+        d_v += jnp.pad(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)), later)
+        d_k += jnp.pad(_dot(d_scores, rows(q), (2, 2)), later)
         d_q.append(_dot(d_scores, k[:, :, :stop], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
     return jnp.concatenate(d_q, axis=3), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
