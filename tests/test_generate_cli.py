@@ -39,7 +39,9 @@ def test_text_depends_on_the_seed_and_not_on_the_mesh(run_dir):
     first = generate(*flags, "--seed=1")
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("def ") and len(first.stdout) > len("def \n")
-    assert generate(f"--checkpoint={run_dir}/checkpoints/7", *flags[1:], "--seed=1", "--tensor=2").stdout == first.stdout
+    assert (
+        generate(f"--checkpoint={run_dir}/checkpoints/7", *flags[1:], "--seed=1", "--tensor=2").stdout == first.stdout
+    )
     assert generate(*flags, "--seed=2").stdout != first.stdout
 
 

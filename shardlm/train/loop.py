@@ -40,13 +40,14 @@ def train(config: RunConfig, *, command: str, started: float) -> int:
     with report.Preparing(enabled=jax.process_index() == 0) as progress:
         data = prepare(config.data, progress)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
+    loader = make_loader(program, data)
     changes = claim(run_dir, config, data)
     with (
         jax.set_mesh(program.mesh),
         Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
         StopSignal() as stop,
     ):
-        run = Run.start(program, data, checkpoints, started)
+        run = Run.start(program, data, loader, checkpoints, started)
         with run:
             run.say(report.opening(program, data, run.loader, changes))
             state = run.until_done_or_stopped(stop)
@@ -55,6 +56,19 @@ def train(config: RunConfig, *, command: str, started: float) -> int:
                 return 130 if stop.name == "SIGINT" else 143
             report.finished(run, state, command)
     return 0
+
+
+def make_loader(program: Program, data: Prepared) -> Loader:
+    """The training batches, of each the rows that this process's devices hold."""
+    config, train = program.config, program.config.train
+    return Loader(
+        data.train,
+        seq_len=train.seq_len,
+        global_batch=train.global_batch,
+        seed=config.data.seed,
+        rows=local_rows(program.batch_sharding, train.global_batch, train.seq_len),
+        packing=config.data.packing,
+    )
 
 
 @dataclasses.dataclass
@@ -76,21 +90,13 @@ class Run:
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def start(cls, program: Program, data: Prepared, checkpoints: Checkpoints, started: float) -> "Run":
+    def start(cls, program: Program, data: Prepared, loader: Loader, checkpoints: Checkpoints, started: float) -> "Run":
         """Restores or creates the state and compiles; under the program's mesh."""
         config, first = program.config, jax.process_index() == 0
-        train, run_dir = config.train, pathlib.Path(config.run_dir)
-        loader = Loader(
-            data.train,
-            seq_len=train.seq_len,
-            global_batch=train.global_batch,
-            seed=config.data.seed,
-            rows=local_rows(program.batch_sharding, train.global_batch, train.seq_len),
-            packing=config.data.packing,
-        )
+        run_dir = pathlib.Path(config.run_dir)
         state, step, origin = resume(program, checkpoints, loader)
         goodput = Goodput(run_dir, step, started, enabled=first)
-        progress = ProgressLine(train.steps, enabled=first)
+        progress = ProgressLine(config.train.steps, step, enabled=first)
         progress.note(origin)
         with goodput.measure("compile"):
             xla = program.xla_options()

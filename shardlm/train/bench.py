@@ -1,0 +1,124 @@
+"""Times the training step of a configuration on made-up tokens: what `launch.bench train` reports. The step is the one
+that training compiles; data loading and logging are left out."""
+
+import datetime
+import importlib.metadata
+import math
+import os
+import platform
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+from shardlm import __version__, hardware
+from shardlm.flops import mfu, training_flops
+from shardlm.train.batches import local_rows, to_devices
+from shardlm.train.program import Program
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
+PERCENTILES = (10, 50, 90)
+
+
+def random_batch(program: Program, seed: int = 0) -> dict[str, jax.Array]:
+    """A batch of random tokens, one document a row."""
+    train, sharding = program.config.train, program.batch_sharding
+    B, T = train.global_batch, train.seq_len
+    tokens = np.random.default_rng(seed).integers(0, program.model.config.vocab_size, (B, T + 1)).astype(np.int32)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.ones((B, T), np.int32),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "loss_mask": np.ones((B, T), np.float32),
+    }
+    rows = local_rows(sharding, B, T)
+    return to_devices({name: a[list(rows)] for name, a in batch.items()}, rows, sharding, B)
+
+
+def bench_training(program: Program, *, warmup: int, steps: int) -> dict[str, Any]:
+    """Compiles, runs `warmup` steps and times `steps` more, each waited for. Every figure says in its name or under
+    "labels" whether it was measured or compiled."""
+    options = program.xla_options()
+    started = time.perf_counter()
+    compiled = program.lower_step().compile(dict(options.options))
+    compile_seconds = time.perf_counter() - started
+    seconds, losses = [], []
+    with jax.set_mesh(program.mesh):
+        state, batch = program.init(), random_batch(program)
+        for step in range(warmup + steps):
+            started = time.perf_counter()
+            state, metrics = compiled(state, batch)
+            losses.append(float(metrics["loss"]))
+            if step >= warmup:
+                seconds.append(time.perf_counter() - started)
+    return {
+        "benchmark": "train",
+        **_speed(program, seconds, float(metrics["attention_pairs"])),
+        "compile_seconds": compile_seconds,
+        "memory": _memory(compiled),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "steps": steps,
+        "warmup": warmup,
+        "xla_options_left_out": [option.name for option in options.left_out],
+        **_setting(program),
+    }
+
+
+def _speed(program: Program, seconds: list[float], attention_pairs: float) -> dict[str, Any]:
+    """Rates from the median step (measured); FLOPs by the convention of shardlm/flops.py."""
+    config, model = program.config, program.model.config
+    tokens = config.train.global_batch * config.train.seq_len
+    flops = training_flops(model.parameters_per_token(), tokens, attention_pairs * model.attention_width())
+    median = float(np.median(seconds))
+    gpu = hardware.lookup(program.mesh.devices.flat[0].device_kind)
+    peak = gpu and gpu.peak.of(config.precision)
+    quantiles = {f"p{p}": float(np.percentile(seconds, p)) for p in PERCENTILES}
+    return {
+        "tokens_per_second": tokens / median,
+        "model_flops_per_second": flops / median,
+        "model_flops_per_step": flops,
+        "flop_convention": "6N plus unmasked attention, no recomputation (shardlm/flops.py)",
+        "mfu": mfu(flops, median, peak, program.mesh.size) if peak else None,
+        "peak_flops_per_second": peak,
+        "step_seconds": quantiles | {"min": min(seconds), "max": max(seconds)},
+    }
+
+
+def _memory(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Bytes of one device: what the compiler planned, and what was seen."""
+    planned = compiled.memory_analysis()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "compiled_argument_bytes": planned.argument_size_in_bytes,
+        "compiled_temporary_bytes": planned.temp_size_in_bytes,
+        "measured_device_peak_bytes": stats.get("peak_bytes_in_use"),  # None on CPU
+        "measured_process_rss_bytes": psutil.Process().memory_info().rss,
+    }
+
+
+def _setting(program: Program) -> dict[str, Any]:
+    """What ran where."""
+    config = program.config
+    return {
+        "mesh": program.rules.mesh.sizes(),
+        "rules": config.rules,
+        "precision": config.precision,
+        "remat": config.remat,
+        "unroll": config.unroll,
+        "attention": program.model.execution.attention,
+        "optimizer": config.optim.name,
+        "global_batch": config.train.global_batch,
+        "seq_len": config.train.seq_len,
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.model.shapes)),
+        "device_kind": program.mesh.devices.flat[0].device_kind,
+        "devices": program.mesh.size,
+        "processes": jax.process_count(),
+        "host_cpus": os.cpu_count(),
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+        | {"python": platform.python_version(), "shardlm": __version__},
+    }

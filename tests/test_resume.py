@@ -1,0 +1,98 @@
+"""A law: a run resumed after any stop continues bit for bit on the same mesh, and within rounding on any other."""
+
+import shutil
+import signal
+import time
+
+import pytest
+import tiny_run
+
+# Meshes add the same float32 numbers in another order; twelve AdamW steps amplify that (measured: up to 1e-5).
+OTHER_MESH = 1e-3
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    home = tmp_path_factory.mktemp("uninterrupted")
+    config = tiny_run.write(home)
+    done = tiny_run.train(config)
+    assert done.returncode == 0, done.stderr
+    return config, home / "run", tiny_run.losses(home / "run")
+
+
+def test_kill_9_then_the_same_command(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted
+    run = tmp_path / "run"
+    process = tiny_run.start(config, f"run_dir={run}", "train.steps=12")
+    while not (run / "checkpoints" / "4").is_dir() or not [1 for step, _ in tiny_run.losses(run) if step > 4]:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    again = tiny_run.train(config, f"run_dir={run}")
+    assert again.returncode == 0, again.stderr
+    assert f"from {run}/checkpoints/" in again.stdout and "resuming after step" in again.stdout
+    assert tiny_run.losses(run) == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("mesh.data=1", "mesh.tensor=4", "rules=zero1"), ("mesh.fsdp=8", "mesh.data=1", "mesh.tensor=1", "rules=hybrid")],
+    ids=["tensor4-zero1", "fsdp8-hybrid"],
+)
+def test_resume_on_another_mesh(uninterrupted, tmp_path, flags):
+    config, run, expected = uninterrupted
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    for step in (8, 12):
+        shutil.rmtree(moved / "checkpoints" / str(step))
+    done = tiny_run.train(config, f"run_dir={moved}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 4" in done.stdout and "changed since the last start: mesh." in done.stdout
+    assert tiny_run.largest_difference(tiny_run.losses(moved), expected) < OTHER_MESH
+
+
+def test_ctrl_c_saves_says_how_to_resume_and_resumes(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted
+    run = tmp_path / "run"
+    process = tiny_run.start(config, f"run_dir={run}", "checkpoint.every_steps=12")
+    while not (run / "metrics.jsonl").exists() or len(tiny_run.losses(run)) < 4:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "SIGINT: saved after step" in output and "resume with: python -m launch.train" in output
+    assert "Traceback" not in output
+    again = tiny_run.train(config, f"run_dir={run}", "checkpoint.every_steps=12")
+    assert again.returncode == 0 and "resuming after step" in again.stdout, again.stderr
+    assert tiny_run.losses(run) == expected
+
+
+def test_a_finished_run_started_again_ends_at_once(uninterrupted, tmp_path):
+    config, run, expected = uninterrupted
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    done = tiny_run.train(config, f"run_dir={copy}")
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 12" in done.stdout and "resume:" in done.stdout
+    assert tiny_run.losses(copy) == expected
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_give_the_losses_of_one(uninterrupted, tmp_path, count):
+    config, _, _ = uninterrupted
+    run = tmp_path / "run"
+    port = tiny_run.free_port()
+    cluster = (f"--coordinator_address=localhost:{port}", f"--num_processes={count}")
+    flags = (f"run_dir={run}", f"cpu_devices={8 // count}", "train.steps=6", "optim.schedule=constant")
+    processes = [tiny_run.start(config, *flags, extra=(*cluster, f"--process_id={i}")) for i in range(count)]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, outputs
+    assert "starting from new weights" in outputs[0] and "starting from" not in outputs[1]
+    alone = tmp_path / "alone"
+    assert tiny_run.train(config, f"run_dir={alone}", *flags[2:]).returncode == 0
+    assert tiny_run.largest_difference(tiny_run.losses(run), tiny_run.losses(alone)) < OTHER_MESH
+    if count == 2:  # and one process takes the run over
+        more = tiny_run.train(config, f"run_dir={run}", "train.steps=8", "optim.schedule=constant")
+        assert more.returncode == 0 and "resuming after step 6" in more.stdout, more.stderr
