@@ -5,12 +5,12 @@ python -m launch.tokenize --verify=shards
 """
 
 import os
-import sys
 import time
 
-from absl import app, flags
+from absl import flags
 from rich import progress
 
+from launch.flags import run
 from shardlm.data import corpus
 from shardlm.data.prepare import tokenizer_from
 from shardlm.data.shards import TokenShards
@@ -30,7 +30,7 @@ _NUM_WORKERS = flags.DEFINE_integer(
 _VERIFY = flags.DEFINE_string("verify", "", "Only compare the shards in this directory with their checksums.")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     if _VERIFY.value:
         TokenShards.open(_VERIFY.value).verify()
         print(f"{_VERIFY.value}: every byte is as it was written")
@@ -76,13 +76,5 @@ def _print_summary(shards: TokenShards, seconds: float) -> None:
         print(f"{shards.num_bad_utf8:,} documents were not UTF-8: on_bad_utf8={_ON_BAD_UTF8.value}")
 
 
-def _main(argv: list[str]) -> None:
-    try:
-        main(argv)
-    except ShardlmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    app.run(_main)
+    run(main, needs_config=False)

@@ -25,6 +25,7 @@ def main(resolved: Resolved) -> int:
     from shardlm.distributed import detect, explicit, joined
     from shardlm.train.loop import train
     from shardlm.train.program import Program
+    from shardlm.train.report import python
     from shardlm.train.shardings import format_shardings
 
     config = resolved.config
@@ -33,7 +34,7 @@ def main(resolved: Resolved) -> int:
         print(format_shardings(Program.make(config, config.mesh.build())))
         return 0
     with joined(explicit(**cluster()) or detect(os.environ)):
-        command = shlex.join(["python", "-m", "launch.train", *sys.argv[1:]])
+        command = shlex.join([python(), "-m", "launch.train", *sys.argv[1:]])
         started = psutil.Process().create_time()
         return train(config, command=command, started=started)
 

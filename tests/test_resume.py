@@ -62,7 +62,7 @@ def test_ctrl_c_saves_says_how_to_resume_and_resumes(uninterrupted, tmp_path):
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
-    assert "SIGINT: saved after step" in output and "resume with: python -m launch.train" in output
+    assert "SIGINT: saved after step" in output and "resume with: " in output and " -m launch.train --config=" in output
     assert "Traceback" not in output
     again = tiny_run.train(config, f"run_dir={run}", "checkpoint.every_steps=12")
     assert again.returncode == 0 and "resuming after step" in again.stdout, again.stderr

@@ -3,6 +3,7 @@
 import math
 import pathlib
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 import jax
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from shardlm.train.loop import Run
 
 SAMPLE_TOKENS = 120
+
+
+def python() -> str:
+    """This interpreter as its user may type it again: relative where it lies below the current directory."""
+    here, executable = pathlib.Path.cwd(), pathlib.Path(sys.executable)
+    return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)
 
 
 class Preparing:
@@ -112,7 +119,7 @@ def finished(run: "Run", state: TrainState, command: str) -> None:
         f"curves:     {curve} and {run_dir / 'metrics.jsonl'}; "
         f"tensorboard --logdir {run_dir / 'tensorboard'} (pip install tensorboard)\n"
         f"resume:     {command} --config.train.steps={2 * config.train.steps}\n"
-        f"generate:   python -m launch.generate --checkpoint={run_dir} --prompt={prompt}"
+        f"generate:   {python()} -m launch.generate --checkpoint={run_dir} --prompt={prompt}"
     )
 
 
