@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import psutil
 
-from shardlm import __version__, hardware
+from shardlm import hardware
 from shardlm.flops import mfu, training_flops
 from shardlm.train.batches import local_rows, to_devices
 from shardlm.train.program import Program
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax")
+PACKAGES = ("shardlm", "jax", "jaxlib", "flax", "optax")
 PERCENTILES = (10, 50, 90)
 
 
@@ -120,5 +120,5 @@ def _setting(program: Program) -> dict[str, Any]:
         "host_cpus": os.cpu_count(),
         "date": datetime.date.today().isoformat(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version(), "shardlm": __version__},
+        | {"python": platform.python_version()},
     }
