@@ -92,7 +92,7 @@ def make_train_step(model: ModelDef, tx: optax.GradientTransformation, rate: opt
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         grads, losses = gradients(model, state.params, batch, scale, config)
         grads = jax.tree.map(lambda g: g / scale, model.place(grads, rules.optimizer))
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
         if config.clip_norm:
             shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
