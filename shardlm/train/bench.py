@@ -1,17 +1,17 @@
 """Times the training step of a configuration on made-up tokens: what `launch.bench train` reports. The step is the one
-that training compiles; data loading and logging are left out."""
+that training compiles; data loading and logging are left out. What PyTorch does on the same shape is benchmarks/'s."""
 
 import datetime
 import importlib.metadata
 import math
 import os
 import platform
+import resource
 import time
 from typing import Any
 
 import jax
 import numpy as np
-import psutil
 
 from shardlm import hardware
 from shardlm.flops import mfu, training_flops
@@ -38,31 +38,36 @@ def random_batch(program: Program, seed: int = 0) -> dict[str, jax.Array]:
     return to_devices({name: a[list(rows)] for name, a in batch.items()}, rows, sharding, B)
 
 
-def bench_training(program: Program, *, warmup: int, steps: int) -> dict[str, Any]:
-    """Compiles, runs `warmup` steps and times `steps` more, each waited for. Every figure says in its name or under
-    "labels" whether it was measured or compiled."""
+def bench_training(program: Program, *, warmup: int, steps: int, seconds: float = math.inf) -> dict[str, Any]:
+    """Compiles, runs `warmup` steps, then times `steps` more, starting none after `seconds`; each step is waited for.
+
+    Rates are those of the median step. Memory and FLOPs say whether they were measured or compiled. Every process of
+    a job calls this; each reports its own clock and memory.
+    """
     options = program.xla_options()
     started = time.perf_counter()
     compiled = program.lower_step().compile(dict(options.options))
     compile_seconds = time.perf_counter() - started
-    seconds, losses = [], []
+    losses, times = [], []
     with jax.set_mesh(program.mesh):
         state, batch = program.init(), random_batch(program)
-        for step in range(warmup + steps):
+        while len(times) < steps and sum(times) < seconds:
             started = time.perf_counter()
             state, metrics = compiled(state, batch)
-            losses.append(float(metrics["loss"]))
-            if step >= warmup:
-                seconds.append(time.perf_counter() - started)
+            losses.append(float(metrics["loss"]))  # waits for the step
+            if len(losses) > warmup:
+                times.append(time.perf_counter() - started)
     return {
         "benchmark": "train",
-        **_speed(program, seconds, float(metrics["attention_pairs"])),
+        **_speed(program, times, float(metrics["attention_pairs"])),
         "compile_seconds": compile_seconds,
-        "memory": _memory(compiled),
+        "compilation_cache": jax.config.jax_compilation_cache_dir is not None,  # where compile_seconds may be a read
+        **_memory(compiled),
         "loss_first": losses[0],
         "loss_last": losses[-1],
-        "steps": steps,
+        "steps": len(times),
         "warmup": warmup,
+        "xla_options": options.profile,
         "xla_options_left_out": [option.name for option in options.left_out],
         **_setting(program),
     }
@@ -89,14 +94,20 @@ def _speed(program: Program, seconds: list[float], attention_pairs: float) -> di
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Bytes of one device: what the compiler planned, and what was seen."""
+    """Bytes of one device as the compiler planned them, the most that the device held (None where it does not say, as
+    on CPU), and the most of the whole process on its host, compiling included."""
     planned = compiled.memory_analysis()
-    stats = jax.local_devices()[0].memory_stats() or {}
+    outputs = planned.output_size_in_bytes - planned.alias_size_in_bytes  # the donated state's are its arguments
+    # The sum, and not planned.peak_memory_in_bytes, which leaves temporaries out on XLA:CPU.
+    peak = planned.argument_size_in_bytes + planned.temp_size_in_bytes + outputs
     return {
+        "peak_memory_bytes": {
+            "compiled": peak,
+            "measured_on_device": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+            "measured_process_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        },
         "compiled_argument_bytes": planned.argument_size_in_bytes,
         "compiled_temporary_bytes": planned.temp_size_in_bytes,
-        "measured_device_peak_bytes": stats.get("peak_bytes_in_use"),  # None on CPU
-        "measured_process_rss_bytes": psutil.Process().memory_info().rss,
     }
 
 
