@@ -3,7 +3,8 @@ do not fit; what is sharded over an axis is decided in rules.py."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -77,6 +78,14 @@ class MeshSpec:
     def abstract(self) -> AbstractMesh:
         """The same mesh without devices, for shapes and specs only. Every axis must have its size."""
         return AbstractMesh(tuple(self.sizes().values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def shard_map(f: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
+    """jax.shard_map over every axis of the current mesh that is not manual already, so that an op works both on the
+    whole mesh and inside a pipeline stage or a replica (which are manual over their own axis)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def physical_order(devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -25,16 +25,22 @@ zero2       ... and gradients
 zero3       ... and weights, gathered layer by layer (FSDP)
 hybrid      weights, gradients and optimizer state split over fsdp, replicated over data (HSDP)
 
+Where they say fsdp, the axes expert and context count too, as each of their devices sees other tokens; an expert's own
+weights are split over the expert axis by expert instead.
+
 Each combines with tensor > 1, which splits heads, MLP width and vocabulary (Megatron,
-https://arxiv.org/abs/1909.08053) and, between blocks, the sequence (https://arxiv.org/abs/2205.05198).
+https://arxiv.org/abs/1909.08053) and, between blocks, the sequence (https://arxiv.org/abs/2205.05198); and with
+pipeline > 1, over which weights always rest split by their embedding dimension, in any number of layers: once a step
+an all-to-all brings each stage its layers.
 """
 
-_TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-_WHOLE = ("embed", "layers", "head_dim", "norm", "kv_heads_whole")
+_SPLIT = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor", "experts": "expert"}
+_WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent")
 _ACTIVATIONS = {
-    "batch": ("data", "fsdp"),
-    "seq": "tensor",  # residual stream between blocks: sequence parallel
-    "whole_seq": (),  # inside attention and MLP
+    "batch": ("data", "pipeline", "fsdp", "expert"),  # inside a pipeline stage, `inside` takes "pipeline" away
+    "microbatches": "pipeline",  # outside the stages, each holds its share of them
+    "seq": ("context", "tensor"),  # residual stream between blocks: sequence parallel
+    "whole_seq": "context",  # inside attention and MLP
     "embed": (),
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -42,6 +48,8 @@ _ACTIVATIONS = {
     "head_dim": (),
     "mlp": "tensor",
     "vocab": "tensor",
+    "experts": (),
+    "latent": (),
     "pages": (),
 }
 
@@ -96,6 +104,9 @@ class Table:
         raise ShardlmError(f"{name}={size} cannot be split over {what}; choose {choose}")
 
 
+TABLES = ("rest", "use", "grads", "optimizer", "act")
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The tables of one run: where weights, gradients, optimizer state and activations are split."""
@@ -113,17 +124,20 @@ class Rules:
         """The tables of a preset on a mesh whose sizes are all known. Raises ShardlmError for an unknown preset."""
         if preset not in get_args(Preset):
             raise ShardlmError(f"unknown rules {preset!r}; choose from {', '.join(get_args(Preset))}")
-        split = ("fsdp",) if preset == "hybrid" else ("data", "fsdp")
+        split = ("fsdp", "expert", "context") if preset == "hybrid" else ("data", "fsdp", "expert", "context")
         stage = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hybrid": 3}[preset]
 
         def weights(role: str, sharded: bool) -> Table:
-            return _table(role, dict.fromkeys(_WHOLE, ()) | _TENSOR | {"embed": split if sharded else ()}, mesh)
+            embed = ("pipeline", *(split if sharded else ()))
+            of_expert = tuple(axis for axis in embed if axis != "expert")
+            names = {"stages": "pipeline", "embed": embed, "expert_embed": of_expert}
+            return _table(role, dict.fromkeys(_WHOLE, ()) | _SPLIT | names, mesh)
 
         return cls(
             preset=preset,
             mesh=mesh,
             rest=weights("resting weight", stage >= 3),
-            use=weights("weight in use", False),
+            use=_without(weights("weight in use", False), "embed", "expert_embed"),
             grads=weights("gradient", stage >= 2),
             optimizer=weights("optimizer", stage >= 1),
             act=_table("activation", _ACTIVATIONS, mesh),
@@ -131,8 +145,13 @@ class Rules:
 
     def for_decoding(self) -> "Rules":
         """The same weights, with every device holding all rows and the whole sequence: for a few rows of tokens."""
-        entries = tuple((name, () if name in ("batch", "seq") else axes) for name, axes in self.act.entries)
-        return dataclasses.replace(self, act=dataclasses.replace(self.act, entries=entries))
+        return dataclasses.replace(self, act=_without(self.act, "batch", "seq", "whole_seq"))
+
+    def inside(self, axis: str) -> "Rules":
+        """The rules of one pipeline stage, or of one replica: as seen inside a shard_map that is manual over `axis`."""
+        one = dataclasses.replace(self.mesh, **{axis: 1})
+        tables = {role: dataclasses.replace(getattr(self, role), mesh=one) for role in TABLES}
+        return dataclasses.replace(self, mesh=one, **tables)
 
     def gather(self, w: jax.Array, *names: str | None) -> jax.Array:
         """A resting weight as a layer uses it. Over fsdp this is the all-gather, and the backward pass's
@@ -143,6 +162,12 @@ class Rules:
         """Resting bytes of one array on one device."""
         shards = math.prod(self.mesh.size(*self.rest.axes(name)) for name in names if name)
         return math.prod(shape) * itemsize // shards
+
+
+def _without(table: Table, *names: str) -> Table:
+    """The table with these dimensions whole."""
+    entries = tuple((name, () if name in names else axes) for name, axes in table.entries)
+    return dataclasses.replace(table, entries=entries)
 
 
 def _table(role: str, entries: dict, mesh: MeshSpec) -> Table:

@@ -3,23 +3,24 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context, Pages
-from shardlm.layers.param import Execution, Params, in_use, normal
+from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.ops.rope import rope
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Grouped-query attention (https://arxiv.org/abs/2305.13245). num_kv_heads = num_heads is multi-head."""
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245). num_kv_heads = num_heads is multi-head. `window`
+    is how many positions a token sees, itself included; 0: all before it."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    window: int = 0
 
     def __post_init__(self):
         N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
@@ -55,15 +56,14 @@ class Attention(nnx.Module):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
         rules = execution.rules
         x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
-        q = jnp.einsum("btd,dnh->btnh", x, in_use(self.wq, execution))
-        k = jnp.einsum("btd,dkh->btkh", x, in_use(self.wk, execution))
-        v = jnp.einsum("btd,dkh->btkh", x, in_use(self.wv, execution))
+        q = project("btd,dnh->btnh", x, self.wq, execution)
+        k = project("btd,dkh->btkh", x, self.wk, execution)
+        v = project("btd,dkh->btkh", x, self.wv, execution)
         q, k = rope(q, positions, self.config.rope_theta), rope(k, positions, self.config.rope_theta)
-        out, pages = ctx.attend(
-            q, k, v, positions, pages, layer, scale=self.config.head_dim**-0.5, kv_name=self.kv_name
-        )
+        options = {"scale": self.config.head_dim**-0.5, "window": self.config.window, "kv_name": self.kv_name}
+        out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         stream = rules.act.spec("batch", "seq", "embed")
-        return jnp.einsum("btnh,nhd->btd", out, in_use(self.wo, execution), out_sharding=stream), pages
+        return project("btnh,nhd->btd", out, self.wo, execution, stream), pages
 
 
 def kv_heads_name(num_kv_heads: int, num_heads: int, tensor: int) -> str:

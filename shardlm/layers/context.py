@@ -7,6 +7,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import packed_attention
 from shardlm.rules import Rules
@@ -23,11 +24,14 @@ class Context(Protocol):
         positions: jax.Array,
         pages: Pages | None,
         layer: jax.Array,
+        *,
         scale: float,
+        window: int,
         kv_name: str,
     ) -> tuple[jax.Array, Pages | None]:
-        """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar; `kv_name` names how the
-        K dimension is split. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
+        """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar. A token sees `window`
+        positions, 0 for all before it; `kv_name` names how the K dimension is split. Returns the heads' output
+        [B, T, N, H] and the pages with k and v written."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +43,8 @@ class Packed:
     rules: Rules = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(default="xla", metadata={"static": True})
 
-    def attend(self, q, k, v, positions, pages, layer, scale, kv_name):
-        del positions, layer  # rows are in order, so the index is the position
+    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
+        del positions, layer, window  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
             k, v = (self._one_per_device(a) for a in (k, v))
         out = packed_attention(
@@ -67,7 +71,7 @@ class Paged:
     num_pages: int = dataclasses.field(metadata={"static": True})
     rules: Rules = dataclasses.field(metadata={"static": True})
 
-    def attend(self, q, k, v, positions, pages, layer, scale, kv_name):
+    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
         kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
@@ -84,11 +88,10 @@ class Paged:
             out = paged_attention.reference(q, *own, page_table, positions, first, scale)
             return out, k_pool, v_pool
 
-        out, k_pool, v_pool = jax.shard_map(
+        out, k_pool, v_pool = shard_map(
             local,
             in_specs=(heads, kv, kv, pool, pool, tokens, tokens, tokens, scalar),
             out_specs=(heads, pool, pool),
-            check_vma=False,
         )(q, k, v, pages["k"], pages["v"], self.page_table, positions, self.valid, layer)
         return out, {"k": k_pool, "v": v_pool}
 

@@ -3,10 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from shardlm.layers.param import Execution, Params, in_use, normal
+from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.ops.swiglu import swiglu
 
 
@@ -34,7 +33,5 @@ class Mlp(nnx.Module):
         """x [B, T, D], the sequence split as between blocks; returns x's shape and split."""
         act = execution.rules.act
         x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
-        gate = jnp.einsum("btd,df->btf", x, in_use(self.gate, execution))
-        up = jnp.einsum("btd,df->btf", x, in_use(self.up, execution))
-        down = in_use(self.down, execution)
-        return jnp.einsum("btf,fd->btd", swiglu(gate, up), down, out_sharding=act.spec("batch", "seq", "embed"))
+        hidden = swiglu(project("btd,df->btf", x, self.gate, execution), project("btd,df->btf", x, self.up, execution))
+        return project("btf,fd->btd", hidden, self.down, execution, act.spec("batch", "seq", "embed"))

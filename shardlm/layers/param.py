@@ -68,6 +68,18 @@ class Params:
         return nnx.Param(init(self.rngs.params(), full, spec), names=names, stack_names=stack_names)
 
 
+def project(
+    letters: str,
+    x: jax.Array,
+    param: nnx.Param,
+    execution: Execution,
+    out_sharding: jax.sharding.PartitionSpec | None = None,
+) -> jax.Array:
+    """x times a weight, by einsum letters; where the weight's sharded dimension is summed over, `out_sharding` says
+    where the sum goes. Every projection of a block passes here; embedding, router and head do not."""
+    return jnp.einsum(letters, x, in_use(param, execution), out_sharding=out_sharding)
+
+
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:
     """One layer's weight, cast and then gathered, so that the all-gather moves the compute dtype."""
     return execution.rules.gather(param[...].astype(execution.dtype), *param.get_metadata("names"))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from shardlm.mesh import shard_map
 from shardlm.ops.blocked_attention import MASKED, blocked_attention
 from shardlm.rules import Rules
 
@@ -72,4 +73,4 @@ def packed_attention(
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
     run = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, scale=scale)
     specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"))
-    return jax.shard_map(run, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, segment_ids)
+    return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)

@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from shardlm.mesh import shard_map
 from shardlm.rules import Rules
 
 # Largest float32 logits chunk on one device. 128 MiB is far above what a matmul needs to run at full speed (1,024
@@ -96,18 +97,18 @@ def _run(hidden, head, targets, weights, layout: HeadLayout, z_loss, chunk_bytes
     rest = rules.rest.spec(*layout.names)
     scalars = (jax.sharding.PartitionSpec(),) * 3
     local = functools.partial(_local, layout=layout, z_loss=z_loss, chunk_bytes=chunk_bytes, with_grads=with_grads)
-    return jax.shard_map(
+    return shard_map(
         local,
         in_specs=(stream, rest, tokens, tokens),
         out_specs=(scalars, (stream, rest) if with_grads else None),
-        check_vma=False,
     )(hidden, head, targets, weights)
 
 
 def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
     """One device: gathers its head shard and sequence, loops over chunks, and sends the gradients back home."""
     rules = layout.rules
-    seq_axes, batch_axes, vocab_axes = (rules.act.axes(n) for n in ("seq", "batch", "vocab"))
+    vocab_axes, token_axes = rules.act.axes("vocab"), rules.act.axes("batch") + rules.act.axes("whole_seq")
+    seq_axes = tuple(a for a in rules.act.axes("seq") if a not in rules.act.axes("whole_seq"))
     w = head.astype(hidden.dtype)
     for dim, axes in layout.gathered():
         w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
@@ -120,7 +121,7 @@ def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_
     inputs = (split(x.reshape(-1, x.shape[-1])), split(targets.reshape(-1)), split(weights.reshape(-1)))
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(w.shape, jnp.float32) if with_grads else None)
     (sums, d_w), d_flat = jax.lax.scan(chunk, start, inputs)
-    nll, z = jax.lax.psum(sums, batch_axes) if batch_axes else sums
+    nll, z = jax.lax.psum(sums, token_axes) if token_axes else sums
     totals = (nll + z, nll, z)
     if not with_grads:
         return totals, None
@@ -129,12 +130,12 @@ def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_
         d_x = jax.lax.psum_scatter(d_x, seq_axes, scatter_dimension=1, tiled=True)
     elif vocab_axes:
         d_x = jax.lax.psum(d_x, vocab_axes)
-    return totals, (d_x, _send_home(d_w.T if layout.vocab_dim == 0 else d_w, layout, batch_axes).astype(head.dtype))
+    return totals, (d_x, _send_home(d_w.T if layout.vocab_dim == 0 else d_w, layout, token_axes).astype(head.dtype))
 
 
-def _send_home(d_head, layout: HeadLayout, batch_axes):
+def _send_home(d_head, layout: HeadLayout, token_axes):
     """Sums the head's gradient over the devices that saw different tokens, keeping only the resting shard."""
-    remaining = batch_axes
+    remaining = token_axes
     for dim, axes in layout.gathered():
         d_head = jax.lax.psum_scatter(d_head, axes, scatter_dimension=dim, tiled=True)
         remaining = tuple(a for a in remaining if a not in axes)

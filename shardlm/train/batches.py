@@ -22,7 +22,7 @@ def to_devices(
     def place(local: np.ndarray) -> jax.Array:
         def shard(index):
             start, stop, _ = index[0].indices(global_batch)
-            return local[first[start] : first[start] + stop - start]
+            return local[first[start] : first[start] + stop - start, index[1]]
 
         return jax.make_array_from_callback((global_batch, local.shape[1]), sharding, shard)
 
