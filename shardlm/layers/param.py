@@ -21,6 +21,7 @@ class Execution:
     remat      what the backward pass keeps of each block (layers/stack.py)
     attention  implementation, resolved: "xla" or "cudnn" (ops/attention.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
+    microbatches, rounds  of a pipeline (layers/pipeline.py)
     """
 
     rules: Rules
@@ -28,6 +29,8 @@ class Execution:
     remat: str = "none"
     attention: str = "xla"
     unroll: int = 1
+    microbatches: int = 1
+    rounds: int = 1
 
 
 def normal(std: float) -> Initializer:

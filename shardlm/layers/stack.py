@@ -1,4 +1,5 @@
-"""Runs the layers: one scan over stacked blocks, with a policy for what the backward pass keeps."""
+"""Runs the layers: one scan over stacked blocks, with a policy for what the backward pass keeps. The stages of a
+pipeline are pipeline.py's."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -11,7 +12,10 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block import Block, BlockConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.param import Execution, Params
+from shardlm.layers.pipeline import Schedule
+from shardlm.layers.pipeline import pipelined as run_stages
 
+Aux = dict[str, jax.Array]
 Remat = Literal["none", "full", "dots", "names", "offload"]
 """What the forward pass keeps of each block for the backward pass:
 
@@ -36,10 +40,13 @@ class Segment:
 
 
 class Stack(nnx.Module):
-    """The blocks of one segment, every parameter stacked [repeats, ...]."""
+    """The blocks of one segment, every parameter stacked [repeats, ...]. At most one segment of a model is `pipelined`
+    where the mesh has a pipeline axis: run in stages (layers/pipeline.py)."""
 
-    def __init__(self, segment: Segment, embed_dim: int, out_scale: float, norm_eps: float, params: Params):
-        self.repeats = segment.repeats
+    def __init__(
+        self, segment: Segment, embed_dim: int, out_scale: float, norm_eps: float, pipelined: bool, params: Params
+    ):
+        self.repeats, self.pipelined = segment.repeats, pipelined
         params = dataclasses.replace(params, stack=(segment.repeats,))
         self.blocks = nnx.List([Block(c, embed_dim, out_scale, norm_eps, params) for c in segment.pattern])
 
@@ -51,24 +58,49 @@ class Stack(nnx.Module):
         pages: Pages | None,
         first_layer: int,
         execution: Execution,
-    ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
-        """x [B, T, D] through all layers of the segment; auxiliary losses are summed over layers."""
+    ) -> tuple[jax.Array, Pages | None, Aux]:
+        """x [B, T, D] through all layers of the segment; auxiliary values are stacked, [layers that have them, ...]."""
         graph, stacked = nnx.split(self.blocks)
+        if not (self.pipelined and execution.rules.act.axes("microbatches")):
+            return scan_blocks(graph, stacked, x, positions, ctx, pages, first_layer, execution)
+        inside = dataclasses.replace(execution, rules=execution.rules.inside("pipeline"))
 
-        def layer(carry, inputs):
-            x, pages = carry
-            index, state = inputs
-            total: dict[str, jax.Array] = {}
-            for offset, block in enumerate(nnx.merge(graph, state)):
-                number = first_layer + index * len(self.blocks) + offset
-                x, pages, aux = block(x, positions, ctx, pages, number, execution)
-                total = {name: total.get(name, 0.0) + value for name, value in aux.items()}
-            return (x, pages), total
+        def stage(state, x, rows):
+            stage_ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], rules=inside.rules)
+            x, _, aux = scan_blocks(graph, state, x, rows["positions"], stage_ctx, None, 0, inside)
+            return x, jax.tree.map(lambda a: a.reshape(-1, a.shape[0] // slots, *a.shape[1:]), aux)
 
-        body = layer if pages is not None else rematerialised(layer, execution.remat)
-        unroll = execution.unroll or self.repeats
-        (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(self.repeats), stacked), unroll=unroll)
-        return x, pages, jax.tree.map(jnp.sum, aux)
+        schedule = self.schedule(execution)
+        slots = schedule.slots
+        rows = {"segment_ids": ctx.segment_ids, "positions": positions}
+        x, aux = run_stages(stage, stacked, x, rows, rules=execution.rules, schedule=schedule)
+        return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+
+    def schedule(self, execution: Execution) -> Schedule:
+        """When each stage of a pipelined segment runs what."""
+        return Schedule(self.repeats, execution.rules.mesh.pipeline, execution.rounds, execution.microbatches)
+
+
+def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None, first_layer, execution: Execution):
+    """One scan over blocks stacked [repeats, ...], under the remat policy. Returns as Stack does."""
+    repeats = jax.tree.leaves(stacked)[0].shape[0]
+
+    def layer(carry, inputs):
+        x, pages = carry
+        index, state = inputs
+        found: dict[str, list[jax.Array]] = {}
+        blocks = nnx.merge(graph, state)
+        for offset, block in enumerate(blocks):
+            number = first_layer + index * len(blocks) + offset
+            x, pages, aux = block(x, positions, ctx, pages, number, execution)
+            for name, value in aux.items():
+                found.setdefault(name, []).append(value)
+        return (x, pages), {name: jnp.stack(values) for name, values in found.items()}
+
+    body = layer if pages is not None else rematerialised(layer, execution.remat)
+    unroll = execution.unroll or repeats
+    (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)
+    return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
 
 def rematerialised(layer, remat: Remat):

@@ -32,6 +32,10 @@ class TransformerConfig:
         for segment in self.segments:
             yield from segment.pattern * segment.repeats
 
+    def pipelined_segment(self) -> int:
+        """Index of the segment with the most repeats: the one that runs in pipeline stages."""
+        return max(range(len(self.segments)), key=lambda i: self.segments[i].repeats)
+
     def parameters_per_token(self) -> int:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding."""
         layers = sum(
@@ -56,7 +60,10 @@ class Transformer(nnx.Module):
         self.embedding = params((V, D), ("vocab", "embed"), normal(D**-0.5))
         # Each residual branch is scaled so that the stream's variance does not grow with depth (GPT-2, section 2.3).
         out_scale = (2 * config.num_layers) ** -0.5
-        self.segments = nnx.List([Stack(s, D, out_scale, config.norm_eps, params) for s in config.segments])
+        longest = config.pipelined_segment()
+        self.segments = nnx.List(
+            [Stack(s, D, out_scale, config.norm_eps, i == longest, params) for i, s in enumerate(config.segments)]
+        )
         self.final_norm = params((D,), ("norm",), constant(1.0))
         if not config.tie_embeddings:
             self.head = params((D, V), ("embed", "vocab"), normal(D**-0.5))
@@ -64,18 +71,20 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None = None
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
-        """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, aux losses)."""
+        """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, aux values [layers, ...])."""
         act = self.execution.rules.act
         table = in_use(self.embedding, self.execution)
         x = table.at[tokens].get(out_sharding=act.spec("batch", "whole_seq", "embed"))
         x = jax.reshard(x, act.spec("batch", "seq", "embed"))
-        total: dict[str, jax.Array] = {}
+        found: dict[str, list[jax.Array]] = {}
         first_layer = 0
         for stack, segment in zip(self.segments, self.config.segments, strict=True):
             x, pages, aux = stack(x, positions, ctx, pages, first_layer, self.execution)
-            total = {name: total.get(name, 0.0) + value for name, value in aux.items()}
+            for name, value in aux.items():
+                found.setdefault(name, []).append(value)
             first_layer += segment.num_layers
-        return rms_norm(x, in_use(self.final_norm, self.execution), self.config.norm_eps), pages, total
+        x = rms_norm(x, in_use(self.final_norm, self.execution), self.config.norm_eps)
+        return x, pages, {name: jnp.concatenate(values) for name, values in found.items()}
 
     def head_param(self) -> nnx.Param:
         """The output head at rest: (D, V), or (V, D) when it is the embedding."""

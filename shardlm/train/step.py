@@ -41,7 +41,7 @@ def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_
     head = lm.head_param()
     layout = HeadLayout(head.get_metadata("names"), model.execution.rules)
     total, parts = cross_entropy(hidden, head[...], batch["targets"], weights, layout=layout, z_loss=z_loss)
-    return total + sum(aux.values()) * jnp.sum(weights), parts
+    return total + sum(jnp.sum(a) for a in aux.values()) * jnp.sum(weights), parts
 
 
 def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, config: StepConfig):
@@ -60,7 +60,7 @@ def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, conf
         new = model.place(new, rules.grads)
         return (jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)), None
 
-    if config.accumulation == 1:
+    if config.accumulation == 1 or rules.mesh.pipeline > 1:  # a pipeline takes the microbatches in one call
         (_, parts), grads = grad(params, batch, weights)
         grads = model.place(grads, rules.grads)
     else:

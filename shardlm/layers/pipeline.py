@@ -1,0 +1,183 @@
+"""Runs the layers of one segment in stages over the `pipeline` axis. Owns the circular schedule, where microbatches go
+round the stages, and how weights and rows reach their stage; what a stage computes is stack.py's.
+
+Outside the stages `pipeline` is one more axis that splits the batch: embedding, head and any layers that are not
+pipelined work on every device, on its own rows, so that no stage is longer than the others.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlm.mesh import shard_map
+from shardlm.rules import Rules
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The circular schedule (https://arxiv.org/abs/2104.04473, section 2.2; without buffers between rounds): groups of
+    `stages` microbatches go round `rounds` times, and each time round a stage runs its next `slots` layers. One round
+    is GPipe's order (https://arxiv.org/abs/1811.06965).
+
+    In tick i stage s works on job j = i - s, which is round (j % (S * R)) // S of microbatch (j // (S * R)) * S + j % S.
+    """
+
+    num_layers: int
+    stages: int
+    rounds: int
+    microbatches: int
+
+    @property
+    def slots(self) -> int:
+        """Layers a stage runs in a tick; where they do not divide evenly the last ones are empty."""
+        return math.ceil(self.num_layers / (self.stages * self.rounds))
+
+    @property
+    def ticks(self) -> int:
+        return self.microbatches * self.rounds + self.stages - 1
+
+    def bubble_fraction(self) -> float:
+        """Share of the devices' time in the pipelined layers that does no useful work: filling and draining, and
+        empty slots."""
+        return 1 - self.num_layers * self.microbatches / (self.stages * self.slots * self.ticks)
+
+    def job(self, tick: jax.Array, stage: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(round, microbatch, whether there is one) for int32 scalars tick and stage."""
+        j = tick - stage
+        inside = (j >= 0) & (j < self.microbatches * self.rounds)
+        j = jnp.clip(j, 0, self.microbatches * self.rounds - 1)
+        lap = self.stages * self.rounds
+        return (j % lap) // self.stages, j // lap * self.stages + j % self.stages, inside
+
+
+Stage = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
+"""(weights [slots, ...], x [B, T, D], what else belongs to the microbatch) -> (x, sums to add up [slots, ...])."""
+
+
+def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule):
+    """x [B, T, D] through all layers; `extra` is a tree of [B, T] that goes along with its rows.
+
+    weights are stacked [L, ...] at rest, "pipeline" in their specs; x and extra are split over the batch axes, the
+    pipeline one among them. `stage` runs under `rules.inside("pipeline")`, and gets a zeroed `extra` while the
+    pipeline fills and drains. Returns (x, the stage's sums over microbatches, stacked [L, ...]).
+    """
+    to_stages = jax.tree.map(lambda a: _to_stages(a, schedule), weights)
+    stream = split_rows(x, schedule.microbatches, rules, "seq", "embed")
+    extra = jax.tree.map(lambda a: split_rows(a, schedule.microbatches, rules, "whole_seq"), extra)
+    own, shared = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline")
+    run = jax.shard_map(
+        lambda *args: _run(stage, schedule, *args),
+        in_specs=(own, shared, shared),
+        out_specs=(shared, own),
+        axis_names={"pipeline"},
+        check_vma=False,
+    )
+    stream, sums = run(to_stages, stream, extra)
+    sums = jax.tree.map(lambda a: _to_layers(a, schedule.num_layers), sums)
+    return join_rows(stream, rules, "seq", "embed"), sums
+
+
+def _run(stage: Stage, schedule: Schedule, weights, stream, extra):
+    """One stage: weights [rounds, 1, slots, ...], stream [M / stages, B, T, D], extra of the same leading dimensions.
+
+    Microbatch g * stages + p waits in slot g on stage p. It moves one stage down a tick until stage 0 takes it, and
+    from the last stage the same way back to where it waited. These moves are linear, so that differentiating the scan
+    keeps nothing of them.
+    """
+    S, R = schedule.stages, schedule.rounds
+    weights = jax.tree.map(lambda a: a[:, 0], weights)
+    share = stream.shape[0]
+    extra = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), extra)  # [M, ...]
+    me = jax.lax.axis_index("pipeline")
+    up = [(s, (s + 1) % S) for s in range(S)]
+    down = [((s + 1) % S, s) for s in range(S)]
+
+    def tick(carry, i):
+        state, arriving, leaving, done, sums = carry
+        lap, last = i % (S * R), i - (S - 1)
+        arriving = jnp.where(lap == 0, stream[jnp.minimum(i // (S * R), share - 1)], arriving)
+        lap_round, microbatch, busy = schedule.job(i, me)
+        x = jnp.where((me == 0) & (lap_round == 0), arriving, state)
+        w = weights if R == 1 else jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, lap_round, 0), weights)
+        mine = jax.tree.map(lambda a: jnp.where(busy, a[microbatch % S * share + microbatch // S], 0), extra)
+        x, new = stage(jax.tree.map(lambda a: a[0], w), x, mine)
+        sums = jax.tree.map(lambda total, a: _add_at(total, a, lap_round), sums, new)
+        leaving = jnp.where(me == S - 1, x, leaving)
+        finished = (last >= 0) & (last % (S * R) == S * R - 1)
+        slot = jnp.clip(last // (S * R), 0, share - 1)
+        done = jax.lax.dynamic_update_index_in_dim(done, jnp.where(finished, leaving, done[slot]), slot, 0)
+        state = jax.lax.ppermute(x, "pipeline", up)
+        arriving = _while_in(lap < S - 1, lambda a: jax.lax.ppermute(a, "pipeline", down), arriving, R)
+        leaving = _while_in(last % (S * R) >= S * (R - 1), lambda a: jax.lax.ppermute(a, "pipeline", down), leaving, R)
+        return (state, arriving, leaving, done, sums), None
+
+    shapes = jax.eval_shape(
+        lambda w, x, e: stage(jax.tree.map(lambda a: a[0], w), x, jax.tree.map(lambda a: a[0], e))[1],
+        weights,
+        stream[0],
+        extra,
+    )
+    sums = jax.tree.map(lambda s: jnp.zeros((R, *s.shape), s.dtype), shapes)
+    empty = jnp.zeros_like(stream[0])
+    start = (empty, empty, empty, jnp.zeros_like(stream), sums)
+    (_, _, _, done, sums), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
+    return done, jax.tree.map(lambda a: a[:, None], sums)
+
+
+def _while_in(condition, move, a, rounds):
+    """Moves only in the ticks that need it, where there are others; every device agrees on the condition."""
+    return move(a) if rounds == 1 else jax.lax.cond(condition, move, lambda a: a, a)
+
+
+def _add_at(total, a, index):
+    """total [rounds, ...] plus a [...] at `index`, without a scatter."""
+    here = jnp.arange(total.shape[0]) == index
+    return total + jnp.where(here.reshape(-1, *[1] * a.ndim), a, 0)
+
+
+def _to_stages(a: jax.Array, schedule: Schedule) -> jax.Array:
+    """[L, ...] at rest -> [rounds, stages, slots, ...] with the stages on their devices: an all-to-all over `pipeline`.
+    Empty slots get zero weights, with which a block returns its input."""
+    R, S, P = schedule.rounds, schedule.stages, schedule.slots
+    spec = jax.typeof(a).sharding.spec
+    a = jnp.pad(a, [(0, R * S * P - a.shape[0]), *[(0, 0)] * (a.ndim - 1)])
+    a = jnp.reshape(a, (R, S, P, *a.shape[1:]), out_sharding=PartitionSpec(None, None, *spec))
+    return jax.reshard(a, PartitionSpec(None, "pipeline", None, *[without_pipeline(part) for part in spec[1:]]))
+
+
+def _to_layers(a: jax.Array, num_layers: int) -> jax.Array:
+    """[rounds, stages, slots, ...] -> [L, ...], whole on every device."""
+    return jax.reshard(a, PartitionSpec()).reshape(-1, *a.shape[3:])[:num_layers]
+
+
+def without_pipeline(part):
+    """One dimension's entry of a PartitionSpec, less the pipeline axis."""
+    axes = (part,) if isinstance(part, str) else part or ()
+    left = tuple(axis for axis in axes if axis != "pipeline")
+    return left[0] if len(left) == 1 else left or None
+
+
+def split_rows(a: jax.Array, microbatches: int, rules: Rules, *names: str) -> jax.Array:
+    """[B, ...] split over all batch axes -> [M, B / M, ...], microbatches over `pipeline` and their rows over the other
+    batch axes. Which rows make a microbatch is chosen so that none changes device."""
+    share = microbatches // rules.mesh.pipeline
+    before, after = _specs(rules, names)
+    return shard_map(lambda a: a.reshape(share, -1, *a.shape[1:]), in_specs=before, out_specs=after)(a)
+
+
+def join_rows(a: jax.Array, rules: Rules, *names: str) -> jax.Array:
+    """The inverse of `split_rows`."""
+    before, after = _specs(rules, names)
+    return shard_map(lambda a: a.reshape(-1, *a.shape[2:]), in_specs=after, out_specs=before)(a)
+
+
+def _specs(rules: Rules, names):
+    before = rules.act.spec("batch", *names)
+    return before, PartitionSpec("pipeline", *rules.inside("pipeline").act.spec("batch", *names))

@@ -1,0 +1,76 @@
+"""Any pipeline, same numbers: loss and gradients of stages equal those of one device, whatever the schedule, the number
+of layers and the other axes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, relative_error
+
+from shardlm.layers.pipeline import Schedule
+from shardlm.mesh import MeshSpec
+from shardlm.train.step import StepConfig, gradients
+
+# float32: only the order of sums differs, as in test_parallel_parity.
+FP32 = 1e-5
+SIX = dataclasses.replace(LLAMA, num_layers=6)
+
+
+def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, **execution):
+    with jax.set_mesh(mesh_of(spec)):
+        model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full", **execution)
+        step = StepConfig(accumulation=microbatches, z_loss=1e-3)
+        run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
+        grads, losses = run(init(model), on_devices(packed_batch(), model))
+        return jax.tree.map(np.asarray, (grads, losses))
+
+
+@functools.cache
+def one_device(config=LLAMA):
+    return loss_and_gradients(MeshSpec(), "replicated", config, microbatches=1)
+
+
+def assert_same(got, config=LLAMA):
+    grads, losses = one_device(config)
+    assert relative_error(got[1], losses) < FP32
+    assert relative_error(got[0], grads) < FP32
+
+
+@pytest.mark.parametrize("preset", ["replicated", "zero1", "zero2", "zero3", "hybrid"])
+def test_every_preset_with_layers_that_do_not_divide(preset):
+    assert_same(loss_and_gradients(MeshSpec(data=2, pipeline=2, fsdp=2), preset))
+
+
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(pipeline=2), MeshSpec(pipeline=2, tensor=4), MeshSpec(pipeline=2, fsdp=2, tensor=2)], ids=str
+)
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_rounds(spec, rounds):
+    assert_same(loss_and_gradients(spec, "zero3", SIX, rounds=rounds), SIX)
+
+
+def test_more_stages_than_layers_divide_into():
+    assert_same(loss_and_gradients(MeshSpec(pipeline=4, tensor=2), "zero1", SIX, microbatches=8), SIX)
+    assert_same(loss_and_gradients(MeshSpec(pipeline=4), "zero1", SIX, microbatches=16), SIX)
+
+
+def test_jobs_visit_each_layer_of_each_microbatch_once_and_in_order():
+    for S, R, M in ((2, 1, 4), (4, 3, 8), (3, 2, 6)):
+        schedule = Schedule(num_layers=24, stages=S, rounds=R, microbatches=M)
+        ticks = jnp.arange(schedule.ticks)
+        seen = {}
+        for stage in range(S):
+            rounds, microbatches, busy = (np.asarray(a) for a in jax.vmap(schedule.job, (0, None))(ticks, stage))
+            for tick in np.flatnonzero(busy):
+                seen[int(microbatches[tick]), int(rounds[tick]) * S + stage] = int(tick)
+        assert set(seen) == {(m, place) for m in range(M) for place in range(S * R)}
+        assert all(seen[m, place + 1] == seen[m, place] + 1 for m in range(M) for place in range(S * R - 1))
+
+
+def test_bubble_fraction():
+    assert Schedule(num_layers=8, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(3 / 11)
+    assert Schedule(num_layers=8, stages=4, rounds=2, microbatches=8).bubble_fraction() == pytest.approx(3 / 19)
+    assert Schedule(num_layers=7, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(1 - 56 / 88)
