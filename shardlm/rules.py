@@ -145,11 +145,17 @@ class Rules:
 
     def for_decoding(self) -> "Rules":
         """The same weights, with every device holding all rows and the whole sequence: for a few rows of tokens."""
-        return dataclasses.replace(self, act=_without(self.act, "batch", "seq", "whole_seq"))
+        return dataclasses.replace(self, act=_without(self.act, "batch", "microbatches", "seq", "whole_seq"))
 
-    def inside(self, axis: str) -> "Rules":
-        """The rules of one pipeline stage, or of one replica: as seen inside a shard_map that is manual over `axis`."""
-        one = dataclasses.replace(self.mesh, **{axis: 1})
+    def replicas(self) -> tuple[str, ...]:
+        """Of data and fsdp, the axes whose devices hold the same weights: gradients need to cross them once a step."""
+        return tuple(
+            axis for axis in ("data", "fsdp") if axis not in self.rest.axes("embed") and self.mesh.size(axis) > 1
+        )
+
+    def inside(self, *axes: str) -> "Rules":
+        """The rules of one pipeline stage, or of one replica: as seen inside a shard_map that is manual over `axes`."""
+        one = dataclasses.replace(self.mesh, **dict.fromkeys(axes, 1))
         tables = {role: dataclasses.replace(getattr(self, role), mesh=one) for role in TABLES}
         return dataclasses.replace(self, mesh=one, **tables)
 

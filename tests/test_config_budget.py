@@ -24,6 +24,7 @@ FIELDS = {
         "steps", "global_batch", "seq_len", "accumulation", "z_loss", "seed", "log_every", "eval_every",
         "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
     },
+    "pipeline": {"schedule", "rounds"},
     "checkpoint": {"every_steps", "keep", "keep_best"},
     "": {"rules", "precision", "remat", "attention", "unroll", "xla_profile", "run_dir", "cpu_devices"},
 }  # fmt: skip

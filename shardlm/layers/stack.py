@@ -12,7 +12,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block import Block, BlockConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.param import Execution, Params
-from shardlm.layers.pipeline import Schedule
+from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
 
 Aux = dict[str, jax.Array]
@@ -63,7 +63,7 @@ class Stack(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
         if not (self.pipelined and execution.rules.act.axes("microbatches")):
             return scan_blocks(graph, stacked, x, positions, ctx, pages, first_layer, execution)
-        inside = dataclasses.replace(execution, rules=execution.rules.inside("pipeline"))
+        inside = dataclasses.replace(execution, rules=stage_rules(execution.rules))
 
         def stage(state, x, rows):
             stage_ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], rules=inside.rules)
@@ -73,7 +73,8 @@ class Stack(nnx.Module):
         schedule = self.schedule(execution)
         slots = schedule.slots
         rows = {"segment_ids": ctx.segment_ids, "positions": positions}
-        x, aux = run_stages(stage, stacked, x, rows, rules=execution.rules, schedule=schedule)
+        how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat)}
+        x, aux = run_stages(stage, stacked, x, rows, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
     def schedule(self, execution: Execution) -> Schedule:
@@ -105,23 +106,36 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
 
 def rematerialised(layer, remat: Remat):
     """The scan body under a remat policy by name. Raises ShardlmError for an unknown name."""
-    policies = jax.checkpoint_policies
     if remat == "none":
         return layer
+    # The scan already keeps XLA from merging the recomputation with the forward pass.
+    return jax.checkpoint(layer, policy=kept(remat), prevent_cse=False)
+
+
+def kept(remat: Remat):
+    """What a block keeps, as a policy of jax.checkpoint."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return policies.everything_saveable
     if remat == "full":
-        policy = policies.nothing_saveable
-    elif remat == "dots":
-        policy = policies.dots_with_no_batch_dims_saveable
-    elif remat == "names":
-        policy = policies.save_only_these_names("block_input", "attention_out", "mlp_out")
-    elif remat == "offload":
-        policy = policies.save_and_offload_only_these_names(
+        return policies.nothing_saveable  # the input of what is recomputed is kept anyway
+    if remat == "dots":
+        return policies.dots_with_no_batch_dims_saveable
+    if remat == "names":
+        return policies.save_only_these_names("block_input", "attention_out", "mlp_out")
+    if remat == "offload":
+        return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=["block_input"],
             offload_src="device",
             offload_dst="pinned_host",
         )
-    else:
-        raise ShardlmError(f"unknown remat policy {remat!r}; choose from {', '.join(get_args(Remat))}")
-    # The scan already keeps XLA from merging the recomputation with the forward pass.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    raise ShardlmError(f"unknown remat policy {remat!r}; choose from {', '.join(get_args(Remat))}")
+
+
+def kept_of_stage(remat: Remat):
+    """The same of all blocks of a stage, whose inputs are not those of what is recomputed."""
+    if remat in ("full", "dots"):
+        inputs = jax.checkpoint_policies.save_only_these_names("block_input")
+        return inputs if remat == "full" else jax.checkpoint_policies.save_from_both_policies(inputs, kept(remat))
+    return kept(remat)

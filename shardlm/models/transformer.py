@@ -71,7 +71,8 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None = None
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
-        """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, aux values [layers, ...])."""
+        """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
+        values [layers that have them, ...])."""
         act = self.execution.rules.act
         table = in_use(self.embedding, self.execution)
         x = table.at[tokens].get(out_sharding=act.spec("batch", "whole_seq", "embed"))

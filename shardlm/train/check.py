@@ -1,16 +1,18 @@
 """Refuses, before anything compiles, what cannot run: every message gives the values and the choices that work."""
 
+import math
+
 from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.rules import Rules
-from shardlm.train.config import TrainConfig
+from shardlm.train.config import PipelineConfig, TrainConfig
 
 
 def check_axes(mesh: MeshSpec) -> None:
     """Refuses mesh axes that nothing in a dense model is split over yet."""
-    for axis in ("context", "pipeline", "expert"):
+    for axis in ("context", "expert"):
         if mesh.size(axis) > 1:
             raise ShardlmError(
                 f"mesh.{axis}={mesh.size(axis)}: training does not split anything over {axis} yet; "
@@ -20,7 +22,8 @@ def check_axes(mesh: MeshSpec) -> None:
 
 def check_batch(train: TrainConfig, rules: Rules) -> None:
     """Refuses batches and rows that do not divide over microbatches and devices."""
-    batch_axes = rules.act.axes("batch")
+    # Each stage of a pipeline sees all rows of a microbatch.
+    batch_axes = tuple(axis for axis in rules.act.axes("batch") if axis != "pipeline")
     rows = rules.mesh.size(*batch_axes) * train.accumulation
     if train.global_batch % rows:
         below = train.global_batch // rows * rows
@@ -36,6 +39,35 @@ def check_batch(train: TrainConfig, rules: Rules) -> None:
             f"train.seq_len={train.seq_len} cannot be split over tensor={tensor} between blocks (sequence parallel); "
             f"choose {below or tensor} or {below + tensor}"
         )
+
+
+def check_pipeline(layers: int, train: TrainConfig, pipeline: PipelineConfig, mesh: MeshSpec) -> None:
+    """Refuses a pipeline that leaves a stage without layers, or microbatches that do not fill the stages. `layers` is
+    how often the model's longest run of equal blocks repeats."""
+    stages = mesh.pipeline
+    if stages == 1:
+        return
+    places = stages * pipeline.laps
+    slots = math.ceil(layers / places)
+    if slots * (places - 1) >= layers:
+        works = [s for s in range(1, layers // pipeline.laps + 1) if _fills(layers, s * pipeline.laps)]
+        rounds = "" if pipeline.laps == 1 else f" x pipeline.rounds={pipeline.laps}"
+        fewer = "" if pipeline.laps == 1 else ", or fewer rounds"
+        raise ShardlmError(
+            f"layers={layers} cannot be split over pipeline={stages}{rounds}: {slots} a place would leave the last of "
+            f"{places} places empty; choose pipeline from {', '.join(map(str, works))}{fewer}"
+        )
+    if train.accumulation % stages:
+        below = train.accumulation // stages * stages
+        near = f"{below} or {below + stages}" if below else str(stages)
+        raise ShardlmError(
+            f"train.accumulation={train.accumulation} microbatches do not fill pipeline={stages} stages in whole "
+            f"groups; choose {near}"
+        )
+
+
+def _fills(layers: int, places: int) -> bool:
+    return math.ceil(layers / places) * (places - 1) < layers
 
 
 def check_model(model: TransformerConfig, rules: Rules) -> None:

@@ -1,7 +1,7 @@
 """The configuration of a training run: what a file in configs/ returns."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from shardlm.checkpoint import CheckpointConfig
 from shardlm.data.config import DataConfig
@@ -21,7 +21,7 @@ class TrainConfig:
     steps          updates
     global_batch   rows in one update, over all devices and microbatches
     seq_len        tokens in a row
-    accumulation   microbatches an update is summed over
+    accumulation   microbatches an update is summed over; on a mesh with pipeline stages they go through them
     z_loss         weight of the squared log-partition; 1e-4 where logits drift
     seed           of the initial weights
     log_every      steps between metric lines
@@ -51,6 +51,32 @@ class TrainConfig:
                 raise ShardlmError(f"train.{name}={getattr(self, name)}: it must be at least 1")
 
 
+PipelineSchedule = Literal["circular", "gpipe", "1f1b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How train.accumulation microbatches go through the stages of mesh.pipeline.
+
+    schedule  circular  a stage holds several runs of layers and microbatches go round `rounds` times: least idle time
+              gpipe     one round
+              1f1b      one round, with memory that does not grow with the number of microbatches
+    rounds    of the circular schedule
+    """
+
+    schedule: PipelineSchedule = "circular"
+    rounds: int = 2
+
+    def __post_init__(self):
+        if self.rounds < 1:
+            raise ShardlmError(f"pipeline.rounds={self.rounds}: it must be at least 1")
+
+    @property
+    def laps(self) -> int:
+        """How often a microbatch goes round the stages."""
+        return self.rounds if self.schedule == "circular" else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that decides a training run.
@@ -60,6 +86,7 @@ class RunConfig:
     precision    compute type (precision.py)
     remat        what the backward pass keeps (layers/stack.py)
     attention    "auto", "xla" or "cudnn" (ops/attention.py)
+    pipeline     schedule of mesh.pipeline's stages
     unroll       layers in one iteration of the scan; 0: all, for speed where compile time does not matter
     xla_profile  named compiler options; "auto" picks by GPU generation (xla_options.py)
     run_dir      checkpoints, logs, configuration and tokenizer go here; an interrupted run resumes from here
@@ -73,6 +100,7 @@ class RunConfig:
     precision: Precision = "bf16"
     remat: Remat = "full"
     attention: Implementation = "auto"
+    pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()

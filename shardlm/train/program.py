@@ -11,13 +11,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from shardlm.layers.param import Execution
+from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.ops.attention import choose
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
-from shardlm.train.check import check_axes, check_batch, check_model
+from shardlm.train.check import check_axes, check_batch, check_model, check_pipeline
 from shardlm.train.config import RunConfig
 from shardlm.train.step import StepConfig, make_eval_step, make_train_step
 from shardlm.xla_options import XlaOptions, resolve_profile
@@ -45,11 +46,21 @@ class Program:
         check_axes(spec)
         check_batch(config.train, rules)
         check_model(shape, rules)
+        check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
         dtype = COMPUTE_DTYPE[config.precision]
         head_dim = max(block.attention.head_dim for block in shape.blocks())
         attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim)
+        execution = Execution(
+            rules=rules,
+            dtype=dtype,
+            remat=config.remat,
+            attention=attention,
+            unroll=config.unroll,
+            microbatches=config.train.accumulation,
+            rounds=config.pipeline.laps,
+        )
         with jax.set_mesh(mesh):
-            model = ModelDef.make(shape, Execution(rules, dtype, config.remat, attention, config.unroll))
+            model = ModelDef.make(shape, execution)
         return cls(config, mesh, rules, model, make_optimizer(config.optim, config.train.steps, model.names))
 
     @property
@@ -87,6 +98,12 @@ class Program:
         """(params, batch) -> sums of the batch's losses."""
         with jax.set_mesh(self.mesh), self._matmul_precision():
             return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
+
+    def schedule(self) -> Schedule:
+        """When the stages of the mesh's pipeline run what; one stage where there is no pipeline."""
+        shape, train = self.model.config, self.config.train
+        layers = shape.segments[shape.pipelined_segment()].repeats
+        return Schedule(layers, self.rules.mesh.pipeline, self.config.pipeline.laps, train.accumulation)
 
     def xla_options(self) -> XlaOptions:
         """Compiler options of config.xla_profile that the installed jaxlib takes, for `Lowered.compile`."""

@@ -73,6 +73,13 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
         f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
         f"{tokens / data.train.num_tokens:.2f} epochs",
     ]
+    if program.rules.mesh.pipeline > 1:
+        idle = program.schedule().bubble_fraction()
+        lines.append(
+            f"pipeline: {config.pipeline.schedule}, {train.accumulation} microbatches through "
+            f"{program.rules.mesh.pipeline} stages, {config.pipeline.laps} rounds; "
+            f"bubble fraction {idle:.1%} of the layers' time (computed)"
+        )
     crossing = crossing_axes(program.rules.mesh, jax.local_device_count())
     if "tensor" in crossing:
         lines.append(f"warning: tensor={program.rules.mesh.tensor} spans hosts; it is fastest within one host's GPUs")
