@@ -66,8 +66,9 @@ def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: 
     """x [B, T, D] through all layers; `extra` is a tree of [B, T] that goes along with its rows.
 
     weights are stacked [L, ...] at rest, "pipeline" in their specs; x and extra are split over the batch axes, the
-    pipeline one among them. `stage` runs under `stage_rules(rules)`, and gets a zeroed `extra` while the
-    pipeline fills and drains. `policy` says what of a stage the backward pass keeps (jax.checkpoint). Returns (x, the stage's sums over microbatches, stacked [L, ...]).
+    pipeline one among them. `stage` runs under `stage_rules(rules)`, and gets a zeroed `extra` while the pipeline fills
+    and drains. `policy` says what of a stage the backward pass keeps (jax.checkpoint). Returns (x, the stage's sums
+    over microbatches, stacked [L, ...]).
     """
     to_stages = jax.tree.map(lambda a: _to_stages(a, schedule), weights)
     stream = split_rows(x, schedule.microbatches, rules, "seq", "embed")

@@ -1,6 +1,7 @@
 """The decoder that every architecture configures: embedding, segments of blocks, final norm and output head."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -73,19 +74,29 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
         values [layers that have them, ...])."""
+        x, pages, aux = self.run(self.embed(tokens), positions, ctx, pages)
+        return self.finish(x), pages, aux
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """tokens int32 [B, T] -> the stream that enters the first block, [B, T, D]."""
         act = self.execution.rules.act
         table = in_use(self.embedding, self.execution)
         x = table.at[tokens].get(out_sharding=act.spec("batch", "whole_seq", "embed"))
-        x = jax.reshard(x, act.spec("batch", "seq", "embed"))
+        return jax.reshard(x, act.spec("batch", "seq", "embed"))
+
+    def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
+        """x [B, T, D] through the blocks of all segments, or of a slice of them."""
         found: dict[str, list[jax.Array]] = {}
-        first_layer = 0
-        for stack, segment in zip(self.segments, self.config.segments, strict=True):
+        first_layers = itertools.accumulate((s.num_layers for s in self.config.segments), initial=0)
+        for stack, first_layer in list(zip(self.segments, first_layers, strict=False))[which]:
             x, pages, aux = stack(x, positions, ctx, pages, first_layer, self.execution)
             for name, value in aux.items():
                 found.setdefault(name, []).append(value)
-            first_layer += segment.num_layers
-        x = rms_norm(x, in_use(self.final_norm, self.execution), self.config.norm_eps)
         return x, pages, {name: jnp.concatenate(values) for name, values in found.items()}
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """The norm after the last block: x [B, T, D] -> hidden [B, T, D]."""
+        return rms_norm(x, in_use(self.final_norm, self.execution), self.config.norm_eps)
 
     def head_param(self) -> nnx.Param:
         """The output head at rest: (D, V), or (V, D) when it is the embedding."""

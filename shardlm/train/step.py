@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from shardlm.layers.context import Packed
+from shardlm.models.transformer import Transformer
 from shardlm.ops.cross_entropy import HeadLayout, cross_entropy
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState
@@ -38,10 +39,15 @@ def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_
     lm = model.model(params)
     ctx = Packed(batch["segment_ids"], model.execution.rules, model.execution.attention)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
-    head = lm.head_param()
-    layout = HeadLayout(head.get_metadata("names"), model.execution.rules)
-    total, parts = cross_entropy(hidden, head[...], batch["targets"], weights, layout=layout, z_loss=z_loss)
+    total, parts = token_losses(lm, hidden, batch["targets"], weights, z_loss)
     return total + sum(jnp.sum(a) for a in aux.values()) * jnp.sum(weights), parts
+
+
+def token_losses(lm: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float):
+    """hidden [B, T, D] and targets int32 [B, T] -> what `cross_entropy` returns for the model's output head."""
+    head = lm.head_param()
+    layout = HeadLayout(head.get_metadata("names"), lm.execution.rules)
+    return cross_entropy(hidden, head[...], targets, weights, layout=layout, z_loss=z_loss)
 
 
 def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, config: StepConfig):
