@@ -17,12 +17,13 @@ from shardlm.train.step import StepConfig, gradients
 # float32: only the order of sums differs, as in test_parallel_parity.
 FP32 = 1e-5
 SIX = dataclasses.replace(LLAMA, num_layers=6)
+TIED_SIX = dataclasses.replace(SIX, tie_embeddings=True)
 
 
-def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, **execution):
+def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, one_f_one_b=False, **execution):
     with jax.set_mesh(mesh_of(spec)):
         model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full", **execution)
-        step = StepConfig(accumulation=microbatches, z_loss=1e-3)
+        step = StepConfig(accumulation=microbatches, z_loss=1e-3, one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         grads, losses = run(init(model), on_devices(packed_batch(), model))
         return jax.tree.map(np.asarray, (grads, losses))
@@ -55,6 +56,13 @@ def test_rounds(spec, rounds):
 def test_more_stages_than_layers_divide_into():
     assert_same(loss_and_gradients(MeshSpec(pipeline=4, tensor=2), "zero1", SIX, microbatches=8), SIX)
     assert_same(loss_and_gradients(MeshSpec(pipeline=4), "zero1", SIX, microbatches=16), SIX)
+
+
+@pytest.mark.parametrize("preset", ["replicated", "zero3", "hybrid"])
+@pytest.mark.parametrize("spec", [MeshSpec(data=2, pipeline=2, fsdp=2), MeshSpec(pipeline=4, tensor=2)], ids=str)
+def test_one_forward_one_backward(spec, preset):
+    config = LLAMA if spec.pipeline == 2 else TIED_SIX
+    assert_same(loss_and_gradients(spec, preset, config, one_f_one_b=True), config)
 
 
 def test_jobs_visit_each_layer_of_each_microbatch_once_and_in_order():

@@ -70,7 +70,7 @@ def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: 
     and drains. `policy` says what of a stage the backward pass keeps (jax.checkpoint). Returns (x, the stage's sums
     over microbatches, stacked [L, ...]).
     """
-    to_stages = jax.tree.map(lambda a: _to_stages(a, schedule), weights)
+    weights = jax.tree.map(lambda a: to_stages(a, schedule), weights)
     stream = split_rows(x, schedule.microbatches, rules, "seq", "embed")
     extra = jax.tree.map(lambda a: split_rows(a, schedule.microbatches, rules, "whole_seq"), extra)
     # Manual over the replicas too: they meet once, when the gradients leave, and not in every layer of every tick.
@@ -83,8 +83,8 @@ def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: 
         axis_names={"pipeline", *replicas},
         check_vma=False,
     )
-    stream, sums = run(to_stages, stream, extra)
-    sums = jax.tree.map(lambda a: _to_layers(a, schedule.num_layers), sums)
+    stream, sums = run(weights, stream, extra)
+    sums = jax.tree.map(lambda a: to_layers(a, schedule.num_layers), sums)
     return join_rows(stream, rules, "seq", "embed"), sums
 
 
@@ -148,7 +148,7 @@ def _add_at(total, a, index):
     return total + jnp.where(here.reshape(-1, *[1] * a.ndim), a, 0)
 
 
-def _to_stages(a: jax.Array, schedule: Schedule) -> jax.Array:
+def to_stages(a: jax.Array, schedule: Schedule) -> jax.Array:
     """[L, ...] at rest -> [rounds, stages, slots, ...] with the stages on their devices: an all-to-all over `pipeline`.
     Empty slots get zero weights, with which a block returns its input."""
     R, S, P = schedule.rounds, schedule.stages, schedule.slots
@@ -158,7 +158,7 @@ def _to_stages(a: jax.Array, schedule: Schedule) -> jax.Array:
     return jax.reshard(a, PartitionSpec(None, "pipeline", None, *[without_pipeline(part) for part in spec[1:]]))
 
 
-def _to_layers(a: jax.Array, num_layers: int) -> jax.Array:
+def to_layers(a: jax.Array, num_layers: int) -> jax.Array:
     """[rounds, stages, slots, ...] -> [L, ...], whole on every device."""
     return jax.reshard(a, PartitionSpec()).reshape(-1, *a.shape[3:])[:num_layers]
 

@@ -89,7 +89,8 @@ class Program:
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated."""
         train, optim = self.config.train, self.config.optim
-        step = StepConfig(train.accumulation, optim.clip_norm, optim.ema_decay, train.z_loss)
+        one_f_one_b = self.config.pipeline.schedule == "1f1b" and self.rules.mesh.pipeline > 1
+        step = StepConfig(train.accumulation, optim.clip_norm, optim.ema_decay, train.z_loss, one_f_one_b)
         function = make_train_step(self.model, self.tx, make_schedule(optim, train.steps), step)
         with jax.set_mesh(self.mesh), self._matmul_precision():
             return jax.jit(function, donate_argnums=0).lower(self.state_shapes(), self.batch_shapes())

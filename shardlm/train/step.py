@@ -2,6 +2,7 @@
 pure function of state and batch; jit, donation and compiler options are train/program.py's."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,12 @@ from shardlm.models.transformer import Transformer
 from shardlm.ops.cross_entropy import HeadLayout, cross_entropy
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState
+from shardlm.train import one_f_one_b
 
 Batch = dict[str, jax.Array]
 """tokens, targets, segment_ids, positions int32 [B, T] and loss_mask float32 [B, T] (data/loader.py)."""
+Gradient = Callable[[Any, Batch, jax.Array, Any], tuple[Any, dict[str, jax.Array], Any]]
+"""(params, batch, loss scale, the state's link) -> (gradients where the optimizer rests, losses, new link)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +30,14 @@ class StepConfig:
     clip_norm     largest global gradient norm; 0 does not clip
     ema_decay     of the average of the weights
     z_loss        weight of the squared log-partition (ops/cross_entropy.py)
+    one_f_one_b   microbatches go through pipeline stages by one_f_one_b.py
     """
 
     accumulation: int = 1
     clip_norm: float = 1.0
     ema_decay: float = 0.0
     z_loss: float = 0.0
+    one_f_one_b: bool = False
 
 
 def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_loss: float = 0.0):
@@ -40,7 +46,12 @@ def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_
     ctx = Packed(batch["segment_ids"], model.execution.rules, model.execution.attention)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
     total, parts = token_losses(lm, hidden, batch["targets"], weights, z_loss)
-    return total + sum(jnp.sum(a) for a in aux.values()) * jnp.sum(weights), parts
+    return with_auxiliary(total, aux, weights), parts
+
+
+def with_auxiliary(total: jax.Array, aux: dict[str, jax.Array], weights: jax.Array) -> jax.Array:
+    """The tokens' losses and the layers' auxiliary ones."""
+    return total + sum(jnp.sum(a) for a in aux.values()) * jnp.sum(weights)
 
 
 def token_losses(lm: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float):
@@ -56,25 +67,55 @@ def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, conf
     Each microbatch's tokens weigh the same wherever they fall, so the result does not depend on the accumulation.
     Returns (gradients where the rules rest them, {"loss", "z_loss"}).
     """
-    rules = model.execution.rules
     weights = batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
+    grads, parts = accumulated(model, params, batch, weights, config, config.accumulation)
+    return grads, {"loss": parts["nll"] / scale, "z_loss": parts["z_loss"] / scale}
+
+
+def accumulated(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, config: StepConfig, count):
+    """Gradients of the weighted loss and its parts, summed over the first `count` (an int or int32 scalar) of the
+    config's microbatches."""
+    rules = model.execution.rules
     grad = jax.value_and_grad(lambda p, b, w: loss_sums(model, p, b, w, config.z_loss), has_aux=True)
 
-    def micro(carry, inputs):
+    def micro(i, carry):
         total, grads = carry
-        (_, parts), new = grad(params, *inputs)
+        (_, parts), new = grad(params, *jax.tree.map(lambda a: a[i], split))
         new = model.place(new, rules.grads)
-        return (jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)), None
+        return jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)
 
-    if config.accumulation == 1 or rules.mesh.pipeline > 1:  # a pipeline takes the microbatches in one call
+    if config.one_f_one_b:
+        rows = batch | {"weights": weights}
+        (_, parts, _), grads = one_f_one_b.loss_and_gradients(model, params, rows, *_row_losses(config.z_loss))
+        grads = model.place(grads, rules.grads)
+    elif config.accumulation == 1 or rules.mesh.pipeline > 1:  # a pipeline takes the microbatches in one call
         (_, parts), grads = grad(params, batch, weights)
         grads = model.place(grads, rules.grads)
     else:
         zeros = model.place(jax.tree.map(jnp.zeros_like, params), rules.grads)
         start = ({"nll": jnp.float32(0), "z_loss": jnp.float32(0)}, zeros)
         split = jax.tree.map(lambda a: microbatches(a, config.accumulation, rules), (batch, weights))
-        (parts, grads), _ = jax.lax.scan(micro, start, split)
-    return grads, {"loss": parts["nll"] / scale, "z_loss": parts["z_loss"] / scale}
+        parts, grads = jax.lax.fori_loop(0, count, micro, start)
+    return grads, parts
+
+
+def whole_batch(model: ModelDef, config: StepConfig) -> Gradient:
+    """Gradients that XLA sums over all devices."""
+
+    def gradient(params, batch, scale, link):
+        grads, losses = gradients(model, params, batch, scale, config)
+        return jax.tree.map(lambda g: g / scale, model.place(grads, model.execution.rules.optimizer)), losses, link
+
+    return gradient
+
+
+def _row_losses(z_loss: float):
+    """(tokens' losses, adding the auxiliary ones) of one microbatch's rows, for one_f_one_b.py."""
+
+    def tokens(lm, hidden, rows):
+        return token_losses(lm, hidden, rows["targets"], rows["weights"], z_loss)
+
+    return tokens, lambda total, aux, rows: with_auxiliary(total, aux, rows["weights"])
 
 
 def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
@@ -84,8 +125,15 @@ def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
     return jnp.moveaxis(split, 1, 0)
 
 
-def make_train_step(model: ModelDef, tx: optax.GradientTransformation, rate: optax.Schedule, config: StepConfig):
-    """The step: (TrainState, Batch) -> (TrainState, metrics).
+def make_train_step(
+    model: ModelDef,
+    tx: optax.GradientTransformation,
+    rate: optax.Schedule,
+    config: StepConfig,
+    gradient: Gradient | None = None,
+):
+    """The step: (TrainState, Batch) -> (TrainState, metrics). `gradient` is where gradients come from: of the whole
+    batch unless replicas exchange them in their own way (replicas.py).
 
     A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are scalars: loss and
     z_loss (nats per counted token), grad_norm (before clipping), learning_rate (`rate` of the updates made so far),
@@ -93,11 +141,11 @@ def make_train_step(model: ModelDef, tx: optax.GradientTransformation, rate: opt
     bad_steps and, in fp16, loss_scale.
     """
     rules = model.execution.rules
+    gradient = gradient or whole_batch(model, config)
 
     def step(state: TrainState, batch: Batch):
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-        grads, losses = gradients(model, state.params, batch, scale, config)
-        grads = jax.tree.map(lambda g: g / scale, model.place(grads, rules.optimizer))
+        grads, losses, link = gradient(state.params, batch, scale, state.link)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
         if config.clip_norm:
@@ -109,8 +157,8 @@ def make_train_step(model: ModelDef, tx: optax.GradientTransformation, rate: opt
         ema = state.ema
         if ema is not None:
             ema = jax.tree.map(lambda old, new: old + (1 - config.ema_decay) * (new - old), ema, moved)
-        kept, old = (moved, opt_state, ema), (split, state.opt_state, state.ema)
-        moved, opt_state, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, old)
+        kept, old = (moved, opt_state, ema, link), (split, state.opt_state, state.ema, state.link)
+        moved, opt_state, ema, link = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, old)
         # An overflow in float16 is the loss scale's business until the scale cannot go lower.
         counts_as_bad = ~finite if state.loss_scale is None else ~finite & (scale <= 1)
         bad_steps = jnp.where(finite, 0, state.bad_steps + counts_as_bad)
@@ -122,6 +170,7 @@ def make_train_step(model: ModelDef, tx: optax.GradientTransformation, rate: opt
             loss_scale=state.loss_scale.update(finite) if state.loss_scale else None,
             skipped=state.skipped + ~finite,
             bad_steps=bad_steps,
+            link=link,
         )
         metrics = losses | {"grad_norm": norm, "finite": finite.astype(jnp.float32)} | counts(batch)
         metrics |= {"learning_rate": rate(state.step - state.skipped), "skipped": new.skipped, "bad_steps": bad_steps}
