@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from shardlm.errors import ShardlmError
 
@@ -86,6 +86,64 @@ def shard_map(f: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def manual_over(axes: Sequence[str], f: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
+    """jax.shard_map that is manual over `axes` alone; inside, the other axes stay explicit in the arrays' types.
+
+    They pass its border as automatic axes: jax 0.10 closes the shardings of explicit axes there, so that XLA would
+    gather every weight whole over fsdp and tensor on the way in and out (jax 0.11 does not). Not to be differentiated
+    from outside, where what is kept for the backward pass would pass the border too: see `manual_with_gradient`.
+    """
+    options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
+
+    def run(*args):
+        mesh = jax.sharding.get_abstract_mesh()
+        others = tuple(axis for axis in mesh.axis_names if axis not in axes and axis not in mesh.manual_axes)
+        inside = jax.tree.map(lambda a: without_axes(jax.typeof(a).sharding.spec, axes), args)
+        out = jax.tree.map(lambda s: s.sharding.spec, jax.eval_shape(jax.shard_map(f, **options), *args))
+        body = jax.sharding.explicit_axes(f, axes=others, in_sharding=inside)
+        return jax.sharding.auto_axes(jax.shard_map(body, **options), axes=others, out_sharding=out)(*args)
+
+    return run
+
+
+def manual_with_gradient(
+    axes: Sequence[str], f: Callable, *, in_specs: tuple[PartitionSpec, ...], out_specs: Any, fixed_specs: PartitionSpec
+) -> Callable:
+    """`manual_over` of f(fixed, *args), differentiable in `args`. An argument's gradient is summed over those of `axes`
+    that its spec in `in_specs` does not name."""
+    each, specs = PartitionSpec(tuple(axes)), (fixed_specs, *in_specs)
+    structure = []  # of what the forward pass keeps, noted while it is traced
+
+    @jax.custom_vjp
+    def run(fixed, *args):
+        return manual_over(axes, f, in_specs=specs, out_specs=out_specs)(fixed, *args)
+
+    def forward(fixed, *args):
+        def local(fixed, *args):
+            out, back = jax.vjp(lambda *a: f(fixed, *a), *args)
+            kept, structure[:] = jax.tree.flatten(back)[0], [jax.tree.structure(back)]
+            return out, [a[None] for a in kept]
+
+        return manual_over(axes, local, in_specs=specs, out_specs=(out_specs, each))(fixed, *args)
+
+    def backward(kept, cotangent):
+        def local(kept, cotangent):
+            gradients = jax.tree.unflatten(structure[0], [a[0] for a in kept])(cotangent)
+            unnamed = [tuple(axis for axis in axes if axis not in jax.tree.leaves(tuple(spec))) for spec in in_specs]
+            return tuple(jax.lax.psum(g, a) if a else g for g, a in zip(gradients, unnamed, strict=True))
+
+        return None, *manual_over(axes, local, in_specs=(each, out_specs), out_specs=in_specs)(kept, cotangent)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The spec less these mesh axes."""
+    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+    return PartitionSpec(*(tuple(axis for axis in part if axis not in axes) or None for part in parts))
 
 
 def physical_order(devices: Sequence[jax.Device]) -> list[jax.Device]:

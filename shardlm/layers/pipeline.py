@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.mesh import shard_map
+from shardlm.mesh import manual_with_gradient, shard_map, without_axes
 from shardlm.rules import Rules
 
 Tree = Any
@@ -76,19 +76,19 @@ def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: 
     # Manual over the replicas too: they meet once, when the gradients leave, and not in every layer of every tick.
     replicas = rules.replicas()
     own, shared = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline", replicas or None)
-    run = jax.shard_map(
-        lambda *args: _run(stage, schedule, policy, replicas, *args),
-        in_specs=(own, shared, shared),
+    run = manual_with_gradient(
+        ("pipeline", *replicas),
+        functools.partial(_run, stage, schedule, policy, replicas),
+        in_specs=(own, shared),
         out_specs=(shared, own),
-        axis_names={"pipeline", *replicas},
-        check_vma=False,
+        fixed_specs=shared,
     )
-    stream, sums = run(weights, stream, extra)
+    stream, sums = run(extra, weights, stream)
     sums = jax.tree.map(lambda a: to_layers(a, schedule.num_layers), sums)
     return join_rows(stream, rules, "seq", "embed"), sums
 
 
-def _run(stage: Stage, schedule: Schedule, policy, replicas, weights, stream, extra):
+def _run(stage: Stage, schedule: Schedule, policy, replicas, extra, weights, stream):
     """One stage: weights [rounds, 1, slots, ...], stream [M / stages, B, T, D], extra of the same leading dimensions.
 
     Microbatch g * stages + p waits in slot g on stage p. It moves one stage down a tick until stage 0 takes it, and
@@ -155,19 +155,12 @@ def to_stages(a: jax.Array, schedule: Schedule) -> jax.Array:
     spec = jax.typeof(a).sharding.spec
     a = jnp.pad(a, [(0, R * S * P - a.shape[0]), *[(0, 0)] * (a.ndim - 1)])
     a = jnp.reshape(a, (R, S, P, *a.shape[1:]), out_sharding=PartitionSpec(None, None, *spec))
-    return jax.reshard(a, PartitionSpec(None, "pipeline", None, *[without_pipeline(part) for part in spec[1:]]))
+    return jax.reshard(a, PartitionSpec(None, "pipeline", None, *without_axes(spec, ("pipeline",))[1:]))
 
 
 def to_layers(a: jax.Array, num_layers: int) -> jax.Array:
     """[rounds, stages, slots, ...] -> [L, ...], whole on every device."""
     return jax.reshard(a, PartitionSpec()).reshape(-1, *a.shape[3:])[:num_layers]
-
-
-def without_pipeline(part):
-    """One dimension's entry of a PartitionSpec, less the pipeline axis."""
-    axes = (part,) if isinstance(part, str) else part or ()
-    left = tuple(axis for axis in axes if axis != "pipeline")
-    return left[0] if len(left) == 1 else left or None
 
 
 def stage_rules(rules: Rules) -> Rules:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Packed
-from shardlm.layers.pipeline import Schedule, split_rows, stage_rules, to_layers, to_stages, without_pipeline
+from shardlm.layers.pipeline import Schedule, split_rows, stage_rules, to_layers, to_stages
+from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
 
 Tree = Any
@@ -58,12 +59,11 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses, auxili
     everywhere = jax.tree.map(_on_all_stages, shared)
     rows = jax.tree.map(lambda a: split_rows(a, schedule.microbatches, rules, "whole_seq"), rows)
     replicas, staged, whole = rules.replicas(), PartitionSpec(None, "pipeline"), PartitionSpec()
-    run = jax.shard_map(
+    run = manual_over(
+        ("pipeline", *replicas),
         functools.partial(_ticks, stages, replicas),
         in_specs=(staged, whole, PartitionSpec("pipeline", replicas or None)),
         out_specs=((whole, whole, (whole, staged, whole)), (staged, whole)),
-        axis_names={"pipeline", *replicas},
-        check_vma=False,
     )
     (total, parts, (before, inside, after)), (d_own, d_shared) = run(lay_out(own), everywhere, rows)
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
@@ -169,4 +169,4 @@ def _spec(shape) -> PartitionSpec:
 
 def _on_all_stages(a: jax.Array) -> jax.Array:
     """A resting weight gathered over `pipeline`."""
-    return jax.reshard(a, PartitionSpec(*[without_pipeline(part) for part in jax.typeof(a).sharding.spec]))
+    return jax.reshard(a, without_axes(jax.typeof(a).sharding.spec, ("pipeline",)))
