@@ -1,0 +1,40 @@
+"""What is refused before anything compiles: each message has the values and choices that work."""
+
+import pytest
+
+from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+from shardlm.train.check import check_pipeline
+from shardlm.train.config import PipelineConfig, TrainConfig
+
+
+def refusal(layers, mesh, schedule="circular", rounds=1, accumulation=8) -> str:
+    with pytest.raises(ShardlmError) as caught:
+        check_pipeline(layers, TrainConfig(accumulation=accumulation), PipelineConfig(schedule, rounds), mesh)
+    return str(caught.value)
+
+
+def test_a_stage_without_layers_is_refused_with_the_choices():
+    message = refusal(6, MeshSpec(pipeline=4))
+    assert message == (
+        "layers=6 cannot be split over pipeline=4: 2 a place would leave the last of 4 places empty; "
+        "choose pipeline from 1, 2, 3, 6"
+    )
+    message = refusal(6, MeshSpec(pipeline=2), rounds=4)
+    assert "pipeline=2 x pipeline.rounds=4" in message and "or fewer rounds" in message
+
+
+def test_layers_that_do_not_divide_but_fill_the_stages_pass():
+    train = TrainConfig(accumulation=8)
+    check_pipeline(61, train, PipelineConfig("gpipe"), MeshSpec(pipeline=8))
+    check_pipeline(95, train, PipelineConfig(rounds=2), MeshSpec(pipeline=8))
+
+
+def test_microbatches_fill_the_stages_in_whole_groups():
+    message = refusal(8, MeshSpec(pipeline=4), accumulation=6)
+    assert "train.accumulation=6 microbatches do not fill pipeline=4" in message and "choose 4 or 8" in message
+
+
+def test_rounds_are_positive():
+    with pytest.raises(ShardlmError, match=r"pipeline.rounds=0: it must be at least 1"):
+        PipelineConfig(rounds=0)
