@@ -42,7 +42,7 @@ def test_kill_9_then_the_same_command(uninterrupted, tmp_path):
         ("mesh.fsdp=8", "mesh.data=1", "mesh.tensor=1", "rules=hybrid"),
         ("mesh.data=1", "mesh.pipeline=2", "train.accumulation=4", "pipeline.schedule=1f1b"),
     ],
-    ids=["tensor4-zero1", "fsdp8-hybrid"],
+    ids=["tensor4-zero1", "fsdp8-hybrid", "pipeline2-1f1b"],
 )
 def test_resume_on_another_mesh(uninterrupted, tmp_path, flags):
     config, run, expected = uninterrupted
