@@ -88,6 +88,11 @@ class Gpu:
     memory_source: str
     nic_source: str | None = None
 
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the matrix units take fp8: from compute capability 8.9 (Ada) on."""
+        return self.generation != "ampere"
+
 
 # Peaks, bandwidths and links: NVIDIA's documents. Where one prints sparse figures only, half of them.
 _A100_SHEET = (

@@ -109,11 +109,21 @@ def manual_over(axes: Sequence[str], f: Callable, *, in_specs: Any, out_specs: A
 
 
 def manual_with_gradient(
-    axes: Sequence[str], f: Callable, *, in_specs: tuple[PartitionSpec, ...], out_specs: Any, fixed_specs: PartitionSpec
+    axes: Sequence[str],
+    f: Callable,
+    *,
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: tuple[PartitionSpec, ...],
+    fixed_specs: PartitionSpec,
 ) -> Callable:
-    """`manual_over` of f(fixed, *args), differentiable in `args`. An argument's gradient is summed over those of `axes`
-    that its spec in `in_specs` does not name."""
+    """`manual_over` of f(fixed, *args), differentiable in `args`, with a spec for each argument and result. A gradient
+    is summed over those of `axes` that the argument's spec does not name; a result must be the same on the devices of
+    those that its spec does not name."""
     each, specs = PartitionSpec(tuple(axes)), (fixed_specs, *in_specs)
+
+    def unnamed(spec):
+        return tuple(axis for axis in axes if axis not in jax.tree.leaves(tuple(spec)))
+
     structure = []  # of what the forward pass keeps, noted while it is traced
 
     @jax.custom_vjp
@@ -130,9 +140,12 @@ def manual_with_gradient(
 
     def backward(kept, cotangent):
         def local(kept, cotangent):
+            # What is summed over an axis hands its whole cotangent to each device there: a psum's transpose is a psum.
+            shares = [math.prod(jax.lax.axis_size(a) for a in unnamed(spec)) for spec in out_specs]
+            cotangent = tuple(jax.tree.map(lambda a, n=n: a / n, c) for c, n in zip(cotangent, shares, strict=True))
             gradients = jax.tree.unflatten(structure[0], [a[0] for a in kept])(cotangent)
-            unnamed = [tuple(axis for axis in axes if axis not in jax.tree.leaves(tuple(spec))) for spec in in_specs]
-            return tuple(jax.lax.psum(g, a) if a else g for g, a in zip(gradients, unnamed, strict=True))
+            missing = map(unnamed, in_specs)
+            return tuple(jax.lax.psum(g, a) if a else g for g, a in zip(gradients, missing, strict=True))
 
         return None, *manual_over(axes, local, in_specs=(each, out_specs), out_specs=in_specs)(kept, cotangent)
 

@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -28,6 +29,7 @@ class OptimConfig:
     weight_decay    on matrices, not on norms or biases
     clip_norm       largest global gradient norm; 0 does not clip
     ema_decay       of an average of the weights kept beside them; 0 keeps none
+    load_bias_rate  step of the biases that even the load of experts (ops/routing.py, with_load)
     """
 
     name: Optimizer = "adamw"
@@ -41,6 +43,7 @@ class OptimConfig:
     eps: float = 1e-8
     clip_norm: float = 1.0
     ema_decay: float = 0.0
+    load_bias_rate: float = 1e-3
 
     def __post_init__(self):
         if not 0 <= self.ema_decay < 1:
@@ -78,6 +81,34 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimConfig, steps: int, names: Any) -> optax.GradientTransformation:
     """The gradient transformation of `config`. `names` is the parameter tree with (stack_names, names) at each leaf
     (state.py); it says which parameters decay and which are matrices. Raises ShardlmError for an unknown name."""
+    return _with_load_biases(_optimizer_of_weights(config, steps, names), config.load_bias_rate)
+
+
+def weight_gradients(grads: Any) -> list[jax.Array]:
+    """The gradients of weights: all but those of the biases that even the load of experts, which are loads."""
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return [leaf for path, leaf in leaves if not _is_load_bias(path)]
+
+
+def _is_load_bias(path) -> bool:
+    return getattr(path[-1], "key", None) == "router_bias"
+
+
+def _with_load_biases(tx: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
+    """`tx` for weights, and for the biases a step against the sign of their load (ops/routing.py, with_load)."""
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+
+        def pick(path, update, load):
+            return -rate * jnp.sign(load) if _is_load_bias(path) else update
+
+        return jax.tree_util.tree_map_with_path(pick, updates, grads), state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def _optimizer_of_weights(config: OptimConfig, steps: int, names: Any) -> optax.GradientTransformation:
     rate = make_schedule(config, steps)
     matrices = jax.tree.map(_is_matrix, names, is_leaf=_is_names)
     b1, b2, decay = config.b1, config.b2, config.weight_decay
@@ -119,8 +150,10 @@ def _any_layout(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     explicit types refuse. What goes in and what comes out keep their explicit shardings."""
 
     def update(grads, state, params):
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)  # in a replica: all but data
         out = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, (grads, state))
-        return jax.sharding.auto_axes(tx.update, out_sharding=out)(grads, state, params)
+        return jax.sharding.auto_axes(tx.update, axes=axes, out_sharding=out)(grads, state, params)
 
     return optax.GradientTransformation(tx.init, update)
 
@@ -138,7 +171,7 @@ def _muon_dimensions(leaf):
     stack, names = leaf
     if len(names) < 2 or "vocab" in names:
         return None
-    first, last = len(stack), len(stack) + len(names) - 1
+    first, last = len(stack) + (names[0] == "experts"), len(stack) + len(names) - 1  # each expert has its own matrices
     dims = range(first, last + 1)
-    rows = (first,) if names[0] == "embed" else tuple(dims[:-1])
+    rows = (first,) if names[first - len(stack)] in ("embed", "expert_embed") else tuple(dims[:-1])
     return contrib.MuonDimensionNumbers(rows, tuple(d for d in dims if d not in rows))

@@ -23,7 +23,8 @@ Tree = Any
 class TrainState:
     """params float32 by path; opt_state; step int32, number of updates tried; ema like params or None; loss_scale or
     None; skipped int32, steps whose update was left out because it was not finite; bad_steps int32, how many of them
-    in a row up to now (in fp16 only those at the lowest loss scale)."""
+    in a row up to now (in fp16 only those at the lowest loss scale); link, what replicas behind a slow link keep of
+    their own between exchanges (train/compression.py, train/diloco.py), or None."""
 
     params: Tree
     opt_state: Tree
@@ -32,6 +33,7 @@ class TrainState:
     loss_scale: LossScale | None
     skipped: jax.Array
     bad_steps: jax.Array
+    link: Tree = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
@@ -61,8 +63,8 @@ class ModelDef:
         return cls(config, execution, graph, nnx.to_pure_dict(state), _nest(names))
 
     def model(self, params: Tree) -> Transformer:
-        """The model with these parameters; cheap, for use inside jit."""
-        return nnx.merge(self.graph, params)
+        """The model with these parameters, wherever they rest; for use inside jit."""
+        return nnx.merge(self.graph, on_device(params))
 
     def init(self, key: jax.Array) -> Tree:
         """New parameters; call inside jit. The values depend on the key only, not on the mesh."""
@@ -70,8 +72,14 @@ class ModelDef:
         return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
     def place(self, tree: Tree, table: Table) -> Tree:
-        """Reshards a parameter-shaped tree to where `table` puts each dimension; call inside jit."""
-        return jax.tree.map(lambda a, n: jax.reshard(a, table.spec(*n[0], *n[1])), tree, self.names)
+        """Reshards a parameter-shaped tree to where `table` puts each dimension; call inside jit. What is there already
+        stays in its memory."""
+
+        def move(a, names):
+            spec = table.spec(*names[0], *names[1])
+            return a if jax.typeof(a).sharding.spec == spec else jax.reshard(on_device(a), spec)
+
+        return jax.tree.map(move, tree, self.names)
 
 
 def make_state(
@@ -96,6 +104,16 @@ def at_rest(shape: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """A traced shape with its sharding on real devices; without one it is whole on each."""
     spec = shape.sharding.spec if shape.sharding else PartitionSpec()
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def on_host(a: jax.Array) -> bool:
+    """Whether an array is in the host's memory (train/offload.py); also inside jit, where its type says so."""
+    return jax.typeof(a).memory_space == jax.memory.Space.Host
+
+
+def on_device(tree: Tree) -> Tree:
+    """Brings what is in the host's memory to the device; inside jit."""
+    return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device) if on_host(a) else a, tree)
 
 
 def _nest(flat: dict[tuple, Any]) -> Tree:

@@ -21,12 +21,15 @@ FIELDS = {
         "clip_norm", "ema_decay",
     },
     "train": {
-        "steps", "global_batch", "seq_len", "accumulation", "z_loss", "seed", "log_every", "eval_every",
+        "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "seed", "log_every", "eval_every",
         "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
     },
     "pipeline": {"schedule", "rounds"},
+    "offload": {"optimizer", "params"},
+    "slow_link": {"compression", "rank"},
+    "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},
     "checkpoint": {"every_steps", "keep", "keep_best"},
-    "": {"rules", "precision", "remat", "attention", "unroll", "xla_profile", "run_dir", "cpu_devices"},
+    "": {"rules", "precision", "remat", "attention", "matmul", "unroll", "xla_profile", "run_dir", "cpu_devices"},
 }  # fmt: skip
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 

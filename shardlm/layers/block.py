@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.mlp import Mlp, MlpConfig
+from shardlm.layers.moe import Moe, MoeConfig
 from shardlm.layers.param import Execution, Params, constant, in_use
 from shardlm.ops.norm import rms_norm
 
@@ -16,7 +17,7 @@ from shardlm.ops.norm import rms_norm
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
     attention: AttentionConfig
-    mlp: MlpConfig
+    mlp: MlpConfig | MoeConfig
 
 
 class Block(nnx.Module):
@@ -27,16 +28,17 @@ class Block(nnx.Module):
         self.attention_norm = params((embed_dim,), ("norm",), constant(1.0))
         self.attention = Attention(config.attention, embed_dim, out_scale, params)
         self.mlp_norm = params((embed_dim,), ("norm",), constant(1.0))
-        self.mlp = Mlp(config.mlp, embed_dim, out_scale, params)
+        feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
+        self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, layer, execution: Execution
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
-        """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary losses by name: none for a dense block)."""
+        """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: none for a dense block)."""
         x = checkpoint_name(x, "block_input")
         h = rms_norm(x, in_use(self.attention_norm, execution), self.norm_eps)
         h, pages = self.attention(h, positions, ctx, pages, layer, execution)
         x = x + checkpoint_name(h, "attention_out")
         h = rms_norm(x, in_use(self.mlp_norm, execution), self.norm_eps)
-        x = x + checkpoint_name(self.mlp(h, execution), "mlp_out")
-        return x, pages, {}
+        h, aux = self.mlp(h, ctx, execution)
+        return x + checkpoint_name(h, "mlp_out"), pages, aux

@@ -16,6 +16,12 @@ Pages = dict[str, jax.Array]  # entry name -> [layers * num_pages, page_size, K,
 
 
 class Context(Protocol):
+    weights: jax.Array | None  # float32 [B, T], of each token in the loss; None outside training
+
+    @property
+    def real(self) -> jax.Array:
+        """bool [B, T], False for padding."""
+
     def attend(
         self,
         q: jax.Array,
@@ -42,6 +48,11 @@ class Packed:
     segment_ids: jax.Array
     rules: Rules = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(default="xla", metadata={"static": True})
+    weights: jax.Array | None = None
+
+    @property
+    def real(self) -> jax.Array:
+        return self.segment_ids > 0
 
     def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
         del positions, layer, window  # rows are in order, so the index is the position
@@ -70,6 +81,11 @@ class Paged:
     valid: jax.Array
     num_pages: int = dataclasses.field(metadata={"static": True})
     rules: Rules = dataclasses.field(metadata={"static": True})
+    weights: None = None
+
+    @property
+    def real(self) -> jax.Array:
+        return self.valid
 
     def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
         act = self.rules.act

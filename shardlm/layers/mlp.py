@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from shardlm.layers.context import Context
 from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.ops.swiglu import swiglu
 
@@ -14,6 +15,13 @@ class MlpConfig:
     """SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
     mlp_dim: int
+
+    num_experts = 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the hidden layers, each split over the tensor axis."""
+        return (self.mlp_dim,)
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the three projections, each used once for a token."""
@@ -29,9 +37,10 @@ class Mlp(nnx.Module):
         self.up = params((D, F), ("embed", "mlp"), normal(D**-0.5))
         self.down = params((F, D), ("mlp", "embed"), normal(out_scale * F**-0.5))
 
-    def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
-        """x [B, T, D], the sequence split as between blocks; returns x's shape and split."""
+    def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """x [B, T, D], the sequence split as between blocks; returns (x's shape and split, no auxiliary values)."""
+        del ctx
         act = execution.rules.act
         x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
         hidden = swiglu(project("btd,df->btf", x, self.gate, execution), project("btd,df->btf", x, self.up, execution))
-        return project("btf,fd->btd", hidden, self.down, execution, act.spec("batch", "seq", "embed"))
+        return project("btf,fd->btd", hidden, self.down, execution, act.spec("batch", "seq", "embed")), {}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
 from shardlm.rules import Rules
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jax.sharding.PartitionSpec], jax.Array]
@@ -20,6 +21,8 @@ class Execution:
     dtype      of activations and of weights in use
     remat      what the backward pass keeps of each block (layers/stack.py)
     attention  implementation, resolved: "xla" or "cudnn" (ops/attention.py)
+    matmul     numbers that projections multiply (ops/quantized_matmul.py)
+    grouped_matmul  implementation of the experts' matmuls, resolved (ops/grouped_matmul.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
     microbatches, rounds  of a pipeline (layers/pipeline.py)
     """
@@ -28,6 +31,8 @@ class Execution:
     dtype: jnp.dtype = jnp.float32
     remat: str = "none"
     attention: str = "xla"
+    matmul: Matmul = "dtype"
+    grouped_matmul: str = "blocked"
     unroll: int = 1
     microbatches: int = 1
     rounds: int = 1
@@ -80,7 +85,10 @@ def project(
 ) -> jax.Array:
     """x times a weight, by einsum letters; where the weight's sharded dimension is summed over, `out_sharding` says
     where the sum goes. Every projection of a block passes here; embedding, router and head do not."""
-    return jnp.einsum(letters, x, in_use(param, execution), out_sharding=out_sharding)
+    if execution.matmul == "dtype":
+        return jnp.einsum(letters, x, in_use(param, execution), out_sharding=out_sharding)
+    use = execution.rules.use.spec(*param.get_metadata("names"))
+    return quantized_einsum(letters, x, param[...], execution.matmul, use=use, out_sharding=out_sharding)
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:

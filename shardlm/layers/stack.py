@@ -66,13 +66,14 @@ class Stack(nnx.Module):
         inside = dataclasses.replace(execution, rules=stage_rules(execution.rules))
 
         def stage(state, x, rows):
-            stage_ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], rules=inside.rules)
+            own = {name: rows[name] for name in ("segment_ids", "weights")}
+            stage_ctx = dataclasses.replace(ctx, rules=inside.rules, **own)
             x, _, aux = scan_blocks(graph, state, x, rows["positions"], stage_ctx, None, 0, inside)
             return x, jax.tree.map(lambda a: a.reshape(-1, a.shape[0] // slots, *a.shape[1:]), aux)
 
         schedule = self.schedule(execution)
         slots = schedule.slots
-        rows = {"segment_ids": ctx.segment_ids, "positions": positions}
+        rows = {"segment_ids": ctx.segment_ids, "positions": positions, "weights": ctx.weights}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat)}
         x, aux = run_stages(stage, stacked, x, rows, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)

@@ -8,6 +8,7 @@ import pathlib
 import time
 from collections.abc import Mapping
 
+import numpy as np
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
@@ -40,17 +41,18 @@ class MetricsLog:
         self._lines = JsonLines(run_dir / FILE_NAME, lambda line: 0 < resume_step >= line.get("step", 0))
         self._events = _Events(run_dir / "tensorboard", resume_step)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records `metrics` after `step` steps; "step" and "time" (seconds since 1970) are no names for one.
+    def write(self, step: int, metrics: Mapping[str, float | np.ndarray]) -> None:
+        """Records `metrics` after `step` steps; "step" and "time" (seconds since 1970) are no names for one. An array
+        goes to the JSONL as lists and to TensorBoard not at all.
 
         Raises:
             ShardlmError: the disk is full.
         """
         if not self._enabled:
             return
-        now, values = time.time(), {name: float(value) for name, value in metrics.items()}
+        now, values = time.time(), {name: np.asarray(value, float).tolist() for name, value in metrics.items()}
         self._lines.append({"step": step, "time": now} | values)
-        self._events.write(step, now, values)
+        self._events.write(step, now, {name: value for name, value in values.items() if isinstance(value, float)})
 
     def close(self) -> None:
         if self._enabled:

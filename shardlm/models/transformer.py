@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from shardlm.flops import attention_width
 from shardlm.layers.context import Context, Pages
@@ -81,7 +82,12 @@ class Transformer(nnx.Module):
         """tokens int32 [B, T] -> the stream that enters the first block, [B, T, D]."""
         act = self.execution.rules.act
         table = in_use(self.embedding, self.execution)
-        x = table.at[tokens].get(out_sharding=act.spec("batch", "whole_seq", "embed"))
+        looked_up = act.spec("batch", "whole_seq", "embed")
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # Inside a replica or a stage jaxlib 0.11.2 aborts on a lookup split over both rows and vocabulary.
+            vocab = act.spec("vocab")[0]
+            table, looked_up = jax.reshard(table, PartitionSpec(None, vocab)), PartitionSpec(*looked_up[:2], vocab)
+        x = table.at[tokens].get(out_sharding=looked_up)
         return jax.reshard(x, act.spec("batch", "seq", "embed"))
 
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):

@@ -34,8 +34,8 @@ def random_batch(program: Program, seed: int = 0) -> dict[str, jax.Array]:
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "loss_mask": np.ones((B, T), np.float32),
     }
-    rows = local_rows(sharding, B, T)
-    return to_devices({name: a[list(rows)] for name, a in batch.items()}, rows, sharding, B)
+    rows = local_rows(sharding, program.slots, T)
+    return to_devices({name: a[list(rows)] for name, a in batch.items()}, rows, sharding, program.slots)
 
 
 def bench_training(program: Program, *, warmup: int, steps: int, seconds: float = math.inf) -> dict[str, Any]:

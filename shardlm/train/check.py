@@ -2,17 +2,22 @@
 
 import math
 
+import jax
+
+from shardlm import hardware
 from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.quantized_matmul import Matmul
+from shardlm.precision import Precision
 from shardlm.rules import Rules
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
 def check_axes(mesh: MeshSpec) -> None:
     """Refuses mesh axes that nothing in a dense model is split over yet."""
-    for axis in ("context", "expert"):
+    for axis in ("context",):
         if mesh.size(axis) > 1:
             raise ShardlmError(
                 f"mesh.{axis}={mesh.size(axis)}: training does not split anything over {axis} yet; "
@@ -25,7 +30,7 @@ def check_batch(train: TrainConfig, rules: Rules) -> None:
     # Each stage of a pipeline sees all rows of a microbatch.
     batch_axes = tuple(axis for axis in rules.act.axes("batch") if axis != "pipeline")
     rows = rules.mesh.size(*batch_axes) * train.accumulation
-    if train.global_batch % rows:
+    if not train.shares and train.global_batch % rows:  # shares have their own check (replicas.py)
         below = train.global_batch // rows * rows
         near = f"{below} or {below + rows}" if below else str(rows)
         axes = " x ".join([f"{a}={rules.mesh.size(a)}" for a in batch_axes] + [f"accumulation={train.accumulation}"])
@@ -72,12 +77,41 @@ def _fills(layers: int, places: int) -> bool:
 
 def check_model(model: TransformerConfig, rules: Rules) -> None:
     """Refuses a model whose dimensions do not divide over the mesh."""
+    if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.blocks()):
+        raise ShardlmError(
+            f"mesh.expert={rules.mesh.expert}: the model has no experts to split; set mesh.expert=1 and give its "
+            "devices to data, fsdp or tensor"
+        )
     for block in dict.fromkeys(model.blocks()):
         kv_heads_name(block.attention.num_kv_heads, block.attention.num_heads, rules.mesh.tensor)
         rules.act.check("heads", block.attention.num_heads)
-        rules.rest.check("mlp", block.mlp.mlp_dim)
+        for width in block.mlp.widths:
+            rules.rest.check("mlp", width)
+        if block.mlp.num_experts:
+            rules.rest.check("experts", block.mlp.num_experts)
+            rules.optimizer.check("expert_embed", model.embed_dim)
     rules.rest.check("vocab", model.vocab_size)
     rules.optimizer.check("embed", model.embed_dim)
+
+
+def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> None:
+    """Refuses 8-bit matmuls that the precision cannot hold or the GPU cannot do. A CPU converts as it multiplies."""
+    if matmul == "dtype":
+        return
+    if precision == "fp16":
+        raise ShardlmError(
+            f"matmul={matmul} with precision=fp16: sums of 8-bit products are scaled afterwards, and do not fit float16 "
+            "before (it ends at 65,504); set precision to bf16"
+        )
+    if matmul != "fp8" or device.platform == "cpu":
+        return
+    gpu = hardware.lookup(device.device_kind)
+    capability = str(getattr(device, "compute_capability", "0")).split(".")
+    if not (gpu.multiplies_fp8 if gpu else tuple(map(int, capability)) >= (8, 9)):
+        raise ShardlmError(
+            f"matmul=fp8 on {device.device_kind}: its matrix units do not take fp8, which came with compute capability "
+            "8.9 (Ada, Hopper, Blackwell); set matmul to int8 or dtype"
+        )
 
 
 def check_vocabulary(model: TransformerConfig, vocab_size: int) -> None:

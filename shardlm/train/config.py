@@ -9,9 +9,11 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
 from shardlm.ops.attention import Implementation
+from shardlm.ops.quantized_matmul import Matmul
 from shardlm.optim import OptimConfig
 from shardlm.precision import Precision
 from shardlm.rules import Preset
+from shardlm.train.compression import Compression
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,8 @@ class TrainConfig:
     global_batch   rows in one update, over all devices and microbatches
     seq_len        tokens in a row
     accumulation   microbatches an update is summed over; on a mesh with pipeline stages they go through them
+    shares         of replicas that differ in speed: the microbatches of each in a step, for instance (1, 3); empty:
+                   train.accumulation for all
     z_loss         weight of the squared log-partition; 1e-4 where logits drift
     seed           of the initial weights
     log_every      steps between metric lines
@@ -36,6 +40,7 @@ class TrainConfig:
     global_batch: int = 64
     seq_len: int = 1024
     accumulation: int = 1
+    shares: tuple[int, ...] = ()
     z_loss: float = 0.0
     seed: int = 0
     log_every: int = 10
@@ -49,6 +54,76 @@ class TrainConfig:
         for name in ("steps", "global_batch", "seq_len", "accumulation", "log_every", "eval_every", "max_bad_steps"):
             if getattr(self, name) < 1:
                 raise ShardlmError(f"train.{name}={getattr(self, name)}: it must be at least 1")
+        if any(share < 1 for share in self.shares):
+            raise ShardlmError(f"train.shares={self.shares}: each replica takes at least 1 microbatch")
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowLinkConfig:
+    """How replicas exchange gradients over mesh.data, where a slow link joins them (train/compression.py).
+
+    compression  of what is sent, with error feedback
+    rank         of PowerSGD's factors
+    """
+
+    compression: Compression = "none"
+    rank: int = 4
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ShardlmError(f"slow_link.rank={self.rank}: it must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSgdConfig:
+    """Replicas over mesh.data that train apart and meet seldom: local SGD and DiLoCo (train/diloco.py).
+
+    inner_steps          steps between two exchanges of the same weights; 0: gradients are exchanged every step
+    outer_learning_rate  of the step that the replicas' average makes from where they started
+    outer_momentum       of that step, Nesterov's; 0 with outer_learning_rate=1 averages the weights
+    fragments            groups of layers that are exchanged in turn, evenly spread over the inner steps
+    overlap              inner steps that go on while a fragment is on its way; 0: all wait for it
+    mixing               how much of its own a replica keeps of a fragment that arrives; 0: nothing
+    """
+
+    inner_steps: int = 0
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    overlap: int = 0
+    mixing: float = 0.0
+
+    def __post_init__(self):
+        if self.inner_steps < 0 or self.overlap < 0 or self.fragments < 1:
+            raise ShardlmError(
+                f"local_sgd.inner_steps={self.inner_steps}, overlap={self.overlap}, fragments={self.fragments}: "
+                "inner_steps and overlap are at least 0, fragments at least 1"
+            )
+        if self.outer_learning_rate <= 0 or not 0 <= self.outer_momentum < 1 or not 0 <= self.mixing < 1:
+            raise ShardlmError(
+                f"local_sgd.outer_learning_rate={self.outer_learning_rate}, outer_momentum={self.outer_momentum}, "
+                f"mixing={self.mixing}: the rate is positive, momentum and mixing are at least 0 and below 1"
+            )
+        if self.inner_steps and self.inner_steps // self.fragments < max(1, self.overlap):
+            raise ShardlmError(
+                f"local_sgd.inner_steps={self.inner_steps} with fragments={self.fragments} leaves "
+                f"{self.inner_steps // self.fragments} steps to a fragment, and overlap={self.overlap}; each fragment "
+                f"needs at least {max(1, self.overlap)}: choose inner_steps of at least "
+                f"{self.fragments * max(1, self.overlap)}, or fewer fragments"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadConfig:
+    """What rests in the host's pinned memory between its uses in a step (train/offload.py). Blocks' inputs go there by
+    remat="offload".
+
+    optimizer  the optimizer's state and the average of the weights; on the device during the update only
+    params     the float32 weights; the device has a copy in the compute dtype during the step
+    """
+
+    optimizer: bool = False
+    params: bool = False
 
 
 PipelineSchedule = Literal["circular", "gpipe", "1f1b"]
@@ -86,7 +161,11 @@ class RunConfig:
     precision    compute type (precision.py)
     remat        what the backward pass keeps (layers/stack.py)
     attention    "auto", "xla" or "cudnn" (ops/attention.py)
+    matmul       numbers that projections multiply (ops/quantized_matmul.py)
+    offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
+    slow_link    compression of what crosses mesh.data
+    local_sgd    replicas of mesh.data that meet only every so many steps
     unroll       layers in one iteration of the scan; 0: all, for speed where compile time does not matter
     xla_profile  named compiler options; "auto" picks by GPU generation (xla_options.py)
     run_dir      checkpoints, logs, configuration and tokenizer go here; an interrupted run resumes from here
@@ -100,10 +179,14 @@ class RunConfig:
     precision: Precision = "bf16"
     remat: Remat = "full"
     attention: Implementation = "auto"
+    matmul: Matmul = "dtype"
+    offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    slow_link: SlowLinkConfig = SlowLinkConfig()
+    local_sgd: LocalSgdConfig = LocalSgdConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     xla_profile: str = "auto"
     run_dir: str = "runs/default"

@@ -23,10 +23,12 @@ from shardlm.train import report
 from shardlm.train.batches import local_rows, to_devices
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig
+from shardlm.train.diloco import readings
 from shardlm.train.evaluate import Evaluator
 from shardlm.train.faults import StopSignal, check_finite
 from shardlm.train.program import Program
 from shardlm.train.resume import claim, resume
+from shardlm.train.strategy import Step
 
 
 def train(config: RunConfig, *, command: str, started: float) -> int:
@@ -66,7 +68,7 @@ def make_loader(program: Program, data: Prepared) -> Loader:
         seq_len=train.seq_len,
         global_batch=train.global_batch,
         seed=config.data.seed,
-        rows=local_rows(program.batch_sharding, train.global_batch, train.seq_len),
+        rows=local_rows(program.batch_sharding, program.slots, train.seq_len),
         packing=config.data.packing,
     )
 
@@ -80,7 +82,7 @@ class Run:
     loader: Loader
     checkpoints: Checkpoints
     evaluator: Evaluator
-    train_step: jax.stages.Compiled
+    train_step: Step
     goodput: Goodput
     log: MetricsLog
     progress: ProgressLine
@@ -102,7 +104,7 @@ class Run:
             xla = program.xla_options()
             if xla.left_out:
                 progress.note(xla.report())
-            train_step = program.lower_step().compile(dict(xla.options))
+            train_step = program.compile_step(dict(xla.options))
             evaluator = Evaluator(program, data, program.lower_eval().compile(dict(xla.options)))
         gpu = hardware.lookup(jax.devices()[0].device_kind)
         peak = gpu and gpu.peak.of(config.precision)
@@ -137,7 +139,7 @@ class Run:
             with self.goodput.measure("data"):
                 batch = self._next_batch()
             with self.goodput.measure("step"):
-                self.state, metrics = self.train_step(self.state, batch)
+                self.state, metrics = self.train_step(step, self.state, batch)
                 if in_flight:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics)
@@ -166,7 +168,7 @@ class Run:
         Raises ShardlmError after too many steps that are not finite.
         """
         train = self.program.config.train
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = readings(metrics)
         now = time.monotonic()
         rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)
         first_row = (step - 1) * train.global_batch
@@ -199,9 +201,9 @@ class Run:
 
     def _next_batch(self) -> dict[str, jax.Array]:
         sharding, train = self.program.batch_sharding, self.program.config.train
-        rows = local_rows(sharding, train.global_batch, train.seq_len)
+        rows = local_rows(sharding, self.program.slots, train.seq_len)
         try:
-            return to_devices(next(self.loader), rows, sharding, train.global_batch)
+            return to_devices(next(self.loader), rows, sharding, self.program.slots)
         except StopIteration:
             raise ShardlmError("the training data ended; set data to more text or train.steps to fewer") from None
 

@@ -5,6 +5,7 @@ schedule, which autodiff turns round, is layers/pipeline.py's.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,8 +27,7 @@ class Stages:
     model: ModelDef
     schedule: Schedule
     body: int
-    losses: Any  # (lm, hidden, rows) -> (total, parts)
-    auxiliary: Any  # (total, aux, rows) -> total
+    losses: tuple[Callable, Callable]  # (lm, hidden, rows) -> (total, parts) and (total, aux) -> total
 
     def join(self, own: Tree, shared: Tree) -> Tree:
         return shared | {"segments": shared["segments"] | {self.body: own}}
@@ -39,13 +39,13 @@ def split_params(params: Tree, body: int) -> tuple[Tree, Tree]:
     return params["segments"][body], params | {"segments": segments}
 
 
-def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses, auxiliary):
+def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[Callable, Callable]):
     """Sums over all microbatches of ((total, parts, aux), gradients of the total), in one pass over the ticks
     (https://arxiv.org/abs/2104.04473, figure 4 top, with a backward in every tick).
 
-    rows  tree of [B, T] that a microbatch needs: tokens, segment_ids, positions and what `losses` reads; a microbatch
-          whose rows are all zero must have no loss
-    losses, auxiliary  as in `Stages`
+    rows    tree of [B, T] that a microbatch needs: tokens, segment_ids, positions, weights and what `losses` reads; a
+            microbatch whose rows are all zero must have no loss
+    losses  the tokens' losses and the adding of auxiliary ones, as in `Stages`
     Stage s takes microbatch i - s forward and i - (2S - 2 - s) backward in tick i, from the input it kept: it runs
     forward twice.
     """
@@ -53,7 +53,7 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses, auxili
     rules, body = execution.rules, config.pipelined_segment()
     schedule = Schedule(config.segments[body].repeats, rules.mesh.pipeline, 1, execution.microbatches)
     inner = ModelDef.make(config, dataclasses.replace(execution, rules=stage_rules(rules)))
-    stages = Stages(inner, schedule, body, losses, auxiliary)
+    stages = Stages(inner, schedule, body, losses)
     own, shared = split_params(params, body)
     lay_out = functools.partial(jax.tree.map, lambda a: to_stages(a, schedule))
     everywhere = jax.tree.map(_on_all_stages, shared)
@@ -129,7 +129,8 @@ def _stage(stages: Stages, me, own, shared, x, rows):
     embeds, the last one computes the losses; layers outside the segment in stages run on the one or the other."""
     lm = _model(stages, own, shared)
     execution, k = stages.model.execution, stages.body
-    ctx = Packed(rows["segment_ids"], execution.rules, execution.attention)
+    ctx = Packed(rows["segment_ids"], execution.rules, execution.attention, rows["weights"])
+    token_losses, with_auxiliary = stages.losses
 
     def layers(x, which):
         x, _, aux = lm.run(x, rows["positions"], ctx, None, which)
@@ -137,8 +138,8 @@ def _stage(stages: Stages, me, own, shared, x, rows):
 
     def last(x):
         x, aux = layers(x, slice(k + 1, None))
-        total, parts = stages.losses(lm, lm.finish(x), rows)
-        return stages.auxiliary(total, aux, rows), parts, aux
+        total, parts = token_losses(lm, lm.finish(x), rows)
+        return with_auxiliary(total, aux), parts, aux
 
     x, before = _only_if(me == 0, lambda x: layers(lm.embed(rows["tokens"]), slice(0, k)), x, lambda x: x)
     x, inside = layers(x, slice(k, k + 1))
@@ -147,8 +148,7 @@ def _stage(stages: Stages, me, own, shared, x, rows):
     real = me * slots + jnp.arange(slots) < stages.schedule.num_layers  # empty slots have no losses
     inside = jax.tree.map(lambda a: a.reshape(slots, -1, *a.shape[1:]), inside)
     inside = jax.tree.map(lambda a: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, 0), inside)
-    total = stages.auxiliary(stages.auxiliary(total, before, rows), inside, rows)
-    return x, total, parts, (before, inside, after)
+    return x, with_auxiliary(with_auxiliary(total, before), inside), parts, (before, inside, after)
 
 
 def _only_if(condition, work, x, otherwise=None):

@@ -13,14 +13,20 @@ from jax.sharding import Mesh, NamedSharding
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
+from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
-from shardlm.train.check import check_axes, check_batch, check_model, check_pipeline
-from shardlm.train.config import RunConfig
-from shardlm.train.step import StepConfig, make_eval_step, make_train_step
+from shardlm.train import offload
+from shardlm.train.batches import slots
+from shardlm.train.check import check_axes, check_batch, check_matmul, check_model, check_pipeline
+from shardlm.train.config import OffloadConfig, RunConfig
+from shardlm.train.replicas import check_replicas, shares
+from shardlm.train.step import StepConfig, make_eval_step
+from shardlm.train.strategy import Step, Strategy
+from shardlm.train.strategy import choose as choose_strategy
 from shardlm.xla_options import XlaOptions, resolve_profile
 
 
@@ -33,6 +39,7 @@ class Program:
     rules: Rules
     model: ModelDef
     tx: optax.GradientTransformation
+    strategy: Strategy
 
     @classmethod
     def make(cls, config: RunConfig, mesh: Mesh) -> "Program":
@@ -46,7 +53,10 @@ class Program:
         check_axes(spec)
         check_batch(config.train, rules)
         check_model(shape, rules)
+        check_replicas(config, rules)
         check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
+        check_matmul(config.matmul, config.precision, mesh.devices.flat[0])
+        offload.check_offload(config.offload, spec, config.local_sgd, mesh.devices.flat[0])
         dtype = COMPUTE_DTYPE[config.precision]
         head_dim = max(block.attention.head_dim for block in shape.blocks())
         attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim)
@@ -55,22 +65,32 @@ class Program:
             dtype=dtype,
             remat=config.remat,
             attention=attention,
+            matmul=config.matmul,
+            grouped_matmul=grouped_matmul.choose(mesh.devices.flat[0].platform),
             unroll=config.unroll,
-            microbatches=config.train.accumulation,
+            microbatches=max(shares(config.train, spec.data)),
             rounds=config.pipeline.laps,
         )
         with jax.set_mesh(mesh):
             model = ModelDef.make(shape, execution)
-        return cls(config, mesh, rules, model, make_optimizer(config.optim, config.train.steps, model.names))
+            tx = make_optimizer(config.optim, config.train.steps, model.names)
+            rate = make_schedule(config.optim, config.train.steps)
+            strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec))
+        return cls(config, mesh, rules, model, tx, strategy)
 
     @property
     def batch_sharding(self) -> NamedSharding:
         """Of every array of a batch, [B, T]."""
         return NamedSharding(self.mesh, self.rules.act.spec("batch", "whole_seq"))
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The row of the global batch in each row of the arrays on the devices (batches.py)."""
+        return slots(shares(self.config.train, self.rules.mesh.data), self.config.train.global_batch)
+
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch."""
-        shape = (self.config.train.global_batch, self.config.train.seq_len)
+        shape = (len(self.slots), self.config.train.seq_len)
         names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
         dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in names}
         return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for n, dtype in dtypes.items()}
@@ -79,7 +99,8 @@ class Program:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
         with jax.set_mesh(self.mesh):
-            return jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
+            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
+        return offload.at_rest(shapes, self.config.offload, self.mesh)
 
     def init(self) -> TrainState:
         """A new training state from config.train.seed, created in its shards."""
@@ -87,13 +108,21 @@ class Program:
             return jax.jit(self._make_state)(self.config.train.seed)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """(state, batch) -> (state, metrics), the state donated."""
-        train, optim = self.config.train, self.config.optim
-        one_f_one_b = self.config.pipeline.schedule == "1f1b" and self.rules.mesh.pipeline > 1
-        step = StepConfig(train.accumulation, optim.clip_norm, optim.ema_decay, train.z_loss, one_f_one_b)
-        function = make_train_step(self.model, self.tx, make_schedule(optim, train.steps), step)
+        """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""
+        return self.lower("step")
+
+    def lower(self, name: str) -> jax.stages.Lowered:
+        """One of the strategy's programs, the state donated."""
+        batch = () if name in self.strategy.without_batch else (self.batch_shapes(),)
+        program = self.strategy.programs[name]
+        if self.config.offload != OffloadConfig():
+            program = offload.returning(program)
         with jax.set_mesh(self.mesh), self._matmul_precision():
-            return jax.jit(function, donate_argnums=0).lower(self.state_shapes(), self.batch_shapes())
+            return jax.jit(program, donate_argnums=0).lower(self.state_shapes(), *batch)
+
+    def compile_step(self, options: dict[str, Any]) -> Step:
+        """The training step: (its number from 1, state, batch) -> (state, metrics), the state donated."""
+        return self.strategy.assemble({name: self.lower(name).compile(options) for name in self.strategy.programs})
 
     def lower_eval(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the batch's losses."""
@@ -122,10 +151,19 @@ class Program:
 
     @property
     def _make_state(self) -> Any:
-        return partial(
+        make = partial(
             make_state,
             self.model,
             self.tx,
             ema=self.config.optim.ema_decay > 0,
             loss_scaling=self.config.precision == "fp16",
         )
+        return lambda seed: offload.store(self.strategy.begin(make(seed)), self.config.offload)
+
+
+def _step_config(config: RunConfig, mesh: MeshSpec) -> StepConfig:
+    train, optim = config.train, config.optim
+    one_f_one_b = config.pipeline.schedule == "1f1b" and mesh.pipeline > 1
+    microbatches = max(shares(train, mesh.data))
+    elementwise = optim.name in ("adamw", "lion", "sgd")
+    return StepConfig(microbatches, optim.clip_norm, optim.ema_decay, train.z_loss, one_f_one_b, elementwise)

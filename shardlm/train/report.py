@@ -80,6 +80,8 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
             f"{program.rules.mesh.pipeline} stages, {config.pipeline.laps} rounds; "
             f"bubble fraction {idle:.1%} of the layers' time (computed)"
         )
+    if program.strategy.traffic:
+        lines.append(program.strategy.traffic)
     crossing = crossing_axes(program.rules.mesh, jax.local_device_count())
     if "tensor" in crossing:
         lines.append(f"warning: tensor={program.rules.mesh.tensor} spans hosts; it is fastest within one host's GPUs")

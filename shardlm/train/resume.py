@@ -16,7 +16,7 @@ from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
 
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
-FIXED = ("model.", "optim.name", "optim.ema_decay")
+FIXED = ("model.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
 
 
 def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]:

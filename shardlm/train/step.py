@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from shardlm.layers.context import Packed
+from shardlm.layers.moe import LOSSES
 from shardlm.models.transformer import Transformer
 from shardlm.ops.cross_entropy import HeadLayout, cross_entropy
+from shardlm.optim import weight_gradients
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState
-from shardlm.train import one_f_one_b
+from shardlm.train import offload, one_f_one_b
 
 Batch = dict[str, jax.Array]
 """tokens, targets, segment_ids, positions int32 [B, T] and loss_mask float32 [B, T] (data/loader.py)."""
@@ -31,6 +33,7 @@ class StepConfig:
     ema_decay     of the average of the weights
     z_loss        weight of the squared log-partition (ops/cross_entropy.py)
     one_f_one_b   microbatches go through pipeline stages by one_f_one_b.py
+    elementwise   whether the optimizer treats every element alone
     """
 
     accumulation: int = 1
@@ -38,20 +41,37 @@ class StepConfig:
     ema_decay: float = 0.0
     z_loss: float = 0.0
     one_f_one_b: bool = False
+    elementwise: bool = False
 
 
 def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_loss: float = 0.0):
-    """Weighted sum of the tokens' losses, and {"nll", "z_loss"}: its parts. weights float32 [B, T]."""
+    """Weighted sum of the tokens' losses with the layers' auxiliary ones, and what it is made of: {"nll", "z_loss"} and
+    the auxiliary values [layers, ...]. weights float32 [B, T]."""
     lm = model.model(params)
-    ctx = Packed(batch["segment_ids"], model.execution.rules, model.execution.attention)
+    ctx = Packed(batch["segment_ids"], model.execution.rules, model.execution.attention, weights)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
     total, parts = token_losses(lm, hidden, batch["targets"], weights, z_loss)
-    return with_auxiliary(total, aux, weights), parts
+    return with_auxiliary(total, aux), parts | aux
 
 
-def with_auxiliary(total: jax.Array, aux: dict[str, jax.Array], weights: jax.Array) -> jax.Array:
+def with_auxiliary(total: jax.Array, aux: dict[str, jax.Array]) -> jax.Array:
     """The tokens' losses and the layers' auxiliary ones."""
-    return total + sum(jnp.sum(a) for a in aux.values()) * jnp.sum(weights)
+    return total + sum(jnp.sum(aux[name]) for name in LOSSES if name in aux)
+
+
+def losses_and_loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """A step's metrics from its parts: loss and z_loss and, of mixtures of experts, balance_loss and router_z_loss (all
+    in nats per counted token), expert_load [layers, E] as fractions of the pairs, load_imbalance (the busiest expert's
+    load over the mean, in the worst layer) and dropped_fraction of the pairs."""
+    metrics = {"loss": parts["nll"], "z_loss": parts["z_loss"]}
+    if "expert_load" not in parts:
+        return metrics
+    load = parts["expert_load"]
+    fractions = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1e-9)
+    metrics |= {name: jnp.sum(parts[name]) for name in LOSSES}
+    dropped = jnp.sum(parts["dropped"]) / jnp.maximum(jnp.sum(load), 1e-9)
+    imbalance = jnp.max(fractions) * load.shape[-1]
+    return metrics | {"dropped_fraction": dropped, "load_imbalance": imbalance, "expert_load": fractions}
 
 
 def token_losses(lm: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float):
@@ -65,11 +85,11 @@ def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, conf
     """Mean loss over the batch's counted tokens and its gradients times `scale`, over all microbatches.
 
     Each microbatch's tokens weigh the same wherever they fall, so the result does not depend on the accumulation.
-    Returns (gradients where the rules rest them, {"loss", "z_loss"}).
+    Returns (gradients where the rules rest them, `losses_and_loads`).
     """
     weights = batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
     grads, parts = accumulated(model, params, batch, weights, config, config.accumulation)
-    return grads, {"loss": parts["nll"] / scale, "z_loss": parts["z_loss"] / scale}
+    return grads, losses_and_loads(jax.tree.map(lambda a: a / scale, parts))
 
 
 def accumulated(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, config: StepConfig, count):
@@ -86,15 +106,17 @@ def accumulated(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, 
 
     if config.one_f_one_b:
         rows = batch | {"weights": weights}
-        (_, parts, _), grads = one_f_one_b.loss_and_gradients(model, params, rows, *_row_losses(config.z_loss))
+        (_, parts, aux), grads = one_f_one_b.loss_and_gradients(model, params, rows, _row_losses(config.z_loss))
+        parts = parts | aux
         grads = model.place(grads, rules.grads)
     elif config.accumulation == 1 or rules.mesh.pipeline > 1:  # a pipeline takes the microbatches in one call
         (_, parts), grads = grad(params, batch, weights)
         grads = model.place(grads, rules.grads)
     else:
-        zeros = model.place(jax.tree.map(jnp.zeros_like, params), rules.grads)
-        start = ({"nll": jnp.float32(0), "z_loss": jnp.float32(0)}, zeros)
+        zeros = model.place(jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), rules.grads)
         split = jax.tree.map(lambda a: microbatches(a, config.accumulation, rules), (batch, weights))
+        parts = jax.eval_shape(grad, params, *jax.tree.map(lambda a: a[0], split))[0][1]
+        start = (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), parts), zeros)
         parts, grads = jax.lax.fori_loop(0, count, micro, start)
     return grads, parts
 
@@ -110,12 +132,12 @@ def whole_batch(model: ModelDef, config: StepConfig) -> Gradient:
 
 
 def _row_losses(z_loss: float):
-    """(tokens' losses, adding the auxiliary ones) of one microbatch's rows, for one_f_one_b.py."""
+    """(tokens' losses of one microbatch's rows, adding the auxiliary ones), for one_f_one_b.py."""
 
     def tokens(lm, hidden, rows):
         return token_losses(lm, hidden, rows["targets"], rows["weights"], z_loss)
 
-    return tokens, lambda total, aux, rows: with_auxiliary(total, aux, rows["weights"])
+    return tokens, with_auxiliary
 
 
 def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
@@ -141,24 +163,31 @@ def make_train_step(
     bad_steps and, in fp16, loss_scale.
     """
     rules = model.execution.rules
-    gradient = gradient or whole_batch(model, config)
+    gradient = offload.with_copy(gradient or whole_batch(model, config), model.execution.dtype)
 
     def step(state: TrainState, batch: Batch):
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         grads, losses, link = gradient(state.params, batch, scale, state.link)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(weight_gradients(grads))
         finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
         if config.clip_norm:
             shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * shrink, grads)
-        split = model.place(state.params, rules.optimizer)
-        updates, opt_state = tx.update(grads, state.opt_state, split)
-        moved = optax.apply_updates(split, updates)
-        ema = state.ema
-        if ema is not None:
-            ema = jax.tree.map(lambda old, new: old + (1 - config.ema_decay) * (new - old), ema, moved)
-        kept, old = (moved, opt_state, ema, link), (split, state.opt_state, state.ema, state.link)
-        moved, opt_state, ema, link = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, old)
+
+        def update(old, grads):
+            split, opt_state, ema = old
+            updates, opt_state = tx.update(grads, opt_state, split)
+            moved = optax.apply_updates(split, updates)
+            if ema is not None:
+                ema = jax.tree.map(lambda old, new: old + (1 - config.ema_decay) * (new - old), ema, moved)
+            return keep_finite((moved, opt_state, ema), old)
+
+        def keep_finite(new, old):
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+        old = model.place(state.params, rules.optimizer), state.opt_state, state.ema
+        moved, opt_state, ema = offload.update(update, old, grads, by_layer=config.elementwise)
+        link = keep_finite(link, state.link)
         # An overflow in float16 is the loss scale's business until the scale cannot go lower.
         counts_as_bad = ~finite if state.loss_scale is None else ~finite & (scale <= 1)
         bad_steps = jnp.where(finite, 0, state.bad_steps + counts_as_bad)

@@ -1,0 +1,165 @@
+"""The mixture of experts: router, experts over the `expert` axis, shared experts, and what is reported of them.
+Routing is ops/routing.py's, moving tokens ops/expert_dispatch.py's, the experts' matmuls ops/grouped_matmul.py's.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import Context
+from shardlm.layers.mlp import Mlp, MlpConfig
+from shardlm.layers.param import Execution, Params, constant, in_use, normal
+from shardlm.mesh import shard_map
+from shardlm.ops import expert_dispatch, grouped_matmul, routing
+from shardlm.ops.expert_dispatch import Dispatch, run_experts
+from shardlm.ops.routing import Router
+from shardlm.ops.swiglu import swiglu
+
+LOSSES = ("balance_loss", "router_z_loss")  # of the auxiliary values, those that are part of the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of SwiGLU experts.
+
+    num_experts, top_k  experts, and how many of them a token goes to
+    expert_dim          width of one expert
+    shared_dim          width of what every token goes through besides (DeepSeek's shared experts together); 0: none
+    router              how scores become choices
+    balance_loss        weight of the load-balance loss of each row (ops/routing.py, row_balance)
+    router_z_loss       weight of the squared log-partition of the router (https://arxiv.org/abs/2202.08906, eq. 5)
+    load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
+    capacity_factor     limit on the pairs that one device takes from the others (ops/expert_dispatch.py); 0: none, no
+                        token is dropped
+    """
+
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    shared_dim: int = 0
+    router: Router = Router()
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
+    load_bias: bool = False
+    capacity_factor: float = 0.0
+
+    def __post_init__(self):
+        routing.check_router(self.router, self.num_experts, self.top_k)
+        if self.capacity_factor and self.capacity_factor < 1:
+            raise ShardlmError(
+                f"capacity_factor={self.capacity_factor} drops tokens even under an even load; choose at least 1, or 0 "
+                "to drop none"
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the hidden layers, each split over the tensor axis."""
+        return tuple(filter(None, (self.expert_dim, self.shared_dim)))
+
+    def parameters_per_token(self, embed_dim: int) -> int:
+        """Weights that one token passes: its experts, the shared ones and the router."""
+        widths = self.top_k * self.expert_dim + self.shared_dim
+        return 3 * embed_dim * widths + embed_dim * self.num_experts
+
+
+class Moe(nnx.Module):
+    """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
+    "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it."""
+
+    def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
+        D, E, F = embed_dim, config.num_experts, config.expert_dim
+        self.config = config
+        self.router = params((D, E), ("embed", "router"), normal(D**-0.5))
+        self.gate = params((E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5))
+        self.up = params((E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5))
+        self.down = params((E, F, D), ("experts", "mlp", "expert_embed"), normal(out_scale * F**-0.5))
+        if config.load_bias:
+            self.router_bias = params((E,), ("router",), constant(0.0))
+        if config.shared_dim:
+            self.shared = Mlp(MlpConfig(config.shared_dim), embed_dim, out_scale, params)
+
+    def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """x [B, T, D], the sequence split as between blocks -> (x's shape and split, auxiliary values): the losses
+        "balance_loss" and "router_z_loss", weighted by config and tokens (ctx.weights), and the counts "expert_load"
+        [E], pairs of real tokens, and "dropped"."""
+        config, act = self.config, execution.rules.act
+        stream, tokens = act.spec("batch", "seq", "embed"), act.spec("batch", "seq")
+        routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
+        if config.load_bias:
+            routed["bias"] = self.router_bias[...]
+        held = {"gate": self.gate, "up": self.up, "down": self.down}
+        experts = {name: in_use(param, execution) for name, param in held.items()}
+        specs = {name: execution.rules.use.spec(*param.get_metadata("names")) for name, param in held.items()}
+        real = jax.reshard(ctx.real, tokens)
+        weights = jnp.zeros_like(real, jnp.float32) if ctx.weights is None else jax.reshard(ctx.weights, tokens)
+        local = functools.partial(_local, config, self.dispatch(execution), execution)
+        aux = dict.fromkeys(("balance_loss", "router_z_loss", "dropped"), PartitionSpec())
+        out, aux = shard_map(
+            local,
+            in_specs=(stream, tokens, tokens, PartitionSpec(), specs),
+            out_specs=(stream, aux | {"expert_load": PartitionSpec()}),
+        )(x, real, weights, routed, experts)
+        if config.shared_dim:
+            out = out + self.shared(x, ctx, execution)[0]
+        return out, aux
+
+    def dispatch(self, execution: Execution) -> Dispatch:
+        """How tokens reach their experts on this mesh."""
+        ranks = execution.rules.mesh.expert if execution.rules.use.axes("experts") else 1
+        exchange = expert_dispatch.choose(ranks, self.config.top_k)
+        ragged = execution.grouped_matmul == "tokamax"
+        return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
+
+
+def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real, weights, routed, experts):
+    """One device: x [B, T, D] its part of the stream, real bool and weights float32 [B, T]."""
+    act = execution.rules.act
+    B, T, D = x.shape
+    k, E = config.top_k, config.num_experts
+    logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), routed["router"], precision="highest")
+    scores = routing.scores(logits, config.router)
+    mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
+    chosen = jnp.where(real.reshape(-1, 1), chosen, E)
+    picked = jnp.sum(chosen.reshape(B, T, k)[..., None] == jnp.arange(E), axis=2).astype(jnp.float32)
+    if config.load_bias:
+        mix = routing.with_load(mix, routed["bias"], picked.sum(axis=(0, 1)))
+    aux = _losses(config, logits, scores, picked, real, weights, act)
+    shared_by = tuple(axis for axis in act.axes("seq") if axis not in act.axes("whole_seq"))
+    tokens = (x.reshape(-1, D), mix, chosen)
+    if shared_by:
+        tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
+
+    def run(rows, sizes):
+        multiply = functools.partial(grouped_matmul.grouped_matmul, implementation=execution.grouped_matmul)
+        hidden = swiglu(multiply(rows, experts["gate"], sizes), multiply(rows, experts["up"], sizes))
+        return multiply(hidden, experts["down"], sizes)
+
+    out, dropped = run_experts(dispatch, *tokens, run)
+    if shared_by:
+        out = jax.lax.psum_scatter(out, shared_by, tiled=True)
+        dropped = dropped / jax.lax.axis_size(shared_by)  # each of them counted the same pairs
+    everywhere = act.axes("batch") + act.axes("seq")
+    aux["dropped"] = dropped
+    return out.reshape(B, T, D), jax.lax.psum(aux, everywhere) if everywhere else aux
+
+
+def _losses(config: MoeConfig, logits, scores, picked, real, weights, act) -> dict[str, jax.Array]:
+    """This device's share of the losses and counts. A row's balance weighs as much as its tokens do in the loss."""
+    along = act.axes("seq")
+
+    def over_row(a):
+        return jax.lax.psum(a, along) if along else a
+
+    probabilities = scores if config.router.scoring == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    balance = routing.row_balance(jnp.where(real[..., None], probabilities, 0), picked, config.top_k, over_row)
+    partition = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    return {
+        "balance_loss": config.balance_loss * jnp.sum(balance * weights.sum(axis=1)),
+        "router_z_loss": config.router_z_loss * jnp.sum(partition * weights),
+        "expert_load": picked.sum(axis=(0, 1)),
+    }

@@ -1,0 +1,174 @@
+"""Matmul of rows by the weight of their group, without computing any row with another group's: the reference, a blocked
+loop for CPUs, tokamax's kernels for GPUs, and the choice. Which rows make a group is expert_dispatch.py's.
+
+`jax.lax.ragged_dot` is not among them: it lowers to a matmul of every row by every group's weight on a GPU (16 times the
+flops at 16 experts, compiled), and to 14 to 163 times a plain matmul on a CPU (measured).
+"""
+
+import functools
+import importlib.util
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from shardlm.errors import ShardlmError
+
+GroupedMatmul = Literal["reference", "blocked", "tokamax"]
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: GroupedMatmul = "blocked"
+) -> jax.Array:
+    """Each row times the weight of its group: y[i] = x[i] @ w[g] for the group g that row i lies in.
+
+    x [n, D] with the rows of group 0 first, then those of group 1, ...; w [G, D, F] in x's dtype; group_sizes int32 [G],
+    of sum n or less. Returns [n, F] in x's dtype; rows beyond the sum are zero, and so are their gradients. Sums are in
+    float32. The arrays of one device: inside shard_map where a mesh splits them. Raises ShardlmError for an unknown
+    implementation.
+    """
+    if implementation not in get_args(GroupedMatmul):
+        raise ShardlmError(
+            f"unknown grouped matmul {implementation!r}; choose from {', '.join(get_args(GroupedMatmul))}"
+        )
+    if implementation == "reference":
+        return reference(x, w, group_sizes)
+    return _grouped(implementation, x, w, group_sizes)
+
+
+def reference(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Every row times every weight, of which its group's is kept. Shapes as in `grouped_matmul`."""
+    ends = jnp.cumsum(group_sizes)
+    group = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, axis=1)  # [n], G beyond the last
+    mine = (group[:, None] == jnp.arange(w.shape[0])).astype(x.dtype)
+    return jnp.einsum("nd,gdf,ng->nf", x, w, mine, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def choose(platform: str) -> GroupedMatmul:
+    """The implementation for a platform. Raises ShardlmError for a GPU without the tokamax package."""
+    if platform not in ("gpu", "cuda"):
+        chosen, why = "blocked", f"platform is {platform}"
+    elif importlib.util.find_spec("tokamax"):
+        chosen, why = "tokamax", "a GPU, and tokamax is installed"
+    else:
+        raise ShardlmError(
+            "a mixture of experts on a GPU multiplies by tokamax's kernels, and the package is not installed: "
+            "pip install 'shardlm[experts]'"
+        )
+    logging.vlog(1, "grouped matmul: %s, because %s", chosen, why)
+    return chosen
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(implementation, x, w, group_sizes):
+    return _ROWS[implementation](x, w, group_sizes, False)
+
+
+def _forward(implementation, x, w, group_sizes):
+    return _grouped(implementation, x, w, group_sizes), (x, w, group_sizes)
+
+
+def _backward(implementation, kept, dy):
+    x, w, group_sizes = kept
+    dx = _ROWS[implementation](dy, w, group_sizes, True)
+    return dx, _WEIGHTS[implementation](x, dy, group_sizes), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+# On a CPU: groups in turn, and the rows of one in blocks.
+
+
+def _blocked_rows(x, w, group_sizes, transposed: bool):
+    """x [n, D] @ w[g] [D, F], or w[g] [F, D] transposed. A block that reaches over its group's end writes rows that the
+    next group writes again."""
+    n, block = x.shape[0], _block(x.shape[0], w.shape[0])
+    F = w.shape[1] if transposed else w.shape[2]
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    padded = jnp.pad(x, ((0, block), (0, 0)))
+    starts = jnp.cumsum(group_sizes) - group_sizes
+
+    def group(y, inputs):
+        start, size, weight = inputs
+
+        def rows(i, y):
+            at = start + i * block
+            part = jax.lax.dynamic_slice_in_dim(padded, at, block)
+            part = jax.lax.dot_general(part, weight, contract, preferred_element_type=jnp.float32)
+            return jax.lax.dynamic_update_slice_in_dim(y, part.astype(y.dtype), at, 0)
+
+        return jax.lax.fori_loop(0, (size + block - 1) // block, rows, y), None
+
+    y, _ = jax.lax.scan(group, jnp.zeros((n + block, F), x.dtype), (starts, group_sizes, w))
+    return _only_first(y[:n], jnp.sum(group_sizes))
+
+
+def _blocked_weights(x, dy, group_sizes):
+    """[G, D, F] with the sum of x[i] (outer) dy[i] over the rows of each group."""
+    block = _block(x.shape[0], group_sizes.shape[0])
+    x, dy = (jnp.pad(a, ((0, block), (0, 0))) for a in (x, dy))
+    starts = jnp.cumsum(group_sizes) - group_sizes
+
+    def group(_, inputs):
+        start, size = inputs
+
+        def rows(i, total):
+            at = start + i * block
+            mine = (jnp.arange(block) < size - i * block)[:, None]
+            left = jnp.where(mine, jax.lax.dynamic_slice_in_dim(x, at, block), 0)
+            right = jnp.where(mine, jax.lax.dynamic_slice_in_dim(dy, at, block), 0)
+            return total + jnp.einsum("nd,nf->df", left, right, preferred_element_type=jnp.float32)
+
+        zero = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
+        return None, jax.lax.fori_loop(0, (size + block - 1) // block, rows, zero).astype(x.dtype)
+
+    return jax.lax.scan(group, None, (starts, group_sizes))[1]
+
+
+def _block(rows: int, groups: int) -> int:
+    """Rows of one matmul: few enough that the last block of a group is not mostly empty."""
+    even = max(1, rows // groups)
+    return min(256, max(8, 1 << (even - 1).bit_length() >> 1))
+
+
+# On a GPU: tokamax's Mosaic kernels where it has them for the GPU and the type, else its Triton ones.
+
+
+def _tokamax_rows(x, w, group_sizes, transposed: bool):
+    dims = (((1,), (2 if transposed else 1,)), ((), ()))
+    y = _tokamax(x, w, group_sizes, dims, rhs_groups=[0])
+    return _only_first(y, jnp.sum(group_sizes))  # the kernels leave the other rows as they find them
+
+
+def _tokamax_weights(x, dy, group_sizes):
+    dw = _tokamax(x, dy, group_sizes, (((0,), (0,)), ((), ())), rhs_groups=[])
+    # tokamax 0.0.12's Triton kernel takes rows of the group before for an empty one (its last, masked block).
+    return jnp.where((group_sizes > 0)[:, None, None], dw, 0)
+
+
+def _tokamax(lhs, rhs, group_sizes, dims, rhs_groups):
+    import tokamax  # an optional package, and slow to import
+
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=tuple(tuple(list(part) for part in pair) for pair in dims),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=rhs_groups,
+    )
+    return tokamax.ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        numbers,
+        preferred_element_type=lhs.dtype,
+        implementation=("mosaic", "triton"),  # never "xla", which is jax.lax.ragged_dot
+    )
+
+
+def _only_first(y: jax.Array, count: jax.Array) -> jax.Array:
+    return jnp.where((jnp.arange(y.shape[0]) < count)[:, None], y, 0)
+
+
+_ROWS = {"blocked": _blocked_rows, "tokamax": _tokamax_rows}
+_WEIGHTS = {"blocked": _blocked_weights, "tokamax": _tokamax_weights}
