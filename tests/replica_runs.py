@@ -57,7 +57,9 @@ def make(config: RunConfig, spec: MeshSpec = ALL) -> Program:
 
 
 _ITEM = {"s8": 1, "u16": 2, "f16": 2, "bf16": 2, "f32": 4, "s32": 4, "pred": 1}
-_COLLECTIVE = re.compile(r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|all-to-all|reduce-scatter)(?P<start>-start)?\("
+)
 
 
 def crossing(text: str, per_replica: int) -> list[tuple[str, int]]:
@@ -67,10 +69,22 @@ def crossing(text: str, per_replica: int) -> list[tuple[str, int]]:
     for line in text.splitlines():
         match = _COLLECTIVE.search(line)
         if match and _spans(line, per_replica):
-            arrays = re.findall(r"\b(s8|u16|f16|bf16|f32|s32|pred)\[([\d,]*)\]", match["result"])
+            arrays = re.findall(r"\b(s8|u16|f16|bf16|f32|s32|pred)\[([\d,]*)\]", _result(match))
             sizes = [_ITEM[kind] * math.prod(int(d) for d in dims.split(",") if d) for kind, dims in arrays]
             found.append((match["kind"], sum(sizes)))
     return found
+
+
+def _result(match: re.Match) -> str:
+    """What a collective makes: where it only starts it, its type holds what goes in before what comes out."""
+    text, depth = match["result"], 0
+    if not match["start"] or match["kind"] == "all-reduce":
+        return text
+    for place, letter in enumerate(text):
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 1:
+            return text[place:]
+    return text
 
 
 def sent(collectives: list[tuple[str, int]], replicas: int) -> float:

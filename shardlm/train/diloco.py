@@ -20,7 +20,7 @@ from shardlm.state import ModelDef, TrainState
 from shardlm.train.compression import EXCHANGE_SPECS, Exchange, ExchangeState, is_names
 from shardlm.train.config import LocalSgdConfig
 from shardlm.train.replicas import ALIKE, OWN, over_data, own_share
-from shardlm.train.step import Batch, StepConfig, accumulated, make_train_step
+from shardlm.train.step import Batch, StepConfig, accumulated, losses_and_loads, make_train_step
 
 Tree = Any
 
@@ -128,11 +128,11 @@ class LocalSgd:
 
     def _own_gradient(self, moved, params, batch, scale, link):
         """Of the mean loss over this replica's tokens. Where something is exchanged beside it, the update waits for it:
-        else XLA finds enough small kernels in the update to start the exchange after the layers instead of before."""
+        else XLA would start the exchange after the layers, beside the small kernels of the update."""
         weights = batch["loss_mask"] / jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
         grads, parts = accumulated(self.replica, params, batch, weights, self.step, own_share(self.counts))
         grads, _ = jax.lax.optimization_barrier((self._split(grads), moved))
-        return grads, {"loss": parts["nll"], "z_loss": parts["z_loss"]}, link
+        return grads, losses_and_loads(parts), link
 
     def _exchanged(self, common, own, exchange: ExchangeState, fragment: int):
         """The outer gradient of a fragment: how far the replicas moved back from it, on average by their shares."""

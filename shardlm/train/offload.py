@@ -6,6 +6,7 @@ The idea is ZeRO-Offload's (https://arxiv.org/abs/2101.06840), without its updat
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,12 +80,13 @@ def with_copy(gradient: Callable, dtype: jnp.dtype) -> Callable:
 
 
 def _copy(path, a: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return on_device(a).astype(_copy_dtype(path, a, dtype)) if on_host(a) else a
+
+
+def _copy_dtype(path, a: jax.Array, dtype: jnp.dtype) -> jnp.dtype:
     """Layers cast their matrices to `dtype` first thing; embedding, head, norms and router count on float32."""
-    if not on_host(a):
-        return a
     names = [str(getattr(part, "key", part)) for part in path]
-    cast = names[0] == "segments" and a.ndim > 2 and "router" not in names
-    return jax.device_put(a, jax.memory.Space.Device).astype(dtype if cast else a.dtype)
+    return jnp.dtype(dtype if names[0] == "segments" and a.ndim > 2 and "router" not in names else a.dtype)
 
 
 def update(change: Callable, parts: tuple[Tree, ...], grads: Tree, *, by_layer: bool) -> tuple[Tree, ...]:
@@ -122,8 +124,8 @@ def update(change: Callable, parts: tuple[Tree, ...], grads: Tree, *, by_layer: 
 
 
 def _in_turns(turn: Callable, arrays: list[jax.Array], changing: int) -> list[jax.Array]:
-    """turn(arrays of one layer) for each layer, written over the first `changing` of the stacked arrays: in place, where
-    a scan's results would be second copies."""
+    """turn(arrays of one layer) for each layer, written over the first `changing` of the stacked arrays: a scan's
+    results would be second copies of them, on the host too."""
 
     def layer(i, stacked):
         one = [jax.lax.dynamic_index_in_dim(a, i, keepdims=False) for a in (*stacked, *arrays[changing:])]
@@ -153,6 +155,26 @@ def returning(step: Callable) -> Callable:
     return run
 
 
-def saving(state: TrainState, offload: OffloadConfig, dtype: jnp.dtype) -> str:
-    """One line on the device memory that `offload` saves, from the shapes of the state; "" where it saves none."""
-    return ""
+def saving(shapes: TrainState, dtype: jnp.dtype, device: jax.Device) -> str:
+    """One line on the device memory that a state with these shapes (`at_rest`) saves by resting on the host, computed
+    from the shapes; "" where nothing rests there."""
+    rests = jax.tree.leaves(jax.tree.map(_host_bytes, shapes))
+    if not any(rests):
+        return ""
+    params = jax.tree_util.tree_leaves_with_path(shapes.params)
+    copy = sum(_host_bytes(a) * _copy_dtype(path, a, dtype).itemsize // a.dtype.itemsize for path, a in params)
+    what = {"the optimizer's state": shapes.opt_state, "the weights": shapes.params}
+    names = [name for name, part in what.items() if any(map(_host_bytes, jax.tree.leaves(part)))]
+    back = f" ({copy / 2**30:,.3f} GiB of it taken back by the copy it computes with)" if copy else ""
+    same = "; on a CPU that is the same memory" if device.platform == "cpu" else ""
+    return (
+        f"offload: {' and '.join(names)} in pinned host memory save {sum(rests) / 2**30:,.3f} GiB of each device's"
+        f"{back}, computed{same}"
+    )
+
+
+def _host_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    """Of one device's share of an array, where it rests on the host; else 0."""
+    if shape.sharding.memory_kind != HOST:
+        return 0
+    return math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize

@@ -113,8 +113,9 @@ class Program:
 
     def lower(self, name: str) -> jax.stages.Lowered:
         """One of the strategy's programs, the state donated."""
-        batch = () if name in self.strategy.without_batch else (self.batch_shapes(),)
-        program = self.strategy.programs[name]
+        part = self.strategy.programs[name]
+        batch = (self.batch_shapes(),) if part.takes_batch else ()
+        program = part.function
         if self.config.offload != OffloadConfig():
             program = offload.returning(program)
         with jax.set_mesh(self.mesh), self._matmul_precision():
@@ -122,7 +123,11 @@ class Program:
 
     def compile_step(self, options: dict[str, Any]) -> Step:
         """The training step: (its number from 1, state, batch) -> (state, metrics), the state donated."""
-        return self.strategy.assemble({name: self.lower(name).compile(options) for name in self.strategy.programs})
+        return self.strategy.assemble({name: self.compile(name, options) for name in self.strategy.programs})
+
+    def compile(self, name: str, options: dict[str, Any]) -> jax.stages.Compiled:
+        """One of the strategy's programs, with the options that it needs beside these."""
+        return self.lower(name).compile(options | self.strategy.programs[name].options)
 
     def lower_eval(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the batch's losses."""

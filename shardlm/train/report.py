@@ -18,6 +18,7 @@ from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
 from shardlm.run_files import CHECKPOINTS
 from shardlm.state import TrainState
+from shardlm.train.offload import saving
 from shardlm.train.program import Program
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     train = config.train
     tokens = train.steps * train.global_batch * train.seq_len
     lines = [
-        f"model: {parameters / 1e6:,.1f}M parameters, {config.precision}, attention by {model.execution.attention}",
+        f"model: {parameters / 1e6:,.1f}M parameters, {config.precision}, attention by {model.execution.attention}"
+        + (f", {config.matmul} matmuls" if config.matmul != "dtype" else ""),
         f"mesh: {program.rules.mesh} over {program.mesh.size} {program.mesh.devices.flat[0].device_kind} devices, "
         f"rules {config.rules}",
         f"data: {data.train.num_tokens:,} training tokens, {data.validation.num_tokens:,} validation tokens, "
@@ -80,6 +82,9 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
             f"{program.rules.mesh.pipeline} stages, {config.pipeline.laps} rounds; "
             f"bubble fraction {idle:.1%} of the layers' time (computed)"
         )
+    offloaded = saving(program.state_shapes(), model.execution.dtype, program.mesh.devices.flat[0])
+    if offloaded:
+        lines.append(offloaded)
     if program.strategy.traffic:
         lines.append(program.strategy.traffic)
     crossing = crossing_axes(program.rules.mesh, jax.local_device_count())

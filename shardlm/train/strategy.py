@@ -20,20 +20,34 @@ Tree = Any
 Step = Callable[[int, TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
+# Programs that exchange weights beside a step. XLA counts the collectives inside a loop against how many may be under
+# way, and with its default of one starts the exchange only after the last loop over layers. Without a limit it starts
+# before the first one (compiled: Llama 3 8B, jaxlib 0.10.2; 16 were too few for the first loop).
+BESIDE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1000}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A function to compile: of (state, batch) or, without `takes_batch`, of (state,); with compiler options of its
+    own."""
+
+    function: Callable
+    takes_batch: bool = True
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """What a program compiles and how it is called.
 
     begin     makes a new state ready: adds what replicas keep of their own; inside jit
-    programs  name -> function of (state, batch), or of (state,) for those named in `without_batch`; "step" is the one
-              that every step or most steps run
+    programs  by name; "step" is the one that every step or most steps run
     assemble  compiled programs by name -> the step, called with its number (from 1), the state and the batch
     traffic   one line on the bytes that cross `data`; "" where XLA decides alone
     """
 
     begin: Callable[[TrainState], TrainState]
-    programs: Mapping[str, Callable]
-    without_batch: frozenset[str]
+    programs: Mapping[str, Part]
     assemble: Callable[[Mapping[str, Callable]], Step]
     traffic: str = ""
 
@@ -61,21 +75,21 @@ def _every_step(step: Callable, begin: Callable) -> Strategy:
     def assemble(compiled):
         return lambda number, state, batch: compiled["step"](state, batch)
 
-    return Strategy(begin, {"step": step}, frozenset(), assemble)
+    return Strategy(begin, {"step": Part(step)}, assemble)
 
 
 def _seldom(local: LocalSgd, traffic: str) -> Strategy:
     fragments = range(local.config.fragments)
-    sending = {f"sending {p}": local.inner_sending(p) for p in fragments if local.config.overlap}
-    finishing = {f"finishing {p}": local.finishing(p) for p in fragments}
+    beside = fragments if local.config.overlap else ()
+    sending = {f"sending {p}": Part(local.inner_sending(p), options=BESIDE) for p in beside}
+    finishing = {f"finishing {p}": Part(local.finishing(p), takes_batch=False) for p in fragments}
 
     def assemble(compiled):
-        pick = lambda names, word: {p: compiled[f"{word} {p}"] for p in fragments if f"{word} {p}" in names}  # noqa: E731
-        steps = pick(sending, "sending"), pick(finishing, "finishing")
-        return LocalSteps(Timetable(local.config), compiled["step"], *steps)
+        sends = {p: compiled[f"sending {p}"] for p in beside}
+        finishes = {p: compiled[f"finishing {p}"] for p in fragments}
+        return LocalSteps(Timetable(local.config), compiled["step"], sends, finishes)
 
-    programs = {"step": local.inner, **sending, **finishing}
-    return Strategy(local.with_replicas, programs, frozenset(finishing), assemble, traffic)
+    return Strategy(local.with_replicas, {"step": Part(local.inner), **sending, **finishing}, assemble, traffic)
 
 
 def gradient_shapes(replica: ModelDef, mesh: Mesh) -> Tree:
