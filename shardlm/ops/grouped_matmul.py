@@ -1,8 +1,8 @@
 """Matmul of rows by the weight of their group, without computing any row with another group's: the reference, a blocked
 loop for CPUs, tokamax's kernels for GPUs, and the choice. Which rows make a group is expert_dispatch.py's.
 
-`jax.lax.ragged_dot` is not among them: it lowers to a matmul of every row by every group's weight on a GPU (16 times the
-flops at 16 experts, compiled), and to 14 to 163 times a plain matmul on a CPU (measured).
+`jax.lax.ragged_dot` is not among them: it lowers to a matmul of every row by every group's weight on a GPU (16 times
+the flops at 16 experts, compiled), and to 14 to 163 times a plain matmul on a CPU (measured).
 """
 
 import functools
@@ -23,10 +23,10 @@ def grouped_matmul(
 ) -> jax.Array:
     """Each row times the weight of its group: y[i] = x[i] @ w[g] for the group g that row i lies in.
 
-    x [n, D] with the rows of group 0 first, then those of group 1, ...; w [G, D, F] in x's dtype; group_sizes int32 [G],
-    of sum n or less. Returns [n, F] in x's dtype; rows beyond the sum are zero, and so are their gradients. Sums are in
-    float32. The arrays of one device: inside shard_map where a mesh splits them. Raises ShardlmError for an unknown
-    implementation.
+    x [n, D] with the rows of group 0 first, then those of group 1, ...; w [G, D, F] in x's dtype; group_sizes int32
+    [G], of sum n or less. Returns [n, F] in x's dtype; rows beyond the sum are zero, and so are their gradients. Sums
+    are in float32. The arrays of one device: inside shard_map where a mesh splits them. Raises ShardlmError for an
+    unknown implementation.
     """
     if implementation not in get_args(GroupedMatmul):
         raise ShardlmError(
@@ -118,7 +118,7 @@ def _blocked_weights(x, dy, group_sizes):
             at = start + i * block
             mine = (jnp.arange(block) < size - i * block)[:, None]
             left = jnp.where(mine, jax.lax.dynamic_slice_in_dim(x, at, block), 0)
-            right = jnp.where(mine, jax.lax.dynamic_slice_in_dim(dy, at, block), 0)
+            right = jax.lax.dynamic_slice_in_dim(dy, at, block)
             return total + jnp.einsum("nd,nf->df", left, right, preferred_element_type=jnp.float32)
 
         zero = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
@@ -128,9 +128,10 @@ def _blocked_weights(x, dy, group_sizes):
 
 
 def _block(rows: int, groups: int) -> int:
-    """Rows of one matmul: few enough that the last block of a group is not mostly empty."""
-    even = max(1, rows // groups)
-    return min(256, max(8, 1 << (even - 1).bit_length() >> 1))
+    """Rows of one matmul, at most half a group's: enough for full speed (from 64 on there is little to gain), few
+    enough that the last block of a group is not mostly empty."""
+    half = max(1, rows // groups // 2)
+    return min(128, max(8, 1 << (half - 1).bit_length()))
 
 
 # On a GPU: tokamax's Mosaic kernels where it has them for the GPU and the type, else its Triton ones.
