@@ -7,6 +7,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import packed_attention
@@ -49,17 +50,31 @@ class Packed:
     rules: Rules = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(default="xla", metadata={"static": True})
     weights: jax.Array | None = None
+    context: str = dataclasses.field(default="ring", metadata={"static": True})  # where rows are split
+
+    @classmethod
+    def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
+        """The context of a batch, as a model with this execution runs it."""
+        return cls(segment_ids, execution.rules, execution.attention, weights, execution.context_attention)
 
     @property
     def real(self) -> jax.Array:
         return self.segment_ids > 0
 
     def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
-        del positions, layer, window  # rows are in order, so the index is the position
+        del positions, layer  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
             k, v = (self._one_per_device(a) for a in (k, v))
         out = packed_attention(
-            q, k, v, self.segment_ids, scale=scale, rules=self.rules, implementation=self.implementation
+            q,
+            k,
+            v,
+            self.segment_ids,
+            scale=scale,
+            rules=self.rules,
+            implementation=self.implementation,
+            window=window,
+            context=self.context,
         )
         return out, pages
 
@@ -101,7 +116,7 @@ class Paged:
             own = [
                 self._own_head(pool, q.shape[2]) if kv_name == "kv_heads_whole" else pool for pool in (k_pool, v_pool)
             ]
-            out = paged_attention.reference(q, *own, page_table, positions, first, scale)
+            out = paged_attention.reference(q, *own, page_table, positions, first, scale, window)
             return out, k_pool, v_pool
 
         out, k_pool, v_pool = shard_map(

@@ -21,6 +21,7 @@ class Execution:
     dtype      of activations and of weights in use
     remat      what the backward pass keeps of each block (layers/stack.py)
     attention  implementation, resolved: "xla" or "cudnn" (ops/attention.py)
+    context_attention  how it crosses the context axis, resolved: "ring" or "ulysses"
     matmul     numbers that projections multiply (ops/quantized_matmul.py)
     grouped_matmul  implementation of the experts' matmuls, resolved (ops/grouped_matmul.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
@@ -31,6 +32,7 @@ class Execution:
     dtype: jnp.dtype = jnp.float32
     remat: str = "none"
     attention: str = "xla"
+    context_attention: str = "ring"
     matmul: Matmul = "dtype"
     grouped_matmul: str = "blocked"
     unroll: int = 1

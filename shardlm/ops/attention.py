@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from shardlm.mesh import shard_map
+from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops.blocked_attention import MASKED, blocked_attention
+from shardlm.ops.ring_attention import ring_attention
+from shardlm.ops.ulysses import fits as ulysses_fits
+from shardlm.ops.ulysses import ulysses
 from shardlm.rules import Rules
 
 Implementation = Literal["auto", "xla", "cudnn"]
+ContextAttention = Literal["auto", "ring", "ulysses"]
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
@@ -29,23 +33,27 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: flo
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, v.shape[-1])
 
 
-def packed_mask(segment_ids: jax.Array) -> jax.Array:
-    """Causal mask that keeps packed documents apart: segment_ids int32 [B, T] -> bool [B, T, T]."""
+def packed_mask(segment_ids: jax.Array, window: int = 0) -> jax.Array:
+    """Causal mask that keeps packed documents apart: segment_ids int32 [B, T] -> bool [B, T, T]. A token sees `window`
+    positions, itself included; 0: all."""
     T = segment_ids.shape[1]
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    seen = (distance >= 0) & (distance < (window or T))
+    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & seen
 
 
-def reference(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
+def reference(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax.Array:
     """Causal attention within segments, all scores materialised. Shapes as in `attend`, segment_ids int32 [B, T]."""
-    return attend(q, k, v, packed_mask(segment_ids), scale)
+    return attend(q, k, v, packed_mask(segment_ids, window), scale)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
+def cudnn(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax.Array:
     """cuDNN flash attention on one device's arrays, float16 or bfloat16. Scores are never materialised; packed
     documents are kept apart by a mask [B, 1, T, T] on top of the causal mask, whose upper half cuDNN skips."""
     same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, scale=scale, implementation="cudnn")
+    options = {"is_causal": True, "scale": scale, "implementation": "cudnn"}
+    sliding = {"local_window_size": (window - 1, 0)} if window else {}
+    return jax.nn.dot_product_attention(q, k, v, mask=same, **options, **sliding)
 
 
 def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head_dim: int) -> str:
@@ -63,14 +71,47 @@ def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head
     return chosen
 
 
+MASK_BYTES = 2**30  # of the mask that keeps documents apart in a whole row
+
+
+def choose_context(choice: ContextAttention, num_heads: int, num_kv_heads: int, seq_len: int, mesh: MeshSpec) -> str:
+    """How attention crosses the context axis: "ulysses" where each device gets whole heads, since it moves q, k, v and
+    the output once and runs one kernel on whole rows; "ring" where heads are too few, or rows so long that the mask of
+    a whole one is too large (Llama 3 8B, 131,072 tokens over 8 H100: 77 GiB of temporaries by Ulysses, 14 by a ring;
+    compiled)."""
+    if choice != "auto":
+        return choice
+    if 2 * seq_len**2 > MASK_BYTES:
+        return "ring"
+    local = max(1, num_heads // mesh.tensor), max(1, num_kv_heads // mesh.tensor)
+    return "ulysses" if ulysses_fits(*local, mesh.context) else "ring"
+
+
 def packed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, scale: float, rules: Rules, implementation: str
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    scale: float,
+    rules: Rules,
+    implementation: str,
+    window: int = 0,
+    context: str = "ring",
 ) -> jax.Array:
     """Causal attention within segments on any mesh. `implementation` is "xla" or "cudnn" (see `choose`).
 
-    q [B, T, N, H], k and v [B, T, K, H], batch and heads split as the activation rules say; returns q's shape.
+    q [B, T, N, H], k [B, T, K, H] and v [B, T, K, Hv], batch, sequence and heads split as the activation rules say;
+    returns [B, T, N, Hv]. Where the sequence is split, `context` is "ulysses", with tokens in natural order, or "ring",
+    with tokens in zigzag order (ring_attention.py).
     """
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
-    run = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, scale=scale)
+    whole = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, scale=scale, window=window)
+    if not rules.act.axes("whole_seq"):
+        run = whole
+    elif context == "ulysses":
+        run = functools.partial(ulysses, attend=whole)
+    else:
+        run = functools.partial(ring_attention, scale=scale, window=window, implementation=implementation)
     specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"))
     return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)

@@ -13,16 +13,16 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully mas
 LEAST_BLOCK = 64  # queries; smaller blocks cost more in launches than they skip
 
 
-def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
+def blocked_attention(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax.Array:
     """Causal attention within segments; scores in float32. Equal to ops/attention.py's reference.
 
     q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] with N a multiple of K, segment_ids int32 [B, T]; returns
-    [B, T, N, Hv] in q's dtype.
+    [B, T, N, Hv] in q's dtype. A token sees `window` positions, itself included; 0: all.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
-    out = _attend(grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids)
+    out = _attend(grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids, window)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[-1])
 
 
@@ -44,50 +44,59 @@ def _rows(a, start, stop):
     return part.reshape(*part.shape[:2], -1, part.shape[-1])
 
 
-def _scores(q, k, segment_ids, start, stop):
-    """Masked scores of queries start..stop against keys 0..stop: float32 [B, K, G, block, stop]."""
+def _first_key(start, window):
+    """The first key that any query from `start` on sees."""
+    return max(0, start - window + 1) if window else 0
+
+
+def _scores(q, k, segment_ids, start, stop, window):
+    """Masked scores of queries start..stop against the keys from their first to stop: float32 [B, K, G, block, S]."""
     B, K, G = q.shape[:3]
-    scores = _dot(_rows(q, start, stop), k[:, :, :stop], (3, 3)).reshape(B, K, G, stop - start, stop)
-    causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None]
-    same = segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]
-    return jnp.where((causal & same)[:, None, None], scores, MASKED)
+    first = _first_key(start, window)
+    scores = _dot(_rows(q, start, stop), k[:, :, first:stop], (3, 3)).reshape(B, K, G, stop - start, stop - first)
+    distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
+    seen = (distance >= 0) & (distance < (window or stop))
+    same = segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop]
+    return jnp.where((seen & same)[:, None, None], scores, MASKED)
 
 
-@jax.custom_vjp
-def _attend(q, k, v, segment_ids):
-    return _forward(q, k, v, segment_ids)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, segment_ids, window):
+    return _forward(q, k, v, segment_ids, window)[0]
 
 
-def _forward(q, k, v, segment_ids):
+def _forward(q, k, v, segment_ids, window):
     outs, lses = [], []
     for start, stop in _blocks(q.shape[3]):
-        scores = _scores(q, k, segment_ids, start, stop)
+        first = _first_key(start, window)
+        scores = _scores(q, k, segment_ids, start, stop, window)
         largest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         partition = weights.sum(axis=-1, keepdims=True)
-        rows = weights.astype(v.dtype).reshape(*weights.shape[:2], -1, stop)
-        out = _dot(rows, v[:, :, :stop], (3, 2)).reshape(*weights.shape[:4], -1) / partition
+        rows = weights.astype(v.dtype).reshape(*weights.shape[:2], -1, stop - first)
+        out = _dot(rows, v[:, :, first:stop], (3, 2)).reshape(*weights.shape[:4], -1) / partition
         outs.append(out.astype(q.dtype))
         lses.append(largest + jnp.log(partition))
     out, lse = jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
     return out, (q, k, v, segment_ids, out, lse)
 
 
-def _backward(kept, d_out):
+def _backward(window, kept, d_out):
     q, k, v, segment_ids, out, lse = kept
     T = q.shape[3]
     shift = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for start, stop in _blocks(T):
         rows = functools.partial(_rows, start=start, stop=stop)
-        scores = _scores(q, k, segment_ids, start, stop)
-        weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, stop)
-        d_weights = _dot(rows(d_out), v[:, :, :stop], (3, 3))
+        first = _first_key(start, window)
+        scores = _scores(q, k, segment_ids, start, stop, window)
+        weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, stop - first)
+        d_weights = _dot(rows(d_out), v[:, :, first:stop], (3, 3))
         d_scores = (weights * (d_weights - rows(shift))).astype(q.dtype)
-        later = ((0, 0), (0, 0), (0, T - stop), (0, 0))  # keys that these queries do not see
-        d_v += jnp.pad(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)), later)
-        d_k += jnp.pad(_dot(d_scores, rows(q), (2, 2)), later)
-        d_q.append(_dot(d_scores, k[:, :, :stop], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
+        unseen = ((0, 0), (0, 0), (first, T - stop), (0, 0))  # keys that these queries do not see
+        d_v += jnp.pad(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)), unseen)
+        d_k += jnp.pad(_dot(d_scores, rows(q), (2, 2)), unseen)
+        d_q.append(_dot(d_scores, k[:, :, first:stop], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
     return jnp.concatenate(d_q, axis=3), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 

@@ -10,19 +10,10 @@ from shardlm.layers.attention import kv_heads_name
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
+from shardlm.ops.ulysses import fits
 from shardlm.precision import Precision
 from shardlm.rules import Rules
 from shardlm.train.config import PipelineConfig, TrainConfig
-
-
-def check_axes(mesh: MeshSpec) -> None:
-    """Refuses mesh axes that nothing in a dense model is split over yet."""
-    for axis in ("context",):
-        if mesh.size(axis) > 1:
-            raise ShardlmError(
-                f"mesh.{axis}={mesh.size(axis)}: training does not split anything over {axis} yet; "
-                f"set mesh.{axis}=1 and give its devices to data, fsdp or tensor"
-            )
 
 
 def check_batch(train: TrainConfig, rules: Rules) -> None:
@@ -37,12 +28,32 @@ def check_batch(train: TrainConfig, rules: Rules) -> None:
         raise ShardlmError(
             f"train.global_batch={train.global_batch} cannot be split over {axes}, {rows} ways; choose {near}"
         )
-    tensor = rules.mesh.tensor
-    if train.seq_len % tensor:
-        below = train.seq_len // tensor * tensor
+    check_length(train.seq_len, rules.mesh)
+
+
+def check_length(seq_len: int, mesh: MeshSpec) -> None:
+    """Refuses rows that cannot be split between blocks, or cut into the chunks of a ring."""
+    parts, why = mesh.tensor * mesh.context, f"tensor={mesh.tensor} between blocks (sequence parallel)"
+    if mesh.context > 1:
+        parts *= 2
+        why = f"context={mesh.context} x tensor={mesh.tensor}, two chunks on each device (zigzag order)"
+    if seq_len % parts:
+        below = seq_len // parts * parts
+        near = f"{below} or {below + parts}" if below else str(parts)
+        raise ShardlmError(f"train.seq_len={seq_len} cannot be split over {why}; choose {near}")
+
+
+def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec) -> None:
+    """Refuses Ulysses where a device's heads do not divide over the context axis."""
+    if choice != "ulysses" or mesh.context == 1:
+        return
+    local = num_heads // mesh.tensor, max(1, num_kv_heads // mesh.tensor)
+    if not fits(*local, mesh.context):
+        works = [c for c in range(1, local[0] + 1) if fits(*local, c)]
         raise ShardlmError(
-            f"train.seq_len={train.seq_len} cannot be split over tensor={tensor} between blocks (sequence parallel); "
-            f"choose {below or tensor} or {below + tensor}"
+            f"context_attention=ulysses splits heads={local[0]} and kv_heads={local[1]} of each device (tensor="
+            f"{mesh.tensor}) over context={mesh.context}; choose context from {', '.join(map(str, works))}, or "
+            "context_attention=ring"
         )
 
 
@@ -75,7 +86,7 @@ def _fills(layers: int, places: int) -> bool:
     return math.ceil(layers / places) * (places - 1) < layers
 
 
-def check_model(model: TransformerConfig, rules: Rules) -> None:
+def check_model(model: TransformerConfig, rules: Rules, context_attention: str = "auto") -> None:
     """Refuses a model whose dimensions do not divide over the mesh."""
     if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.blocks()):
         raise ShardlmError(
@@ -85,6 +96,7 @@ def check_model(model: TransformerConfig, rules: Rules) -> None:
     for block in dict.fromkeys(model.blocks()):
         kv_heads_name(block.attention.num_kv_heads, block.attention.num_heads, rules.mesh.tensor)
         rules.act.check("heads", block.attention.num_heads)
+        check_context(context_attention, block.attention.num_heads, block.attention.num_kv_heads, rules.mesh)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)
         if block.mlp.num_experts:

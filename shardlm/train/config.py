@@ -8,7 +8,7 @@ from shardlm.data.config import DataConfig
 from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
-from shardlm.ops.attention import Implementation
+from shardlm.ops.attention import ContextAttention, Implementation
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.optim import OptimConfig
 from shardlm.precision import Precision
@@ -161,6 +161,7 @@ class RunConfig:
     precision    compute type (precision.py)
     remat        what the backward pass keeps (layers/stack.py)
     attention    "auto", "xla" or "cudnn" (ops/attention.py)
+    context_attention  over mesh.context: "auto", "ring" or "ulysses" (ops/attention.py)
     matmul       numbers that projections multiply (ops/quantized_matmul.py)
     offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
@@ -179,6 +180,7 @@ class RunConfig:
     precision: Precision = "bf16"
     remat: Remat = "full"
     attention: Implementation = "auto"
+    context_attention: ContextAttention = "auto"
     matmul: Matmul = "dtype"
     offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()

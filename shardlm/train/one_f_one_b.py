@@ -129,7 +129,7 @@ def _stage(stages: Stages, me, own, shared, x, rows):
     embeds, the last one computes the losses; layers outside the segment in stages run on the one or the other."""
     lm = _model(stages, own, shared)
     execution, k = stages.model.execution, stages.body
-    ctx = Packed(rows["segment_ids"], execution.rules, execution.attention, rows["weights"])
+    ctx = Packed.make(rows["segment_ids"], rows["weights"], execution)
     token_losses, with_auxiliary = stages.losses
 
     def layers(x, which):

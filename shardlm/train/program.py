@@ -13,15 +13,16 @@ from jax.sharding import Mesh, NamedSharding
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import grouped_matmul
-from shardlm.ops.attention import choose
+from shardlm.ops.attention import choose, choose_context
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
 from shardlm.train.batches import slots
-from shardlm.train.check import check_axes, check_batch, check_matmul, check_model, check_pipeline
+from shardlm.train.check import check_batch, check_matmul, check_model, check_pipeline
 from shardlm.train.config import OffloadConfig, RunConfig
 from shardlm.train.replicas import check_replicas, shares
 from shardlm.train.step import StepConfig, make_eval_step
@@ -50,9 +51,8 @@ class Program:
         spec = MeshSpec(**dict(mesh.shape))
         rules = Rules.make(config.rules, spec)
         shape = config.model.transformer()
-        check_axes(spec)
         check_batch(config.train, rules)
-        check_model(shape, rules)
+        check_model(shape, rules, config.context_attention)
         check_replicas(config, rules)
         check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
         check_matmul(config.matmul, config.precision, mesh.devices.flat[0])
@@ -65,8 +65,9 @@ class Program:
             dtype=dtype,
             remat=config.remat,
             attention=attention,
+            context_attention=_context_attention(config, shape, spec),
             matmul=config.matmul,
-            grouped_matmul=grouped_matmul.choose(mesh.devices.flat[0].platform),
+            grouped_matmul=_grouped_matmul(shape, mesh.devices.flat[0].platform),
             unroll=config.unroll,
             microbatches=max(shares(config.train, spec.data)),
             rounds=config.pipeline.laps,
@@ -164,6 +165,18 @@ class Program:
             loss_scaling=self.config.precision == "fp16",
         )
         return lambda seed: offload.store(self.strategy.begin(make(seed)), self.config.offload)
+
+
+def _grouped_matmul(shape: TransformerConfig, platform: str) -> str:
+    """Chosen only where there are experts: a GPU needs an extra package for them."""
+    return grouped_matmul.choose(platform) if any(block.mlp.num_experts for block in shape.blocks()) else "blocked"
+
+
+def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
+    """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
+    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.blocks()}
+    ways = {choose_context(config.context_attention, *pair, config.train.seq_len, mesh) for pair in heads}
+    return "ring" if "ring" in ways else "ulysses"
 
 
 def _step_config(config: RunConfig, mesh: MeshSpec) -> StepConfig:

@@ -11,8 +11,10 @@ import optax
 
 from shardlm.layers.context import Packed
 from shardlm.layers.moe import LOSSES
+from shardlm.layers.param import Execution
 from shardlm.models.transformer import Transformer
 from shardlm.ops.cross_entropy import HeadLayout, cross_entropy
+from shardlm.ops.ring_attention import zigzag
 from shardlm.optim import weight_gradients
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState
@@ -48,10 +50,18 @@ def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_
     """Weighted sum of the tokens' losses with the layers' auxiliary ones, and what it is made of: {"nll", "z_loss"} and
     the auxiliary values [layers, ...]. weights float32 [B, T]."""
     lm = model.model(params)
-    ctx = Packed(batch["segment_ids"], model.execution.rules, model.execution.attention, weights)
+    batch, weights = in_order((batch, weights), model.execution)
+    ctx = Packed.make(batch["segment_ids"], weights, model.execution)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
     total, parts = token_losses(lm, hidden, batch["targets"], weights, z_loss)
     return with_auxiliary(total, aux), parts | aux
+
+
+def in_order(rows: Any, execution: Execution) -> Any:
+    """A tree of [B, T] with its tokens in the order that attention over the context axis wants: zigzag for a ring."""
+    if execution.context_attention == "ring" and execution.rules.act.axes("whole_seq"):
+        return jax.tree.map(lambda a: zigzag(a, execution.rules), rows)
+    return rows
 
 
 def with_auxiliary(total: jax.Array, aux: dict[str, jax.Array]) -> jax.Array:
@@ -105,7 +115,7 @@ def accumulated(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, 
         return jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)
 
     if config.one_f_one_b:
-        rows = batch | {"weights": weights}
+        rows = in_order(batch | {"weights": weights}, model.execution)
         (_, parts, aux), grads = one_f_one_b.loss_and_gradients(model, params, rows, _row_losses(config.z_loss))
         parts = parts | aux
         grads = model.place(grads, rules.grads)

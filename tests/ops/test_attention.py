@@ -97,3 +97,17 @@ def test_swiglu_gradient():
     out, pull = jax.vjp(swiglu, gate, up)
     expected, pull_plain = jax.vjp(plain, gate, up)
     assert relative_error((out, pull(out)), (expected, pull_plain(out))) < 1e-6
+
+
+@pytest.mark.parametrize("window", [3, 70, 200])
+def test_a_window_hides_what_is_further_back(window):
+    q, k, v, d_out = (jax.random.normal(jax.random.key(i), (1, 256, n, 8)) for i, n in enumerate((4, 2, 2, 4)))
+    segments = jnp.repeat(jnp.array([[1, 2]]), jnp.array([100, 156]), axis=1, total_repeat_length=256)
+
+    def with_gradients(attention):
+        out, back = jax.vjp(lambda *a: attention(*a, segments, scale=0.3, window=window), q, k, v)
+        return out, *back(d_out)
+
+    # float32, sums in another order (measured: 1e-6)
+    assert relative_error(with_gradients(blocked_attention), with_gradients(reference)) < 1e-5
+    np.testing.assert_allclose(reference(q, k, v, segments, 0.3, window=1), jnp.repeat(v, 2, axis=2), rtol=1e-6)

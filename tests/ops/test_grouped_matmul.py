@@ -26,7 +26,7 @@ def with_gradients(f, arrays, sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_blocked_equals_the_reference(arrays, sizes):
     sizes = jnp.array(sizes, jnp.int32)
-    got = jax.jit(lambda a: with_gradients(lambda *b: grouped_matmul(*b, "blocked"), a, sizes))(arrays)
+    got = jax.jit(lambda a: with_gradients(lambda *b: grouped_matmul(*b, implementation="blocked"), a, sizes))(arrays)
     expected = with_gradients(reference, arrays, sizes)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)  # float32, sums in another order; measured 4e-6
@@ -35,7 +35,7 @@ def test_blocked_equals_the_reference(arrays, sizes):
 def test_many_rows_and_blocks():
     sizes = jnp.array([300, 7, 0, 129, 64], jnp.int32)
     arrays = tuple(jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(512, 8), (5, 8, 8), (512, 8)]))
-    got = with_gradients(lambda *b: grouped_matmul(*b, "blocked"), arrays, sizes)
+    got = with_gradients(lambda *b: grouped_matmul(*b, implementation="blocked"), arrays, sizes)
     for a, b in zip(got, with_gradients(reference, arrays, sizes), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)  # sums of 300 products; measured 3e-5
 

@@ -1,0 +1,185 @@
+"""A block of queries against a block of keys, the step of ring attention: its result with its log-partition, and its
+gradient under the log-partition of the whole row. Which blocks meet is ring_attention.py's."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops.blocked_attention import MASKED
+
+SCORE_BYTES = 32 * 2**20  # of the float32 scores that the XLA kernel holds at once on a device
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Static facts of a pair of blocks.
+
+    diagonal  keys come after some of the queries: the same block; else every key comes before every query
+    window    positions a token sees, itself included; 0: all
+    """
+
+    scale: float
+    diagonal: bool
+    window: int
+    implementation: str
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Where the tokens of a block are: index int32 [T] in the row, segment_ids int32 [B, T]."""
+
+    index: jax.Array
+    segment_ids: jax.Array
+
+    def part(self, start: int, stop: int) -> "Side":
+        return Side(self.index[start:stop], self.segment_ids[:, start:stop])
+
+
+def forward(pair: Pair, q, k, v, queries: Side, keys: Side) -> tuple[jax.Array, jax.Array]:
+    """q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] -> (out [B, T, N, Hv], log-partition [B, T, N]), both float32."""
+    run = _cudnn_forward if pair.implementation == "cudnn" else _xla_forward
+    return run(pair, q, k, v, queries, keys)
+
+
+def backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
+    """(d_q, d_k, d_v) of this pair, float32. out [B, T, N, Hv] and lse [B, T, N] are those of the whole row: then the
+    weights exp(score - lse) are the right ones (https://arxiv.org/abs/2205.14135, appendix B.4), where the
+    log-partition of the pair would be silently wrong."""
+    run = _cudnn_backward if pair.implementation == "cudnn" else _xla_backward
+    return run(pair, q, k, v, queries, keys, out, lse, d_out)
+
+
+def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Two results of the same queries against different keys, as one."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = jnp.logaddexp(lse_a, lse_b)
+    return out_a * jnp.exp(lse_a - lse)[..., None] + out_b * jnp.exp(lse_b - lse)[..., None], lse
+
+
+def visible(pair: Pair, queries: Side, keys: Side) -> jax.Array:
+    """bool [B, T, S]: the key is in the query's document, not after it, and inside its window."""
+    mask = queries.segment_ids[:, :, None] == keys.segment_ids[:, None, :]
+    distance = queries.index[:, None] - keys.index[None, :]
+    if pair.diagonal:
+        mask &= distance >= 0
+    if pair.window:
+        mask &= distance < pair.window
+    return mask
+
+
+def _xla_forward(pair: Pair, q, k, v, queries: Side, keys: Side):
+    """In chunks of queries, so that no more than SCORE_BYTES of scores exist at once."""
+
+    def chunk(q, side: Side):
+        scores = _scores(pair, q, k, side, keys)
+        largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - largest)
+        partition = weights.sum(axis=-1, keepdims=True)
+        out = _dot("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
+        lse = (largest + jnp.log(partition))[..., 0]  # [B, K, G, T]
+        lse, partition = lse.transpose(0, 3, 1, 2), partition[..., 0].transpose(0, 3, 1, 2)
+        return out / partition[..., None], lse
+
+    out, lse = _over_queries(chunk, q, k, queries)
+    return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+
+def _xla_backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
+    shift = jnp.sum(out.astype(jnp.float32) * d_out, axis=-1)
+    K = k.shape[2]
+
+    def chunk(carry, inputs):
+        d_k, d_v = carry
+        (q, d_out, lse, shift), side = inputs
+        grouped = [_grouped(a, K) for a in (q, d_out)]
+        across = [a.reshape(*a.shape[:2], K, -1).transpose(0, 2, 3, 1)[..., None] for a in (lse, shift)]
+        weights = jnp.exp(_scores(pair, q, k, side, keys) - across[0])
+        d_weights = _dot("btkgh,bskh->bkgts", grouped[1], v)
+        d_scores = (weights * (d_weights - across[1]) * pair.scale).astype(q.dtype)
+        d_v += _dot("bkgts,btkgh->bskh", weights.astype(v.dtype), grouped[1])
+        d_k += _dot("bkgts,btkgh->bskh", d_scores, grouped[0])
+        return (d_k, d_v), _dot("bkgts,bskh->btkgh", d_scores, k).reshape(q.shape)
+
+    split, join = _chunks(q, k)
+    start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    inputs = (tuple(map(split, (q, d_out.astype(q.dtype), lse, shift))), _split_side(queries, split))
+    (d_k, d_v), d_q = jax.lax.scan(chunk, start, inputs)
+    return join(d_q), d_k, d_v
+
+
+def _over_queries(chunk, q, k, queries: Side):
+    split, join = _chunks(q, k)
+    results = jax.lax.map(lambda a: chunk(*a), (split(q), _split_side(queries, split)))
+    return tuple(map(join, results))
+
+
+def _chunks(q, k):
+    """(split, join) of [B, T, ...] into chunks of queries and back, for the scores of q against k."""
+    B, T, N, _ = q.shape
+    most = max(1, SCORE_BYTES // (4 * B * N * k.shape[1]))
+    size = next(size for size in range(min(T, most), 0, -1) if T % size == 0)
+
+    def split(a):
+        return jnp.moveaxis(a.reshape(a.shape[0], T // size, size, *a.shape[2:]), 1, 0)
+
+    def join(a):
+        return jnp.moveaxis(a, 0, 1).reshape(a.shape[1], T, *a.shape[3:])
+
+    return split, join
+
+
+def _split_side(side: Side, split) -> Side:
+    return Side(split(side.index[None])[:, 0], split(side.segment_ids))
+
+
+def _grouped(a, K):
+    """[B, T, N, H] -> [B, T, K, N / K, H]."""
+    return a.reshape(*a.shape[:2], K, -1, a.shape[-1])
+
+
+def _scores(pair: Pair, q, k, queries: Side, keys: Side):
+    """Masked scores float32 [B, K, N / K, T, S]."""
+    scores = _dot("btkgh,bskh->bkgts", _grouped(q, k.shape[2]), k) * pair.scale
+    return jnp.where(visible(pair, queries, keys)[:, None, None], scores, MASKED)
+
+
+def _dot(letters, a, b):
+    return jnp.einsum(letters, a, b, preferred_element_type=jnp.float32)
+
+
+def _cudnn_forward(pair: Pair, q, k, v, queries: Side, keys: Side):
+    def run(mask):
+        causal = pair.diagonal
+        options = {"scale": pair.scale, "is_causal": causal, "implementation": "cudnn", "return_residual": True}
+        out, lse = jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
+        return out.astype(jnp.float32), lse.reshape(q.shape[:3])
+
+    return _masked_where_needed(pair, run, queries, keys)
+
+
+def _cudnn_backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # jax.nn has no backward pass that takes an lse
+
+    def run(mask):
+        none, no_index = jnp.zeros(0, q.dtype), jnp.zeros(0, jnp.int32)
+        bias = none if mask is None else jnp.where(mask, 0, -0.7 * float(jnp.finfo(q.dtype).max)).astype(q.dtype)
+        kept = (q, k, v, bias, *[no_index] * 6, lse.transpose(0, 2, 1), out.astype(q.dtype))
+        kind = cudnn.MaskType.CAUSAL if pair.diagonal else cudnn.MaskType.NO_MASK
+        settings = (pair.scale, 42, 0.0, (mask is not None, False), kind, 0, 0, True, False)
+        gradients = cudnn._dot_product_attention_bwd_rule(*settings, kept, d_out.astype(q.dtype))[:3]
+        return tuple(a.astype(jnp.float32) for a in gradients)
+
+    return _masked_where_needed(pair, run, queries, keys)
+
+
+def _masked_where_needed(pair: Pair, run, queries: Side, keys: Side):
+    """run(mask [B, 1, T, S]), or run(None) while all tokens are of one document, which needs no mask in memory."""
+    mask = functools.partial(visible, dataclasses.replace(pair, diagonal=False), queries, keys)
+    if pair.window:
+        return run(mask()[:, None])
+    first = queries.segment_ids[:, :1]
+    one = jnp.all(queries.segment_ids == first) & jnp.all(keys.segment_ids == first)
+    return jax.lax.cond(one, lambda: run(None), lambda: run(mask()[:, None]))
