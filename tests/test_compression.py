@@ -82,7 +82,7 @@ def test_nothing_is_lost_over_time(compression):
         residual = state.residual[name]
         kept = 0 if residual is None else residual.astype(np.float64).sum(axis=0)
         wanted = sum(g[name].astype(np.float64).sum(axis=0) for g in given)
-        # Only float32 rounding of the sums is left (measured: up to 6e-7 of the largest number).
+        # Only float32 rounding of the sums is left (measured: up to 9e-8 of the largest number).
         assert np.abs(received + kept - wanted).max() < 5e-6 * np.abs(wanted).max(), name
     assert (state.residual["norm"] is None) == (compression == "powersgd")
 
@@ -133,7 +133,7 @@ def low_rank(m: np.ndarray, rank: int, times: int = 1):
 def test_powersgd_of_full_rank_is_exact():
     m = numbers(3)["stacked"]
     total, left = low_rank(m, rank=16)
-    assert np.abs(total - m.sum(axis=0)).max() < 2e-6 * np.abs(m).max()  # float32 (measured: 4e-7)
+    assert np.abs(total - m.sum(axis=0)).max() < 2e-6 * np.abs(m).max()  # float32 (measured: 2e-7)
     assert np.abs(left.sum(axis=0)).max() < 2e-6 * np.abs(m).max()
 
 
@@ -144,7 +144,7 @@ def test_powersgd_finds_the_best_low_rank_sum():
     error = lambda times: np.linalg.norm(low_rank(m, 4, times)[0].reshape(3, 16, 24) - flat, axis=(1, 2))  # noqa: E731
     once, often = error(1), error(20)
     assert (often < once).all()
-    assert (often < 1.1 * best).all()  # power iteration from a warm start (measured: 1.03)
+    assert (often < 1.1 * best).all()  # power iteration from a warm start (measured: 1.001)
 
 
 def test_which_arrays_are_matrices():
@@ -173,6 +173,6 @@ def test_training_follows_the_exact_sums(compression):
     _, exact = train(make(changed()), 8)
     _, found = train(make(changed(compression=compression)), 8)
     # Errors that are fed back delay a little of each gradient: eight steps at a learning rate of 1e-2 (measured: fp16
-    # 2e-5, bf16 3e-4, int8 2e-3, rank 4 of at most 32 0.1).
+    # 5e-5, bf16 3e-4, int8 2e-3, rank 4 of at most 32 0.09).
     margin = {"fp16": 1e-3, "bf16": 3e-3, "int8": 1e-2, "powersgd": 0.2}[compression]
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in exact], atol=margin)

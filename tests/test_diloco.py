@@ -81,7 +81,7 @@ def thirty_two(config):
 def test_diloco_is_the_papers_algorithm():
     config = LocalSgdConfig(3, outer_learning_rate=0.7, outer_momentum=0.9)
     state, _ = train(make(thirty_two(changed(optim=ADAM, local=config))), 9, batch=full_batch)
-    # Adam's division by small second moments enlarges rounding over nine steps (measured: 1e-5).
+    # Adam's division by small second moments enlarges rounding over nine steps (measured: 4e-5).
     assert relative_error(state.params, reference(config, ADAM, rounds=3)) < 1e-3
 
 
@@ -222,24 +222,27 @@ def learnable(rows: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def test_all_ways_converge_as_synchronous_training_does():
-    """The common weights' loss on unseen rows after 96 steps, from 4.5: the numbers of the tiny corpus are in
-    BUILD_NOTES.md."""
+    """The common weights' loss on unseen rows after 96 steps, from 4.6 to near what the noise leaves (measured: 0.7454,
+    in 8 bits 0.7459, streaming 0.7439); the numbers of the tiny corpus are in BUILD_NOTES.md."""
 
     def loss(**change):
         program = make(changed(optim=OptimConfig(learning_rate=1e-2, warmup_steps=8), **change))
         state, _ = train(program, 96, batch=learnable)
         with jax.set_mesh(program.mesh):
-            batch = to_devices(learnable(16, 999), tuple(range(16)), program.batch_sharding, program.slots)
-            sums = program.lower_eval().compile()(state.params, batch)
-        return float(sums["nll"] / sums["tokens"])
+            evaluate, rows = program.lower_eval().compile(), tuple(range(16))
+            unseen = (learnable(16, seed) for seed in range(1000, 1008))
+            batches = [to_devices(batch, rows, program.batch_sharding, program.slots) for batch in unseen]
+            return np.mean(
+                [float(sums["nll"] / sums["tokens"]) for sums in (evaluate(state.params, b) for b in batches)]
+            )
 
     synchronous = loss()
     assert synchronous < 2
-    assert loss(compression="int8") < synchronous + 0.02
-    assert loss(compression="powersgd", rank=8) < synchronous + 0.2
-    assert loss(local=LocalSgdConfig(8, outer_learning_rate=1.0, outer_momentum=0.0)) < synchronous + 0.3
+    compressed = loss(compression="int8")
+    assert compressed < synchronous + 0.02
     streaming = LocalSgdConfig(8, 1.0, 0.0, fragments=2, overlap=2, mixing=0.5)
-    assert loss(local=streaming, compression="int8") < synchronous + 0.3
+    apart = loss(local=streaming, compression="int8")
+    assert apart < synchronous + 0.05
 
 
 def test_readings_sum_up_the_replicas():

@@ -1,5 +1,5 @@
-"""Optimizer state and weights in pinned host memory: the same numbers, checkpoints that come and go, and the memory that
-the compiled program saves. XLA:CPU has the memory kind, so all but the bytes is tested there."""
+"""Optimizer state and weights in pinned host memory: the same numbers, checkpoints that come and go, and the memory
+that the compiled program saves. XLA:CPU has the memory kind, so all but the bytes is tested there."""
 
 import dataclasses
 import pathlib
@@ -19,6 +19,7 @@ from shardlm.optim import OptimConfig
 from shardlm.topology import topology
 from shardlm.train.bench import random_batch
 from shardlm.train.config import LocalSgdConfig, OffloadConfig, PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.offload import check_offload
 from shardlm.train.program import Program
 
 GIB = 2**30
@@ -118,7 +119,7 @@ def test_resuming_is_bit_for_bit_and_a_checkpoint_serves_runs_without_offload(un
 def test_refusals():
     small = LocalSgdConfig(inner_steps=4)
     with pytest.raises(ShardlmError, match=r"offload\.optimizer and offload\.params with local_sgd\.inner_steps=4"):
-        refused = config(BOTH, mesh=MeshSpec(data=8), rules="replicated", local_sgd=small)
+        refused = config(BOTH, mesh=MeshSpec(data=8), rules="replicated", local_sgd=small, optim=OptimConfig())
         Program.make(refused, mesh_of(refused.mesh))
     with pytest.raises(ShardlmError, match=r"offload\.params with mesh\.pipeline=2.*offload\.optimizer works with any"):
         refused = config(BOTH, mesh=MeshSpec(pipeline=2, fsdp=4), pipeline=PipelineConfig("gpipe"))
@@ -126,8 +127,6 @@ def test_refusals():
 
 
 def test_a_device_without_pinned_memory_is_refused():
-    from shardlm.train.offload import check_offload
-
     class Memory:
         kind = "unpinned_host"
 

@@ -25,8 +25,8 @@ from shardlm.train.replicas import begin_exchange, check_replicas, exchanged_gra
 from shardlm.train.step import StepConfig, gradients
 
 MESHES = (ALL, MeshSpec(data=4, tensor=2), MeshSpec(data=2, fsdp=4), MeshSpec(data=2, pipeline=2, fsdp=2))
-# Float32 sums in another order, as in test_parallel_parity.py (measured: up to 1.2e-6).
-SAME = 1e-5
+# Float32 sums in another order (measured: up to 1.9e-7 without a pipeline).
+SAME = 1e-6
 
 
 @pytest.mark.parametrize("spec", MESHES, ids=str)
@@ -69,7 +69,7 @@ def test_uneven_shares_give_the_even_result(spec, shares, preset):
     params, expected = even()
     for name in ("loss", "grad_norm", "tokens", "attention_pairs"):
         np.testing.assert_allclose([m[name] for m in metrics], [m[name] for m in expected], rtol=1e-5)
-    # Adam divides by small second moments, which enlarges rounding in four steps (measured: up to 2e-5).
+    # Adam divides by small second moments, which enlarges rounding in four steps (measured: up to 1.5e-5).
     assert relative_error(state.params, params) < 1e-3
 
 

@@ -124,7 +124,11 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, extra, weights, str
         slot = jnp.clip(last // (S * R), 0, share - 1)
         done = jax.lax.dynamic_update_index_in_dim(done, jnp.where(finished, leaving, done[slot]), slot, 0)
         state = jax.lax.ppermute(x, "pipeline", up)
+        if R > 1:
+            arriving = after(state, arriving)
         arriving = _while_in(lap < S - 1, lambda a: jax.lax.ppermute(a, "pipeline", down), arriving, R)
+        if R > 1:
+            leaving = after(arriving, leaving)
         leaving = _while_in(last % (S * R) >= S * (R - 1), lambda a: jax.lax.ppermute(a, "pipeline", down), leaving, R)
         return (state, arriving, leaving, done, sums), None
 
@@ -135,6 +139,23 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, extra, weights, str
     (_, _, _, done, sums), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
     sums = jax.lax.psum(sums, replicas) if replicas else sums
     return done, jax.tree.map(lambda a: a[:, None], sums)
+
+
+def after(first: jax.Array, tree: Tree) -> Tree:
+    """The tree, once the floating-point array `first` is there.
+
+    XLA:CPU starts collectives outside a conditional and those in it in any order, and a collective-permute waits for
+    all devices of the program: two devices of a stage that differ in the order wait for each other for ever. The order
+    needs real data, since the compiler drops its own barriers: where `first` is NaN, which spoils the step anyway, the
+    tree is zero.
+    """
+
+    def local(first, tree):
+        there = ~jnp.isnan(first.reshape(-1)[0])
+        return jax.tree.map(lambda a: jnp.where(there, a, jnp.zeros_like(a)), tree)
+
+    specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, (first, tree))
+    return shard_map(local, in_specs=specs, out_specs=specs[1])(first, tree)
 
 
 def _while_in(condition, move, a, rounds):

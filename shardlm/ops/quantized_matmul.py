@@ -143,16 +143,15 @@ def _multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: P
     first, second, result = letters.replace("->", ",").split(",")
     split = dict(zip(second, _spec(b.values), strict=True)) | dict(zip(first, _spec(a.values), strict=True))
     local = PartitionSpec(*(split[letter] for letter in result))
-    # Axes over which devices hold parts of the sum.
+    # Axes over which devices hold parts of the sum. In a manual region (a pipeline's stage) jax has no type for an array
+    # of parts, and the sum comes first: of int32, or of unscaled numbers in `dtype`.
     pending = set(jax.tree.leaves([split[letter] for letter in set(first) & set(second) - set(result)]))
+    if pending and jax.sharding.get_abstract_mesh().manual_axes:
+        local, pending = out, set()
     integers = a.values.dtype == jnp.int8
-    y = jnp.einsum(
-        letters,
-        a.values,
-        b.values,
-        preferred_element_type=jnp.int32 if integers else dtype,
-        out_sharding=PartitionSpec(*local, unreduced=pending),
-    )
+    exact = jnp.int32 if integers else dtype
+    parts = PartitionSpec(*local, unreduced=pending)
+    y = jnp.einsum(letters, a.values, b.values, preferred_element_type=exact, out_sharding=parts)
     scale = _spread(a.scale, first, result) * _spread(b.scale, second, result)
     scale = jax.reshard(scale, PartitionSpec(*_own(local, scale.shape), reduced=pending))
     y = (y.astype(jnp.float32) * scale).astype(dtype) if integers else y * scale.astype(dtype)

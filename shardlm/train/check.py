@@ -112,8 +112,8 @@ def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> No
         return
     if precision == "fp16":
         raise ShardlmError(
-            f"matmul={matmul} with precision=fp16: sums of 8-bit products are scaled afterwards, and do not fit float16 "
-            "before (it ends at 65,504); set precision to bf16"
+            f"matmul={matmul} with precision=fp16: sums of 8-bit products are scaled afterwards and before that exceed "
+            "float16, which ends at 65,504; set precision to bf16"
         )
     if matmul != "fp8" or device.platform == "cpu":
         return

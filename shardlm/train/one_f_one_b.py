@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Packed
-from shardlm.layers.pipeline import Schedule, split_rows, stage_rules, to_layers, to_stages
+from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
 from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
 
@@ -65,13 +65,13 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
         in_specs=(staged, whole, PartitionSpec("pipeline", replicas or None)),
         out_specs=((whole, whole, (whole, staged, whole)), (staged, whole)),
     )
-    (total, parts, (before, inside, after)), (d_own, d_shared) = run(lay_out(own), everywhere, rows)
+    (total, parts, (before, inside, behind)), (d_own, d_shared) = run(lay_out(own), everywhere, rows)
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
     inside = jax.tree.map(lambda a: to_layers(a, schedule.num_layers), inside)
     inside = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), inside)
     aux = {
-        name: jnp.concatenate([found[name] for found in (before, inside, after) if name in found])
-        for name in before | inside | after
+        name: jnp.concatenate([found[name] for found in (before, inside, behind) if name in found])
+        for name in before | inside | behind
     }
     return (total, parts, aux), stages.join(d_own, d_shared)
 
@@ -93,12 +93,13 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
         arriving, d_arriving, inputs, sums, grads = carry
         forward, backward = i - me, i - (2 * S - 2 - me)
         inputs = jax.lax.dynamic_update_index_in_dim(inputs, arriving, forward % len(inputs), 0)
-        leaving = run(own, shared, arriving, take(forward))[0]
-        kept, mine = inputs[backward % len(inputs)], take(backward)
+        leaving = run(own, shared, arriving, take(forward), losses=False)[0]
+        kept, mine = after(leaving, (inputs[backward % len(inputs)], take(backward)))
         (_, total), back, found = jax.vjp(lambda o, s, x: _two(run(o, s, x, mine)), own, shared, kept, has_aux=True)
         d_own, d_shared, d_leaving = back((jnp.where(me == S - 1, 0, d_arriving), jnp.ones_like(total)))
         grads = jax.tree.map(jnp.add, grads, (d_own, d_shared))
         sums = jax.tree.map(jnp.add, sums, (total, *found))
+        leaving = after(d_leaving, leaving)
         moved = jax.lax.ppermute(leaving, "pipeline", up), jax.lax.ppermute(d_leaving, "pipeline", down)
         return (*moved, inputs, sums, grads), None
 
@@ -109,9 +110,9 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     inputs = jnp.zeros((2 * S - 1, *x.shape), x.dtype, out_sharding=PartitionSpec(None, *x.sharding.spec))
     start = (empty, empty, inputs, zeros((total, *found)), zeros((own, shared)))
     (*_, sums, grads), _ = jax.lax.scan(tick, start, jnp.arange(M + 2 * S - 2))
-    total, parts, (before, inside, after) = sums
+    total, parts, (before, inside, behind) = sums
     inside = jax.lax.psum(inside, replicas) if replicas else inside
-    sums = jax.lax.psum((total, parts, (before, after)), ("pipeline", *replicas))
+    sums = jax.lax.psum((total, parts, (before, behind)), ("pipeline", *replicas))
     d_own = jax.lax.psum(grads[0], replicas) if replicas else grads[0]
     d_shared = jax.lax.psum(grads[1], ("pipeline", *replicas))
     stacked = functools.partial(jax.tree.map, lambda a: a[None, None])
@@ -124,7 +125,7 @@ def _two(result):
     return (x, total), tuple(rest)
 
 
-def _stage(stages: Stages, me, own, shared, x, rows):
+def _stage(stages: Stages, me, own, shared, x, rows, losses: bool = True):
     """What a stage does to x [B, T, D] of one microbatch: (x, its share of the total, parts, aux). The first stage
     embeds, the last one computes the losses; layers outside the segment in stages run on the one or the other."""
     lm = _model(stages, own, shared)
@@ -142,13 +143,17 @@ def _stage(stages: Stages, me, own, shared, x, rows):
         return with_auxiliary(total, aux), parts, aux
 
     x, before = _only_if(me == 0, lambda x: layers(lm.embed(rows["tokens"]), slice(0, k)), x, lambda x: x)
+    rows = after(x, rows)  # what all stages do together comes after what the first one does alone
+    ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], weights=rows["weights"])
     x, inside = layers(x, slice(k, k + 1))
-    total, parts, after = _only_if(me == stages.schedule.stages - 1, last, x)
+    if not losses:
+        return (x,)
+    total, parts, behind = _only_if(me == stages.schedule.stages - 1, last, x)
     slots = stages.schedule.slots
     real = me * slots + jnp.arange(slots) < stages.schedule.num_layers  # empty slots have no losses
     inside = jax.tree.map(lambda a: a.reshape(slots, -1, *a.shape[1:]), inside)
     inside = jax.tree.map(lambda a: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, 0), inside)
-    return x, with_auxiliary(with_auxiliary(total, before), inside), parts, (before, inside, after)
+    return x, with_auxiliary(with_auxiliary(total, before), inside), parts, (before, inside, behind)
 
 
 def _only_if(condition, work, x, otherwise=None):
