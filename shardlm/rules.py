@@ -35,7 +35,7 @@ an all-to-all brings each stage its layers.
 """
 
 _SPLIT = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor", "experts": "expert"}
-_WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent", "router")
+_WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent_whole", "router")
 _ACTIVATIONS = {
     "batch": ("data", "pipeline", "fsdp", "expert"),  # inside a pipeline stage, `inside` takes "pipeline" away
     "microbatches": "pipeline",  # outside the stages, each holds its share of them
@@ -130,14 +130,16 @@ class Rules:
         def weights(role: str, sharded: bool) -> Table:
             embed = ("pipeline", *(split if sharded else ()))
             of_expert = tuple(axis for axis in embed if axis != "expert")
-            names = {"stages": "pipeline", "embed": embed, "expert_embed": of_expert}
+            # A latent is narrow: it is split as the embedding is, less the axes that are split further already.
+            latent = tuple(axis for axis in of_expert if axis != "context")
+            names = {"embed": embed, "expert_embed": of_expert, "latent": latent}
             return _table(role, dict.fromkeys(_WHOLE, ()) | _SPLIT | names, mesh)
 
         return cls(
             preset=preset,
             mesh=mesh,
             rest=weights("resting weight", stage >= 3),
-            use=_without(weights("weight in use", False), "embed", "expert_embed"),
+            use=_without(weights("weight in use", False), "embed", "expert_embed", "latent"),
             grads=weights("gradient", stage >= 2),
             optimizer=weights("optimizer", stage >= 1),
             act=_table("activation", _ACTIVATIONS, mesh),

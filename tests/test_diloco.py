@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from jax.sharding import NamedSharding, PartitionSpec
 from replica_runs import changed, crossing, make, sent, train
-from small import packed_batch, relative_error
+from small import mesh_of, packed_batch, relative_error
 
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
 from shardlm.mesh import MeshSpec
@@ -246,9 +247,21 @@ def test_all_ways_converge_as_synchronous_training_does():
 
 
 def test_readings_sum_up_the_replicas():
-    found = readings({"loss": jnp.array([1.0, 3.0]), "tokens": jnp.array([4, 6]), "finite": jnp.array([1.0, 0.0]),
-                      "bad_steps": jnp.array([0, 2]), "learning_rate": jnp.float32(0.5)})  # fmt: skip
-    assert found == {"loss": 2.0, "tokens": 10.0, "finite": 0.0, "bad_steps": 2.0, "learning_rate": 0.5}
+    mesh = mesh_of(MeshSpec(data=2, fsdp=2))
+    own, alike = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    each = {"loss": [1.0, 3.0], "tokens": [4, 6], "finite": [1.0, 0.0], "bad_steps": [0, 2]}
+    metrics = {name: jax.device_put(jnp.array(values), own) for name, values in each.items()}
+    metrics |= {"expert_load": jax.device_put(jnp.array([[[0.5, 0.5]], [[1.0, 0.0]]]), own)}
+    metrics |= {"learning_rate": jnp.float32(0.5), "load_of_all": jax.device_put(jnp.array([0.25, 0.75]), alike)}
+    assert readings(metrics) == {
+        "loss": 2.0,
+        "tokens": 10.0,
+        "finite": 0.0,
+        "bad_steps": 2.0,
+        "expert_load": [[0.75, 0.25]],
+        "learning_rate": 0.5,
+        "load_of_all": [0.25, 0.75],
+    }
 
 
 def test_a_run_from_the_command_line_resumes_exactly(tmp_path):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import LLAMA, TIED, init, mesh_of
+from small_moe import DEEPSEEK, MOE
 
 from shardlm.errors import ShardlmError
 from shardlm.generate import PAGE_SIZE, Sampling, generate, make_pages
@@ -41,7 +42,7 @@ def paged_logits(model, params, pages, table, tokens, start, num_pages):
     return lm.logits(hidden), pages
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [LLAMA, TIED, MOE, DEEPSEEK], ids=["untied", "tied", "moe", "deepseek"])
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 def test_training_forward_is_prefill_then_decode(spec, config):
     rng = np.random.default_rng(0)

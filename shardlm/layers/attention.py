@@ -30,6 +30,11 @@ class AttentionConfig:
         if H % 2:
             raise ShardlmError(f"head_dim={H} is odd; rotary embedding needs an even head_dim such as {H + 1}")
 
+    @property
+    def value_dim(self) -> int:
+        """Of each head; queries and keys have head_dim."""
+        return self.head_dim
+
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the four projections, each used once for a token."""
         return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)

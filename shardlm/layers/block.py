@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig
 from shardlm.layers.moe import Moe, MoeConfig
 from shardlm.layers.param import Execution, Params, constant, in_use
@@ -16,7 +17,7 @@ from shardlm.ops.norm import rms_norm
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    attention: AttentionConfig
+    attention: AttentionConfig | MlaConfig
     mlp: MlpConfig | MoeConfig
 
 
@@ -26,7 +27,8 @@ class Block(nnx.Module):
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm_eps: float, params: Params):
         self.norm_eps = norm_eps
         self.attention_norm = params((embed_dim,), ("norm",), constant(1.0))
-        self.attention = Attention(config.attention, embed_dim, out_scale, params)
+        attention = Mla if isinstance(config.attention, MlaConfig) else Attention
+        self.attention = attention(config.attention, embed_dim, out_scale, params)
         self.mlp_norm = params((embed_dim,), ("norm",), constant(1.0))
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)

@@ -2,7 +2,7 @@
 either the packed batch itself or a paged cache of what came before."""
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ Pages = dict[str, jax.Array]  # entry name -> [layers * num_pages, page_size, K,
 
 
 class Context(Protocol):
+    absorbs: ClassVar[bool]  # whether attention over latents (layers/mla.py) stays in the space of the latents
     weights: jax.Array | None  # float32 [B, T], of each token in the loss; None outside training
 
     @property
@@ -35,10 +36,11 @@ class Context(Protocol):
         scale: float,
         window: int,
         kv_name: str,
+        value_dim: int = 0,
     ) -> tuple[jax.Array, Pages | None]:
         """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar. A token sees `window`
-        positions, 0 for all before it; `kv_name` names how the K dimension is split. Returns the heads' output
-        [B, T, N, H] and the pages with k and v written."""
+        positions, 0 for all before it; `kv_name` names how the K dimension is split. Where v is None, values are
+        the first `value_dim` of keys. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +48,7 @@ class Context(Protocol):
 class Packed:
     """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]."""
 
+    absorbs: ClassVar[bool] = False
     segment_ids: jax.Array
     rules: Rules = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(default="xla", metadata={"static": True})
@@ -92,6 +95,7 @@ class Paged:
     page_table int32 [B, pages_per_row], page 0 is scrap; valid bool [B, T] is False for padding.
     """
 
+    absorbs: ClassVar[bool] = True
     page_table: jax.Array
     valid: jax.Array
     num_pages: int = dataclasses.field(metadata={"static": True})
@@ -102,29 +106,29 @@ class Paged:
     def real(self) -> jax.Array:
         return self.valid
 
-    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
+    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, value_dim=0):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
         kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
         pool = act.spec("pages", None, kv_name, "head_dim")
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
+        new = {"k": k} if v is None else {"k": k, "v": v}
 
-        def local(q, k, v, k_pool, v_pool, page_table, positions, valid, layer):
+        def local(q, new, pages, page_table, positions, valid, layer):
             first = layer * self.num_pages
-            k_pool = paged_attention.write_pages(k_pool, k, page_table, positions, valid, first)
-            v_pool = paged_attention.write_pages(v_pool, v, page_table, positions, valid, first)
-            own = [
-                self._own_head(pool, q.shape[2]) if kv_name == "kv_heads_whole" else pool for pool in (k_pool, v_pool)
-            ]
-            out = paged_attention.reference(q, *own, page_table, positions, first, scale, window)
-            return out, k_pool, v_pool
+            where = (page_table, positions, valid, first)
+            pages = {name: paged_attention.write_pages(pages[name], new[name], *where) for name in new}
+            own = pages
+            if kv_name == "kv_heads_whole":
+                own = {name: self._own_head(pool, q.shape[2]) for name, pool in pages.items()}
+            values = own["v"] if "v" in own else own["k"][..., :value_dim]
+            return paged_attention.reference(q, own["k"], values, page_table, positions, first, scale, window), pages
 
-        out, k_pool, v_pool = shard_map(
+        return shard_map(
             local,
-            in_specs=(heads, kv, kv, pool, pool, tokens, tokens, tokens, scalar),
-            out_specs=(heads, pool, pool),
-        )(q, k, v, pages["k"], pages["v"], self.page_table, positions, self.valid, layer)
-        return out, {"k": k_pool, "v": v_pool}
+            in_specs=(heads, dict.fromkeys(new, kv), dict.fromkeys(new, pool), tokens, tokens, tokens, scalar),
+            out_specs=(heads, dict.fromkeys(new, pool)),
+        )(q, new, pages, self.page_table, positions, self.valid, layer)
 
     def _own_head(self, pool: jax.Array, local_heads: int) -> jax.Array:
         """The one kv head that this device's query heads share, of a pool [pages, page_size, K, H] held whole."""

@@ -48,7 +48,7 @@ class TransformerConfig:
 
     def attention_width(self) -> int:
         """Multiply-adds of one (query, key) pair in all layers together (flops.py)."""
-        return sum(attention_width(b.attention.num_heads, b.attention.head_dim) for b in self.blocks())
+        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in (b.attention for b in self.blocks()))
 
 
 class Transformer(nnx.Module):

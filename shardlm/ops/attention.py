@@ -114,4 +114,7 @@ def packed_attention(
     else:
         run = functools.partial(ring_attention, scale=scale, window=window, implementation=implementation)
     specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"))
-    return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)
+    value_dim = v.shape[-1]
+    if implementation == "cudnn" and value_dim < q.shape[-1]:  # it has no kernels for narrower values
+        v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
+    return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)[..., :value_dim]

@@ -3,8 +3,9 @@ and the derivative; which projections pass here is the layers' choice.
 
 Scales are current: from the tensor at hand, without history. A maximum does not depend on the order it is taken in, so
 the 8-bit numbers are the same on every mesh. It is taken over the whole tensor, at the price of an all-reduce of one
-number for each activation, output gradient and weight. Weights are quantised where they rest, so that FSDP's all-gather
-moves one byte a weight; the backward pass gathers again rather than keep the gathered weight.
+number for each activation, output gradient and weight; in a pipeline's stage and in a replica behind a slow link, over
+the rows that they hold. Weights are quantised where they rest, so that FSDP's all-gather moves one byte a weight; the
+backward pass gathers again rather than keep the gathered weight.
 """
 
 import dataclasses
@@ -143,8 +144,8 @@ def _multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: P
     first, second, result = letters.replace("->", ",").split(",")
     split = dict(zip(second, _spec(b.values), strict=True)) | dict(zip(first, _spec(a.values), strict=True))
     local = PartitionSpec(*(split[letter] for letter in result))
-    # Axes over which devices hold parts of the sum. In a manual region (a pipeline's stage) jax has no type for an array
-    # of parts, and the sum comes first: of int32, or of unscaled numbers in `dtype`.
+    # Axes over which devices hold parts of the sum. In a manual region (a pipeline's stage) jax cannot type an array of
+    # parts, and the sum comes first: of int32, or of unscaled numbers in `dtype`.
     pending = set(jax.tree.leaves([split[letter] for letter in set(first) & set(second) - set(result)]))
     if pending and jax.sharding.get_abstract_mesh().manual_axes:
         local, pending = out, set()

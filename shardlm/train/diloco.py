@@ -226,17 +226,19 @@ class LocalSteps:
 SUMMED, LARGEST, SMALLEST = {"tokens", "attention_pairs"}, {"skipped", "bad_steps"}, {"finite"}
 
 
-def readings(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """A step's metrics as numbers. One that each replica has of its own, [R], is summed up over the replicas that this
-    process holds, so that reading it waits for no other site: a sum is scaled to all replicas, a mean is theirs."""
+def readings(metrics: Mapping[str, jax.Array]) -> dict[str, float | list]:
+    """A step's metrics as numbers, or lists of them. What each replica has of its own, [R, ...] over `data`, is summed
+    up over the replicas that this process holds, so that reading it waits for no other site: a sum is scaled to all
+    replicas, a mean is theirs."""
 
-    def number(name: str, metric: jax.Array) -> float:
-        if metric.ndim == 0:
-            return float(metric)
+    def value(name: str, metric: jax.Array) -> float | list:
+        if metric.ndim == 0 or "data" not in jax.tree.leaves(metric.sharding.spec[:1]):
+            return np.asarray(metric).tolist()
         held = {shard.index[0].start or 0: np.asarray(shard.data) for shard in metric.addressable_shards}
         own = np.concatenate(list(held.values()))
         if name in SUMMED:
-            return float(own.sum() * metric.size / own.size)
-        return float(own.max() if name in LARGEST else own.min() if name in SMALLEST else own.mean())
+            return (own.sum(axis=0) * metric.shape[0] / len(own)).tolist()
+        change = np.max if name in LARGEST else np.min if name in SMALLEST else np.mean
+        return change(own, axis=0).astype(float).tolist()
 
-    return {name: number(name, metric) for name, metric in metrics.items()}
+    return {name: value(name, metric) for name, metric in metrics.items()}

@@ -1,0 +1,138 @@
+"""Multi-head latent attention: keys and values of all heads are made from one small latent of each token, and only the
+latent is cached (https://arxiv.org/abs/2405.04434, section 2.1; the same in https://arxiv.org/abs/2412.19437, eq. 1-11).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import Context, Pages
+from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.ops.norm import rms_norm
+from shardlm.ops.rope import rope
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaConfig:
+    """Sizes; the letters in brackets are the paper's.
+
+    num_heads     heads (n_h)
+    q_latent_dim  width of the queries' latent (d_c'); 0: queries straight from the stream
+    kv_latent_dim width of the latent of keys and values (d_c), R in shapes
+    nope_dim      of each head, the part without position (d_h)
+    rope_dim      and the part with rotary embedding, whose key all heads share (d_h^R)
+    value_dim     of each head
+    """
+
+    num_heads: int
+    q_latent_dim: int
+    kv_latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        if self.rope_dim % 2:
+            raise ShardlmError(f"rope_dim={self.rope_dim} is odd; rotary embedding needs an even rope_dim")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Each head has its own keys and values, once they are made."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    def parameters_per_token(self, embed_dim: int) -> int:
+        """Weights of the projections, each used once for a token."""
+        N, Q, R = self.num_heads, self.q_latent_dim, self.kv_latent_dim
+        queries = embed_dim * Q + Q * N * self.head_dim if Q else embed_dim * N * self.head_dim
+        keys_values = embed_dim * (R + self.rope_dim) + R * N * (self.nope_dim + self.value_dim)
+        return queries + keys_values + N * self.value_dim * embed_dim
+
+
+class Mla(nnx.Module):
+    """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H) or "wq_down" (D, Q) and "wq_up" (Q, N, H), "wkv_down"
+    (D, R + rope), "wk_up" (R, N, nope), "wv_up" (R, N, value), "wo" (N, value, D), and the latents' norms."""
+
+    def __init__(self, config: MlaConfig, embed_dim: int, out_scale: float, params: Params):
+        D, N, Q, R, H = embed_dim, config.num_heads, config.q_latent_dim, config.kv_latent_dim, config.head_dim
+        self.config = config
+        heads = ("latent", "heads", "head_dim")
+        if Q:
+            self.wq_down = params((D, Q), ("embed", "latent_whole"), normal(D**-0.5))
+            self.q_norm = params((Q,), ("norm",), constant(1.0))
+            self.wq_up = params((Q, N, H), heads, normal(Q**-0.5))
+        else:
+            self.wq = params((D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        self.wkv_down = params((D, R + config.rope_dim), ("embed", "latent_whole"), normal(D**-0.5))
+        self.kv_norm = params((R,), ("norm",), constant(1.0))
+        self.wk_up = params((R, N, config.nope_dim), heads, normal(R**-0.5))
+        self.wv_up = params((R, N, config.value_dim), heads, normal(R**-0.5))
+        into = (N * config.value_dim) ** -0.5
+        self.wo = params((N, config.value_dim, D), ("heads", "head_dim", "embed"), normal(out_scale * into))
+
+    def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
+        """Per token and layer: the latent and the shared key part, of which values are made too."""
+        return {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
+
+    def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
+        config, act = self.config, execution.rules.act
+        q, q_rope = self._queries(x, positions, execution)
+        latent, k_rope = self._latents(x, positions, execution)
+        attend = {"scale": config.head_dim**-0.5, "window": 0}
+        if ctx.absorbs:
+            # Attention over the latents themselves: W_uk moves to the queries, W_uv to the output (section 2.1.2).
+            q = jnp.concatenate([project("btnh,rnh->btnr", q, self.wk_up, execution), q_rope], axis=-1)
+            k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)  # [B, T, 1, R + rope]
+            attend |= {"kv_name": "kv_heads_whole", "value_dim": config.kv_latent_dim}
+            out, pages = ctx.attend(q, k, None, positions, pages, layer, **attend)
+            out = project("btnr,rnh->btnh", out, self.wv_up, execution)
+        else:
+            shared = jnp.broadcast_to(
+                k_rope, (*k_rope.shape[:2], config.num_heads, config.rope_dim),
+                out_sharding=act.spec("batch", "whole_seq", "heads", "head_dim"),
+            )  # fmt: skip
+            k = jnp.concatenate([project("btr,rnh->btnh", latent, self.wk_up, execution), shared], axis=-1)
+            v = project("btr,rnh->btnh", latent, self.wv_up, execution)
+            q = jnp.concatenate([q, q_rope], axis=-1)
+            out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
+        stream = act.spec("batch", "seq", "embed")
+        return project("btnh,nhd->btd", out, self.wo, execution, stream), pages
+
+    def _queries(self, x, positions, execution: Execution):
+        """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""
+        if self.config.q_latent_dim:
+            q = self._down(x, self.wq_down, execution)
+            q = rms_norm(q, in_use(self.q_norm, execution), self.config.norm_eps)
+            q = project("btr,rnh->btnh", _whole(q, execution), self.wq_up, execution)
+        else:
+            q = project("btd,dnh->btnh", _whole(x, execution), self.wq, execution)
+        q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
+        return q, rope(q_rope, positions, self.config.rope_theta)
+
+    def _latents(self, x, positions, execution: Execution):
+        """(the normalised latent [B, T, R], the rotated key part that heads share [B, T, 1, rope])."""
+        R = self.config.kv_latent_dim
+        both = self._down(x, self.wkv_down, execution)
+        latent = rms_norm(both[..., :R], in_use(self.kv_norm, execution), self.config.norm_eps)
+        both = _whole(jnp.concatenate([latent, both[..., R:]], axis=-1), execution)
+        return both[..., :R], rope(both[:, :, None, R:], positions, self.config.rope_theta)
+
+    @staticmethod
+    def _down(x, weight, execution: Execution):
+        """On each device's part of the sequence: the latent that is gathered afterwards is narrower than the stream."""
+        return project("btd,dr->btr", x, weight, execution)
+
+
+def _whole(a: jax.Array, execution: Execution) -> jax.Array:
+    """[B, T, x] with the sequence whole over the tensor axis."""
+    return jax.reshard(a, execution.rules.act.spec("batch", "whole_seq", None))
