@@ -1,0 +1,66 @@
+"""Any mesh, same numbers, for products of axes: each pair of the six, and triples and quadruples, on a model that has
+latent attention, a dense layer and experts."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import init, mesh_of, model_on, on_devices, packed_batch, relative_error
+from small_moe import DEEPSEEK
+
+from shardlm.mesh import AXES, MeshSpec
+from shardlm.train.step import StepConfig, gradients
+
+FP32 = 1e-5  # only the order of sums differs, as in test_parallel_parity
+
+# Every pair is there, most in a triple.
+MESHES = [
+    (MeshSpec(pipeline=2, expert=2, tensor=2), "zero1"),
+    (MeshSpec(context=2, fsdp=2, tensor=2), "zero3"),
+    (MeshSpec(data=2, context=2, expert=2), "hybrid"),
+    (MeshSpec(data=2, pipeline=2, fsdp=2), "zero2"),
+    (MeshSpec(pipeline=2, context=2, fsdp=2), "zero3"),
+    (MeshSpec(expert=2, context=2, tensor=2), "zero3"),
+    (MeshSpec(data=2, fsdp=2, expert=2), "hybrid"),
+    (MeshSpec(data=2, pipeline=2, context=2), "zero1"),
+    (MeshSpec(data=4, tensor=2), "zero3"),
+    (MeshSpec(pipeline=2, expert=4), "zero3"),
+]
+
+
+def loss_and_gradients(spec, preset, one_f_one_b=False):
+    with jax.set_mesh(mesh_of(spec)):
+        microbatches = 2 if spec.pipeline > 1 else 1
+        model = model_on(spec, preset, DEEPSEEK, microbatches=microbatches, remat="full")
+        step = StepConfig(accumulation=microbatches, z_loss=1e-3, one_f_one_b=one_f_one_b)
+        run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
+        return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
+
+
+@functools.cache
+def one_device():
+    return loss_and_gradients(MeshSpec(), "replicated")
+
+
+def test_every_pair_is_there():
+    def split(spec):
+        return {axis for axis, size in spec.sizes().items() if size > 1}
+
+    pairs = {frozenset(pair) for spec, _ in MESHES for pair in itertools.combinations(split(spec), 2)}
+    assert pairs == {frozenset(pair) for pair in itertools.combinations(AXES, 2)}
+
+
+@pytest.mark.parametrize("spec,preset", MESHES, ids=str)
+def test_products_of_axes(spec, preset):
+    grads, losses = loss_and_gradients(spec, preset)
+    assert relative_error(losses, one_device()[1]) < FP32
+    assert relative_error(grads, one_device()[0]) < FP32
+
+
+def test_layers_before_the_stages_and_experts_by_1f1b():
+    grads, losses = loss_and_gradients(MeshSpec(pipeline=2, expert=2, tensor=2), "zero1", one_f_one_b=True)
+    assert relative_error(losses, one_device()[1]) < FP32
+    assert relative_error(grads, one_device()[0]) < FP32
