@@ -9,16 +9,22 @@ from shardlm.config_json import from_json, to_json
 from shardlm.train.config import RunConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
-MODEL = {
-    "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "rope_theta",
-    "norm_eps", "tie_embeddings",
+COMMON = {"vocab_size", "embed_dim", "num_layers", "num_heads", "rope_theta", "norm_eps", "tie_embeddings"}
+EXPERTS = {"num_experts", "top_k", "expert_dim", "balance_loss", "capacity_factor"}
+MODELS = {
+    "LlamaConfig": COMMON | {"num_kv_heads", "head_dim", "mlp_dim"},
+    "MixtralConfig": COMMON | EXPERTS | {"num_kv_heads", "head_dim", "router_z_loss"},
+    "DeepseekConfig": COMMON | EXPERTS | {
+        "dense_layers", "mlp_dim", "q_latent_dim", "kv_latent_dim", "nope_dim", "rope_dim", "value_dim", "num_shared",
+        "scoring", "groups", "top_groups", "routed_scale", "load_bias",
+    },
 }  # fmt: skip
 FIELDS = {
     "data": {"train", "validation", "tokenizer", "text_key", "packing", "on_bad_utf8", "cache_dir", "seed"},
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {
         "name", "learning_rate", "schedule", "warmup_steps", "final_fraction", "weight_decay", "b1", "b2", "eps",
-        "clip_norm", "ema_decay",
+        "clip_norm", "ema_decay", "load_bias_rate",
     },
     "train": {
         "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "seed", "log_every", "eval_every",
@@ -29,7 +35,10 @@ FIELDS = {
     "slow_link": {"compression", "rank"},
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},
     "checkpoint": {"every_steps", "keep", "keep_best"},
-    "": {"rules", "precision", "remat", "attention", "context_attention", "matmul", "unroll", "xla_profile", "run_dir", "cpu_devices"},
+    "": {
+        "rules", "precision", "remat", "attention", "context_attention", "matmul", "unroll", "xla_profile", "run_dir",
+        "cpu_devices",
+    },
 }  # fmt: skip
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
@@ -44,7 +53,8 @@ def by_group(config) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_the_fields_of_every_shipped_config(path):
-    assert by_group(configuration.load(str(path))) == FIELDS | {"model": MODEL}
+    config = configuration.load(str(path))
+    assert by_group(config) == FIELDS | {"model": MODELS[type(config.model).__name__]}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

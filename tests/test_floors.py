@@ -15,10 +15,10 @@ FLOORS = [
     {"ops"},
     {"layers"},
     {"models"},
-    {"state", "optim", "precision", "checkpoint", "checkpoint_files", "metrics", "data", "generate"},
+    {"state", "optim", "precision", "checkpoint", "checkpoint_files", "metrics", "data", "generate", "hlo"},
     {"train", "plan", "serve"},
 ]
-NO_JAX = [*FLOORS[0], "data", "metrics"]
+NO_JAX = [*FLOORS[0], "data", "metrics", "hlo"]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))
 
 

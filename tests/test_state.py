@@ -94,7 +94,6 @@ def test_a_batch_that_does_not_divide_is_refused(spec, train, message):
         Program.make(config, mesh_of(spec))
 
 
-@pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
-def test_axes_without_a_use_are_refused(axis):
-    with pytest.raises(ShardlmError, match=rf"mesh\.{axis}=2: training does not split anything over {axis} yet"):
-        program(MeshSpec(**{axis: 2}))
+def test_experts_of_a_model_without_any_are_refused():
+    with pytest.raises(ShardlmError, match=r"mesh\.expert=2: the model has no experts to split; set mesh\.expert=1"):
+        program(MeshSpec(expert=2))

@@ -97,7 +97,7 @@ def compare(recorded: Bill, found: Bill, *, tolerance: float = 0.05, counts: boo
             causes = _causes(old, new) if more else _causes(new, old)
             verb = "new" if not old else "more" if more else "less" if new else "gone"
             phase, kind, dtype, axes = sort
-            messages.append(f"{verb}: {phase} {kind} of {dtype} over {axes}, {change}. {causes}")
+            messages.append(f"{verb}: {phase} {kind} of {dtype} over {axes}, {change}{causes}")
     return messages
 
 
@@ -118,8 +118,8 @@ def _causes(fewer: Sequence[Entry], more: Sequence[Entry], limit: int = 4) -> st
 
     grown = sorted((e for e in more if growth(e) > (0, 0)), key=growth, reverse=True)
     lines = [f"{e.source}{f' at {e.where}' if e.where else ''} ({e.count} times)" for e in grown[:limit]]
-    rest = len(grown) - limit
-    return "From " + "; ".join(lines) + (f"; and {rest} more" if rest > 0 else "")
+    rest = [f"and {len(grown) - limit} more"] if len(grown) > limit else []
+    return "".join(f"\n    {line}" for line in lines + rest)
 
 
 def _source(one: Collective) -> str:

@@ -68,42 +68,57 @@ def _dotted(op_name: str) -> str:
 def cause(module: Module, visit: Visit, operand: str) -> tuple[str, tuple[Frame, ...]]:
     """(op_name, frames) of the array that is moved: of the collective itself or, where several arrays were combined or
     nothing was noted, of the nearest instruction before it, or after it, that has them."""
-    at, named = visit.instruction, visit.computation.named
-    if at.op_name and len(at.operands) == 1:
+    at, here = visit.instruction, visit.computation
+    if _is_noted(at) and len(at.operands) == 1:
         return at.op_name, module.frames(at)
-    before = _nearest(operand, lambda name: named[name].operands if name in named else ())
-    users: dict[str, list[str]] = {}
-    for other in visit.computation.instructions:
-        for name in other.operands:
-            users.setdefault(name, []).append(other.name)
-    after = _nearest(at.name, lambda name: users.get(name, ()))
-    for name in (*before, at.name, *after):
-        maker = _maker(module, visit.computation, name)
-        if maker.op_name and maker.opcode != "parameter":
+    before = _nearest((here, operand), lambda place: _makers(module, *place))
+    after = _nearest((here, at.name), _users)
+    for computation, name in (*before, *after):
+        if _is_noted(maker := computation.named[name]):
             return maker.op_name, module.frames(maker)
     return "", ()
 
 
-def _nearest(start: str, neighbours: Callable[[str], Iterable[str]], limit: int = 50) -> list[str]:
-    """Up to `limit` names, breadth first."""
-    found = [start]
-    for name in found:
-        if len(found) >= limit:
-            break
-        found += [other for other in neighbours(name) if other not in found]
+def _is_noted(at: Instruction) -> bool:
+    """Whether it has a name of jax's; XLA makes some up, and arguments have theirs."""
+    return "/" in at.op_name
+
+
+_Place = tuple[Computation, str]
+
+
+def _nearest(start: _Place, neighbours: Callable[[_Place], Iterable[_Place]], limit: int = 50) -> list[_Place]:
+    """Up to about `limit` values, breadth first."""
+    found, seen = [start], {(start[0].name, start[1])}
+    for place in found:
+        for computation, name in neighbours(place) if len(found) < limit else ():
+            if (computation.name, name) not in seen:
+                seen.add((computation.name, name))
+                found.append((computation, name))
     return found
 
 
-def _maker(module: Module, computation: Computation, name: str) -> Instruction:
-    """What computed a value: for an element of a fusion's result, that element inside the fusion."""
-    at = computation.named[name]
-    if at.opcode != "get-tuple-element" or at.operands[0] not in computation.named:
-        return at
-    fusion = computation.named[at.operands[0]]
-    if fusion.opcode != "fusion":
-        return at
-    fused = module.computations[fusion.called("calls")[0]]
-    return fused.named[fused.root.operands[at.number("index")]] if fused.root.opcode == "tuple" else at
+def _makers(module: Module, computation: Computation, name: str) -> list[_Place]:
+    """The values that a value is computed from, into loops and fusions; of what a loop carries, the next one."""
+    at, places = computation.named[name], []
+    if at.opcode == "get-tuple-element":
+        index, whole = at.number("index"), computation.named[at.operands[0]]
+        inner = computation if whole.opcode == "parameter" else _inside(module, whole)
+        if inner and inner.root.opcode == "tuple" and index < len(inner.root.operands):
+            return [(inner, inner.root.operands[index])]
+    elif inner := _inside(module, at):
+        places = [(inner, inner.root.name)]
+    return places + [(computation, other) for other in at.operands]
+
+
+def _inside(module: Module, at: Instruction) -> Computation | None:
+    names = at.called({"while": "body", "fusion": "calls"}.get(at.opcode, "-"))
+    return module.computations[names[0]] if names else None
+
+
+def _users(place: _Place) -> list[_Place]:
+    computation, name = place
+    return [(computation, other.name) for other in computation.instructions if name in other.operands]
 
 
 def phase(op_name: str) -> str:

@@ -44,9 +44,11 @@ def collect(module: Module, find: Callable[[Visit], Sequence[T]], weigh: Callabl
         at, count, depth, guess = visit.instruction, visit.count, visit.depth, visit.guess
         if at.opcode == "while":
             trips = trip_count(module, visit)
-            guess = guess if trips else "a loop of unknown length, counted once"
-            bodies = at.called("condition") + at.called("body")
-            return [item for name in bodies for item in run(name, count * (trips or 1), depth + 1, guess, visit)]
+            if trips is None:
+                trips, guess = 1, "a loop of unknown length, counted once"
+            (condition,), (body,) = at.called("condition"), at.called("body")
+            found = run(condition, count * (trips + 1), depth + 1, guess, visit)
+            return found + (run(body, count * trips, depth + 1, guess, visit) if trips else [])
         if at.opcode == "conditional":
             names = [name for key in _BRANCHES for name in at.called(key)]
             branches = [run(name, count, depth, "the costliest branch of a conditional", visit) for name in names]

@@ -1,5 +1,5 @@
 """Multi-head latent attention: keys and values of all heads are made from one small latent of each token, and only the
-latent is cached (https://arxiv.org/abs/2405.04434, section 2.1; the same in https://arxiv.org/abs/2412.19437, eq. 1-11).
+latent is cached (https://arxiv.org/abs/2405.04434, section 2.1; https://arxiv.org/abs/2412.19437, eq. 1 to 11).
 """
 
 import dataclasses

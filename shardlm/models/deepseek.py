@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 (https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2412.19437): latent attention, a few dense
-layers, then many small experts with shared ones beside them."""
+"""DeepSeek V2 and V3 (https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2412.19437): latent attention, a few
+dense layers, then many small experts with shared ones beside them."""
 
 import dataclasses
 

@@ -63,12 +63,20 @@ def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head
     wide = jnp.dtype(dtype).itemsize != 2
     if platform not in ("gpu", "cuda"):
         chosen, why = "xla", f"platform is {platform}"
-    elif wide or head_dim % 8 or head_dim > 256:
+    elif wide or head_dim % 8 or head_dim > widest_head():
         chosen, why = "xla", f"cuDNN has no kernel for {jnp.dtype(dtype)} with head_dim={head_dim}"
     else:
         chosen, why = "cudnn", "a GPU, a 16-bit type and a supported head size"
     logging.vlog(1, "attention: %s, because %s", chosen, why)
     return chosen
+
+
+def widest_head() -> int:
+    """The largest head_dim that jax lets cuDNN have: it asks the GPUs of this process, so that a program compiled for
+    Hopper without one is held to what every GPU can do."""
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    hopper = gpus and all(float(device.compute_capability) >= 9.0 for device in gpus)
+    return 256 if hopper else 128
 
 
 MASK_BYTES = 2**30  # of the mask that keeps documents apart in a whole row

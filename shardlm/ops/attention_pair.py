@@ -2,7 +2,6 @@
 gradient under the log-partition of the whole row. Which blocks meet is ring_attention.py's."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from shardlm.ops.blocked_attention import MASKED
 
 SCORE_BYTES = 32 * 2**20  # of the float32 scores that the XLA kernel holds at once on a device
+BIAS_BYTES = 512 * 2**20  # of the bias that keeps documents apart in one call of cuDNN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +34,61 @@ class Side:
     index: jax.Array
     segment_ids: jax.Array
 
-    def part(self, start: int, stop: int) -> "Side":
-        return Side(self.index[start:stop], self.segment_ids[:, start:stop])
+    def halves(self) -> tuple["Side", "Side"]:
+        half = len(self.index) // 2
+        early = Side(self.index[:half], self.segment_ids[:, :half])
+        return early, Side(self.index[half:], self.segment_ids[:, half:])
 
 
 def forward(pair: Pair, q, k, v, queries: Side, keys: Side) -> tuple[jax.Array, jax.Array]:
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] -> (out [B, T, N, Hv], log-partition [B, T, N]), both float32."""
-    run = _cudnn_forward if pair.implementation == "cudnn" else _xla_forward
-    return run(pair, q, k, v, queries, keys)
+    if pair.implementation != "cudnn":
+        return _xla_forward(pair, q, k, v, queries, keys)
+    if not _too_large(q, k):
+        return _cudnn_forward(pair, q, k, v, queries, keys)
+    (q0, q1), (early, late) = _halves(q), queries.halves()
+    if not pair.diagonal:
+        return _join(forward(pair, q0, k, v, early, keys), forward(pair, q1, k, v, late, keys))
+    (k0, k1), (v0, v1) = _halves(k), _halves(v)
+    before = dataclasses.replace(pair, diagonal=False)
+    first = forward(pair, q0, k0, v0, early, early)
+    return _join(first, merge(forward(pair, q1, k1, v1, late, late), forward(before, q1, k0, v0, late, early)))
 
 
 def backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
     """(d_q, d_k, d_v) of this pair, float32. out [B, T, N, Hv] and lse [B, T, N] are those of the whole row: then the
     weights exp(score - lse) are the right ones (https://arxiv.org/abs/2205.14135, appendix B.4), where the
     log-partition of the pair would be silently wrong."""
-    run = _cudnn_backward if pair.implementation == "cudnn" else _xla_backward
-    return run(pair, q, k, v, queries, keys, out, lse, d_out)
+    if pair.implementation != "cudnn":
+        return _xla_backward(pair, q, k, v, queries, keys, out, lse, d_out)
+    if not _too_large(q, k):
+        return _cudnn_backward(pair, q, k, v, queries, keys, out, lse, d_out)
+    (q0, q1), (early, late) = _halves(q), queries.halves()
+    first, second = zip(*map(_halves, (out, lse, d_out)), strict=True)
+    if not pair.diagonal:
+        a = backward(pair, q0, k, v, early, keys, *first)
+        b = backward(pair, q1, k, v, late, keys, *second)
+        return jnp.concatenate([a[0], b[0]], axis=1), a[1] + b[1], a[2] + b[2]
+    (k0, k1), (v0, v1) = _halves(k), _halves(v)
+    before = dataclasses.replace(pair, diagonal=False)
+    a = backward(pair, q0, k0, v0, early, early, *first)
+    b = backward(pair, q1, k1, v1, late, late, *second)
+    c = backward(before, q1, k0, v0, late, early, *second)
+    return _join((a[0], a[1] + c[1], a[2] + c[2]), (b[0] + c[0], b[1], b[2]))
+
+
+def _too_large(q, k) -> bool:
+    """Whether the pair is cut in halves, for the sake of cuDNN's bias."""
+    T, S = q.shape[1], k.shape[1]
+    return T % 4 == 0 and q.dtype.itemsize * q.shape[0] * T * S > BIAS_BYTES
+
+
+def _halves(a):
+    return jnp.split(a, 2, axis=1)
+
+
+def _join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(a, b, strict=True))
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -151,35 +190,51 @@ def _dot(letters, a, b):
 
 
 def _cudnn_forward(pair: Pair, q, k, v, queries: Side, keys: Side):
-    def run(mask):
-        causal = pair.diagonal
-        options = {"scale": pair.scale, "is_causal": causal, "implementation": "cudnn", "return_residual": True}
-        out, lse = jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
-        return out.astype(jnp.float32), lse.reshape(q.shape[:3])
+    # Not jax.nn.dot_product_attention, which rounds the log-partition to q's type: by up to 0.03 in bfloat16 from 8 on,
+    # and so the weights of this pair in the row by 3%.
+    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
 
-    return _masked_where_needed(pair, run, queries, keys)
+    def run(bias):
+        options = {"scale": pair.scale, "mask_type": _mask_type(pair), "return_residual": True}
+        out, lse = dot_product_attention(q, k, v, bias, **options)
+        return out.astype(jnp.float32), lse.transpose(0, 2, 1)
+
+    return _biased_where_needed(pair, run, q.dtype, queries, keys)
 
 
 def _cudnn_backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # jax.nn has no backward pass that takes an lse
+    # jax.nn has no backward pass that takes a log-partition.
+    from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_bwd_rule
 
-    def run(mask):
+    def run(bias):
         none, no_index = jnp.zeros(0, q.dtype), jnp.zeros(0, jnp.int32)
-        bias = none if mask is None else jnp.where(mask, 0, -0.7 * float(jnp.finfo(q.dtype).max)).astype(q.dtype)
+        bias_in, bias_gradient = bias is not None, False
+        settings = (pair.scale, 42, 0.0, (bias_in, bias_gradient), _mask_type(pair), 0, 0, True, False)
+        bias = bias if bias_in else none
         kept = (q, k, v, bias, *[no_index] * 6, lse.transpose(0, 2, 1), out.astype(q.dtype))
-        kind = cudnn.MaskType.CAUSAL if pair.diagonal else cudnn.MaskType.NO_MASK
-        settings = (pair.scale, 42, 0.0, (mask is not None, False), kind, 0, 0, True, False)
-        gradients = cudnn._dot_product_attention_bwd_rule(*settings, kept, d_out.astype(q.dtype))[:3]
+        gradients = _dot_product_attention_bwd_rule(*settings, kept, d_out.astype(q.dtype))[:3]
         return tuple(a.astype(jnp.float32) for a in gradients)
 
-    return _masked_where_needed(pair, run, queries, keys)
+    return _biased_where_needed(pair, run, q.dtype, queries, keys)
 
 
-def _masked_where_needed(pair: Pair, run, queries: Side, keys: Side):
-    """run(mask [B, 1, T, S]), or run(None) while all tokens are of one document, which needs no mask in memory."""
-    mask = functools.partial(visible, dataclasses.replace(pair, diagonal=False), queries, keys)
+def _mask_type(pair: Pair):
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType
+
+    return MaskType.CAUSAL if pair.diagonal else MaskType.NO_MASK
+
+
+def _biased_where_needed(pair: Pair, run, dtype, queries: Side, keys: Side):
+    """run(bias [B, 1, T, S]) that hides what cuDNN's own masks do not, or run(None) while all tokens are of one
+    document, which needs nothing in memory."""
+    from jax._src.cudnn.fused_attention_stablehlo import get_large_negative_number
+
+    def bias():
+        seen = visible(dataclasses.replace(pair, diagonal=False), queries, keys)
+        return jnp.where(seen, jnp.zeros((), dtype), get_large_negative_number(dtype))[:, None]
+
     if pair.window:
-        return run(mask()[:, None])
+        return run(bias())
     first = queries.segment_ids[:, :1]
     one = jnp.all(queries.segment_ids == first) & jnp.all(keys.segment_ids == first)
-    return jax.lax.cond(one, lambda: run(None), lambda: run(mask()[:, None]))
+    return jax.lax.cond(one, lambda: run(None), lambda: run(bias()))

@@ -45,25 +45,26 @@ def _forward(q, k, v, segment_ids, scale, window, implementation):
     same = Pair(scale, True, window, implementation)
     before = Pair(scale, False, window, implementation)
     result = forward(same, q, k, v, mine, mine)
-    moving = (k, v, segment_ids)
-    for step in range(1, C):
-        moving = _pass_on(moving, C)
+    moving, place = (k, v, segment_ids), 0
+    for step in _steps(C, half, window):
+        moving, place = _pass_on(moving, C, step - place), step
         other = (me - step) % C
 
         # Their chunk before ours: all our queries see its first half. After ours: our second half sees all of it.
         def first_half(result, k, v, segments, other=other):
-            keys = Side(_index(other, C, half), segments).part(0, half)
+            keys = Side(_index(other, C, half), segments).halves()[0]
             return merge(result, forward(before, q, k[:, :half], v[:, :half], mine, keys))
 
         def second_half(result, k, v, segments, other=other):
             keys = Side(_index(other, C, half), segments)
             out, lse = result
             late = (out[:, half:], lse[:, half:])
-            new = merge(late, forward(before, q[:, half:], k, v, mine.part(half, 2 * half), keys))
+            new = merge(late, forward(before, q[:, half:], k, v, mine.halves()[1], keys))
             return tuple(jnp.concatenate([a[:, :half], b], axis=1) for a, b in zip(result, new, strict=True))
 
         branches = [lambda result, *_: result, first_half, second_half]
-        result = jax.lax.switch(_meeting(me, other, half, window), branches, result, *moving)
+        which = _meeting(me, other, half, window, segment_ids, moving[2])
+        result = jax.lax.switch(which, branches, result, *moving)
     out, lse = result
     out = out.astype(q.dtype)
     return out, (q, k, v, segment_ids, out, lse)
@@ -76,30 +77,33 @@ def _backward(scale, window, implementation, kept, d_out):
     mine = Side(_index(me, C, half), segment_ids)
     same = Pair(scale, True, window, implementation)
     before = Pair(scale, False, window, implementation)
-    d_q, d_k, d_v = backward(same, q, k, v, mine, mine, out, lse, d_out)
-    moving = (k, v, segment_ids, d_k, d_v)
-    for step in range(1, C):
-        moving = _pass_on(moving, C)
+    d_q, *gathered = backward(same, q, k, v, mine, mine, out, lse, d_out)
+    moving, place = (k, v, segment_ids), 0
+    for step in _steps(C, half, window):
+        moving = _pass_on(moving, C, step - place)
         other = (me - step) % C
-        k, v, segments, d_k, d_v = moving
 
-        def first_half(d_q, d_k, d_v, k, v, segments, other=other):
-            keys = Side(_index(other, C, half), segments).part(0, half)
-            a, b, c = backward(before, q, k[:, :half], v[:, :half], mine, keys, out, lse, d_out)
-            return d_q + a, _add_rows(d_k, b, 0), _add_rows(d_v, c, 0)
+        def first_half(k, v, segments, other=other):
+            keys = Side(_index(other, C, half), segments).halves()[0]
+            a, *b = backward(before, q, k[:, :half], v[:, :half], mine, keys, out, lse, d_out)
+            return a, *(_pad_rows(x, 0, half) for x in b)
 
-        def second_half(d_q, d_k, d_v, k, v, segments, other=other):
+        def second_half(k, v, segments, other=other):
             keys = Side(_index(other, C, half), segments)
             late = [a[:, half:] for a in (out, lse, d_out)]
-            a, b, c = backward(before, q[:, half:], k, v, mine.part(half, 2 * half), keys, *late)
-            return _add_rows(d_q, a, half), d_k + b, d_v + c
+            a, *b = backward(before, q[:, half:], k, v, mine.halves()[1], keys, *late)
+            return _pad_rows(a, half, 0), *b
 
-        branches = [lambda d_q, d_k, d_v, *_: (d_q, d_k, d_v), first_half, second_half]
-        which = _meeting(me, other, half, window)
-        d_q, d_k, d_v = jax.lax.switch(which, branches, d_q, d_k, d_v, k, v, segments)
-        moving = (k, v, segments, d_k, d_v)
-    d_k, d_v = _pass_on(moving[3:], C)
-    return d_q.astype(q.dtype), d_k.astype(kept[1].dtype), d_v.astype(kept[2].dtype), None
+        def nothing(k, v, segments):
+            return tuple(jnp.zeros(a.shape, jnp.float32) for a in (q, k, v))
+
+        which = _meeting(me, other, half, window, segment_ids, moving[2])
+        new_q, *new = jax.lax.switch(which, [nothing, first_half, second_half], *moving)
+        # The gradients of these keys and values arrive behind the meeting, which does not wait for them.
+        gathered, place = _pass_on(gathered, C, step - place), step
+        d_q, gathered = d_q + new_q, [a + b for a, b in zip(gathered, new, strict=True)]
+    d_k, d_v = _pass_on(gathered, C, -place)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _ring.defvjp(_forward, _backward)
@@ -111,20 +115,39 @@ def _index(device, C: int, half: int) -> jax.Array:
     return jnp.concatenate([device * half + within, (2 * C - 1 - device) * half + within])
 
 
-def _meeting(me, other, half: int, window: int):
-    """0: nothing to see, which only a window brings about; 1: their first half; 2: our second half sees all."""
-    which = jnp.where(other < me, 1, 2)
-    if not window:
-        return which
-    nearest = (jnp.abs(me - other) - 1) * half + 1
-    return jnp.where(nearest >= window, 0, which)
+def _steps(C: int, half: int, window: int) -> list[int]:
+    """How many places keys and values have come at each meeting. Those at which no two devices are near enough for the
+    window are left out: keys and values pass them by in one move."""
+    return [step for step in range(1, C) if _near_enough(min(step, C - step), half, window)]
 
 
-def _pass_on(arrays, C: int):
-    return jax.lax.ppermute(arrays, "context", [(i, (i + 1) % C) for i in range(C)])
+def _near_enough(places, half: int, window: int):
+    """Whether devices so many places apart hold tokens of which one is in the other's window."""
+    return (places - 1) * half + 1 < window if window else True
 
 
-def _add_rows(total, part, start: int):
-    """total with `part` added to its rows from `start` on."""
-    after = total.shape[1] - start - part.shape[1]
-    return total + jnp.pad(part, [(0, 0), (start, after), *[(0, 0)] * (total.ndim - 2)])
+def _meeting(me, other, half: int, window: int, mine, theirs):
+    """0: nothing to see, because of the window or since no document has tokens on both sides; 1: all of ours see their
+    first half; 2: our second half sees all of theirs. mine and theirs are segment_ids int32 [B, 2 * half]."""
+    (early, late), (their_early, their_late) = (jnp.split(a, 2, axis=1) for a in (mine, theirs))
+    earlier = other < me
+    shares = _shares(late, their_early) | jnp.where(earlier, _shares(early, their_early), _shares(late, their_late))
+    sees = shares & _near_enough(jnp.abs(me - other), half, window)
+    return jnp.where(sees, jnp.where(earlier, 1, 2), 0)
+
+
+def _shares(a, b):
+    """False if no id of a row of `a` is in the same row of `b`, as far as their ranges tell."""
+    return jnp.any((a.min(axis=1) <= b.max(axis=1)) & (b.min(axis=1) <= a.max(axis=1)))
+
+
+def _pass_on(arrays, C: int, places: int):
+    """To the device so many places on."""
+    if places % C == 0:
+        return arrays
+    return jax.lax.ppermute(arrays, "context", [(i, (i + places) % C) for i in range(C)])
+
+
+def _pad_rows(a, before: int, after: int):
+    """[B, T, ...] with rows of zeros. Not `.at[].add`: jaxlib 0.11.2 crashes on a scatter in a manual region."""
+    return jnp.pad(a, [(0, 0), (before, after), *[(0, 0)] * (a.ndim - 2)])

@@ -1,6 +1,7 @@
 """Everything a run compiles: mesh, rules, model, optimizer and the jitted functions over them. Nothing here holds
 weights or reads data, so the same program serves training, benchmarks and compile-only checks."""
 
+import contextlib
 import dataclasses
 from functools import partial
 from typing import Any
@@ -119,7 +120,7 @@ class Program:
         program = part.function
         if self.config.offload != OffloadConfig():
             program = offload.returning(program)
-        with jax.set_mesh(self.mesh), self._matmul_precision():
+        with jax.set_mesh(self.mesh), self._tracing():
             return jax.jit(program, donate_argnums=0).lower(self.state_shapes(), *batch)
 
     def compile_step(self, options: dict[str, Any]) -> Step:
@@ -132,7 +133,7 @@ class Program:
 
     def lower_eval(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the batch's losses."""
-        with jax.set_mesh(self.mesh), self._matmul_precision():
+        with jax.set_mesh(self.mesh), self._tracing():
             return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
 
     def schedule(self) -> Schedule:
@@ -151,9 +152,14 @@ class Program:
         with jax.set_mesh(self.mesh):
             return ModelDef.make(self.model.config, execution)
 
-    def _matmul_precision(self):
-        """fp32 means float32 products: without this a GPU multiplies float32 in TF32, with a 10-bit mantissa."""
-        return jax.default_matmul_precision("float32" if self.config.precision == "fp32" else "default")
+    @contextlib.contextmanager
+    def _tracing(self):
+        """fp32 means float32 products: by default a GPU multiplies float32 in TF32, with a 10-bit mantissa. Kernels ask
+        the default device what they are for: it is this mesh's, which may not be there (topology.py)."""
+        here = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
+        precision = "float32" if self.config.precision == "fp32" else "default"
+        with jax.default_matmul_precision(precision), jax.default_device(here[0]):
+            yield
 
     @property
     def _make_state(self) -> Any:
