@@ -1,32 +1,43 @@
 """Benchmarks, as JSON.
 
 python -m launch.bench train --config=configs/bench_768x12.py --steps=20 --output=bench.json
+python -m launch.bench strategies --config=configs/bench_strategies.py --output=benchmarks/results/strategies.json
 """
 
 import json
 import math
 import os
 import pathlib
+import subprocess
 import sys
+import tempfile
 
 from absl import flags
 
-from launch.flags import cluster, run
+from launch.flags import PREFIX, cluster, run, split_overrides
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 from shardlm.files import write_atomically
 
-BENCHMARKS = {"train": "the training step of a configuration, on made-up tokens"}
+BENCHMARKS = {
+    "train": "the training step of a configuration, on made-up tokens",
+    "strategies": "the same in each way of shardlm/train/strategies.py, one process after another, as one table",
+}
 
 _WARMUP = flags.DEFINE_integer("warmup", 3, "Steps before the clock starts.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps, at most.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", math.inf, "Start no timed step after this long.", lower_bound=0.001)
 _OUTPUT = flags.DEFINE_string("output", "", "File for the JSON, besides standard output.")
+_STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies to compare; empty: all.")
 
 
 def main(resolved: Resolved, benchmark: str) -> int:
     if benchmark not in BENCHMARKS:
         raise ShardlmError(unknown(benchmark))
+    return compare_strategies() if benchmark == "strategies" else train(resolved.config)
+
+
+def train(config) -> int:
     import jax
 
     from launch.devices import use_cpu_devices
@@ -34,7 +45,6 @@ def main(resolved: Resolved, benchmark: str) -> int:
     from shardlm.train.bench import bench_training
     from shardlm.train.program import Program
 
-    config = resolved.config
     use_cpu_devices(config.cpu_devices)
     with joined(explicit(**cluster()) or detect(os.environ)):
         program = Program.make(config, config.mesh.build())
@@ -45,6 +55,36 @@ def main(resolved: Resolved, benchmark: str) -> int:
             if _OUTPUT.value:
                 write_atomically(pathlib.Path(_OUTPUT.value), text.encode() + b"\n")
     return 0
+
+
+def compare_strategies() -> int:
+    """Runs `train` for each strategy in a process of its own, prints the table, and writes it as JSON to --output and as
+    Markdown beside it. 1 if one of them did not run."""
+    from shardlm.train.strategies import chosen, failed, markdown, row
+
+    rows = []
+    for variant in chosen(_STRATEGIES.value):
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "result.json")
+            done = subprocess.run(_command(variant, file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            rows.append(failed(variant, message) if done.returncode else row(variant, json.loads(file.read_text())))
+        print(f"{variant.name}: {rows[-1].get('error') or 'done'}", file=sys.stderr)
+    print(markdown(rows))
+    if _OUTPUT.value:
+        output = pathlib.Path(_OUTPUT.value)
+        write_atomically(output, json.dumps(rows, indent=2).encode() + b"\n")
+        write_atomically(output.with_suffix(".md"), markdown(rows).encode())
+    return int(any("error" in row for row in rows))
+
+
+def _command(variant, output: pathlib.Path) -> list[str]:
+    """`train` with the same flags and overrides as here, and then the variant's."""
+    config = variant.config or flags.FLAGS.config
+    bounds = [f"--warmup={_WARMUP.value}", f"--steps={_STEPS.value}", f"--seconds={_SECONDS.value}"]
+    own = [f"{PREFIX}{path}={value}" for path, value in split_overrides(sys.argv)[1]]
+    start = [sys.executable, "-m", "launch.bench", "train", f"--config={config}", f"--output={output}"]
+    return [*start, *bounds, *own, *variant.flags()]
 
 
 def unknown(benchmark: str) -> str:

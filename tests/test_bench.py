@@ -21,7 +21,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 FIELDS = {
     *("benchmark", "tokens_per_second", "model_flops_per_second", "model_flops_per_step", "flop_convention", "mfu"),
     *("peak_flops_per_second", "step_seconds", "steps", "warmup", "compile_seconds", "compilation_cache"),
-    *("peak_memory_bytes", "compiled_argument_bytes", "compiled_temporary_bytes", "loss_first", "loss_last"),
+    *(
+        "peak_memory_bytes",
+        "compiled_argument_bytes",
+        "compiled_temporary_bytes",
+        "loss_first",
+        "loss_last",
+        "communication",
+    ),
     *("xla_options", "xla_options_left_out", "mesh", "rules", "precision", "remat", "unroll", "attention"),
     *("optimizer", "global_batch", "seq_len", "parameters", "device_kind", "devices", "processes", "host_cpus"),
     *("date", "versions"),

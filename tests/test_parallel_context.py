@@ -1,5 +1,5 @@
-"""Any mesh, same numbers, for rows split over the context axis: loss and gradients equal those of one device, by ring and
-by Ulysses, for packed documents and sliding windows."""
+"""Any mesh, same numbers, for rows split over the context axis: loss and gradients equal those of one device, by ring
+and by Ulysses, for packed documents and sliding windows."""
 
 import dataclasses
 import functools

@@ -16,8 +16,8 @@ from shardlm.rules import Rules
 from shardlm.train.check import check_model
 from shardlm.train.step import StepConfig, gradients
 
-# float32: only the order of sums differs, as in test_parallel_parity (measured: up to 9.7e-7). A tie between two experts
-# would break it; random logits have none.
+# float32: only the order of sums differs, as in test_parallel_parity (measured: up to 9.7e-7). A tie between two
+# experts would break it; random logits have none.
 FP32 = 1e-5
 
 

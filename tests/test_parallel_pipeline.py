@@ -81,4 +81,5 @@ def test_jobs_visit_each_layer_of_each_microbatch_once_and_in_order():
 def test_bubble_fraction():
     assert Schedule(num_layers=8, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(3 / 11)
     assert Schedule(num_layers=8, stages=4, rounds=2, microbatches=8).bubble_fraction() == pytest.approx(3 / 19)
+    assert Schedule(8, 4, 1, 8, both_ways=True).bubble_fraction() == pytest.approx(6 / 14)
     assert Schedule(num_layers=7, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(1 - 56 / 88)

@@ -27,6 +27,8 @@ class Schedule:
     `stages` microbatches go round `rounds` times, and each time round a stage runs its next `slots` layers. One round
     is GPipe's order (https://arxiv.org/abs/1811.06965).
 
+    With `both_ways` it is 1F1B (train/one_f_one_b.py), whose ticks go forward and backward.
+
     In tick i stage s works on job j = i - s: round (j % (S * R)) // S of microbatch (j // (S * R)) * S + j % S.
     """
 
@@ -34,6 +36,7 @@ class Schedule:
     stages: int
     rounds: int
     microbatches: int
+    both_ways: bool = False
 
     @property
     def slots(self) -> int:
@@ -42,7 +45,7 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        return self.microbatches * self.rounds + self.stages - 1
+        return self.microbatches * self.rounds + (self.stages - 1) * (2 if self.both_ways else 1)
 
     def bubble_fraction(self) -> float:
         """Share of the devices' time in the pipelined layers that does no useful work: filling and draining, and

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from absl import logging
+from absl import flags, logging
 
 from shardlm.errors import ShardlmError
 
@@ -152,6 +152,8 @@ def _tokamax_weights(x, dy, group_sizes):
 def _tokamax(lhs, rhs, group_sizes, dims, rhs_groups):
     import tokamax  # an optional package, and slow to import
 
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # tokamax would take this process's arguments for its own flags
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=tuple(tuple(list(part) for part in pair) for pair in dims),
         lhs_ragged_dimensions=[0],

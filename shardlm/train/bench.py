@@ -15,6 +15,8 @@ import numpy as np
 
 from shardlm import hardware
 from shardlm.flops import mfu, training_flops
+from shardlm.hlo.bill import Bill
+from shardlm.hlo.collectives import collectives
 from shardlm.train.batches import local_rows, to_devices
 from shardlm.train.program import Program
 
@@ -63,6 +65,7 @@ def bench_training(program: Program, *, warmup: int, steps: int, seconds: float 
         "compile_seconds": compile_seconds,
         "compilation_cache": jax.config.jax_compilation_cache_dir is not None,  # where compile_seconds may be a read
         **_memory(compiled),
+        "communication": _communication(program, compiled),
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "steps": len(times),
@@ -109,6 +112,12 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, Any]:
         "compiled_argument_bytes": planned.argument_size_in_bytes,
         "compiled_temporary_bytes": planned.temp_size_in_bytes,
     }
+
+
+def _communication(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Bytes that one device sends in a step by mesh axis and kind of collective, as compiled."""
+    bill = Bill.of(collectives(compiled.as_text(), program.rules.mesh.sizes()))
+    return {"sent_bytes": bill.by_axis(), "sent_bytes_total": bill.bytes}
 
 
 def _setting(program: Program) -> dict[str, Any]:

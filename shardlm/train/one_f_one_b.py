@@ -51,7 +51,7 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
     """
     execution, config = model.execution, model.config
     rules, body = execution.rules, config.pipelined_segment()
-    schedule = Schedule(config.segments[body].repeats, rules.mesh.pipeline, 1, execution.microbatches)
+    schedule = Schedule(config.segments[body].repeats, rules.mesh.pipeline, 1, execution.microbatches, True)
     inner = ModelDef.make(config, dataclasses.replace(execution, rules=stage_rules(rules)))
     stages = Stages(inner, schedule, body, losses)
     own, shared = split_params(params, body)
@@ -109,7 +109,7 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     _, total, *found = jax.eval_shape(run, own, shared, empty, take(0))
     inputs = jnp.zeros((2 * S - 1, *x.shape), x.dtype, out_sharding=PartitionSpec(None, *x.sharding.spec))
     start = (empty, empty, inputs, zeros((total, *found)), zeros((own, shared)))
-    (*_, sums, grads), _ = jax.lax.scan(tick, start, jnp.arange(M + 2 * S - 2))
+    (*_, sums, grads), _ = jax.lax.scan(tick, start, jnp.arange(stages.schedule.ticks))
     total, parts, (before, inside, behind) = sums
     inside = jax.lax.psum(inside, replicas) if replicas else inside
     sums = jax.lax.psum((total, parts, (before, behind)), ("pipeline", *replicas))

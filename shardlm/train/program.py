@@ -140,7 +140,13 @@ class Program:
         """When the stages of the mesh's pipeline run what; one stage where there is no pipeline."""
         shape, train = self.model.config, self.config.train
         layers = shape.segments[shape.pipelined_segment()].repeats
-        return Schedule(layers, self.rules.mesh.pipeline, self.config.pipeline.laps, train.accumulation)
+        return Schedule(
+            layers,
+            self.rules.mesh.pipeline,
+            self.config.pipeline.laps,
+            train.accumulation,
+            self.config.pipeline.schedule == "1f1b",
+        )
 
     def xla_options(self) -> XlaOptions:
         """Compiler options of config.xla_profile that the installed jaxlib takes, for `Lowered.compile`."""
