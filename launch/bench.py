@@ -58,24 +58,28 @@ def train(config) -> int:
 
 
 def compare_strategies() -> int:
-    """Runs `train` for each strategy in a process of its own, prints the table, and writes it as JSON to --output and as
-    Markdown beside it. 1 if one of them did not run."""
-    from shardlm.train.strategies import chosen, failed, markdown, row
+    """Runs `train` for each strategy in a process of its own, prints the table, and writes it as JSON to --output and
+    as Markdown beside it. 1 if one of them did not run."""
+    from shardlm.train.strategies import chosen, failed, markdown, report, row
 
-    rows = []
+    rows, results = [], []
     for variant in chosen(_STRATEGIES.value):
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "result.json")
             done = subprocess.run(_command(variant, file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            rows.append(failed(variant, message) if done.returncode else row(variant, json.loads(file.read_text())))
+            if done.returncode:
+                rows.append(failed(variant, (done.stderr.strip().splitlines() or ["no message"])[-1]))
+            else:
+                results.append(json.loads(file.read_text()))
+                rows.append(row(variant, results[-1]))
         print(f"{variant.name}: {rows[-1].get('error') or 'done'}", file=sys.stderr)
-    print(markdown(rows))
+    table = report(rows, results)
+    print(markdown(table))
     if _OUTPUT.value:
         output = pathlib.Path(_OUTPUT.value)
-        write_atomically(output, json.dumps(rows, indent=2).encode() + b"\n")
-        write_atomically(output.with_suffix(".md"), markdown(rows).encode())
-    return int(any("error" in row for row in rows))
+        write_atomically(output, json.dumps(table, indent=2).encode() + b"\n")
+        write_atomically(output.with_suffix(".md"), markdown(table).encode())
+    return int(len(results) < len(rows))
 
 
 def _command(variant, output: pathlib.Path) -> list[str]:

@@ -11,8 +11,10 @@ import pytest
 from small import LLAMA, mesh_of
 
 from shardlm.config import resolve
+from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.optim import OptimConfig
+from shardlm.train import strategies
 from shardlm.train.bench import bench_training, random_batch
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -79,6 +81,14 @@ def test_memory_says_what_was_compiled_and_what_was_measured(result):
     assert peak["measured_process_rss"] > 50 * 2**20  # bytes, not the KiB that Linux reports
 
 
+def test_communication_is_told_by_axis_and_kind(result):
+    sent = result["communication"]["sent_bytes"]
+    assert set(sent) >= {"fsdp", "tensor"}  # weights; activations
+    assert sent["fsdp"]["all-gather"] > 0 and sent["tensor"]["all-gather"] > 0
+    assert result["communication"]["sent_bytes_total"] == sum(sum(kinds.values()) for kinds in sent.values())
+    assert result["communication"]["guesses"] == []
+
+
 def test_it_trains(result):
     assert result["loss_first"] == pytest.approx(math.log(LLAMA.vocab_size), rel=0.1)
     assert result["loss_last"] < result["loss_first"]
@@ -101,11 +111,59 @@ def test_shapes_of_the_comparison_have_the_parameters_of_the_peer(name, paramete
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.model.shapes)) == parameters
 
 
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Two strategies of a smaller model yet, of which tensor parallel cannot split the heads."""
+    file = tmp_path_factory.mktemp("strategies") / "table.json"
+    small = ["--config.model.num_layers=1", "--config.train.seq_len=16", "--config.model.num_heads=4"]
+    small += ["--config.model.num_kv_heads=4", "--strategies=ZeRO-3 (FSDP),tensor", "--steps=1", "--warmup=1"]
+    command = [sys.executable, "-m", "launch.bench", "strategies", "--config=configs/bench_strategies.py", *small]
+    done = subprocess.run([*command, f"--output={file}"], cwd=ROOT, capture_output=True, text=True)
+    return done, json.loads(file.read_text()), file.with_suffix(".md").read_text()
+
+
+def test_strategies_are_compared_in_one_table(compared):
+    done, written, table = compared
+    fsdp, tensor = written["rows"]
+    assert done.returncode == 1 and table in done.stdout  # one of them failed
+    assert fsdp["mesh"] == {"fsdp": 8} and set(fsdp["sent_bytes"]) == {"fsdp"} and fsdp["step_seconds"] > 0
+    assert tensor["strategy"] == "tensor" and "4" in tensor["error"] and "tensor=8" in tensor["error"]
+    head, _, first, second, _, caption = table.splitlines()
+    assert written["steps"] == 1 and "cpu devices, jax" in caption
+    assert head.endswith("| sent MiB/step | over fsdp |")
+    assert first.startswith("| ZeRO-3 (FSDP) | fsdp=8 | zero3 | ") and second.startswith("| tensor | error: ")
+
+
+def test_the_table_has_a_column_for_each_set_of_axes():
+    shared = {"rules": "zero1", "step_seconds": 0.5, "argument_bytes": 2**20, "temporary_bytes": 2**21}
+    one = {"strategy": "a", "mesh": {}, "sent_bytes": {}, **shared}
+    two = {"strategy": "b", "mesh": {"data": 2, "fsdp": 4}, **shared}
+    two["sent_bytes"] = {"data+fsdp": {"all-reduce": 2**20, "all-gather": 2**19}, "data": {"all-reduce": 2**22}}
+    setting = dict.fromkeys(strategies.SETTING, "x") | {"versions": {"jax": "1", "jaxlib": "2"}}
+    assert strategies.markdown({"rows": [one, two], **setting}).splitlines()[2:4] == [
+        "| a | 1 | zero1 | 0.500 | 1.00 | 2.00 | 0.00 |  |  |",
+        "| b | data=2 x fsdp=4 | zero1 | 0.500 | 1.00 | 2.00 | 5.50 | 4.00 | 1.50 |",
+    ]
+
+
+def test_an_unknown_strategy_lists_those_there_are():
+    with pytest.raises(ShardlmError, match="there is no strategy 'zero9'; there are one device, data parallel, ZeRO-1"):
+        strategies.chosen(["ZeRO-1", "zero9"])
+
+
+@pytest.mark.parametrize("variant", strategies.VARIANTS, ids=lambda variant: variant.name)
+def test_every_strategy_fits_its_configuration(variant):
+    changes = [tuple(change.split("=", 1)) for change in variant.changes.split()]
+    file = ROOT / (variant.config or "configs/bench_strategies.py")
+    config = resolve(str(file), changes).config
+    assert Program.make(config, mesh_of(config.mesh)).mesh.size == config.cpu_devices
+
+
 @pytest.mark.parametrize("word", ["", "trian", "serve"])
 def test_an_unknown_benchmark_lists_those_there_are(word):
     done = subprocess.run(
         [sys.executable, "-m", "launch.bench", *filter(None, [word])], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    known = "train: the training step of a configuration, on made-up tokens"
-    assert done.stderr == f"error: there is no benchmark {word!r}; there is {known}\n"
+    known = "train: the training step of a configuration, on made-up tokens; strategies: the same in each way of "
+    assert done.stderr.startswith(f"error: there is no benchmark {word!r}; there is {known}")

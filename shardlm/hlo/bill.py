@@ -19,6 +19,7 @@ class Entry:
             innermost first; without line numbers, so that a record outlives edits
     count   arrays moved in one run of the program, loops included
     bytes   that one device sends for them, by the ring algorithm (`Collective.wire_bytes`)
+    guess   why the count is not certain; "" if it is, and then left out of the record
     where   lines in the source and jax's name of the operation; not recorded
     """
 
@@ -29,6 +30,7 @@ class Entry:
     source: str
     count: int
     bytes: int
+    guess: str = ""
     where: str = dataclasses.field(default="", compare=False)
 
     @property
@@ -45,13 +47,14 @@ class Bill:
 
     @classmethod
     def of(cls, found: Iterable[Collective]) -> "Bill":
-        totals: dict[tuple, list] = {}
+        groups: dict[tuple, list[Collective]] = {}
         for one in found:
-            key = (one.kind, one.axes, one.dtype, one.phase, _source(one))
-            total = totals.setdefault(key, [0, 0.0, _where(one)])
-            total[0] += one.count
-            total[1] += one.count * one.wire_bytes
-        entries = [Entry(*key, count, round(nbytes), where) for key, (count, nbytes, where) in totals.items()]
+            groups.setdefault((one.kind, one.axes, one.dtype, one.phase, _source(one)), []).append(one)
+        entries = []
+        for key, group in groups.items():
+            sent = round(sum(one.count * one.wire_bytes for one in group))
+            guess = next((one.guess for one in group if one.guess), "")
+            entries.append(Entry(*key, sum(one.count for one in group), sent, guess, _where(group[0])))
         return cls(tuple(sorted(entries, key=lambda e: (-e.bytes, e.sort, e.source))))
 
     @property
@@ -67,8 +70,9 @@ class Bill:
         return found
 
     def to_json(self) -> list[dict[str, Any]]:
-        fields = ("kind", "axes", "dtype", "phase", "source", "count", "bytes")
-        return [{name: getattr(entry, name) for name in fields} for entry in self.entries]
+        fields = ("kind", "axes", "dtype", "phase", "source", "count", "bytes", "guess")
+        rows = [{name: getattr(entry, name) for name in fields} for entry in self.entries]
+        return [{name: value for name, value in row.items() if value != ""} for row in rows]
 
     @classmethod
     def from_json(cls, rows: Sequence[dict[str, Any]]) -> "Bill":

@@ -2,11 +2,11 @@
 asynchronous wrappers."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shardlm.hlo.text import Computation, Instruction, Module
+from shardlm.hlo.trips import trip_count
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def collect(module: Module, find: Callable[[Visit], Sequence[T]], weigh: Callabl
     def inside(visit: Visit) -> list[T]:
         at, count, depth, guess = visit.instruction, visit.count, visit.depth, visit.guess
         if at.opcode == "while":
-            trips = trip_count(module, visit)
+            trips = trip_count(module, visit.computation, at)
             if trips is None:
                 trips, guess = 1, "a loop of unknown length, counted once"
             (condition,), (body,) = at.called("condition"), at.called("body")
@@ -63,35 +63,3 @@ def collect(module: Module, find: Callable[[Visit], Sequence[T]], weigh: Callabl
 
 
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
-
-
-def trip_count(module: Module, loop: Visit) -> int | None:
-    """How often a while loop's body runs: as XLA notes it, or from its induction variable; None if not known."""
-    noted = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.instruction.attributes)
-    if noted:
-        return int(noted[1])
-    condition = module.computations[loop.instruction.called("condition")[0]]
-    body = module.computations[loop.instruction.called("body")[0]]
-    compare = condition.root
-    if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
-        return None
-    variable, limit = (condition.named[name] for name in compare.operands)
-    index = variable.number("index") if variable.opcode == "get-tuple-element" else None
-    init = loop.computation.named[loop.instruction.operands[0]]
-    if index is None or init.opcode != "tuple" or body.root.opcode != "tuple":
-        return None
-    start = loop.computation.named[init.operands[index]]
-    step = body.named[body.root.operands[index]]
-    if step.opcode != "add":
-        return None
-    steps = [_constant(body.named[name]) for name in step.operands]
-    own = [name for name in step.operands if body.named[name].number("index") == index]
-    ends = _constant(start), _constant(limit), next((s for s in steps if s), None)
-    if not own or None in ends:
-        return None
-    return max(0, -(-(ends[1] - ends[0]) // ends[2]))
-
-
-def _constant(instruction: Instruction) -> int | None:
-    whole = re.fullmatch(r"-?\d+", instruction.inside) if instruction.opcode == "constant" else None
-    return int(whole[0]) if whole else None

@@ -117,7 +117,8 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, Any]:
 def _communication(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """Bytes that one device sends in a step by mesh axis and kind of collective, as compiled."""
     bill = Bill.of(collectives(compiled.as_text(), program.rules.mesh.sizes()))
-    return {"sent_bytes": bill.by_axis(), "sent_bytes_total": bill.bytes}
+    guesses = sorted({entry.guess for entry in bill.entries if entry.guess})
+    return {"sent_bytes": bill.by_axis(), "sent_bytes_total": bill.bytes, "guesses": guesses}
 
 
 def _setting(program: Program) -> dict[str, Any]:

@@ -36,13 +36,13 @@ VARIANTS = (
     Variant("tensor", "rules=replicated mesh.tensor=8"),
     Variant("FSDP x tensor", "rules=zero3 mesh.fsdp=4 mesh.tensor=2"),
     Variant("data x FSDP x tensor", "rules=zero3 mesh.data=2 mesh.fsdp=2 mesh.tensor=2"),
-    Variant("pipeline, GPipe", "rules=zero1 mesh.data=2 mesh.pipeline=4 train.accumulation=8 pipeline.schedule=gpipe"),
-    Variant("pipeline, circular", "rules=zero1 mesh.data=2 mesh.pipeline=4 train.accumulation=8"),
-    Variant("pipeline, 1F1B", "rules=zero1 mesh.data=2 mesh.pipeline=4 train.accumulation=8 pipeline.schedule=1f1b"),
-    Variant("context, ring", "rules=zero3 mesh.context=8 context_attention=ring"),
-    Variant("context, Ulysses", "rules=zero3 mesh.context=8 context_attention=ulysses"),
-    Variant("hybrid, int8 between replicas", "rules=hybrid mesh.data=2 mesh.fsdp=4 slow_link.compression=int8"),
-    Variant("hybrid, PowerSGD between replicas", "rules=hybrid mesh.data=2 mesh.fsdp=4 slow_link.compression=powersgd"),
+    Variant("pipeline (GPipe)", "rules=zero1 mesh.data=2 mesh.pipeline=4 train.accumulation=8 pipeline.schedule=gpipe"),
+    Variant("pipeline (circular)", "rules=zero1 mesh.data=2 mesh.pipeline=4 train.accumulation=8"),
+    Variant("pipeline (1F1B)", "rules=zero1 mesh.data=2 mesh.pipeline=4 train.accumulation=8 pipeline.schedule=1f1b"),
+    Variant("context (ring)", "rules=zero3 mesh.context=8 context_attention=ring"),
+    Variant("context (Ulysses)", "rules=zero3 mesh.context=8 context_attention=ulysses"),
+    Variant("hybrid (int8 over data)", "rules=hybrid mesh.data=2 mesh.fsdp=4 slow_link.compression=int8"),
+    Variant("hybrid (PowerSGD over data)", "rules=hybrid mesh.data=2 mesh.fsdp=4 slow_link.compression=powersgd"),
 )
 
 
@@ -68,15 +68,24 @@ def row(variant: Variant, result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+SETTING = ("date", "device_kind", "host_cpus", "versions", "steps", "warmup", "precision", "optimizer")
+
+
+def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows with what is the same in all results."""
+    setting = {name: results[-1][name] for name in SETTING} if results else {}
+    return {"benchmark": "strategies", **setting, "rows": list(rows)}
+
+
 def failed(variant: Variant, message: str) -> dict[str, Any]:
     """The row of a variant that did not run."""
     return {"strategy": variant.name, "error": message}
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def markdown(table: Mapping[str, Any]) -> str:
     """The comparison: a line a strategy, a column for each set of axes that anything is sent over. Bytes are of one
-    device; those sent count each kind of collective by the ring algorithm (hlo/collectives.py). XLA:CPU makes an
-    all-reduce of what is a reduce-scatter on a GPU, and so sends more."""
+    device; those sent count each kind of collective by the ring algorithm (hlo/collectives.py)."""
+    rows = table["rows"]
     ran = [row for row in rows if "error" not in row]
     axes = sorted({axis for row in ran for axis in row["sent_bytes"]}, key=lambda axis: (axis.count("+"), axis))
     head = ["strategy", "mesh", "rules", "s/step", "state MiB", "temporaries MiB", "sent MiB/step"]
@@ -91,7 +100,18 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [row["strategy"], mesh, row["rules"], f"{row['step_seconds']:.3f}", *map(_mib, sizes)]
         lines.append(cells + [_mib(sent[axis]) if axis in sent else "" for axis in axes])
     ruler = ["---"] * 3 + ["---:"] * (len(lines[0]) - 3)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (lines[0], ruler, *lines[1:])) + "\n"
+    lines = [f"| {' | '.join(cells)} |" for cells in (lines[0], ruler, *lines[1:])]
+    return "\n".join([*lines, "", _caption(table)] if ran else lines) + "\n"
+
+
+def _caption(table: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {table['versions'][name]}" for name in ("jax", "jaxlib"))
+    return (
+        f"Bytes are of one device. Seconds: median of {table['steps']} steps, measured on {table['date']} "
+        f"({table['host_cpus']} cores, {table['device_kind']} devices, {versions}, {table['precision']}, "
+        f"{table['optimizer']}); memory and sent bytes: compiled. XLA:CPU makes an all-reduce of what is a "
+        "reduce-scatter on a GPU, and so sends more."
+    )
 
 
 def _mib(nbytes: int) -> str:

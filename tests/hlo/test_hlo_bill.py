@@ -67,6 +67,12 @@ def test_json_round_trip():
     }
 
 
+def test_a_guess_is_recorded():
+    bill = Bill.of([dataclasses.replace(GATHER, guess="the costliest branch of a conditional")])
+    (row,) = bill.to_json()
+    assert row["guess"] == "the costliest branch of a conditional" and Bill.from_json([row]) == bill
+
+
 def test_a_new_collective_is_named_with_what_causes_it():
     (message,) = compare(Bill.of([GATHER]), Bill.of([GATHER, SUM]))
     assert message == (

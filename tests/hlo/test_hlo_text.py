@@ -144,29 +144,51 @@ def test_an_all_to_all_of_parts_is_one_array():
     assert (one.axes, one.bytes, one.combined) == (("b", "c"), 4 * 2 * 8 * 4, 1)
 
 
+PLAIN = {
+    "next": "add(%i, %by)",
+    "less": "compare(%i, %n), direction=LT",
+}
+IN_FUSIONS = {
+    "next": "fusion(%i), kind=kLoop, calls=%fused_add",
+    "less": "fusion(%i), kind=kLoop, calls=%fused_compare",
+}
+
+
+@pytest.mark.parametrize("how", [PLAIN, IN_FUSIONS], ids=["plain", "in fusions"])
 @pytest.mark.parametrize("start,limit,step,trips", [(0, 7, 1, 7), (1, 8, 2, 4), (3, 3, 1, 0)])
-def test_the_length_of_a_loop_from_its_induction_variable(start, limit, step, trips):
-    loop = f"""%body (c: (s32[], f32[8])) -> (s32[], f32[8]) {{
-  %c = (s32[], f32[8]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  %by = s32[] constant({step})
-  %next = s32[] add(%i, %by)
-  %x = f32[8]{{0}} get-tuple-element(%c), index=1
-  %y = f32[8]{{0}} all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%sum
-  ROOT %t = (s32[], f32[8]{{0}}) tuple(%next, %y)
+def test_the_length_of_a_loop_from_its_counter(start, limit, step, trips, how):
+    loop = f"""%fused_add (q: s32[]) -> s32[] {{
+  %q = s32[] parameter(0)
+  %c = s32[] constant({step})
+  ROOT %r = s32[] add(%c, %q)
 }}
-%condition (c: (s32[], f32[8])) -> pred[] {{
-  %c = (s32[], f32[8]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
+%fused_compare (q: s32[]) -> pred[] {{
+  %q = s32[] parameter(0)
+  %c = s32[] constant({limit})
+  ROOT %r = pred[] compare(%q, %c), direction=LT
+}}
+%body (c: (f32[8], s32[])) -> (f32[8], s32[]) {{
+  %c = (f32[8]{{0}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=1
+  %by = s32[] constant({step})
+  %next = s32[] {how["next"]}
+  %x = f32[8]{{0}} get-tuple-element(%c), index=0
+  %y = f32[8]{{0}} all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%sum
+  ROOT %t = (f32[8]{{0}}, s32[]) tuple(%y, %next)
+}}
+%condition (c: (f32[8], s32[])) -> pred[] {{
+  %c = (f32[8]{{0}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=1
   %n = s32[] constant({limit})
-  ROOT %less = pred[] compare(%i, %n), direction=LT
+  ROOT %less = pred[] {how["less"]}
 }}
 """
     text = program(
         "%p = f32[8]{0} parameter(0)",
-        f"%zero = s32[] constant({start})",
-        "%init = (s32[], f32[8]{0}) tuple(%zero, %p)",
-        "ROOT %w = (s32[], f32[8]{0}) while(%init), condition=%condition, body=%body",
+        f"%first = s32[] constant({start})",
+        "%zero = s32[] copy(%first)",
+        "%init = (f32[8]{0}, s32[]) tuple(%p, %zero)",
+        "ROOT %w = (f32[8]{0}, s32[]) while(%init), condition=%condition, body=%body",
         more=loop,
     )
     found = collectives(text, MESH)
