@@ -1,6 +1,8 @@
 """Attention over the context axis against the reference on whole rows, values and gradients; the zigzag order; which
 meetings of blocks a window or documents leave out; and what is handed to cuDNN, by its documented contract."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from small import mesh_of, relative_error
 from shardlm.mesh import MeshSpec
 from shardlm.ops import attention_pair
 from shardlm.ops.attention import packed_attention, reference
-from shardlm.ops.ring_attention import _meeting, _steps, zigzag
+from shardlm.ops.ring_attention import _Ring, stops, zigzag
 from shardlm.rules import Rules
 
 B, T, N, K, H, VALUE = 2, 64, 8, 2, 8, 6
@@ -32,10 +34,12 @@ def rows_of_documents() -> dict[str, np.ndarray]:
 
 
 def arrays(seed=0, dtype=jnp.float32):
-    """q, k, v and the cotangent of the result."""
+    """q, k, v and the cotangent of the result. Scores are 10 on average, so that a rounded log-partition shows."""
     shapes = [(N, H), (K, H), (K, VALUE), (N, VALUE)]
     keys = jax.random.split(jax.random.key(seed), 4)
-    return [jax.random.normal(key, (B, T, *s)).astype(dtype) for key, s in zip(keys, shapes, strict=True)]
+    q, k, v, d_out = (jax.random.normal(key, (B, T, *s)) for key, s in zip(keys, shapes, strict=True))
+    level = (10 / SCALE) ** 0.5
+    return [a.astype(dtype) for a in (q.at[..., 0].set(level), k.at[..., 0].set(level), v, d_out)]
 
 
 def with_gradients(attention, inputs, segments):
@@ -51,7 +55,7 @@ def assert_equals_reference(C, context, window, documents, implementation="xla",
     options = {"scale": SCALE, "rules": Rules.make("zero1", spec), "implementation": implementation}
     place = order(C) if context == "ring" else np.arange(T)
     whole = jax.jit(lambda *a: with_gradients(lambda *b: reference(*b, SCALE, window), *a))
-    with jax.set_mesh(mesh_of(spec)) as _:
+    with jax.set_mesh(mesh_of(spec)):
         sharding = options["rules"].act.spec("batch", "whole_seq")
 
         def placed(a):
@@ -67,7 +71,7 @@ def assert_equals_reference(C, context, window, documents, implementation="xla",
         assert relative_error(got[kind], expected) < tolerance, kind
 
 
-# Float32 sums in another order (measured: up to 1.2e-6).
+# Float32 sums in another order (measured: up to 2.3e-6).
 @pytest.mark.parametrize("C,window", [(2, 0), (4, 0), (8, 0), (4, 5), (4, 20), (8, 3)])
 def test_ring_equals_the_reference(C, window):
     assert_equals_reference(C, "ring", window, rows_of_documents())
@@ -85,11 +89,12 @@ def test_a_chunk_of_queries_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("window,bias_bytes", [(0, 2**30), (0, 2048), (20, 2048)], ids=["whole", "cut", "window"])
 def test_what_cudnn_is_given(window, bias_bytes, monkeypatch):
-    """Roundings to bfloat16 of the weights, and of what the pairs add up to (measured: 0.0049)."""
+    """The whole row's result is rounded to bfloat16 on its way to the backward pass (measured: 0.014 to 0.019; 0.049
+    where the log-partition is rounded too)."""
     monkeypatch.setattr(attention_pair, "BIAS_BYTES", bias_bytes)
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", contract_forward)
     monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", contract_backward)
-    assert_equals_reference(2, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.01)
+    assert_equals_reference(2, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03)
 
 
 def contract_scores(q, k, bias, scale, mask_type):
@@ -108,8 +113,7 @@ def contract_forward(q, k, v, bias=None, *, scale, mask_type, return_residual):
     assert return_residual
     scores = contract_scores(q, k, bias, scale, mask_type)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores).astype(v.dtype), v)
-    return out, jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v).astype(q.dtype), jax.nn.logsumexp(scores, axis=-1)
 
 
 def contract_backward(scale, seed, dropout, has_bias, mask_type, layout, window, training, residual, kept, d_out):
@@ -117,16 +121,17 @@ def contract_backward(scale, seed, dropout, has_bias, mask_type, layout, window,
     assert (dropout, window, layout, has_bias[1], residual, lse.dtype) == (0, 0, 0, False, False, jnp.float32)
     group = q.shape[2] // k.shape[2]
     weights = jnp.exp(contract_scores(q, k, bias if has_bias[0] else None, scale, mask_type) - lse[..., None])
-    d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, jnp.repeat(v, group, axis=2), preferred_element_type=jnp.float32)
-    shift = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32)
-    d_scores = (weights * (d_weights - shift[..., None]) * scale).astype(q.dtype)
+    d_out, out = d_out.astype(jnp.float32), out.astype(jnp.float32)
+    d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, jnp.repeat(v, group, axis=2))
+    d_scores = weights * (d_weights - jnp.einsum("btnh,btnh->bnt", out, d_out)[..., None]) * scale
 
-    def of_kv_heads(a):
-        return a.reshape(*a.shape[:2], -1, group, a.shape[-1]).sum(axis=3).astype(q.dtype)
+    def of_kv_heads(letters, a, b):
+        each = jnp.einsum(letters, a, b)
+        return each.reshape(*each.shape[:2], -1, group, each.shape[-1]).sum(axis=3).astype(q.dtype)
 
-    d_k = of_kv_heads(jnp.einsum("bnts,btnh->bsnh", d_scores, q))
-    d_v = of_kv_heads(jnp.einsum("bnts,btnh->bsnh", weights.astype(q.dtype), d_out))
-    return jnp.einsum("bnts,bsnh->btnh", d_scores, jnp.repeat(k, group, axis=2)), d_k, d_v, *[None] * 7
+    d_q = jnp.einsum("bnts,bsnh->btnh", d_scores, jnp.repeat(k, group, axis=2)).astype(q.dtype)
+    d_k, d_v = of_kv_heads("bnts,btnh->bsnh", d_scores, q), of_kv_heads("bnts,btnh->bsnh", weights, d_out)
+    return d_q, d_k, d_v, *[None] * 7
 
 
 def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
@@ -140,27 +145,25 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
 @pytest.mark.parametrize("window", [0, 1, 2, 4, 5, 6, 12, 33])
 def test_a_meeting_is_left_out_only_when_the_window_sees_nothing_of_it(window):
     C, half = 8, 4
-    index, one = order(C).reshape(C, -1), jnp.ones((1, 2 * half))
+    index, one = order(C).reshape(C, -1), jnp.ones((C, 1, 2 * half))
     needed = set()
-    for me in range(C):
-        for step in range(1, C):
-            other = (me - step) % C
-            distance = index[me][:, None] - index[other][None]
-            seen = ((distance >= 0) & (distance < (window or T))).any()
-            assert seen == (int(_meeting(me, other, half, window, one, one)) != 0)
-            needed |= {step} if seen else set()
-    assert _steps(C, half, window) == sorted(needed)
+    for me, place in itertools.product(range(C), range(1, C)):
+        other = (me - place) % C
+        distance = index[me][:, None] - index[other][None]
+        seen = ((distance >= 0) & (distance < (window or T))).any()
+        assert seen == (int(_Ring(C, jnp.int32(me), half, window, one).meeting(other)) != 0)
+        needed |= {place} if seen else set()
+    assert stops(C, half, window) == sorted(needed)
 
 
 def test_a_meeting_is_left_out_when_no_document_has_tokens_on_both_sides():
     C, half = 4, 8
-    index = order(C).reshape(C, -1)
-    rows = np.sort(np.random.default_rng(0).integers(1, 6, (20, 1, T)), axis=-1)
+    index = order(C).reshape(C, 1, -1)
     left_out = 0
-    for ids in rows:
-        for me, other in [(me, other) for me in range(C) for other in range(C) if me != other]:
-            mine, theirs = ids[:, index[me]], ids[:, index[other]]
-            seen = (mine[0][:, None] == theirs[0][None]) & (index[me][:, None] >= index[other][None])
-            assert seen.any() == (int(_meeting(me, other, half, 0, mine, theirs)) != 0)
-            left_out += not seen.any()
+    for row in np.sort(np.random.default_rng(0).integers(1, 6, (10, T))):
+        for me, other in itertools.permutations(range(C), 2):
+            mine, theirs = row[index[me]].T, row[index[other]]
+            seen = ((mine == theirs) & (index[other] <= index[me].T)).any()
+            assert seen == (int(_Ring(C, jnp.int32(me), half, 0, jnp.asarray(row[index])).meeting(other)) != 0)
+            left_out += not seen
     assert left_out > 20
