@@ -71,7 +71,7 @@ def test_state_rests_where_it_is_told_and_the_numbers_stay(offload):
     assert difference(found, run(config(OffloadConfig()))[1]) < 2e-6
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "lion"}, {"optimizer": "muon"}, {"rules": "zero1"}], ids=str)
+@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"rules": "zero1"}], ids=str)
 def test_other_optimizers_and_rules(changes):
     found, expected = (run(config(offload, precision="fp32", **changes))[1] for offload in (BOTH, OffloadConfig()))
     assert difference(found, expected) < (2e-6 if "rules" in changes else 1e-30)
