@@ -99,7 +99,7 @@ def test_fragments_in_turn_move_each_weight_once_a_round():
     assert not any(np.any(a) for s in (1, 3, 5, 7) for a in jax.tree.leaves(moved[s - 1]))
     first, second = ever([2, 6]), ever([4, 8])
     assert all(not np.any(a & b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
-    assert first["embedding"].any() and second["head"].any() and second["final_norm"].any()
+    assert first["embedding"].any() and second["head"].any() and second["final_norm"]["scale"].any()
     gate = next(a for path, a in jax.tree_util.tree_leaves_with_path(first) if "gate" in str(path))
     assert gate[:1].any() and not gate[1:].any()  # one of three layers in the first fragment, two in the second
 

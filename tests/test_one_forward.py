@@ -1,5 +1,7 @@
 """A law: the training forward pass equals prefill in chunks and then decode, for each architecture on each mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +47,7 @@ def paged_logits(model, params, pages, table, tokens, start, num_pages):
 @pytest.mark.parametrize("config", [LLAMA, TIED, MOE, DEEPSEEK], ids=["untied", "tied", "moe", "deepseek"])
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 def test_training_forward_is_prefill_then_decode(spec, config):
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, LENGTH)), jnp.int32)
+    tokens, rng = tokens_of(config), np.random.default_rng(1)
     pages_per_row = -(-LENGTH // PAGE_SIZE)
     num_pages = 1 + ROWS * pages_per_row
     table = jnp.asarray(rng.permutation(np.arange(1, num_pages)).reshape(ROWS, pages_per_row), jnp.int32)
@@ -61,6 +62,20 @@ def test_training_forward_is_prefill_then_decode(spec, config):
             logits, pages = paged_logits(model, params, pages, table, chunk, jnp.int32(start), num_pages)
             parts.append(np.asarray(logits))
     assert np.abs(np.concatenate(parts, axis=1) - expected).max() < TOLERANCE
+    assert np.abs(expected - on_one_device(config)).max() < TOLERANCE
+
+
+@functools.cache
+def on_one_device(config):
+    """What every mesh computes: both passes could be wrong in the same way."""
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = decoder_on(MeshSpec(), config)
+        return np.asarray(packed_logits(model, init(model), tokens_of(config)))
+
+
+def tokens_of(config):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(0, config.vocab_size, (ROWS, LENGTH)), jnp.int32)
 
 
 def test_greedy_generation_follows_the_training_forward():

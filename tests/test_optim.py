@@ -88,7 +88,7 @@ def test_decay_is_for_matrices_and_muon_for_the_layers():
         for name in ("adamw", "lion", "sgd", "adafactor"):
             changed = moved(dataclasses.replace(BASE, name=name))
             assert changed["embedding"] and changed["segments"][0]["blocks"][0]["attention"]["wq"]
-            assert not changed["final_norm"] and not changed["segments"][0]["blocks"][0]["mlp_norm"]
+            assert not changed["final_norm"]["scale"] and not changed["segments"][0]["blocks"][0]["mlp_norm"]["scale"]
         tx = make_optimizer(dataclasses.replace(BASE, name="muon"), 100, model.names)
         momentum = tx.init(params).inner_states["muon"].inner_state[0].mu
         with_momentum = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(momentum)}

@@ -1,39 +1,63 @@
 """Grouped-query attention: projections and rotary embedding around whatever the context attends to."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 from flax import nnx
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context, Pages
-from shardlm.layers.param import Execution, Params, normal, project
-from shardlm.ops.rope import rope
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.ops.rope import Rope, rope
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Grouped-query attention (https://arxiv.org/abs/2305.13245). num_kv_heads = num_heads is multi-head. `window`
-    is how many positions a token sees, itself included; 0: all before it."""
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245). num_kv_heads = num_heads is multi-head.
+
+    rope       None: no rotary embedding
+    window     how many positions a token sees, itself included; 0: all before it
+    bias       of queries, keys and values; out_bias of the output
+    qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), or of
+               all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
+    scale      of the scores; 0: head_dim ** -0.5
+    softcap    scores are softcap * tanh(scores / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: as they are
+    sinks      each head has a learned score that takes weight from the tokens (GPT-OSS,
+               https://arxiv.org/abs/2309.17453)
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float = 10_000.0
+    rope: Rope | None = Rope()
     window: int = 0
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"
+    norm: NormConfig = NormConfig()
+    scale: float = 0.0
+    softcap: float = 0.0
+    sinks: bool = False
 
     def __post_init__(self):
-        N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
+        N, K = self.num_heads, self.num_kv_heads
         if K < 1 or N % K:
             divisors = ", ".join(str(d) for d in range(1, N + 1) if N % d == 0)
             raise ShardlmError(f"num_heads={N} is not a multiple of num_kv_heads={K}; choose kv heads from {divisors}")
-        if H % 2:
-            raise ShardlmError(f"head_dim={H} is odd; rotary embedding needs an even head_dim such as {H + 1}")
+        if self.rope:
+            self.rope.check(self.head_dim)
 
     @property
     def value_dim(self) -> int:
         """Of each head; queries and keys have head_dim."""
         return self.head_dim
+
+    @property
+    def soft(self) -> bool:
+        """Whether weights are anything but the softmax of the scores."""
+        return bool(self.softcap or self.sinks)
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the four projections, each used once for a token."""
@@ -41,7 +65,8 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D)."""
+    """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D), with biases "bq"
+    (N, H), "bk" and "bv" (K, H), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,)."""
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -51,6 +76,17 @@ class Attention(nnx.Module):
         self.wk = params((D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
         self.wv = params((D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
         self.wo = params((N, H, D), ("heads", "head_dim", "embed"), normal(out_scale * (N * H) ** -0.5))
+        if config.bias:
+            self.bq = params((N, H), ("heads", "head_dim"), constant(0.0))
+            self.bk = params((K, H), (self.kv_name, "head_dim"), constant(0.0))
+            self.bv = params((K, H), (self.kv_name, "head_dim"), constant(0.0))
+        if config.out_bias:
+            self.bo = params((D,), ("norm",), constant(0.0))
+        if config.qk_norm != "none":
+            self.q_norm = Norm(config.norm, H if config.qk_norm == "head" else N * H, params)
+            self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
+        if config.sinks:
+            self.sinks = params((N,), ("heads",), constant(0.0))
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Per token and layer: entry name -> ((K, H), name of the K dimension)."""
@@ -59,16 +95,42 @@ class Attention(nnx.Module):
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
-        rules = execution.rules
+        config, rules = self.config, execution.rules
         x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
-        q = project("btd,dnh->btnh", x, self.wq, execution)
-        k = project("btd,dkh->btkh", x, self.wk, execution)
-        v = project("btd,dkh->btkh", x, self.wv, execution)
-        q, k = rope(q, positions, self.config.rope_theta), rope(k, positions, self.config.rope_theta)
-        options = {"scale": self.config.head_dim**-0.5, "window": self.config.window, "kv_name": self.kv_name}
+        q, k, v = self._projected(x, execution)
+        if config.qk_norm != "none":
+            q = self._normalised(q, self.q_norm, "heads", execution)
+            k = self._normalised(k, self.k_norm, self.kv_name, execution)
+        if config.rope:
+            q, k = rope(q, positions, config.rope), rope(k, positions, config.rope)
+        options = {
+            "scale": config.scale or config.head_dim**-0.5,
+            "window": config.window,
+            "softcap": config.softcap,
+            "sinks": in_use(self.sinks, execution) if config.sinks else None,
+            "kv_name": self.kv_name,
+        }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         stream = rules.act.spec("batch", "seq", "embed")
-        return project("btnh,nhd->btd", out, self.wo, execution, stream), pages
+        out = project("btnh,nhd->btd", out, self.wo, execution, stream)
+        return out + in_use(self.bo, execution) if config.out_bias else out, pages
+
+    def _projected(self, x: jax.Array, execution: Execution):
+        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+        weights = {"q": ("btd,dnh->btnh", self.wq), "k": ("btd,dkh->btkh", self.wk), "v": ("btd,dkh->btkh", self.wv)}
+        made = {name: project(letters, x, weight, execution) for name, (letters, weight) in weights.items()}
+        if self.config.bias:
+            made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}
+        return made["q"], made["k"], made["v"]
+
+    def _normalised(self, a: jax.Array, norm: Norm, heads: str, execution: Execution) -> jax.Array:
+        """a [B, T, K, H], each head's or all heads' mean square 1."""
+        if self.config.qk_norm == "head":
+            return norm(a, execution)
+        act = execution.rules.act
+        flat, split = act.spec("batch", "whole_seq", heads), act.spec("batch", "whole_seq", heads, "head_dim")
+        a, shape = jax.lax.reshape(a, (*a.shape[:2], a.shape[2] * a.shape[3]), out_sharding=flat), a.shape
+        return jax.lax.reshape(norm(a, execution), shape, out_sharding=split)
 
 
 def kv_heads_name(num_kv_heads: int, num_heads: int, tensor: int) -> str:

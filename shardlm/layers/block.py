@@ -1,6 +1,7 @@
-"""One decoder block: attention and feed-forward, each behind a norm and around a residual."""
+"""One decoder block: attention and feed-forward, each with norms and around a residual."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -11,36 +12,55 @@ from shardlm.layers.context import Context, Pages
 from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig
 from shardlm.layers.moe import Moe, MoeConfig
-from shardlm.layers.param import Execution, Params, constant, in_use
-from shardlm.ops.norm import rms_norm
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
+    """norms      before each layer (pre; Llama, https://arxiv.org/abs/2302.13971), after it (post; OLMo 2,
+               https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118)
+    residual_scale  factor on what is added to the stream (Granite)
+    """
+
     attention: AttentionConfig | MlaConfig
     mlp: MlpConfig | MoeConfig
+    norms: Literal["pre", "post", "both"] = "pre"
+    residual_scale: float = 1.0
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, as in Llama: https://arxiv.org/abs/2302.13971)."""
+    """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
+    "attention_post_norm", "mlp_norm", "mlp_post_norm"."""
 
-    def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm_eps: float, params: Params):
-        self.norm_eps = norm_eps
-        self.attention_norm = params((embed_dim,), ("norm",), constant(1.0))
+    def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
+        self.config = config
         attention = Mla if isinstance(config.attention, MlaConfig) else Attention
-        self.attention = attention(config.attention, embed_dim, out_scale, params)
-        self.mlp_norm = params((embed_dim,), ("norm",), constant(1.0))
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
-        self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
+        for name in ("attention", "mlp"):
+            if config.norms != "post":
+                setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
+            if name == "attention":
+                self.attention = attention(config.attention, embed_dim, out_scale, params)
+            else:
+                self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
+            if config.norms != "pre":
+                setattr(self, f"{name}_post_norm", Norm(norm, embed_dim, params))
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, layer, execution: Execution
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: none for a dense block)."""
         x = checkpoint_name(x, "block_input")
-        h = rms_norm(x, in_use(self.attention_norm, execution), self.norm_eps)
-        h, pages = self.attention(h, positions, ctx, pages, layer, execution)
-        x = x + checkpoint_name(h, "attention_out")
-        h = rms_norm(x, in_use(self.mlp_norm, execution), self.norm_eps)
-        h, aux = self.mlp(h, ctx, execution)
-        return x + checkpoint_name(h, "mlp_out"), pages, aux
+        h, pages = self.attention(self._before(x, "attention", execution), positions, ctx, pages, layer, execution)
+        x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
+        h, aux = self.mlp(self._before(x, "mlp", execution), ctx, execution)
+        return x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out"), pages, aux
+
+    def _before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array:
+        return x if self.config.norms == "post" else getattr(self, f"{layer}_norm")(x, execution)
+
+    def _after(self, h: jax.Array, layer: str, execution: Execution) -> jax.Array:
+        if self.config.norms != "pre":
+            h = getattr(self, f"{layer}_post_norm")(h, execution)
+        return h if self.config.residual_scale == 1 else h * self.config.residual_scale

@@ -36,11 +36,14 @@ class Context(Protocol):
         scale: float,
         window: int,
         kv_name: str,
+        softcap: float = 0.0,
+        sinks: jax.Array | None = None,
         value_dim: int = 0,
     ) -> tuple[jax.Array, Pages | None]:
         """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar. A token sees `window`
-        positions, 0 for all before it; `kv_name` names how the K dimension is split. Where v is None, values are
-        the first `value_dim` of keys. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
+        positions, 0 for all before it; `softcap` and `sinks` [N] are ops/attention.py's; `kv_name` names how the K
+        dimension is split. Where v is None, values are the first `value_dim` of keys. Returns the heads' output
+        [B, T, N, H] and the pages with k and v written."""
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +67,7 @@ class Packed:
     def real(self) -> jax.Array:
         return self.segment_ids > 0
 
-    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name):
+    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None):
         del positions, layer  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
             k, v = (self._one_per_device(a) for a in (k, v))
@@ -77,6 +80,8 @@ class Packed:
             rules=self.rules,
             implementation=self.implementation,
             window=window,
+            softcap=softcap,
+            sinks=sinks,
             context=self.context,
         )
         return out, pages
@@ -106,7 +111,7 @@ class Paged:
     def real(self) -> jax.Array:
         return self.valid
 
-    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, value_dim=0):
+    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, value_dim=0):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
         kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
@@ -114,7 +119,7 @@ class Paged:
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
         new = {"k": k} if v is None else {"k": k, "v": v}
 
-        def local(q, new, pages, page_table, positions, valid, layer):
+        def local(q, new, pages, page_table, positions, valid, layer, sinks):
             first = layer * self.num_pages
             where = (page_table, positions, valid, first)
             pages = {name: paged_attention.write_pages(pages[name], new[name], *where) for name in new}
@@ -122,13 +127,23 @@ class Paged:
             if kv_name == "kv_heads_whole":
                 own = {name: self._own_head(pool, q.shape[2]) for name, pool in pages.items()}
             values = own["v"] if "v" in own else own["k"][..., :value_dim]
-            return paged_attention.reference(q, own["k"], values, page_table, positions, first, scale, window), pages
+            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+            return paged_attention.reference(q, own["k"], values, page_table, positions, first, **options), pages
 
         return shard_map(
             local,
-            in_specs=(heads, dict.fromkeys(new, kv), dict.fromkeys(new, pool), tokens, tokens, tokens, scalar),
+            in_specs=(
+                heads,
+                dict.fromkeys(new, kv),
+                dict.fromkeys(new, pool),
+                tokens,
+                tokens,
+                tokens,
+                scalar,
+                act.spec("heads"),
+            ),
             out_specs=(heads, dict.fromkeys(new, pool)),
-        )(q, new, pages, self.page_table, positions, self.valid, layer)
+        )(q, new, pages, self.page_table, positions, self.valid, layer, sinks)
 
     def _own_head(self, pool: jax.Array, local_heads: int) -> jax.Array:
         """The one kv head that this device's query heads share, of a pool [pages, page_size, K, H] held whole."""

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context, Pages
-from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
-from shardlm.ops.norm import rms_norm
-from shardlm.ops.rope import rope
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, normal, project
+from shardlm.ops.rope import Rope, rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +24,7 @@ class MlaConfig:
     nope_dim      of each head, the part without position (d_h)
     rope_dim      and the part with rotary embedding, whose key all heads share (d_h^R)
     value_dim     of each head
+    scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
     """
 
     num_heads: int
@@ -33,12 +33,14 @@ class MlaConfig:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    norm: NormConfig = NormConfig(eps=1e-6)
+    scale: float = 0.0
 
     def __post_init__(self):
-        if self.rope_dim % 2:
-            raise ShardlmError(f"rope_dim={self.rope_dim} is odd; rotary embedding needs an even rope_dim")
+        self.rope.check(self.rope_dim)
+
+    soft = False  # weights are the softmax of the scores
 
     @property
     def num_kv_heads(self) -> int:
@@ -68,12 +70,12 @@ class Mla(nnx.Module):
         heads = ("latent", "heads", "head_dim")
         if Q:
             self.wq_down = params((D, Q), ("embed", "latent_whole"), normal(D**-0.5))
-            self.q_norm = params((Q,), ("norm",), constant(1.0))
+            self.q_norm = Norm(config.norm, Q, params)
             self.wq_up = params((Q, N, H), heads, normal(Q**-0.5))
         else:
             self.wq = params((D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
         self.wkv_down = params((D, R + config.rope_dim), ("embed", "latent_whole"), normal(D**-0.5))
-        self.kv_norm = params((R,), ("norm",), constant(1.0))
+        self.kv_norm = Norm(config.norm, R, params)
         self.wk_up = params((R, N, config.nope_dim), heads, normal(R**-0.5))
         self.wv_up = params((R, N, config.value_dim), heads, normal(R**-0.5))
         into = (N * config.value_dim) ** -0.5
@@ -88,7 +90,7 @@ class Mla(nnx.Module):
         config, act = self.config, execution.rules.act
         q, q_rope = self._queries(x, positions, execution)
         latent, k_rope = self._latents(x, positions, execution)
-        attend = {"scale": config.head_dim**-0.5, "window": 0}
+        attend = {"scale": config.scale or config.head_dim**-0.5, "window": 0}
         if ctx.absorbs:
             # Attention over the latents themselves: W_uk moves to the queries, W_uv to the output (section 2.1.2).
             q = jnp.concatenate([project("btnh,rnh->btnr", q, self.wk_up, execution), q_rope], axis=-1)
@@ -111,21 +113,20 @@ class Mla(nnx.Module):
     def _queries(self, x, positions, execution: Execution):
         """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""
         if self.config.q_latent_dim:
-            q = self._down(x, self.wq_down, execution)
-            q = rms_norm(q, in_use(self.q_norm, execution), self.config.norm_eps)
+            q = self.q_norm(self._down(x, self.wq_down, execution), execution)
             q = project("btr,rnh->btnh", _whole(q, execution), self.wq_up, execution)
         else:
             q = project("btd,dnh->btnh", _whole(x, execution), self.wq, execution)
         q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
-        return q, rope(q_rope, positions, self.config.rope_theta)
+        return q, rope(q_rope, positions, self.config.rope)
 
     def _latents(self, x, positions, execution: Execution):
         """(the normalised latent [B, T, R], the rotated key part that heads share [B, T, 1, rope])."""
         R = self.config.kv_latent_dim
         both = self._down(x, self.wkv_down, execution)
-        latent = rms_norm(both[..., :R], in_use(self.kv_norm, execution), self.config.norm_eps)
+        latent = self.kv_norm(both[..., :R], execution)
         both = _whole(jnp.concatenate([latent, both[..., R:]], axis=-1), execution)
-        return both[..., :R], rope(both[:, :, None, R:], positions, self.config.rope_theta)
+        return both[..., :R], rope(both[:, :, None, R:], positions, self.config.rope)
 
     @staticmethod
     def _down(x, weight, execution: Execution):

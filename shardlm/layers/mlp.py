@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The feed-forward layer."""
 
 import dataclasses
 
@@ -6,15 +6,18 @@ import jax
 from flax import nnx
 
 from shardlm.layers.context import Context
-from shardlm.layers.param import Execution, Params, normal, project
-from shardlm.ops.swiglu import swiglu
+from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.ops.swiglu import Activation, activate, gated
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """Gated, as SwiGLU and GEGLU are (https://arxiv.org/abs/2002.05202), or plain as in GPT-2."""
 
     mlp_dim: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
 
     num_experts = 0
 
@@ -24,23 +27,38 @@ class MlpConfig:
         return (self.mlp_dim,)
 
     def parameters_per_token(self, embed_dim: int) -> int:
-        """Weights of the three projections, each used once for a token."""
-        return 3 * embed_dim * self.mlp_dim
+        """Weights of the projections, each used once for a token."""
+        return (3 if self.gated else 2) * embed_dim * self.mlp_dim
 
 
 class Mlp(nnx.Module):
-    """silu(x @ gate) * (x @ up) @ down; weights "gate" and "up" (D, F), "down" (F, D)."""
+    """act(x @ gate) * (x @ up) @ down, or act(x @ up) @ down; weights "gate" and "up" (D, F), "down" (F, D), and with
+    biases "gate_bias" and "up_bias" (F,), "down_bias" (D,)."""
 
     def __init__(self, config: MlpConfig, embed_dim: int, out_scale: float, params: Params):
         D, F = embed_dim, config.mlp_dim
-        self.gate = params((D, F), ("embed", "mlp"), normal(D**-0.5))
-        self.up = params((D, F), ("embed", "mlp"), normal(D**-0.5))
+        self.config = config
+        for name in ("gate", "up") if config.gated else ("up",):
+            setattr(self, name, params((D, F), ("embed", "mlp"), normal(D**-0.5)))
+            if config.bias:
+                setattr(self, f"{name}_bias", params((F,), ("mlp",), constant(0.0)))
         self.down = params((F, D), ("mlp", "embed"), normal(out_scale * F**-0.5))
+        if config.bias:
+            self.down_bias = params((D,), ("norm",), constant(0.0))
 
     def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks; returns (x's shape and split, no auxiliary values)."""
         del ctx
         act = execution.rules.act
         x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
-        hidden = swiglu(project("btd,df->btf", x, self.gate, execution), project("btd,df->btf", x, self.up, execution))
-        return project("btf,fd->btd", hidden, self.down, execution, act.spec("batch", "seq", "embed")), {}
+        up = self._into(x, "up", execution)
+        if self.config.gated:
+            hidden = gated(self._into(x, "gate", execution), up, self.config.activation)
+        else:
+            hidden = activate(up, self.config.activation)
+        out = project("btf,fd->btd", hidden, self.down, execution, act.spec("batch", "seq", "embed"))
+        return out + in_use(self.down_bias, execution) if self.config.bias else out, {}
+
+    def _into(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
+        hidden = project("btd,df->btf", x, getattr(self, name), execution)
+        return hidden + in_use(getattr(self, f"{name}_bias"), execution) if self.config.bias else hidden

@@ -18,14 +18,14 @@ from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
 from shardlm.ops.routing import Router
-from shardlm.ops.swiglu import swiglu
+from shardlm.ops.swiglu import Activation, gated
 
 LOSSES = ("balance_loss", "router_z_loss")  # of the auxiliary values, those that are part of the loss
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """A mixture of SwiGLU experts.
+    """A mixture of gated experts.
 
     num_experts, top_k  experts, and how many of them a token goes to
     expert_dim          width of one expert
@@ -33,6 +33,8 @@ class MoeConfig:
     router              how scores become choices
     balance_loss        weight of the load-balance loss of each row (ops/routing.py, row_balance)
     router_z_loss       weight of the squared log-partition of the router (https://arxiv.org/abs/2202.08906, eq. 5)
+    activation          of the experts (ops/swiglu.py)
+    bias                experts and router have biases (GPT-OSS)
     load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
     capacity_factor     limit on the pairs that one device takes from the others (ops/expert_dispatch.py); 0: none, no
                         token is dropped
@@ -45,6 +47,8 @@ class MoeConfig:
     router: Router = Router()
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
+    activation: Activation = "silu"
+    bias: bool = False
     load_bias: bool = False
     capacity_factor: float = 0.0
 
@@ -69,7 +73,8 @@ class MoeConfig:
 
 class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
-    "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it."""
+    "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
+    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
@@ -78,6 +83,11 @@ class Moe(nnx.Module):
         self.gate = params((E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5))
         self.up = params((E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5))
         self.down = params((E, F, D), ("experts", "mlp", "expert_embed"), normal(out_scale * F**-0.5))
+        if config.bias:
+            self.logit_bias = params((E,), ("router",), constant(0.0))
+            self.gate_bias = params((E, F), ("experts", "mlp"), constant(0.0))
+            self.up_bias = params((E, F), ("experts", "mlp"), constant(0.0))
+            self.down_bias = params((E, D), ("experts", "norm"), constant(0.0))
         if config.load_bias:
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
@@ -93,6 +103,9 @@ class Moe(nnx.Module):
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
         held = {"gate": self.gate, "up": self.up, "down": self.down}
+        if config.bias:
+            routed["logit_bias"] = jax.reshard(self.logit_bias[...], PartitionSpec(None))
+            held |= {"gate_bias": self.gate_bias, "up_bias": self.up_bias, "down_bias": self.down_bias}
         experts = {name: in_use(param, execution) for name, param in held.items()}
         specs = {name: execution.rules.use.spec(*param.get_metadata("names")) for name, param in held.items()}
         real = jax.reshard(ctx.real, tokens)
@@ -122,6 +135,8 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     B, T, D = x.shape
     k, E = config.top_k, config.num_experts
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), routed["router"], precision="highest")
+    if config.bias:
+        logits = logits + routed["logit_bias"]
     scores = routing.scores(logits, config.router)
     mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
     chosen = jnp.where(real.reshape(-1, 1), chosen, E)
@@ -136,16 +151,31 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
 
     def run(rows, sizes):
         multiply = functools.partial(grouped_matmul.grouped_matmul, implementation=execution.grouped_matmul)
-        hidden = swiglu(multiply(rows, experts["gate"], sizes), multiply(rows, experts["up"], sizes))
-        return multiply(hidden, experts["down"], sizes)
+        biased = functools.partial(_biased, experts, sizes) if config.bias else lambda a, name: a
+        gate = biased(multiply(rows, experts["gate"], sizes), "gate_bias")
+        up = biased(multiply(rows, experts["up"], sizes), "up_bias")
+        out = multiply(gated(gate, up, config.activation), experts["down"], sizes)
+        if not (config.bias and execution.rules.use.axes("mlp")):
+            return biased(out, "down_bias")
+        # Each device has a part of every sum over the hidden layer; one of them adds the bias.
+        return jnp.where(jax.lax.axis_index("tensor") == 0, biased(out, "down_bias"), out)
 
     out, dropped = run_experts(dispatch, *tokens, run)
     if shared_by:
         out = jax.lax.psum_scatter(out, shared_by, tiled=True)
         dropped = dropped / jax.lax.axis_size(shared_by)  # each of them counted the same pairs
+    elif parts := execution.rules.use.axes("mlp"):  # where the sequence is whole, as in decoding
+        out = jax.lax.psum(out, parts)
     everywhere = act.axes("batch") + act.axes("seq")
     aux["dropped"] = dropped
     return out.reshape(B, T, D), jax.lax.psum(aux, everywhere) if everywhere else aux
+
+
+def _biased(experts, sizes, a, name: str):
+    """a [rows, F] plus its expert's bias; rows are sorted by expert, of which each has sizes [E]."""
+    expert = jnp.sum(jnp.arange(a.shape[0])[:, None] >= jnp.cumsum(sizes), axis=-1)
+    own = jax.nn.one_hot(expert, sizes.shape[0], dtype=a.dtype)  # a gather's gradient would be a scatter
+    return a + own @ experts[name].astype(a.dtype)
 
 
 def _losses(config: MoeConfig, logits, scores, picked, real, weights, act) -> dict[str, jax.Array]:

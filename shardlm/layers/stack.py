@@ -2,6 +2,8 @@
 pipeline are pipeline.py's."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
@@ -11,6 +13,7 @@ from flax import nnx
 from shardlm.errors import ShardlmError
 from shardlm.layers.block import Block, BlockConfig
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.norm import NormConfig
 from shardlm.layers.param import Execution, Params
 from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
@@ -39,16 +42,34 @@ class Segment:
         return len(self.pattern) * self.repeats
 
 
+def segments_of(blocks: Sequence[BlockConfig]) -> tuple[Segment, ...]:
+    """The segments of a decoder with these layers: from the first on, always the pattern that repeats farthest."""
+    found: list[Segment] = []
+    start = 0
+    while start < len(blocks):
+        rest = blocks[start:]
+
+        def repeats(period: int, rest=rest) -> int:
+            same = itertools.takewhile(lambda i: rest[i] == rest[i % period], range(len(rest)))
+            return sum(1 for _ in same) // period
+
+        reach = {period: period * repeats(period) for period in range(1, len(rest) // 2 + 1) if repeats(period) > 1}
+        period = max(reach, key=lambda p: (reach[p], -p), default=1)
+        found.append(Segment(tuple(rest[:period]), repeats(period)))
+        start += found[-1].num_layers
+    return tuple(found)
+
+
 class Stack(nnx.Module):
     """The blocks of one segment, every parameter stacked [repeats, ...]. At most one segment of a model is `pipelined`
     where the mesh has a pipeline axis: run in stages (layers/pipeline.py)."""
 
     def __init__(
-        self, segment: Segment, embed_dim: int, out_scale: float, norm_eps: float, pipelined: bool, params: Params
+        self, segment: Segment, embed_dim: int, out_scale: float, norm: NormConfig, pipelined: bool, params: Params
     ):
         self.repeats, self.pipelined = segment.repeats, pipelined
         params = dataclasses.replace(params, stack=(segment.repeats,))
-        self.blocks = nnx.List([Block(c, embed_dim, out_scale, norm_eps, params) for c in segment.pattern])
+        self.blocks = nnx.List([Block(c, embed_dim, out_scale, norm, params) for c in segment.pattern])
 
     def __call__(
         self,

@@ -7,8 +7,13 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
+from shardlm.models import hf_decoder
+from shardlm.models.hf_options import Options, mscale, rope_of
+from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router, Scoring
 
 
@@ -57,8 +62,8 @@ class DeepseekConfig:
             nope_dim=self.nope_dim,
             rope_dim=self.rope_dim,
             value_dim=self.value_dim,
-            rope_theta=self.rope_theta,
-            norm_eps=self.norm_eps,
+            rope=Rope(self.rope_theta),
+            norm=NormConfig(eps=self.norm_eps),
         )
         normalize = self.scoring == "sigmoid"  # V2 takes the softmax over all experts as it is
         experts = MoeConfig(
@@ -77,6 +82,102 @@ class DeepseekConfig:
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
             segments=(dense, sparse) if self.dense_layers else (sparse,),
-            norm_eps=self.norm_eps,
+            norm=NormConfig(eps=self.norm_eps),
             tie_embeddings=self.tie_embeddings,
         )
+
+
+def from_hf(options: Options, length: int) -> TransformerConfig:
+    """`model_type` deepseek (MoE 16B), deepseek_v2 and deepseek_v3."""
+    kind = options("model_type")
+    options.only("moe_layer_freq", 1)
+    options.only("attention_bias", False)
+    options.only("rope_interleave", True)
+    attention = hf_decoder.attention(options, length) if kind == "deepseek" else _latent(options, length)
+    dense, sparse = MlpConfig(options("intermediate_size"), options.activation()), _experts(options, kind)
+    first = options("first_k_dense_replace", 0)
+
+    def block(layer: int) -> BlockConfig:
+        return BlockConfig(attention, sparse if layer >= first else dense)
+
+    options("mlp_bias", False), options("qk_head_dim", 0), options("head_dim", 0)  # repeated from other options
+    options("num_key_value_heads", 0)
+    return hf_decoder.decoder(options, block, hf_decoder.rms(options))
+
+
+def _latent(options: Options, length: int) -> MlaConfig:
+    nope, rope = options("qk_nope_head_dim"), options("qk_rope_head_dim")
+    scaling = options.values.get("rope_parameters") or options.values.get("rope_scaling") or {}
+    scale = (nope + rope) ** -0.5
+    if scaling.get("mscale_all_dim") and scaling.get("rope_type", scaling.get("type")) != "default":
+        scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+    return MlaConfig(
+        num_heads=options("num_attention_heads"),
+        q_latent_dim=options("q_lora_rank", 0),
+        kv_latent_dim=options("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=options("v_head_dim"),
+        rope=rope_of(options, rope, length=length),
+        scale=scale,
+    )
+
+
+def _experts(options: Options, kind: str) -> MoeConfig:
+    third = kind == "deepseek_v3"
+    options.only("scoring_func", "sigmoid" if third else "softmax")
+    method = options("topk_method", "noaux_tc" if third else "greedy")
+    if method not in ("noaux_tc", "greedy", "group_limited_greedy") or third != (method == "noaux_tc"):
+        options.only("topk_method", "noaux_tc" if third else "greedy")
+    grouped = method != "greedy"
+    width = options("moe_intermediate_size")
+    router = Router(
+        "sigmoid" if third else "softmax",
+        bool(options("norm_topk_prob", False)),
+        options("n_group", 1) if grouped else 1,
+        options("topk_group", 1) if grouped else 1,
+        float(options("routed_scaling_factor", 1.0)),
+    )
+    options("n_group", 1), options("topk_group", 1)
+    return MoeConfig(
+        num_experts=options("n_routed_experts", 0) or options("num_local_experts"),
+        top_k=options("num_experts_per_tok"),
+        expert_dim=width,
+        shared_dim=width * options("n_shared_experts", 0),
+        router=router,
+        balance_loss=float(options("aux_loss_alpha", 0.0)),
+        activation=options.activation(),
+        load_bias=third,
+    )
+
+
+def names(config: TransformerConfig, block: BlockConfig) -> Names:
+    found = standard()
+    if isinstance(block.attention, MlaConfig):
+        found |= _latent_names(block.attention)
+    if isinstance(block.mlp, MoeConfig):
+        shared = {f"mlp.shared.{part}": f"{LAYER}mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")}
+        found |= experts("mlp") | {path: Tensor(name, "F D -> D F") for path, name in shared.items()}
+        found["mlp.shared.down"] = Tensor(f"{LAYER}mlp.shared_experts.down_proj.weight", "D F -> F D")
+        found["mlp.router_bias"] = Tensor(f"{LAYER}mlp.gate.e_score_correction_bias")
+    return found
+
+
+def _latent_names(config: MlaConfig) -> Names:
+    """Rotated dimensions are in adjacent pairs; keys and values of a head are made by one matrix."""
+    theirs, R = f"{LAYER}self_attn.", config.kv_latent_dim
+    both = config.nope_dim + config.value_dim
+    rotated = ("H", config.nope_dim, config.rope_dim)
+    return {
+        "attention.wq": Tensor(f"{theirs}q_proj.weight", "(N H) D -> D N H", pairs=rotated),
+        "attention.wq_down": Tensor(f"{theirs}q_a_proj.weight", "Q D -> D Q"),
+        "attention.q_norm.scale": Tensor(f"{theirs}q_a_layernorm.weight"),
+        "attention.wq_up": Tensor(f"{theirs}q_b_proj.weight", "(N H) Q -> Q N H", pairs=rotated),
+        "attention.wkv_down": Tensor(
+            f"{theirs}kv_a_proj_with_mqa.weight", "X D -> D X", pairs=("X", R, config.rope_dim)
+        ),
+        "attention.kv_norm.scale": Tensor(f"{theirs}kv_a_layernorm.weight"),
+        "attention.wk_up": Tensor(f"{theirs}kv_b_proj.weight", "(N H) R -> R N H", inner=("H", 0, both)),
+        "attention.wv_up": Tensor(f"{theirs}kv_b_proj.weight", "(N H) R -> R N H", inner=("H", config.nope_dim, both)),
+        "attention.wo": Tensor(f"{theirs}o_proj.weight", "D (N H) -> N H D"),
+    }

@@ -5,8 +5,13 @@ import dataclasses
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mlp import MlpConfig
+from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
+from shardlm.models import hf_decoder
+from shardlm.models.hf_options import Options
+from shardlm.models.naming import Names, standard
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +31,22 @@ class LlamaConfig:
 
     def transformer(self) -> TransformerConfig:
         """The decoder these sizes describe."""
-        attention = AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_theta)
+        attention = AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, Rope(self.rope_theta))
         block = BlockConfig(attention, MlpConfig(self.mlp_dim))
         return TransformerConfig(
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
             segments=(Segment((block,), self.num_layers),),
-            norm_eps=self.norm_eps,
+            norm=NormConfig(eps=self.norm_eps),
             tie_embeddings=self.tie_embeddings,
         )
+
+
+def from_hf(options: Options, length: int) -> TransformerConfig:
+    """`model_type` llama: Llama 2, 3 and later text models, DeepSeek LLM, and whoever shares their architecture."""
+    block = BlockConfig(hf_decoder.attention(options, length), hf_decoder.mlp(options))
+    return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))
+
+
+def names(config: TransformerConfig, block: BlockConfig) -> Names:
+    return standard()

@@ -5,8 +5,13 @@ import dataclasses
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
+from shardlm.models import hf_decoder
+from shardlm.models.hf_options import Options
+from shardlm.models.naming import Names, experts, standard
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +36,7 @@ class MixtralConfig:
 
     def transformer(self) -> TransformerConfig:
         """The decoder these sizes describe."""
-        attention = AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_theta)
+        attention = AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, Rope(self.rope_theta))
         experts = MoeConfig(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -44,6 +49,27 @@ class MixtralConfig:
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
             segments=(Segment((BlockConfig(attention, experts),), self.num_layers),),
-            norm_eps=self.norm_eps,
+            norm=NormConfig(eps=self.norm_eps),
             tie_embeddings=self.tie_embeddings,
         )
+
+
+def from_hf(options: Options, length: int) -> TransformerConfig:
+    """`model_type` mixtral."""
+    mixture = MoeConfig(
+        num_experts=options("num_local_experts"),
+        top_k=options("num_experts_per_tok"),
+        expert_dim=options("intermediate_size"),
+        balance_loss=float(options("router_aux_loss_coef", 0.0)),
+        activation=options.activation(),
+    )
+    windows = hf_decoder.sliding(options, lambda layer: True)
+
+    def block(layer: int) -> BlockConfig:
+        return BlockConfig(hf_decoder.attention(options, length, window=windows[layer]), mixture)
+
+    return hf_decoder.decoder(options, block, hf_decoder.rms(options))
+
+
+def names(config: TransformerConfig, block: BlockConfig) -> Names:
+    return standard() | experts("block_sparse_moe", gate="w1", up="w3", down="w2")

@@ -10,20 +10,29 @@ from jax.sharding import PartitionSpec
 
 from shardlm.flops import attention_width
 from shardlm.layers.context import Context, Pages
-from shardlm.layers.param import Execution, Params, constant, in_use, normal
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.layers.stack import Segment, Stack
-from shardlm.ops.norm import rms_norm
+from shardlm.ops.cross_entropy import LogitsConfig, shaped
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a decoder. Architectures (models/llama.py, ...) build it from their own, familiar fields."""
+    """The shape of a decoder. Architectures (models/llama.py, ...) build it from their own, familiar fields.
+
+    embed_scale    factor on the embedding (Gemma, Granite)
+    logits         what becomes of the output head's products
+    max_positions  learned positions that are added to the embedding (GPT-2); 0: none
+    """
 
     vocab_size: int
     embed_dim: int
     segments: tuple[Segment, ...]
-    norm_eps: float = 1e-5
+    norm: NormConfig = NormConfig()
     tie_embeddings: bool = False
+    embed_scale: float = 1.0
+    logits: LogitsConfig = LogitsConfig()
+    max_positions: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -52,7 +61,8 @@ class TransformerConfig:
 
 
 class Transformer(nnx.Module):
-    """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V)."""
+    """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
+    with learned positions "positions" (P, D)."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
@@ -60,13 +70,15 @@ class Transformer(nnx.Module):
         self.config, self.execution = config, execution
         # Unit-variance logits at the start need D**-0.5 in the head; a tied embedding is that head.
         self.embedding = params((V, D), ("vocab", "embed"), normal(D**-0.5))
+        if config.max_positions:
+            self.positions = params((config.max_positions, D), ("layers", "embed"), normal(D**-0.5))
         # Each residual branch is scaled so that the stream's variance does not grow with depth (GPT-2, section 2.3).
         out_scale = (2 * config.num_layers) ** -0.5
         longest = config.pipelined_segment()
         self.segments = nnx.List(
-            [Stack(s, D, out_scale, config.norm_eps, i == longest, params) for i, s in enumerate(config.segments)]
+            [Stack(s, D, out_scale, config.norm, i == longest, params) for i, s in enumerate(config.segments)]
         )
-        self.final_norm = params((D,), ("norm",), constant(1.0))
+        self.final_norm = Norm(config.norm, D, params)
         if not config.tie_embeddings:
             self.head = params((D, V), ("embed", "vocab"), normal(D**-0.5))
 
@@ -75,11 +87,11 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
         values [layers that have them, ...])."""
-        x, pages, aux = self.run(self.embed(tokens), positions, ctx, pages)
+        x, pages, aux = self.run(self.embed(tokens, positions), positions, ctx, pages)
         return self.finish(x), pages, aux
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """tokens int32 [B, T] -> the stream that enters the first block, [B, T, D]."""
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """tokens and positions int32 [B, T] -> the stream that enters the first block, [B, T, D]."""
         act = self.execution.rules.act
         table = in_use(self.embedding, self.execution)
         looked_up = act.spec("batch", "whole_seq", "embed")
@@ -88,6 +100,10 @@ class Transformer(nnx.Module):
             vocab = act.spec("vocab")[0]
             table, looked_up = jax.reshard(table, PartitionSpec(None, vocab)), PartitionSpec(*looked_up[:2], vocab)
         x = table.at[tokens].get(out_sharding=looked_up)
+        if self.config.embed_scale != 1:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)  # rounded as Gemma's own code does
+        if self.config.max_positions:
+            x = x + in_use(self.positions, self.execution).at[positions].get(out_sharding=looked_up)
         return jax.reshard(x, act.spec("batch", "seq", "embed"))
 
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
@@ -102,7 +118,7 @@ class Transformer(nnx.Module):
 
     def finish(self, x: jax.Array) -> jax.Array:
         """The norm after the last block: x [B, T, D] -> hidden [B, T, D]."""
-        return rms_norm(x, in_use(self.final_norm, self.execution), self.config.norm_eps)
+        return self.final_norm(x, self.execution)
 
     def head_param(self) -> nnx.Param:
         """The output head at rest: (D, V), or (V, D) when it is the embedding."""
@@ -114,4 +130,4 @@ class Transformer(nnx.Module):
         letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
         hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
         weight = in_use(self.head_param(), self.execution)
-        return jnp.einsum(letters, hidden, weight, preferred_element_type=jnp.float32)
+        return shaped(jnp.einsum(letters, hidden, weight, preferred_element_type=jnp.float32), self.config.logits)

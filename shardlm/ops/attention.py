@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops.blocked_attention import MASKED, blocked_attention
 from shardlm.ops.ring_attention import ring_attention
@@ -19,17 +20,26 @@ Implementation = Literal["auto", "xla", "cudnn"]
 ContextAttention = Literal["auto", "ring", "ulysses"]
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float, softcap: float = 0.0, sinks=None
+) -> jax.Array:
     """Softmax attention with grouped heads, scores in float32 (https://arxiv.org/abs/1706.03762, eq. 1).
 
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] with N a multiple of K, mask bool [B, T, S] (True: may attend);
-    returns [B, T, N, Hv] in q's dtype.
+    returns [B, T, N, Hv] in q's dtype. With `softcap` scores are softcap * tanh(scores / softcap); `sinks` [N] are a
+    score of each head that takes weight and gives no value.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, v.shape[-1])
 
 
@@ -42,9 +52,9 @@ def packed_mask(segment_ids: jax.Array, window: int = 0) -> jax.Array:
     return (segment_ids[:, :, None] == segment_ids[:, None, :]) & seen
 
 
-def reference(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax.Array:
+def reference(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0, softcap: float = 0.0, sinks=None):
     """Causal attention within segments, all scores materialised. Shapes as in `attend`, segment_ids int32 [B, T]."""
-    return attend(q, k, v, packed_mask(segment_ids, window), scale)
+    return attend(q, k, v, packed_mask(segment_ids, window), scale, softcap, sinks)
 
 
 def cudnn(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax.Array:
@@ -56,13 +66,18 @@ def cudnn(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax
     return jax.nn.dot_product_attention(q, k, v, mask=same, **options, **sliding)
 
 
-def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head_dim: int) -> str:
-    """The implementation that runs: cuDNN on a GPU for 16-bit types and head sizes it has kernels for, else XLA."""
+def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head_dim: int, plain: bool = True) -> str:
+    """The implementation that runs: cuDNN on a GPU for 16-bit types and head sizes it has kernels for, else XLA.
+    `plain` says that no layer has a softcap or sinks, which cuDNN does not know. Raises ShardlmError for cuDNN then."""
+    if implementation == "cudnn" and not plain:
+        raise ShardlmError("attention=cudnn has no kernel for soft-capped scores or sinks; choose attention=xla")
     if implementation != "auto":
         return implementation
     wide = jnp.dtype(dtype).itemsize != 2
     if platform not in ("gpu", "cuda"):
         chosen, why = "xla", f"platform is {platform}"
+    elif not plain:
+        chosen, why = "xla", "cuDNN has no kernel for soft-capped scores or sinks"
     elif wide or head_dim % 8 or head_dim > widest_head():
         chosen, why = "xla", f"cuDNN has no kernel for {jnp.dtype(dtype)} with head_dim={head_dim}"
     else:
@@ -105,13 +120,16 @@ def packed_attention(
     rules: Rules,
     implementation: str,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
     context: str = "ring",
 ) -> jax.Array:
     """Causal attention within segments on any mesh. `implementation` is "xla" or "cudnn" (see `choose`).
 
     q [B, T, N, H], k [B, T, K, H] and v [B, T, K, Hv], batch, sequence and heads split as the activation rules say;
     returns [B, T, N, Hv]. Where the sequence is split, `context` is "ulysses", with tokens in natural order, or "ring",
-    with tokens in zigzag order (ring_attention.py).
+    with tokens in zigzag order (ring_attention.py); `softcap` and `sinks` [N] (see `attend`) then do not work, nor with
+    cuDNN.
     """
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
     whole = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, scale=scale, window=window)
@@ -122,7 +140,15 @@ def packed_attention(
     else:
         run = functools.partial(ring_attention, scale=scale, window=window, implementation=implementation)
     specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"))
+    if softcap or sinks is not None:
+        assert run is whole and implementation == "xla", "checked before (train/check.py)"
+        run = functools.partial(_soft, attend=whole, softcap=softcap)
+        return shard_map(run, in_specs=(*specs, rules.act.spec("heads")), out_specs=heads)(q, k, v, segment_ids, sinks)
     value_dim = v.shape[-1]
     if implementation == "cudnn" and value_dim < q.shape[-1]:  # it has no kernels for narrower values
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
     return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)[..., :value_dim]
+
+
+def _soft(q, k, v, segment_ids, sinks, *, attend, softcap: float):
+    return attend(q, k, v, segment_ids, softcap=softcap, sinks=sinks)

@@ -16,22 +16,46 @@ from shardlm.rules import Rules
 CHUNK_BYTES = 128 * 2**20
 
 
-def reference(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class LogitsConfig:
+    """What becomes of the head's products: times `scale` (Granite), then softcap * tanh(x / softcap) (Gemma 2,
+    https://arxiv.org/abs/2408.00118); softcap 0: nothing."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+def shaped(products: jax.Array, config: LogitsConfig) -> jax.Array:
+    """The logits."""
+    logits = products if config.scale == 1 else products * config.scale
+    return config.softcap * jnp.tanh(logits / config.softcap) if config.softcap else logits
+
+
+def slope(logits: jax.Array, config: LogitsConfig) -> jax.Array | float:
+    """The derivative of the logits in the products."""
+    return config.scale * (1 - jnp.square(logits / config.softcap)) if config.softcap else config.scale
+
+
+def reference(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, config: LogitsConfig = LogitsConfig()
+) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood and log-partition of each token, all logits at once, in float32.
 
     hidden [B, T, D], head [D, V], targets int32 [B, T]; returns nll and lse, both float32 [B, T].
     """
-    logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
+    logits = shaped(jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32), config)
     lse = jax.nn.logsumexp(logits, axis=-1)
     return lse - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], lse
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
-    """How the output head rests: names of its two dimensions, ("embed", "vocab") or, tied, ("vocab", "embed")."""
+    """How the output head rests: names of its two dimensions, ("embed", "vocab") or, tied, ("vocab", "embed"); and what
+    becomes of its products."""
 
     names: tuple[str, str]
     rules: Rules
+    logits: LogitsConfig = LogitsConfig()
 
     @property
     def vocab_dim(self) -> int:
@@ -116,7 +140,8 @@ def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_
         w = w.T  # [D, v]
     x = jax.lax.all_gather(hidden, seq_axes, axis=1, tiled=True) if seq_axes else hidden
     first = jax.lax.axis_index(vocab_axes) * w.shape[1] if vocab_axes else 0
-    chunk = functools.partial(_chunk, w=w, first=first, vocab_axes=vocab_axes, z_loss=z_loss, with_grads=with_grads)
+    options = {"config": layout.logits, "z_loss": z_loss, "with_grads": with_grads}
+    chunk = functools.partial(_chunk, w=w, first=first, vocab_axes=vocab_axes, **options)
     split = functools.partial(_split, num_chunks=math.ceil(targets.size * w.shape[1] * 4 / chunk_bytes))
     inputs = (split(x.reshape(-1, x.shape[-1])), split(targets.reshape(-1)), split(weights.reshape(-1)))
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(w.shape, jnp.float32) if with_grads else None)
@@ -142,11 +167,11 @@ def _send_home(d_head, layout: HeadLayout, token_axes):
     return jax.lax.psum(d_head, remaining) if remaining else d_head
 
 
-def _chunk(carry, inputs, *, w, first, vocab_axes, z_loss, with_grads):
+def _chunk(carry, inputs, *, w, first, vocab_axes, config: LogitsConfig, z_loss, with_grads):
     """Loss and gradients of n tokens against this device's vocabulary shard. x [n, D], w [D, v]."""
     sums, d_w = carry
     x, target, weight = inputs
-    logits = jnp.einsum("nd,dv->nv", x, w, preferred_element_type=jnp.float32)
+    logits = shaped(jnp.einsum("nd,dv->nv", x, w, preferred_element_type=jnp.float32), config)
     largest = logits.max(axis=-1)
     largest = jax.lax.pmax(largest, vocab_axes) if vocab_axes else largest
     exp = jnp.exp(logits - largest[:, None])
@@ -159,9 +184,10 @@ def _chunk(carry, inputs, *, w, first, vocab_axes, z_loss, with_grads):
     if not with_grads:
         return (sums, None), None
     softmax_scale = weight * (1 + 2 * z_loss * lse) / partition
-    d_logits = (exp * softmax_scale[:, None] - jnp.where(hit, weight[:, None], 0)).astype(x.dtype)
-    d_w = d_w + jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
-    return (sums, d_w), jnp.einsum("nv,dv->nd", d_logits, w)
+    d_logits = exp * softmax_scale[:, None] - jnp.where(hit, weight[:, None], 0)
+    d_products = (d_logits * slope(logits, config)).astype(x.dtype)
+    d_w = d_w + jnp.einsum("nd,nv->dv", x, d_products, preferred_element_type=jnp.float32)
+    return (sums, d_w), jnp.einsum("nv,dv->nd", d_products, w)
 
 
 def _split(a, num_chunks):

@@ -35,12 +35,14 @@ def reference(
     first_page: jax.Array,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Each query attends to the positions up to its own, of which it sees the last `window` (0: all). q [B, T, N, H],
-    positions int32 [B, T]; returns q's shape."""
+    positions int32 [B, T]; `softcap` and `sinks` as in `attend`; returns q's shape."""
     B = q.shape[0]
     table = page_table + first_page
     k, v = (pool[table].reshape(B, -1, *pool.shape[2:]) for pool in (k_pool, v_pool))  # [B, S, K, H]
     distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [B, T, S]
     mask = (distance >= 0) & (distance < (window or k.shape[1]))
-    return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale)
+    return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale, softcap, sinks)

@@ -1,19 +1,114 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and the ways to stretch it beyond the length a model was trained with."""
+
+import dataclasses
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from shardlm.errors import ShardlmError
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotates the two halves of each head by position (https://arxiv.org/abs/2104.09864, eq. 34, in the half-split
-    order that Llama checkpoints of Hugging Face use). Angles and products are float32.
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Which frequencies rotate a head. `transformers`' modeling_rope_utils.py is the definition that published
+    checkpoints are trained with; the fields carry its options.
 
-    x [B, T, N, H] with H even, positions int32 [B, T]; returns x's shape and dtype.
+    theta             base of the frequencies
+    dim               leading dimensions of the head that are rotated; 0: all
+    kind              default   theta ** (-2i / dim)
+                      linear    positions divided by `factor` (https://arxiv.org/abs/2306.15595)
+                      dynamic   a larger base for lengths beyond the original one ("NTK-aware")
+                      llama3    low frequencies divided, high ones kept, a ramp between (Llama 3.1)
+                      yarn      the same by rotations over the original length (https://arxiv.org/abs/2309.00071)
+                      longrope  a factor for each frequency (https://arxiv.org/abs/2402.13753)
+    original_length   tokens that the model was trained with before it was stretched
+    length            longest row of this use, which decides for dynamic and longrope; 0: the original length
+    low, high         llama3: the ramp, in rotations over the original length
+    fast, slow        yarn: the ramp, the same way
+    truncate          yarn: the ramp begins and ends at whole dimensions
+    short, long       longrope: a divisor for each frequency, up to the original length and beyond
+    magnitude         factor on sines and cosines
     """
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, H/2]
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+
+    theta: float = 10_000.0
+    dim: int = 0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    length: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    magnitude: float = 1.0
+
+    def check(self, head_dim: int) -> None:
+        """Raises ShardlmError where the rotated dimensions do not fit the head."""
+        dim = self.dim or head_dim
+        if dim % 2 or dim > head_dim:
+            raise ShardlmError(
+                f"rotary embedding of {dim} dimensions in head_dim={head_dim}: it needs an even number of at most "
+                f"{head_dim - head_dim % 2}"
+            )
+        for name in ("short", "long"):
+            count = len(getattr(self, name))
+            if self.kind == "longrope" and count != dim // 2:
+                raise ShardlmError(f"longrope has {count} {name} factors; rotating {dim} dimensions needs {dim // 2}")
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians per position of each rotated pair, float32 [dim / 2]."""
+        dim = self.dim or head_dim
+        exponent = np.arange(0, dim, 2, dtype=np.float64) / dim
+        plain = self.theta**-exponent
+        if self.kind == "linear":
+            plain = plain / self.factor
+        elif self.kind == "dynamic":
+            length = max(self.length, self.original_length)
+            stretch = self.factor * length / self.original_length - (self.factor - 1)
+            plain = (self.theta * stretch ** (dim / (dim - 2))) ** -exponent
+        elif self.kind == "llama3":
+            rotations = self.original_length * plain / (2 * math.pi)
+            kept = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
+            plain = plain * (kept + (1 - kept) / self.factor)
+        elif self.kind == "yarn":
+            kept = 1 - self._ramp(dim)
+            plain = plain * (kept + (1 - kept) / self.factor)
+        elif self.kind == "longrope":
+            beyond = max(self.length, self.original_length) > self.original_length
+            plain = plain / np.array(self.long if beyond else self.short)
+        return plain.astype(np.float32)
+
+    def _ramp(self, dim: int) -> np.ndarray:
+        """yarn: 0 for the frequencies that are kept, 1 for those that are divided (appendix A.2)."""
+
+        def dimension(rotations: float) -> float:
+            return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.fast), dimension(self.slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        return np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+
+
+def rope(x: jax.Array, positions: jax.Array, config: Rope) -> jax.Array:
+    """Rotates the two halves of each head's rotated dimensions by position (https://arxiv.org/abs/2104.09864, eq. 34,
+    in the half-split order that Llama checkpoints of Hugging Face use). Angles and products are float32.
+
+    x [B, T, N, H], positions int32 [B, T]; returns x's shape and dtype.
+    """
+    dim = config.dim or x.shape[-1]
+    frequency = config.frequencies(x.shape[-1])
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, dim/2]
+    sin, cos = jnp.sin(angle) * config.magnitude, jnp.cos(angle) * config.magnitude
+    first, second = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if dim == x.shape[-1] else jnp.concatenate([rotated, x[..., dim:]], axis=-1)

@@ -1,6 +1,32 @@
-"""The gate of the feed-forward layer."""
+"""The activations of feed-forward layers and experts."""
+
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped"]
+ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """Elementwise, any shape and float dtype."""
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(x, approximate=True)
+    if activation == "gelu":
+        return jax.nn.gelu(x, approximate=False)
+    return {"silu": jax.nn.silu, "relu": jax.nn.relu}[activation](x)
+
+
+def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """activation(gate) * up. "clamped" is GPT-OSS's (https://arxiv.org/abs/2508.10925, section 2.2): a sigmoid gate of
+    slope 1.702 on clamped values, and 1 added to `up`."""
+    if activation == "silu":
+        return swiglu(gate, up)
+    if activation == "clamped":
+        gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
+    return activate(gate, activation) * up
 
 
 @jax.custom_vjp

@@ -103,7 +103,7 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
         moved = jax.lax.ppermute(leaving, "pipeline", up), jax.lax.ppermute(d_leaving, "pipeline", down)
         return (*moved, inputs, sums, grads), None
 
-    x = jax.eval_shape(lambda s, r: _model(stages, own, s).embed(r["tokens"]), shared, take(0))
+    x = jax.eval_shape(lambda s, r: _model(stages, own, s).embed(r["tokens"], r["positions"]), shared, take(0))
     empty = jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec)
     zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=_spec(s)))
     _, total, *found = jax.eval_shape(run, own, shared, empty, take(0))
@@ -142,7 +142,8 @@ def _stage(stages: Stages, me, own, shared, x, rows, losses: bool = True):
         total, parts = token_losses(lm, lm.finish(x), rows)
         return with_auxiliary(total, aux), parts, aux
 
-    x, before = _only_if(me == 0, lambda x: layers(lm.embed(rows["tokens"]), slice(0, k)), x, lambda x: x)
+    first = lambda x: layers(lm.embed(rows["tokens"], rows["positions"]), slice(0, k))  # noqa: E731
+    x, before = _only_if(me == 0, first, x, lambda x: x)
     rows = after(x, rows)  # what all stages do together comes after what the first one does alone
     ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], weights=rows["weights"])
     x, inside = layers(x, slice(k, k + 1))

@@ -60,7 +60,8 @@ class Program:
         offload.check_offload(config.offload, spec, config.local_sgd, mesh.devices.flat[0])
         dtype = COMPUTE_DTYPE[config.precision]
         head_dim = max(block.attention.head_dim for block in shape.blocks())
-        attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim)
+        plain = not any(block.attention.soft for block in shape.blocks())
+        attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim, plain)
         execution = Execution(
             rules=rules,
             dtype=dtype,

@@ -87,7 +87,7 @@ def losses_and_loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def token_losses(lm: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float):
     """hidden [B, T, D] and targets int32 [B, T] -> what `cross_entropy` returns for the model's output head."""
     head = lm.head_param()
-    layout = HeadLayout(head.get_metadata("names"), lm.execution.rules)
+    layout = HeadLayout(head.get_metadata("names"), lm.execution.rules, lm.config.logits)
     return cross_entropy(hidden, head[...], targets, weights, layout=layout, z_loss=z_loss)
 
 

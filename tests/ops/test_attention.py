@@ -9,7 +9,7 @@ from small import relative_error
 from shardlm.ops.attention import choose, reference
 from shardlm.ops.blocked_attention import blocked_attention
 from shardlm.ops.norm import rms_norm
-from shardlm.ops.rope import rope
+from shardlm.ops.rope import Rope, rope
 from shardlm.ops.swiglu import swiglu
 
 
@@ -35,7 +35,7 @@ def test_rope_depends_on_relative_position_only():
     q, k = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(at_q, at_k):
-        turn = [rope(x, jnp.array([[at]]), 10_000.0) for x, at in ((q, at_q), (k, at_k))]
+        turn = [rope(x, jnp.array([[at]]), Rope()) for x, at in ((q, at_q), (k, at_k))]
         return float(jnp.vdot(*turn))
 
     np.testing.assert_allclose(score(3, 1), score(1003, 1001), rtol=1e-3)
@@ -46,10 +46,10 @@ def test_rope_depends_on_relative_position_only():
 def test_rope_rotates_by_the_stated_angle():
     x = np.zeros((1, 1, 1, 4), np.float32)
     x[..., 0] = 1.0
-    turned = np.asarray(rope(x, jnp.array([[2]]), 100.0))[0, 0, 0]
+    turned = np.asarray(rope(x, jnp.array([[2]]), Rope(100.0)))[0, 0, 0]
     np.testing.assert_allclose(turned, [np.cos(2.0), 0, np.sin(2.0), 0], atol=1e-6)
     x = np.eye(4, dtype=np.float32)[1][None, None, None]
-    turned = np.asarray(rope(x, jnp.array([[2]]), 100.0))[0, 0, 0]
+    turned = np.asarray(rope(x, jnp.array([[2]]), Rope(100.0)))[0, 0, 0]
     np.testing.assert_allclose(turned, [0, np.cos(0.2), 0, np.sin(0.2)], atol=1e-6)
 
 

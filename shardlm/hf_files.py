@@ -1,0 +1,232 @@
+"""Checkpoints as Hugging Face publishes them: a folder with config.json and one or several safetensors files
+(https://huggingface.co/docs/safetensors). Knows files and bytes, no architectures. A slice is read without the rest of
+its tensor."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardlm.errors import ShardlmError
+
+DTYPES = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype("int64"),
+    "I32": np.dtype("int32"),
+    "I16": np.dtype("int16"),
+    "I8": np.dtype("int8"),
+    "U8": np.dtype("uint8"),
+    "BOOL": np.dtype("bool"),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 * 10**9
+BESIDE = (  # what a folder holds besides weights and config.json, in the names that transformers reads
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One tensor in a file: bytes [begin, begin + size of the array)."""
+
+    file: pathlib.Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice as an array of its own; of the file only its pages are touched."""
+        whole = np.memmap(self.file, self.dtype, "r", self.begin, self.shape or (1,))
+        return np.array(whole[index] if self.shape else whole[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """An opened checkpoint."""
+
+    path: pathlib.Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike) -> "Folder":
+        """Reads config.json and the headers of all weight files. Raises ShardlmError that names the file for whatever
+        is missing or broken."""
+        path = pathlib.Path(path)
+        if not path.is_dir():
+            raise ShardlmError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
+        config = read_config(path)
+        tensors: dict[str, Stored] = {}
+        for file in _weight_files(path):
+            for name, stored in header(file).items():
+                if name in tensors:
+                    raise ShardlmError(f"{file}: tensor {name} is in {tensors[name].file.name} too; remove one of them")
+                tensors[name] = stored
+        _check_index(path, tensors)
+        return cls(path, config, tensors)
+
+
+def read_config(path: pathlib.Path) -> Mapping[str, Any]:
+    """config.json of a folder."""
+    return _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
+
+
+def _json(file: pathlib.Path, why: str) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ShardlmError(f"{file} is not there; {why}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ShardlmError(f"{file} is not JSON ({error}); download it again") from None
+
+
+def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(_json(index, "")["weight_map"].values()))
+        for name in names:
+            if not (path / name).exists():
+                raise ShardlmError(f"{index} names {name}, which is not in {path}; download it too")
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
+        found = f"; {', '.join(others)} would run code on loading: save them as safetensors" if others else ""
+        raise ShardlmError(f"{path} holds no *.safetensors{found}")
+    return files
+
+
+def _check_index(path: pathlib.Path, tensors: Mapping[str, Stored]) -> None:
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    for name, file in _json(index, "")["weight_map"].items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ShardlmError(f"{index} says that {name} is in {file}, and it is not; download both again")
+
+
+def header(file: pathlib.Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file, each checked to lie inside it."""
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        first = stream.read(8)
+        if first.startswith(b"version "):
+            raise ShardlmError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        if not 0 < length <= size - 8:
+            raise ShardlmError(f"{file} is not a safetensors file or is cut off: {size} bytes, a header of {length}")
+        try:
+            entries = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ShardlmError(f"{file}: the header is damaged; download the file again") from None
+    entries.pop("__metadata__", None)
+    return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+
+
+def _stored(file: pathlib.Path, name: str, entry: Mapping[str, Any], start: int, size: int) -> Stored:
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ShardlmError(f"{file}: {name} has dtype {entry['dtype']}; supported: {', '.join(DTYPES)}")
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    needed = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if end - begin != needed:
+        raise ShardlmError(f"{file}: {name} has {end - begin} bytes, and {entry['dtype']}{list(shape)} needs {needed}")
+    if start + end > size:
+        raise ShardlmError(f"{file} is cut off: {name} ends at byte {start + end} of {size}; download it again")
+    return Stored(file, dtype, shape, start + begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written; `make` gives its array when its turn comes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def write_folder(
+    path: str | os.PathLike,
+    tensors: Iterable[Planned],
+    config: Mapping[str, Any],
+    beside: pathlib.Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[Planned], None] = lambda tensor: None,
+) -> None:
+    """A checkpoint folder as transformers opens it, one tensor in memory at a time. Tokenizer and the like are copied
+    from the folder `beside`. It appears under its name when it is whole.
+
+    Raises ShardlmError where there is something already.
+    """
+    path = pathlib.Path(path)
+    if path.exists():
+        raise ShardlmError(f"{path} exists; choose another output folder or remove it")
+    unfinished = path.with_name(path.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    shards = _shards(tensors, shard_bytes)
+    width = len(shards)
+    files = [
+        f"model-{i + 1:05d}-of-{width:05d}.safetensors" if width > 1 else "model.safetensors" for i in range(width)
+    ]
+    for file, shard in zip(files, shards, strict=True):
+        _write(unfinished / file, shard, progress)
+    if width > 1:
+        weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in BESIDE if beside else ():
+        if (beside / name).exists():
+            shutil.copy(beside / name, unfinished / name)
+    unfinished.rename(path)
+
+
+def _shards(tensors: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]:
+    shards: list[list[Planned]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return shards
+
+
+def _write(file: pathlib.Path, tensors: list[Planned], progress: Callable[[Planned], None]) -> None:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        entries[tensor.name] = entry | {"data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            array = tensor.make()
+            assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            progress(tensor)

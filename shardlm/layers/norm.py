@@ -1,0 +1,38 @@
+"""The norms that models put before, after or inside their layers."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+from flax import nnx
+
+from shardlm.layers.param import Execution, Params, constant, in_use
+from shardlm.ops.norm import layer_norm, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """kind "rms" (https://arxiv.org/abs/1910.07467) or "layer" (https://arxiv.org/abs/1607.06450), which has a bias;
+    `offset` is added to the scale: 1 where checkpoints store its distance from 1 (Gemma)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    offset: float = 0.0
+
+
+class Norm(nnx.Module):
+    """x [..., D] -> the same shape; weights "scale" (D,) and, for a layer norm, "bias" (D,)."""
+
+    def __init__(self, config: NormConfig, dim: int, params: Params):
+        self.config = config
+        self.scale = params((dim,), ("norm",), constant(1.0 - config.offset))
+        if config.kind == "layer":
+            self.bias = params((dim,), ("norm",), constant(0.0))
+
+    def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
+        scale = in_use(self.scale, execution)
+        if self.config.offset:
+            scale = scale + self.config.offset
+        if self.config.kind == "layer":
+            return layer_norm(x, scale, in_use(self.bias, execution), self.config.eps)
+        return rms_norm(x, scale, self.config.eps)

@@ -1,0 +1,31 @@
+"""GLM-4 0414 (https://arxiv.org/abs/2406.12793): norms before and after each layer, half of each head rotated in
+adjacent pairs, a fused gate."""
+
+import dataclasses
+
+from shardlm.layers.block import BlockConfig
+from shardlm.models import hf_decoder
+from shardlm.models.hf_options import Options
+from shardlm.models.naming import Names, standard
+from shardlm.models.phi import fused_gate
+from shardlm.models.transformer import TransformerConfig
+
+
+def from_hf(options: Options, length: int) -> TransformerConfig:
+    """`model_type` glm4."""
+    options("partial_rotary_factor", 0.5)
+    attention = hf_decoder.attention(options, length, out_bias=False)
+    block = BlockConfig(attention, hf_decoder.mlp(options), norms="both")
+    return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))
+
+
+def names(config: TransformerConfig, block: BlockConfig) -> Names:
+    found = standard(
+        attention_post_norm="post_self_attn_layernorm",
+        mlp_norm="post_attention_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+    )
+    rotated = ("H", 0, block.attention.rope.dim or block.attention.head_dim)
+    for path in ("attention.wq", "attention.wk", "attention.bq", "attention.bk"):
+        found[path] = dataclasses.replace(found[path], pairs=rotated)
+    return found | fused_gate(found, block.mlp.mlp_dim)

@@ -1,0 +1,188 @@
+"""What Hugging Face checkpoints call a weight, and how they lay it out: the language in which an architecture's file
+says so, and the reading and writing of one tensor by it. Files and devices are weights.py's."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a weight of ours is in a checkpoint.
+
+    name         of the tensor, with {layer} and {expert} where there is one for each
+    layout       theirs and ours by named dimensions: "(N H) D -> D N H" is a matrix whose rows are heads times head
+                 dimensions; "" is the same on both sides. A dimension E of ours that theirs lacks is in the name
+    part         (dimension of theirs, first row, one past the last, step): ours is a part of a fused tensor
+    inner        (letter, first, size of theirs): the same inside a dimension that is a factor of a product
+    pairs        (letter, first, size): rotated dimensions that they keep in adjacent pairs, we in two halves
+    """
+
+    name: str
+    layout: str = ""
+    part: tuple[int, int, int, int] | None = None
+    inner: tuple[str, int, int] | None = None
+    pairs: tuple[str, int, int] | None = None
+
+    def theirs(self, ours: Sequence[int]) -> list[list[str]]:
+        """Their dimensions, each as the letters of its factors, outermost first."""
+        text = self.layout.split("->")[0] if self.layout else " ".join(self.letters(ours))
+        return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text)]
+
+    def letters(self, ours: Sequence[int]) -> list[str]:
+        """Our dimensions' letters."""
+        return self.layout.split("->")[1].split() if self.layout else [f"d{i}" for i in range(len(ours))]
+
+    def per_expert(self) -> bool:
+        """Whether our first dimension counts tensors of theirs."""
+        return "{expert}" in self.name
+
+
+Names = Mapping[str, Tensor]  # a weight's path in a block, or in the model, -> where it is
+
+
+def read(
+    tensor: Tensor, shape: Sequence[int], index: Sequence[slice], fetch: Callable[[tuple[slice, ...]], np.ndarray]
+):
+    """Our slice `index` of a weight [*shape] out of one tensor of theirs. `fetch` reads a slice of theirs; only what is
+    needed of each outermost factor is asked for. Without the dimension of experts, where that is in the name."""
+    letters, groups = tensor.letters(shape), tensor.theirs(shape)
+    size = dict(zip(letters, shape, strict=True))
+    want = {letter: range(*part.indices(size[letter])) for letter, part in zip(letters, index, strict=True)}
+    full = dict(size)
+    if tensor.inner:
+        letter, first, total = tensor.inner
+        full[letter] = total
+        want[letter] = range(want[letter].start + first, want[letter].stop + first)
+    slices, factors, rest = [], [], []
+    for dim, group in enumerate(groups):
+        outer, inside = group[0], group[1:]
+        each = math.prod(full[letter] for letter in inside)
+        start, stop = want[outer].start * each, want[outer].stop * each
+        step = 1
+        if tensor.part and tensor.part[0] == dim:
+            _, first, _, step = tensor.part
+            start, stop = first + start * step, first + (stop - 1) * step + 1
+        slices.append(slice(start, stop, step))
+        factors += [len(want[outer]), *(full[letter] for letter in inside)]
+        rest += [slice(None), *(slice(want[letter].start, want[letter].stop) for letter in inside)]
+    flat = [letter for group in groups for letter in group]
+    found = fetch(tuple(slices)).reshape(factors)[tuple(rest)]
+    found = found.transpose([flat.index(letter) for letter in letters])
+    return _reorder(found, tensor, letters, halves=True)
+
+
+def write(tensor: Tensor, a: np.ndarray) -> np.ndarray:
+    """A weight of ours as (its part of) their tensor; `inner` parts are joined by `join`."""
+    letters, groups = tensor.letters(a.shape), tensor.theirs(a.shape)
+    size = dict(zip(letters, a.shape, strict=True))
+    flat = [letter for group in groups for letter in group]
+    a = _reorder(a, tensor, letters, halves=False).transpose([letters.index(letter) for letter in flat])
+    if tensor.inner:
+        return a  # factors are merged once the parts are side by side
+    return a.reshape([math.prod(size[letter] for letter in group) for group in groups])
+
+
+def join(parts: Sequence[tuple[Tensor, np.ndarray]]) -> np.ndarray:
+    """Their tensor from the parts of ours that it fuses."""
+    tensor, whole = parts[0]
+    if len(parts) == 1 and not tensor.inner:
+        return write(tensor, whole)
+    written = [(tensor, write(tensor, a)) for tensor, a in parts]
+    if tensor.inner:
+        groups, letter = tensor.theirs(whole.shape), tensor.inner[0]
+        flat = [name for group in groups for name in group]
+        ordered = [a for tensor, a in sorted(written, key=lambda item: item[0].inner[1])]
+        joined = np.concatenate(ordered, axis=flat.index(letter))
+        size = dict(zip(flat, joined.shape, strict=True))
+        return joined.reshape([math.prod(size[name] for name in group) for group in groups])
+    dim = tensor.part[0]
+    shape = list(written[0][1].shape)
+    shape[dim] = sum(a.shape[dim] for _, a in written)
+    out = np.empty(shape, whole.dtype)
+    for part, a in written:
+        _, first, stop, step = part.part
+        out[(slice(None),) * dim + (slice(first, stop, step),)] = a
+    return out
+
+
+def shape_of(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> tuple[int, ...]:
+    """The shape of their tensor, from our shapes of the parts that it fuses."""
+    tensor, ours = parts[0]
+    size = dict(zip(tensor.letters(ours), ours, strict=True))
+    if tensor.inner:
+        size[tensor.inner[0]] = tensor.inner[2]
+    shape = [math.prod(size[letter] for letter in group) for group in tensor.theirs(ours)]
+    if tensor.part:
+        shape[tensor.part[0]] = sum(len(range(*part.part[1:])) for part, _ in parts)
+    return tuple(shape)
+
+
+def _reorder(a: np.ndarray, tensor: Tensor, letters: Sequence[str], halves: bool) -> np.ndarray:
+    """Adjacent pairs into two halves, or back, on the rotated part of one dimension."""
+    if not tensor.pairs or tensor.pairs[0] not in letters:
+        return a
+    letter, first, size = tensor.pairs
+    axis = letters.index(letter)
+    order = np.arange(a.shape[axis])
+    pairs = np.arange(size).reshape(-1, 2).T.ravel()  # 0 2 4 .. 1 3 5 ..
+    order[first : first + size] = first + (pairs if halves else np.argsort(pairs))
+    return np.take(a, order, axis=axis)
+
+
+LAYER = "model.layers.{layer}."
+
+
+def linear(path: str, name: str, kind: str) -> dict[str, Tensor]:
+    """A projection with its bias: `kind` is "into heads" (q, k, v), "out of heads" (o), "into" or "out of" a hidden
+    layer. `path` ends in our weight's name."""
+    layout = {"q": "(N H) D -> D N H", "o": "D (N H) -> N H D", "into": "F D -> D F", "out": "D F -> F D"}[kind]
+    bias = {"q": "(N H) -> N H"}.get(kind, "")
+    where, _, own = path.rpartition(".")
+    of_bias = f"{where}.b{own[1:]}" if own.startswith("w") else f"{path}_bias"
+    return {path: Tensor(f"{name}.weight", layout), of_bias: Tensor(f"{name}.bias", bias)}
+
+
+def standard(**changes: str) -> dict[str, Tensor]:
+    """The names of Llama's checkpoints, which most families share. `changes` are other names of norms."""
+    norms = {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    } | changes
+    names = {
+        "embedding": Tensor("model.embed_tokens.weight"),
+        "head": Tensor("lm_head.weight", "V D -> D V"),
+        "final_norm.scale": Tensor("model.norm.weight"),
+    }
+    names |= {f"{ours}.scale": Tensor(f"{LAYER}{theirs}.weight") for ours, theirs in norms.items()}
+    for letter in "qkv":
+        names |= linear(f"attention.w{letter}", f"{LAYER}self_attn.{letter}_proj", "q")
+    names |= linear("attention.wo", f"{LAYER}self_attn.o_proj", "o")
+    for part, kind in (("gate", "into"), ("up", "into"), ("down", "out")):
+        names |= linear(f"mlp.{part}", f"{LAYER}mlp.{part}_proj", kind)
+    return names
+
+
+def experts(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, Tensor]:
+    """A tensor for each expert, and the router."""
+    each = f"{LAYER}{block}.experts.{{expert}}."
+    return {
+        "mlp.router": Tensor(f"{LAYER}{block}.gate.weight", "E D -> D E"),
+        "mlp.gate": Tensor(f"{each}{gate}.weight", "F D -> E D F"),
+        "mlp.up": Tensor(f"{each}{up}.weight", "F D -> E D F"),
+        "mlp.down": Tensor(f"{each}{down}.weight", "D F -> E F D"),
+    }
+
+
+def fused(names: Mapping[str, Tensor], name: str, sizes: Mapping[str, int], dim: int = 0) -> dict[str, Tensor]:
+    """The same weights as parts of one tensor, one after the other along a dimension of theirs; sizes by our path."""
+    first, found = 0, {}
+    for path, size in sizes.items():
+        found[path] = dataclasses.replace(names[path], name=name, part=(dim, first, first + size, 1))
+        first += size
+    return found

@@ -1,0 +1,69 @@
+"""The architectures that Hugging Face checkpoints are opened as, by the `model_type` of their config.json."""
+
+import difflib
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.block import BlockConfig
+from shardlm.models.hf_options import Options
+from shardlm.models.naming import Names
+from shardlm.models.transformer import TransformerConfig
+
+FAMILIES = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "qwen3_moe": "qwen",
+    "deepseek": "deepseek",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "phi3": "phi",
+    "olmo2": "olmo",
+    "smollm3": "smollm",
+    "granite": "granite",
+    "glm4": "glm",
+    "gpt2": "gpt2",
+    "gpt_oss": "gpt_oss",
+}
+
+
+def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig:
+    """The decoder that a config.json describes. `length` is the longest row of this use, which decides the rotation of
+    some kinds of stretched models; 0: the length they were first trained with.
+
+    Raises ShardlmError for an unknown `model_type` and for an option that is not supported or not known.
+    """
+    options = Options(text_config(config))
+    found = _family(options("model_type", "")).from_hf(options, length)
+    options.finish()
+    return found
+
+
+def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfig) -> Names:
+    """Where each weight of the model, and of such a block, is in the checkpoint."""
+    return _family(text_config(config)["model_type"]).names(shape, block)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's options; those of Gemma 3's larger checkpoints are inside those of one that also sees."""
+    if config.get("model_type") == "gemma3" and "text_config" in config:
+        return {"model_type": "gemma3_text", **config["text_config"]}
+    return config
+
+
+def _family(model_type: str):
+    if model_type not in FAMILIES:
+        near = difflib.get_close_matches(model_type, FAMILIES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ShardlmError(
+            f"config.json has model_type={json.dumps(model_type)}, an architecture that shardlm does not have; {hint}"
+            f"it has {', '.join(FAMILIES)}"
+        )
+    return importlib.import_module(f"shardlm.models.{FAMILIES[model_type]}")

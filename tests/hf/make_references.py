@@ -1,0 +1,164 @@
+"""Writes tests/hf/references/NAME/: a tiny random checkpoint of each family, saved by transformers itself, and what
+transformers computes with it: logits, greedy tokens, and the gradient of the loss (of each tensor its norm and its
+product with a cosine). Needs torch and transformers:
+
+    python tests/hf/make_references.py FOLDER [NAME ...]
+"""
+
+import copy
+import json
+import pathlib
+import sys
+import tempfile
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LONG = {"factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, **LONG}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MLA = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.5,
+}
+
+
+def rope(kind: str, **options) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+# name -> (model_type, options besides SIZES)
+CASES = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 10}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama_linear": ("llama", rope("linear", factor=4.0)),
+    "llama_dynamic": ("llama", {**rope("dynamic", factor=4.0), "max_position_embeddings": 16}),
+    "llama_llama3": ("llama", rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **LONG)),
+    "llama_yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mixtral": ("mixtral", {**MOE, "sliding_window": None}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**MOE, "head_dim": 8, "norm_topk_prob": True, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **MLA,
+            "q_lora_rank": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    ),
+    "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 10}),
+    "gemma3": ("gemma3_text", {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3_long": (
+        "phi3",
+        {**rope("longrope", **FACTORS), "original_max_position_embeddings": 16, "partial_rotary_factor": 1.0},
+    ),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.2,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 8, "attention_bias": True}),
+    "gpt2": ("gpt2", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**MOE, "head_dim": 8, "sliding_window": 6, "rope_parameters": {**YARN, "truncate": False}},
+    ),
+}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 96}
+ROWS, LENGTH, NEW = 2, 24, 32
+
+
+def make(name: str, folder: pathlib.Path) -> None:
+    model_type, options = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    sizes = GPT2 if model_type == "gpt2" else SIZES
+    config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():  # as published models are, not as they start: norms and biases that differ from 1 and 0
+        for path, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if weight.ndim and "rotary" not in path and "attn.bias" not in path:
+                centre, spread = (weight, 0.2) if weight.ndim == 1 else (0.0, weight.shape[-1] ** -0.5)
+                weight.copy_((centre + torch.randn_like(weight) * spread).bfloat16())
+    saved(model, folder)
+    tokens = torch.randint(3, config.vocab_size, (ROWS, LENGTH))
+    logits = model(tokens, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    row = tokens[:1]
+    with torch.no_grad():
+        for _ in range(NEW):
+            best = model(row, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            row = torch.cat([row, best], dim=1)
+    found = {"tokens": tokens.int(), "logits": logits.detach(), "greedy": row[0, LENGTH:].int().contiguous()}
+    save_file(found, str(folder / "expected.safetensors.reference"))
+    facts = {"transformers": transformers.__version__, "loss": loss.item(), "gradients": gradients(model)}
+    (folder / "expected.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def saved(model, folder: pathlib.Path, dtype=torch.bfloat16) -> None:
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def gradients(model) -> dict[str, list[float]]:
+    """Of each tensor as the checkpoint has it: norm, and product with a cosine."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        saved(model, pathlib.Path(folder), torch.float32)
+        tensors = load_file(f"{folder}/model.safetensors")
+    trained = {path: a.double().flatten() for path, a in tensors.items() if "e_score_correction_bias" not in path}
+    wave = {path: torch.cos(torch.arange(a.numel(), dtype=torch.float64)) for path, a in trained.items()}
+    return {path: [a.norm().item(), (a @ wave[path]).item()] for path, a in trained.items()}
+
+
+if __name__ == "__main__":
+    out = pathlib.Path(sys.argv[1])
+    for name in sys.argv[2:] or CASES:
+        make(name, out / name)
+        print(name)
