@@ -6,6 +6,7 @@ import ctypes.util
 import jax
 
 from shardlm.errors import ShardlmError
+from shardlm.run_files import find_run
 
 
 def use_cpu_devices(count: int) -> None:
@@ -18,6 +19,18 @@ def use_cpu_devices(count: int) -> None:
     if count:
         keep_heap()
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def prepare_for(checkpoint: str, count: int) -> None:
+    """Devices to open a checkpoint on: virtual CPU ones where it is a run that trained on such, else the real ones (of
+    a host without accelerators, as many CPU devices as are needed)."""
+    from shardlm.opened import find, is_hf
+
+    folder = find(checkpoint)
+    if not is_hf(folder) and find_run(folder).config_json["cpu_devices"]:
+        use_cpu_devices(count)
+    else:
         jax.config.update("jax_num_cpu_devices", count)
 
 

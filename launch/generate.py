@@ -1,20 +1,17 @@
-"""Continues a prompt with a trained checkpoint.
+"""Continues a prompt with a trained checkpoint, or one of Hugging Face.
 
 python -m launch.generate --checkpoint=runs/tiny --prompt='def '
 python -m launch.generate --checkpoint=runs/tiny/checkpoints/400 --prompt='class ' --temperature=0 --max_new_tokens=64
 """
 
-import dataclasses
-
 from absl import flags
 
 from launch.flags import run
-from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
-from shardlm.run_files import find_run
-from shardlm.tokenizer import Tokenizer
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one checkpoint in it.")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "A run, one checkpoint in it, or a Hugging Face folder."
+)
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 200, "Tokens to add at most.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the most likely token.")
@@ -28,26 +25,19 @@ _EMA = flags.DEFINE_bool("ema", False, "Use the averaged weights (optim.ema_deca
 def main() -> int:
     if not _CHECKPOINT.value or not _PROMPT.value:
         raise ShardlmError("--checkpoint=RUN_DIR and --prompt=TEXT are needed")
-    files = find_run(_CHECKPOINT.value)
-    if files.tokenizer_path is None:
-        raise ShardlmError(f"{files.run_dir} has no tokenizer.json; copy the tokenizer that the run trained with there")
-    from launch.devices import use_cpu_devices
-    from shardlm.generate import Sampling, load, stream
+    from launch.devices import prepare_for
+    from shardlm.generate import Sampling, stream
     from shardlm.mesh import MeshSpec
-    from shardlm.train.config import RunConfig
+    from shardlm.opened import load
 
-    config = from_json(RunConfig, files.config_json)
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
-    if config.cpu_devices:
-        use_cpu_devices(_TENSOR.value)
-    spec = dataclasses.replace(MeshSpec(), tensor=_TENSOR.value)
-    name = "ema" if _EMA.value else "params"
-    model, params, mesh = load(
-        config.model.transformer(), config.precision, spec, files.checkpoints_dir, files.step, name
-    )
-    tokenizer = Tokenizer.load(files.tokenizer_path)
+    prepare_for(_CHECKPOINT.value, _TENSOR.value)
+    opened = load(_CHECKPOINT.value, mesh=MeshSpec(tensor=_TENSOR.value), ema=_EMA.value, decoding=True)
+    tokenizer = opened.tokenizer
     print(_PROMPT.value, end="", flush=True)
-    for text in stream(model, params, mesh, tokenizer, _PROMPT.value, _MAX_NEW_TOKENS.value, sampling):
+    for text in stream(
+        opened.model, opened.params, opened.mesh, tokenizer, _PROMPT.value, _MAX_NEW_TOKENS.value, sampling
+    ):
         print(text, end="", flush=True)
     print()
     return 0

@@ -2,26 +2,18 @@
 samples and spot checks; the serving engine batches and schedules."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardlm.checkpoint import Checkpoints
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Paged, Pages
-from shardlm.layers.param import Execution
-from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.sampling import sample
-from shardlm.precision import COMPUTE_DTYPE, Precision
-from shardlm.rules import Rules
-from shardlm.state import ModelDef, at_rest
+from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
 PAGE_SIZE = 16
@@ -91,28 +83,6 @@ def generate(
         if prompt[0] in stop_ids:
             return
         yield prompt[0]
-
-
-def load(
-    config: TransformerConfig,
-    precision: Precision,
-    spec: MeshSpec,
-    checkpoints: str | os.PathLike,
-    step: int | None = None,
-    name: str = "params",
-) -> tuple[ModelDef, Any, Mesh]:
-    """A model ready for `generate`, its parameters (or "ema") read from a checkpoint onto a mesh of the first devices,
-    each reading its own slices. Raises ShardlmError for a checkpoint or a mesh that does not fit."""
-    needed = spec.size(*spec.sizes())
-    if needed > jax.device_count():
-        raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {jax.device_count()}; choose fewer")
-    mesh = spec.build(jax.devices()[:needed])
-    with jax.set_mesh(mesh):
-        execution = Execution(Rules.make("zero3", spec).for_decoding(), COMPUTE_DTYPE[precision])
-        model = ModelDef.make(config, execution)
-        shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
-        with Checkpoints(checkpoints) as reader:
-            return model, reader.restore_params(shapes, step, name), mesh
 
 
 def stream(

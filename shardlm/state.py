@@ -83,10 +83,16 @@ class ModelDef:
 
 
 def make_state(
-    model: ModelDef, tx: optax.GradientTransformation, seed: jax.Array, *, ema: bool, loss_scaling: bool
+    model: ModelDef,
+    tx: optax.GradientTransformation,
+    seed: jax.Array,
+    params: Tree | None = None,
+    *,
+    ema: bool,
+    loss_scaling: bool,
 ) -> TrainState:
-    """A new state from an integer seed; call inside jit (`init_state`) or under eval_shape."""
-    params = model.init(jax.random.key(seed))
+    """A new state of these parameters, or of new ones from an integer seed; call inside jit or under eval_shape."""
+    params = model.init(jax.random.key(seed)) if params is None else params
     rules = model.execution.rules
     split = model.place(params, rules.optimizer)
     return TrainState(

@@ -3,6 +3,7 @@ dense layers, then many small experts with shared ones beside them."""
 
 import dataclasses
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
@@ -85,6 +86,47 @@ class DeepseekConfig:
             norm=NormConfig(eps=self.norm_eps),
             tie_embeddings=self.tie_embeddings,
         )
+
+    def to_hf(self) -> dict:
+        """config.json of this model as `transformers` reads it: V3 with sigmoid scores, V2 with softmax ones."""
+        third = self.scoring == "sigmoid"
+        if third != self.load_bias:
+            raise ShardlmError(
+                f"scoring={self.scoring!r} with load_bias={self.load_bias} is neither DeepSeek V2 (softmax, False) nor "
+                "V3 (sigmoid, True), and cannot be written as either"
+            )
+        method = "noaux_tc" if third else "group_limited_greedy"
+        return {
+            "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v3" if third else "deepseek_v2",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.embed_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_heads,
+            "first_k_dense_replace": self.dense_layers,
+            "q_lora_rank": self.q_latent_dim or None,
+            "kv_lora_rank": self.kv_latent_dim,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.value_dim,
+            "intermediate_size": self.mlp_dim,
+            "n_routed_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.expert_dim,
+            "n_shared_experts": self.num_shared,
+            "scoring_func": self.scoring,
+            "topk_method": method if self.groups > 1 or third else "greedy",
+            "n_group": self.groups,
+            "topk_group": self.top_groups,
+            "norm_topk_prob": third,
+            "routed_scaling_factor": self.routed_scale,
+            "aux_loss_alpha": self.balance_loss,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

@@ -17,6 +17,7 @@ from shardlm.flops import training_flops
 from shardlm.metrics.goodput import Goodput
 from shardlm.metrics.log import MetricsLog
 from shardlm.metrics.progress import ProgressLine, RateMeter, Rates
+from shardlm.models.pretrained import Pretrained
 from shardlm.run_files import CHECKPOINTS
 from shardlm.state import TrainState
 from shardlm.train import report
@@ -37,6 +38,8 @@ def train(config: RunConfig, *, command: str, started: float) -> int:
     `command` starts this run again, for messages; `started` is when this process began, in seconds since 1970.
     Raises ShardlmError for whatever the user can solve.
     """
+    if isinstance(config.model, Pretrained):
+        config = dataclasses.replace(config, model=config.model.pinned())
     program = Program.make(config, config.mesh.build())
     run_dir = pathlib.Path(config.run_dir)
     with report.Preparing(enabled=jax.process_index() == 0) as progress:

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from shardlm import weights
+from shardlm.hf_files import Folder
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
@@ -105,10 +108,20 @@ class Program:
             shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
         return offload.at_rest(shapes, self.config.offload, self.mesh)
 
-    def init(self) -> TrainState:
-        """A new training state from config.train.seed, created in its shards."""
+    def init(self, params: Any = None) -> TrainState:
+        """A new training state of these parameters (donated), or of new ones from config.train.seed, created in its
+        shards."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._make_state)(self.config.train.seed)
+            return jax.jit(self._make_state, donate_argnums=1)(self.config.train.seed, params)
+
+    def pretrained(self) -> Any:
+        """The float32 parameters of the checkpoint that config.model names, each device reading its own; None for a
+        model that begins anew."""
+        if not isinstance(self.config.model, Pretrained):
+            return None
+        with jax.set_mesh(self.mesh):
+            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes)
+            return weights.load(self.model, Folder.open(self.config.model.folder), shapes, jnp.dtype("float32"))
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""
@@ -177,7 +190,7 @@ class Program:
             ema=self.config.optim.ema_decay > 0,
             loss_scaling=self.config.precision == "fp16",
         )
-        return lambda seed: offload.store(self.strategy.begin(make(seed)), self.config.offload)
+        return lambda seed, params=None: offload.store(self.strategy.begin(make(seed, params)), self.config.offload)
 
 
 def _grouped_matmul(shape: TransformerConfig, platform: str) -> str:

@@ -45,7 +45,9 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
 def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[TrainState, int, str]:
     """The state to start from, the number of steps it stands for, and a line that says where it came from."""
     if checkpoints.latest() is None:
-        return program.init(), 0, "starting from new weights"
+        params = program.pretrained()
+        origin = "new weights" if params is None else f"the weights of {program.config.model.folder}"
+        return program.init(params), 0, f"starting from {origin}"
     restored = checkpoints.restore(program.state_shapes())
     loader.set_state(restored.data_state)
     left = f" (removed what an interrupted save left: {', '.join(checkpoints.removed)})" if checkpoints.removed else ""

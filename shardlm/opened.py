@@ -1,0 +1,160 @@
+"""Opens a model from wherever it is: a Hugging Face folder or name, or a run of shardlm. Each device reads its own
+slices."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from shardlm import weights
+from shardlm.checkpoint import Checkpoints
+from shardlm.config_json import from_json
+from shardlm.errors import ShardlmError
+from shardlm.hf_files import BESIDE, Folder, read_config
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
+from shardlm.ops import attention, grouped_matmul
+from shardlm.precision import COMPUTE_DTYPE
+from shardlm.rules import Preset, Rules
+from shardlm.run_files import CHECKPOINTS, find_run
+from shardlm.state import ModelDef, at_rest
+from shardlm.tokenizer import Tokenizer
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model with its weights.
+
+    model   to be called under `jax.set_mesh(mesh)`
+    params  its parameters, at rest on the mesh
+    source  the architecture's configuration (models/llama.py, models/pretrained.py, ...)
+    folder  tokenizer and the like are here
+    """
+
+    model: ModelDef
+    params: Any
+    mesh: Mesh
+    source: Any
+    folder: pathlib.Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder)
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    mesh: MeshSpec | None = None,
+    rules: Preset = "zero3",
+    dtype: str | None = None,
+    length: int = 0,
+    step: int | None = None,
+    ema: bool = False,
+    decoding: bool = False,
+) -> Opened:
+    """Opens a Hugging Face folder, a name on its hub, or a run of shardlm (or one of its checkpoints).
+
+    mesh      over the first devices; one device by default
+    dtype     that is computed in, and that a Hugging Face checkpoint's weights are held in; by default the run's, or
+              the checkpoint's, for which a CPU takes float32: it multiplies that several times faster
+    length    longest row of this use, for models whose rotation depends on it (ops/rope.py)
+    step      of a run's checkpoint; the latest by default
+    ema       the averaged weights of a run
+    decoding  for a few rows of tokens: every device holds all rows (Rules.for_decoding)
+
+    Raises ShardlmError for what is not there, does not fit, or is not supported.
+    """
+    folder = find(path)
+    spec = mesh or MeshSpec()
+    if -1 in spec.sizes().values():
+        spec = spec.resolve(jax.device_count())
+    needed = spec.size(*spec.sizes())
+    if needed > jax.device_count():
+        raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {jax.device_count()}; choose fewer")
+    built = spec.build(jax.devices()[:needed])
+    with jax.set_mesh(built):
+        table = Rules.make(rules, spec)
+        table = table.for_decoding() if decoding else table
+        if is_hf(folder):
+            return _from_hf(folder, table, dtype, length, built)
+        return _from_run(folder, table, dtype, built, step, "ema" if ema else "params")
+
+
+def find(path: str | os.PathLike) -> pathlib.Path:
+    """A folder as it is, or the local copy of `owner/name` on the Hugging Face hub, fetched where needed.
+
+    Raises ShardlmError where there is neither.
+    """
+    folder = pathlib.Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.parent.name == CHECKPOINTS:
+        find_run(folder)  # says which checkpoints the run has
+    if str(path).count("/") != 1 or str(path).startswith((".", "/")):
+        raise ShardlmError(f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, or a run")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ShardlmError(
+            f"there is no folder {path}; to fetch it from the Hugging Face hub, pip install 'shardlm[hub]'"
+        ) from None
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE]
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
+    except Exception as error:  # the library raises its own, httpx's and the operating system's
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ShardlmError(f"there is no folder {path}, and the Hugging Face hub did not give it: {reason}") from error
+
+
+def is_hf(folder: pathlib.Path) -> bool:
+    """Whether a folder is a Hugging Face checkpoint, and not a run."""
+    file = folder / "config.json"
+    return file.is_file() and "model_type" in read_config(folder)
+
+
+def _from_hf(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh) -> Opened:
+    source = Pretrained(str(folder), length).pinned()
+    stored = registry.text_config(source.options)
+    published = stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    slow = mesh.devices.flat[0].platform == "cpu"
+    model = _model(source, rules, dtype or ("float32" if slow else published), mesh)
+    shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
+    params = weights.load(model, Folder.open(folder), shapes, model.execution.dtype)
+    return Opened(model, params, mesh, source, folder)
+
+
+def _from_run(folder: pathlib.Path, rules: Rules, dtype: str | None, mesh: Mesh, step: int | None, name: str) -> Opened:
+    files = find_run(folder)
+    source = from_json(Any, files.config_json["model"])
+    stored = jnp.dtype(COMPUTE_DTYPE[files.config_json["precision"]]).name
+    model = _model(source, rules, dtype or stored, mesh)
+    shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
+    with Checkpoints(files.checkpoints_dir) as reader:
+        params = reader.restore_params(shapes, files.step if step is None else step, name)
+    return Opened(model, params, mesh, source, files.run_dir)
+
+
+def _model(source: Any, rules: Rules, name: str, mesh: Mesh) -> ModelDef:
+    device = mesh.devices.flat[0]
+    if name not in DTYPES:
+        raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
+    shape = source.transformer()
+    widest = max(block.attention.head_dim for block in shape.blocks())
+    plain = not any(block.attention.soft for block in shape.blocks())
+    experts = any(block.mlp.num_experts for block in shape.blocks())
+    execution = Execution(
+        rules,
+        DTYPES[name],
+        attention=attention.choose("auto", device.platform, DTYPES[name], widest, plain),
+        grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
+    )
+    return ModelDef.make(shape, execution)

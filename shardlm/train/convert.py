@@ -1,0 +1,99 @@
+"""Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardlm import hf_files, weights
+from shardlm.checkpoint import CheckpointConfig, Checkpoints
+from shardlm.config_json import to_json
+from shardlm.errors import ShardlmError
+from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
+from shardlm.opened import DTYPES, load
+from shardlm.run_files import CHECKPOINTS, save_run_files
+from shardlm.tokenizer import Tokenizer
+from shardlm.train.config import RunConfig
+
+
+def to_hf(
+    checkpoint: str | os.PathLike,
+    output: str | os.PathLike,
+    dtype: str = "bfloat16",
+    *,
+    shard_bytes: int = hf_files.SHARD_BYTES,
+    ema: bool = False,
+) -> None:
+    """A run's checkpoint as a folder that `transformers` opens. Raises ShardlmError for a model that Hugging Face has
+    no architecture for, and where `output` exists."""
+    if dtype not in DTYPES:
+        raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
+    opened = load(checkpoint, ema=ema)
+    if not hasattr(opened.source, "to_hf"):
+        raise ShardlmError(f"a {type(opened.source).__name__} has no architecture on Hugging Face")
+    config = {**opened.source.to_hf(), "dtype": dtype}
+    beside = opened.folder
+    if isinstance(opened.source, Pretrained):
+        if pathlib.Path(opened.source.folder).is_dir():
+            beside = pathlib.Path(opened.source.folder)  # templates and the like, beside the same tokenizer
+    else:
+        config |= _end_of_document(opened.folder)
+
+    def names(block):
+        return registry.names(config, opened.model.config, block)
+
+    planned = list(weights.planned(opened.model.config, opened.params, names, jnp.dtype(DTYPES[dtype])))
+    with jax.set_mesh(opened.mesh), _bar(planned) as done:
+        hf_files.write_folder(output, planned, config, beside, shard_bytes, done)
+    described = pathlib.Path(output) / "tokenizer_config.json"
+    if (opened.folder / "tokenizer.json").exists() and not described.exists():
+        described.write_text(json.dumps(_tokenizer_config(opened.folder), indent=2) + "\n")
+
+
+def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
+    """A Hugging Face folder as a run of shardlm with one checkpoint, step 0, in float32. Raises ShardlmError where
+    `output` exists."""
+    run_dir = pathlib.Path(output)
+    if run_dir.exists():
+        raise ShardlmError(f"{run_dir} exists; choose another output folder or remove it")
+    opened = load(checkpoint, dtype="float32")
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(opened.source.options.get("dtype"), "fp32")
+    tokenizer = opened.folder / "tokenizer.json"
+    with jax.set_mesh(opened.mesh), Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig()) as checkpoints:
+        checkpoints.save(0, {"params": opened.params}, {}, {})
+    config = RunConfig(opened.source, precision=precision, run_dir=str(run_dir))
+    save_run_files(run_dir, to_json(config), tokenizer if tokenizer.exists() else None)
+    for name in hf_files.BESIDE:
+        if (opened.folder / name).exists():
+            shutil.copy(opened.folder / name, run_dir)
+
+
+def _end_of_document(folder: pathlib.Path) -> dict[str, int]:
+    """For config.json, of a tokenizer that shardlm trained or copied."""
+    if not (folder / "tokenizer.json").exists():
+        return {}
+    return {"eos_token_id": Tokenizer.load(folder).end_of_document_id}
+
+
+def _tokenizer_config(folder: pathlib.Path) -> dict[str, str]:
+    """tokenizer_config.json of a tokenizer.json that has none."""
+    tokenizer = Tokenizer.load(folder)
+    name = tokenizer.decode([tokenizer.end_of_document_id], skip_special=False)
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
+
+
+@contextlib.contextmanager
+def _bar(planned: Sequence[hf_files.Planned]) -> Iterator[Callable[[hf_files.Planned], None]]:
+    """A progress bar over bytes; yields what is called with each tensor that is written."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("writing", total=sum(tensor.nbytes for tensor in planned))
+        yield lambda tensor: bar.update(task, advance=tensor.nbytes)
