@@ -10,12 +10,35 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     # Host code that knows nothing of models; no jax.
-    {"errors", "config", "config_tree", "config_json", "files", "run_files", "hardware", "flops", "tokenizer", "hf_files"},
+    {
+        "errors",
+        "config",
+        "config_tree",
+        "config_json",
+        "files",
+        "run_files",
+        "hardware",
+        "flops",
+        "tokenizer",
+        "hf_files",
+    },
     {"mesh", "rules", "distributed", "xla_options", "topology"},
     {"ops"},
     {"layers"},
     {"models"},
-    {"state", "optim", "precision", "checkpoint", "checkpoint_files", "metrics", "data", "generate", "hlo", "weights", "opened"},
+    {
+        "state",
+        "optim",
+        "precision",
+        "checkpoint",
+        "checkpoint_files",
+        "metrics",
+        "data",
+        "generate",
+        "hlo",
+        "weights",
+        "opened",
+    },
     {"train", "plan", "serve"},
 ]
 NO_JAX = [*FLOORS[0], "data", "metrics", "hlo"]
