@@ -24,6 +24,7 @@ from shardlm.hlo.bill import Bill, compare
 from shardlm.hlo.collectives import Collective, collectives
 from shardlm.hlo.flops import Work, matmul_flops
 from shardlm.layers.moe import MoeConfig
+from shardlm.plan.traffic import by_axes, training_traffic
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
@@ -72,6 +73,25 @@ KINDS = {
         "fsdp": {GATHER, SCATTER},  # experts' weights
         "fsdp+expert": SHARDED,  # all other weights
     },
+}
+# Where more than a tenth more is sent than the algorithms demand (shardlm/plan/traffic.py), how much more, and why.
+EXCESS = {
+    # The buffers of a ragged all-to-all are counted, which hold the worst case: all tokens come to one device (of V3,
+    # twice its even share, by its capacity_factor).
+    ("mixtral_8x7b", "expert"): 5.0,
+    ("deepseek_v3", "expert"): 4.0,
+    # XLA all-reduces the gradients of zero1, where a reduce-scatter would do.
+    ("deepseek_67b_4096", "data"): 1.3,
+    ("llama3_70b_256", "fsdp"): 1.4,
+    # Stages compute and communicate while they have nothing to do, and run each layer's forward pass a third time: for
+    # the input of a stage's layers, and again for each layer.
+    ("deepseek_67b_4096", "tensor"): 1.45,
+    ("llama3_70b_256", "tensor"): 1.35,
+    ("deepseek_67b_4096", "pipeline"): 1.45,
+    ("llama3_70b_256", "pipeline"): 1.65,
+    ("deepseek_v3", "fsdp"): 1.55,
+    ("deepseek_v3", "fsdp+expert"): 2.0,
+    ("deepseek_v3", "pipeline"): 1.2,
 }
 
 
@@ -172,14 +192,19 @@ def test_a_shipped_configuration_compiles_to_what_its_mesh_implies(name, capfd):
     assert kinds == KINDS[name]
     layers_are_gathered_beside_kernels(shipped)
     nothing_is_computed_needlessly(shipped)
+    little_more_is_sent_than_the_algorithms_demand(name, shipped)
     as_recorded(name, shipped, expected)
 
 
 def layers_are_gathered_beside_kernels(shipped: Shipped) -> None:
     """Each layer's weights are gathered while kernels run, forward and backward."""
-    gathers = [one for one in shipped.collectives if one.kind == GATHER and one.depth and ".segments." in one.argument]
-    if shipped.program.config.rules in ("zero3", "hybrid"):
+    large = [one for one in shipped.collectives if one.kind == GATHER and one.depth and one.bytes > 2**22]
+    # A stage's weights are no arguments of the program, nor are its passes XLA's forward and backward.
+    staged = shipped.program.rules.mesh.pipeline > 1
+    gathers = large if staged else [one for one in large if ".segments." in one.argument]
+    if shipped.program.config.rules in ("zero3", "hybrid") and not staged:
         assert {one.phase for one in gathers} == {"forward", "backward"}
+    assert gathers or shipped.program.config.rules not in ("zero3", "hybrid")
     assert not [one for one in gathers if not one.asynchronous]
 
 
@@ -191,11 +216,24 @@ def nothing_is_computed_needlessly(shipped: Shipped) -> None:
     recomputed = 4 / 3 if config.remat == "full" else 1
     idle = 1 / (1 - shipped.program.schedule().bubble_fraction())
     share = shipped.work.flops / (rest * recomputed * idle)
-    assert 0.9 < share < 1.08, share
+    # Of V3's 1F1B: the first and last stage compute the dense layers and the head besides (ideal: an eighth each), and
+    # each layer's forward pass runs a third time, for the input of a stage's layers and again for each of them.
+    one_f_one_b = config.pipeline.schedule == "1f1b" and config.mesh.pipeline > 1
+    assert 0.9 < share < (2.6 if one_f_one_b else 1.08), share
     # Experts run in grouped kernels, a row a visiting token: three forward, three again, and six backward.
     layers = sum(isinstance(block.mlp, MoeConfig) for block in shipped.program.model.config.blocks())
-    kernels = {"mosaic_gpu_v2": 12 * layers * config.train.accumulation} if experts else {}
-    assert shipped.work.uncounted == kernels
+    schedule = shipped.program.schedule()
+    runs = 15 * schedule.slots * schedule.ticks if one_f_one_b else 12 * layers * config.train.accumulation
+    assert shipped.work.uncounted == ({"mosaic_gpu_v2": runs} if experts else {})
+
+
+def little_more_is_sent_than_the_algorithms_demand(name: str, shipped: Shipped) -> None:
+    least = by_axes(training_traffic(shipped.program))
+    sent = {axes: sum(kinds.values()) for axes, kinds in shipped.bill.by_axis().items()}
+    ratios = {axes: sent[axes] / least[axes] for axes in least}
+    assert all(0.97 < ratio < EXCESS.get((name, axes), 1.1) for axes, ratio in ratios.items()), ratios
+    for axes in sent.keys() - least.keys():
+        assert sent[axes] < 0.02 * sum(sent.values()), axes  # norms, scalars, integers
 
 
 def as_recorded(name: str, shipped: Shipped, expected: dict) -> None:

@@ -26,6 +26,8 @@ class Variant:
         return [f"--config.{change}" for change in self.changes.split()]
 
 
+EXPERTS = "configs/bench_experts.py"
+STAGED = "rules=zero1 train.accumulation=8"
 VARIANTS = (
     Variant("one device", "rules=replicated cpu_devices=1"),
     Variant("data parallel", "rules=replicated mesh.data=8"),
@@ -43,6 +45,10 @@ VARIANTS = (
     Variant("context (Ulysses)", "rules=zero3 mesh.context=8 context_attention=ulysses"),
     Variant("hybrid (int8 over data)", "rules=hybrid mesh.data=2 mesh.fsdp=4 slow_link.compression=int8"),
     Variant("hybrid (PowerSGD over data)", "rules=hybrid mesh.data=2 mesh.fsdp=4 slow_link.compression=powersgd"),
+    Variant("experts: FSDP", "rules=zero3 mesh.fsdp=8", EXPERTS),
+    Variant("experts: over 2 (gathered)", "rules=zero3 mesh.fsdp=4 mesh.expert=2", EXPERTS),
+    Variant("experts: over 8 (sent)", "rules=zero3 mesh.expert=8", EXPERTS),
+    Variant("experts: over 2, tensor, pipeline", f"{STAGED} mesh.expert=2 mesh.tensor=2 mesh.pipeline=2", EXPERTS),
 )
 
 
