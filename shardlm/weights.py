@@ -12,6 +12,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, Stored
+from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
@@ -78,7 +79,7 @@ def load(model: ModelDef, folder: Folder, shapes: Tree, dtype: np.dtype) -> Tree
 def _own(folder: Folder) -> dict[str, Stored]:
     """The language model's tensors, by the names of a checkpoint of it alone."""
     found = {}
-    for name, stored in folder.tensors.items():
+    for name, stored in dequantised(folder.tensors, folder.config).items():
         if NOT_OURS.search(name):
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.)|^model\.language_model\.", "", name)

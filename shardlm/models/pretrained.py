@@ -32,8 +32,8 @@ class Pretrained:
         return registry.transformer(self.options, self.length)
 
     def to_hf(self) -> dict:
-        """config.json, for writing a checkpoint of the same architecture."""
-        return self.options
+        """config.json, for writing a checkpoint of the same architecture; not quantised."""
+        return {name: value for name, value in self.options.items() if name != "quantization_config"}
 
     def pinned(self) -> "Pretrained":
         """With its options inside."""

@@ -56,7 +56,7 @@ def change_tensors(folder, **changes):
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
         ({"clip_everything": 3}, "options that shardlm does not know.*clip_everything=3"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "does not know.*quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*supported are quant_method fp8"),
         ({"hidden_size": None}, "config.json has no 'hidden_size', which a 'llama' model needs"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
