@@ -15,6 +15,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` gemma2 and gemma3_text."""
     third = options("model_type") == "gemma3_text"
     options.only("use_bidirectional_attention", False)
+    options("hidden_act", None), options("sliding_window_size", None)  # repeat hidden_activation and sliding_window
     norm = hf_decoder.rms(options, offset=1.0)
     feed_forward = hf_decoder.mlp(options, "hidden_activation")
     usual = options("_sliding_window_pattern", 6 if third else 2)

@@ -9,6 +9,9 @@ from shardlm.models.transformer import TransformerConfig
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` phi3."""
+    options.only("full_attn_mod", 1)
+    options.only("interpolate_factor", 1)
+    options.only("lm_head_bias", False)
     windows = hf_decoder.sliding(options, lambda layer: True)
     feed_forward = hf_decoder.mlp(options)
 

@@ -33,6 +33,20 @@ FAMILIES = {
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
 }
+# What the published text_config of Gemma 3's larger checkpoints leaves to the defaults of transformers.
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "max_position_embeddings": 131_072,
+}
 
 
 def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig:
@@ -56,7 +70,7 @@ def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfi
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's options; those of Gemma 3's larger checkpoints are inside those of one that also sees."""
     if config.get("model_type") == "gemma3" and "text_config" in config:
-        return {"model_type": "gemma3_text", **config["text_config"]}
+        return GEMMA3 | {name: value for name, value in config["text_config"].items() if value is not None}
     return config
 
 

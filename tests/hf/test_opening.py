@@ -138,6 +138,11 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     described = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert described["eos_token"] == "<|endoftext|>" and (tmp_path / "hf" / "tokenizer.json").exists()
 
+    flags = (f"--text={tmp_path}/validation.txt", "--seq_len=32", "--fsdp=2", f"--cache_dir={tmp_path}/data")
+    scores = [run("launch.eval", f"--checkpoint={tmp_path}/{name}", *flags) for name in ("run", "hf")]
+    assert scores[0].returncode == 0 and scores[0].stdout == scores[1].stdout, scores[0].stderr + scores[1].stderr
+    assert set(json.loads(scores[0].stdout)) == {"loss", "perplexity", "bits_per_byte", "tokens"}
+
     text = pathlib.Path(config).read_text()
     start = text.index("model=LlamaConfig(")
     stop = text.index("),", start) + 1

@@ -1,0 +1,67 @@
+"""The loss of a checkpoint on text, by the program that validates during training."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardlm.checkpoint import Checkpoints
+from shardlm.config_json import from_json
+from shardlm.data.config import DataConfig
+from shardlm.data.prepare import Progress, prepare
+from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
+from shardlm.opened import find, is_hf
+from shardlm.precision import Precision
+from shardlm.run_files import find_run
+from shardlm.train.check import check_vocabulary
+from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.train.evaluate import Evaluator
+from shardlm.train.program import Program
+
+
+def score(
+    checkpoint: str | os.PathLike,
+    text: Sequence[str],
+    *,
+    mesh: MeshSpec,
+    seq_len: int,
+    global_batch: int,
+    precision: Precision | None = None,
+    text_key: str = "text",
+    cache_dir: str = "data",
+    ema: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> Mapping[str, Any]:
+    """Loss in nats a token, perplexity and bits per byte of a Hugging Face folder or a run on text files, cut into rows
+    of seq_len tokens, and how many tokens that is. `precision` is the run's or fp32 by default.
+
+    Raises ShardlmError for whatever does not fit.
+    """
+    folder = find(checkpoint)
+    hf = is_hf(folder)
+    files = None if hf else find_run(folder)
+    source = Pretrained(str(folder), seq_len).pinned() if hf else from_json(Any, files.config_json["model"])
+    kept = "fp32" if hf else files.config_json["precision"]
+    tokenizer = folder / "tokenizer.json" if hf else files.run_dir / "tokenizer.json"
+    config = RunConfig(
+        source,
+        data=DataConfig(tuple(text), tuple(text), str(tokenizer), text_key, cache_dir=cache_dir),
+        mesh=mesh,
+        precision=precision or kept,
+        train=TrainConfig(global_batch=global_batch, seq_len=seq_len),
+    )
+    program = Program.make(config, mesh.build())
+    data = prepare(config.data, progress)
+    check_vocabulary(program.model.config, data.tokenizer.vocab_size)
+    with jax.set_mesh(program.mesh):
+        if hf:
+            params = program.pretrained()
+        else:
+            with Checkpoints(files.checkpoints_dir) as reader:
+                params = reader.restore_params(program.state_shapes().params, files.step, "ema" if ema else "params")
+        evaluator = Evaluator(program, data, program.lower_eval().compile())
+        values = evaluator(params)
+    names = {"validation_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits_per_byte"}
+    return {new: values[old] for old, new in names.items()} | {"tokens": data.validation.num_tokens}
