@@ -1,6 +1,7 @@
 """Continues a prompt with a trained checkpoint, or one of Hugging Face.
 
 python -m launch.generate --checkpoint=runs/tiny --prompt='def '
+python -m launch.generate --checkpoint=FOLDER --chat --prompt='What is a mesh?' --system='Answer in one line.'
 python -m launch.generate --checkpoint=runs/tiny/checkpoints/400 --prompt='class ' --temperature=0 --max_new_tokens=64
 """
 
@@ -17,6 +18,8 @@ _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many most likely tok
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens that reach this probability.")
 _SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same text.")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices to split the model over.", lower_bound=1)
+_CHAT = flags.DEFINE_bool("chat", False, "The prompt is a user's message: apply the checkpoint's chat template.")
+_SYSTEM = flags.DEFINE_string("system", "", "With --chat, a message from the system before it.")
 _EMA = flags.DEFINE_bool("ema", False, "Use the averaged weights (optim.ema_decay).")
 
 
@@ -24,6 +27,7 @@ def main() -> int:
     if not _CHECKPOINT.value or not _PROMPT.value:
         raise ShardlmError("--checkpoint=RUN_DIR and --prompt=TEXT are needed")
     from launch.devices import prepare_for
+    from shardlm.chat import ChatTemplate
     from shardlm.generate import Sampling, stream
     from shardlm.mesh import MeshSpec
     from shardlm.opened import load
@@ -31,11 +35,15 @@ def main() -> int:
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
     prepare_for(_CHECKPOINT.value, _TENSOR.value)
     opened = load(_CHECKPOINT.value, mesh=MeshSpec(tensor=_TENSOR.value), ema=_EMA.value, decoding=True)
-    tokenizer = opened.tokenizer
-    print(_PROMPT.value, end="", flush=True)
-    for text in stream(
-        opened.model, opened.params, opened.mesh, tokenizer, _PROMPT.value, _MAX_NEW_TOKENS.value, sampling
-    ):
+    tokenizer, prompt = opened.tokenizer, _PROMPT.value
+    if _CHAT.value:
+        system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
+        messages = [*system, {"role": "user", "content": _PROMPT.value}]
+        prompt = ChatTemplate.load(opened.folder).render(messages, add_generation_prompt=True)
+    else:
+        print(prompt, end="", flush=True)
+    what = (opened.model, opened.params, opened.mesh, tokenizer, prompt)
+    for text in stream(*what, _MAX_NEW_TOKENS.value, sampling, opened.stop_ids):
         print(text, end="", flush=True)
     print()
     return 0

@@ -86,12 +86,19 @@ def generate(
 
 
 def stream(
-    model: ModelDef, params, mesh: Mesh, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, sampling: Sampling
+    model: ModelDef,
+    params,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int],
 ) -> Iterator[str]:
-    """Yields the text that continues `prompt`, piece by piece, to the end of the document at most."""
+    """Yields the text that continues `prompt`, piece by piece, up to one of the stop ids at most."""
     pieces = tokenizer.stream()
     with jax.set_mesh(mesh):
-        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_ids": (tokenizer.end_of_document_id,)}
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_ids": stop_ids}
         for token in generate(model, params, tokenizer.encode(prompt), **options):
             yield pieces.step(token)
     yield pieces.finish()

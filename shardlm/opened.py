@@ -2,6 +2,7 @@
 slices."""
 
 import dataclasses
+import json
 import os
 import pathlib
 from typing import Any
@@ -48,6 +49,17 @@ class Opened:
     @property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: those that the checkpoint names, else the tokenizer's end of a document."""
+        generation = self.folder / "generation_config.json"
+        found = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+        if found is None and isinstance(self.source, Pretrained):
+            found = registry.text_config(self.source.options).get("eos_token_id")
+        if found is None:
+            return (self.tokenizer.end_of_document_id,)
+        return tuple(found) if isinstance(found, list) else (found,)
 
 
 def load(

@@ -94,6 +94,11 @@ class Tokenizer:
         backend = self._backend if parse_special else self._plain
         return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a prompt, and the characters [start, end) of `text` that each stands for."""
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that form no UTF-8 character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)

@@ -20,7 +20,7 @@ FLOORS = [
         "hardware",
         "flops",
         "tokenizer",
-        *("hf_files", "hf_quantised"),
+        *("hf_files", "hf_quantised", "chat"),
     },
     {"mesh", "rules", "distributed", "xla_options", "topology"},
     {"ops"},

@@ -143,6 +143,14 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     assert scores[0].returncode == 0 and scores[0].stdout == scores[1].stdout, scores[0].stderr + scores[1].stderr
     assert set(json.loads(scores[0].stdout)) == {"loss", "perplexity", "bits_per_byte", "tokens"}
 
+    chat = ("--chat", "--prompt=def", "--temperature=0", "--max_new_tokens=8", f"--checkpoint={tmp_path}/hf")
+    refused = run("launch.generate", *chat)
+    assert refused.returncode == 1 and "has no chat template" in refused.stderr
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages[0].content }} f1(x")
+    answer = run("launch.generate", *chat)
+    continued = run("launch.generate", "--prompt=def f1(x", *chat[2:])
+    assert answer.returncode == 0 and "def f1(x" + answer.stdout == continued.stdout, answer.stderr
+
     text = pathlib.Path(config).read_text()
     start = text.index("model=LlamaConfig(")
     stop = text.index("),", start) + 1
