@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 COMMON = {"vocab_size", "embed_dim", "num_layers", "num_heads", "rope_theta", "norm_eps", "tie_embeddings"}
 EXPERTS = {"num_experts", "top_k", "expert_dim", "balance_loss", "capacity_factor"}
 MODELS = {
+    "Pretrained": {"folder", "length", "config"},
     "LlamaConfig": COMMON | {"num_kv_heads", "head_dim", "mlp_dim"},
     "MixtralConfig": COMMON | EXPERTS | {"num_kv_heads", "head_dim", "router_z_loss"},
     "DeepseekConfig": COMMON | EXPERTS | {
@@ -20,7 +21,9 @@ MODELS = {
     },
 }  # fmt: skip
 FIELDS = {
-    "data": {"train", "validation", "tokenizer", "text_key", "packing", "on_bad_utf8", "cache_dir", "seed"},
+    "data": {
+        "train", "validation", "tokenizer", "chat_template", "text_key", "packing", "on_bad_utf8", "cache_dir", "seed",
+    },
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {
         "name", "learning_rate", "schedule", "warmup_steps", "final_fraction", "weight_decay", "b1", "b2", "eps",

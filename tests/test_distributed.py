@@ -142,7 +142,7 @@ def test_two_processes_under_slurm_meet():
     environ = os.environ | SLURM | job | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     ranks = [environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(2)]
     children = [subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE) for env in ranks]
-    lines = [line for child in children for line in child.communicate(timeout=60)[0].decode().splitlines()]
+    lines = [line for child in children for line in child.communicate(timeout=300)[0].decode().splitlines()]
     results = [
         json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")
     ]  # gloo prints too

@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory):
 
 def generate(*flags):
     command = [sys.executable, "-m", "launch.generate", "--max_new_tokens=12", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_text_depends_on_the_seed_and_not_on_the_mesh(run_dir):

@@ -64,7 +64,7 @@ def test_ctrl_c_saves_says_how_to_resume_and_resumes(uninterrupted, tmp_path):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 130, output
     assert "SIGINT: saved after step" in output and "resume with: " in output and " -m launch.train --config=" in output
     assert "Traceback" not in output

@@ -20,6 +20,7 @@ class DataConfig:
     train: tuple[str, ...] = ("stdlib:train",)
     validation: tuple[str, ...] = ("stdlib:validation",)
     tokenizer: str = "bpe:4096"  # a tokenizer.json, or bpe:N to train one of N entries on `train`
+    chat_template: str = ""  # chats.py: conversations in JSONL, by a template in this folder or file; "": text
     text_key: str = "text"  # the JSONL key or Parquet column that holds the text
     packing: Packing = "cut"  # cut: rows are full, documents may be cut; whole: cut only what exceeds a row
     on_bad_utf8: OnBadUtf8 = "fail"

@@ -176,20 +176,25 @@ def _read_stdlib(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Itera
     yield Document(standard_library.decode(source.path.read_bytes()), source.size)
 
 
-def _read_jsonl(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
-    decoder = msgspec.json.Decoder(msgspec.defstruct("Line", [("text", str, msgspec.field(name=text_key))]))
+def read_lines(source: Source) -> Iterator[tuple[int, bytes, int]]:
+    """(number from 1, line, bytes on disk read for it) of a file's lines that are not blank."""
     done = 0
     with _open(source.path) as (file, position):
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            size, done = position() - done, position()
-            raw = _decode(line, f"{source.path}:{number}", size, on_bad_utf8)
-            try:
-                yield raw if raw.text is None else raw._replace(text=decoder.decode(raw.text).text)
-            except msgspec.DecodeError as error:
-                problem = _json_problem(raw.text, text_key, error)
-                raise ShardlmError(f"{source.path}:{number}: {problem}") from error
+            if line.strip():
+                size, done = position() - done, position()
+                yield number, line, size
+
+
+def _read_jsonl(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
+    decoder = msgspec.json.Decoder(msgspec.defstruct("Line", [("text", str, msgspec.field(name=text_key))]))
+    for number, line, size in read_lines(source):
+        raw = _decode(line, f"{source.path}:{number}", size, on_bad_utf8)
+        try:
+            yield raw if raw.text is None else raw._replace(text=decoder.decode(raw.text).text)
+        except msgspec.DecodeError as error:
+            problem = _json_problem(raw.text, text_key, error)
+            raise ShardlmError(f"{source.path}:{number}: {problem}") from error
 
 
 def _json_problem(line: str, text_key: str, error: Exception) -> str:

@@ -2,7 +2,8 @@
 
 A row has `seq_len` inputs and their targets (the next tokens). Its segments are documents or parts of
 documents: they number from 1 and count positions from 0, and 0 marks padding. `loss_mask` is 0 on padding
-and where the target belongs to another document than the input; predicting end-of-document counts. All are
+and where the target belongs to another document than the input, or is not to be learned (chats.py); predicting
+end-of-document counts. All are
 int32 but `loss_mask`, float32.
 """
 
@@ -52,7 +53,7 @@ class CutRows:
     def read(self, indices: Sequence[int]) -> Batch:
         """Rows by their index: {name: [len(indices), seq_len]}."""
         shape = len(indices), self.seq_len + 1
-        ids, begins = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        ids, begins, learned = np.zeros(shape, np.int32), np.zeros(shape, bool), np.ones(shape, bool)
         filled = np.zeros(len(indices), np.int32)
         for row, index in enumerate(indices):
             if index == PADDING_ROW:
@@ -60,10 +61,11 @@ class CutRows:
             start = index * self.seq_len
             window = self._shards.window(start, self.seq_len + 1)
             ids[row, : len(window)] = window
+            learned[row, : len(window)] = self._shards.scored(start, self.seq_len + 1)
             begins[row, self._shards.document_starts(start + 1, start + len(window)) - start] = True
             filled[row] = len(window) - 1
         # A target that begins a document belongs to another one than its input.
-        return _batch(ids[:, :-1], ids[:, 1:], begins[:, :-1], filled, ~begins[:, 1:])
+        return _batch(ids[:, :-1], ids[:, 1:], begins[:, :-1], filled, ~begins[:, 1:] & learned[:, 1:])
 
 
 class WholeRows:
@@ -99,7 +101,7 @@ class WholeRows:
         """Rows by their index: {name: [len(indices), seq_len]}."""
         shape = len(indices), self.seq_len
         tokens, targets, begins = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-        filled = np.zeros(len(indices), np.int32)
+        filled, learned = np.zeros(len(indices), np.int32), np.ones(shape, bool)
         for row, index in enumerate(indices):
             if index == PADDING_ROW:
                 continue
@@ -107,10 +109,11 @@ class WholeRows:
             for start, n in zip(self._starts[pieces].tolist(), self._lengths[pieces].tolist(), strict=True):
                 window = self._shards.window(start, n + 1)
                 tokens[row, at : at + n], targets[row, at : at + n] = window[:-1], window[1:]
+                learned[row, at : at + n] = self._shards.scored(start, n + 1)[1:]
                 begins[row, at] = True
                 at += n
             filled[row] = at
-        return _batch(tokens, targets, begins, filled, True)
+        return _batch(tokens, targets, begins, filled, learned)
 
 
 def _batch(tokens, targets, begins, filled, scored) -> Batch:

@@ -16,6 +16,7 @@ import msgspec
 from absl import logging
 
 from shardlm.data import standard_library
+from shardlm.data.chats import template_of, write_chats
 from shardlm.data.config import DataConfig, OnBadUtf8
 from shardlm.data.corpus import Document, Progress, Source, find_sources, read_documents
 from shardlm.data.shards import FORMAT, META, TokenShards, is_shards
@@ -121,7 +122,10 @@ def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str
     inputs = [
         what.fingerprint if isinstance(what, TokenShards) else [source.identity for source in what] for what in datasets
     ]
-    content = msgspec.json.encode([FORMAT, tokenizer, config.text_key, config.on_bad_utf8, inputs])
+    content = [FORMAT, tokenizer, config.text_key, config.on_bad_utf8, inputs]
+    if config.chat_template:
+        content.append(dataclasses.asdict(template_of(config.chat_template)))
+    content = msgspec.json.encode(content)
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -158,6 +162,9 @@ def _open_or_write(
     if (directory / META).exists():
         return TokenShards.open(directory)
     total = sum(source.size for source in what)
+    if config.chat_template:
+        template = template_of(config.chat_template)
+        return write_chats(what, template, tokenizer, directory, lambda done: progress("rendering chats", done, total))
     return write_shards(
         read_documents(what, text_key=config.text_key, on_bad_utf8=config.on_bad_utf8),
         tokenizer,

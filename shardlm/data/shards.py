@@ -1,8 +1,9 @@
 """Token shards on disk, memory-mapped: the format and its reader.
 
 A directory holds `meta.json` and, per shard, `NNNNN.tokens` (uint16, or uint32 for vocabularies over 65,536;
-every document followed by the end-of-document token) and `NNNNN.offsets` (int64, the first token of each
-document, then the number of tokens). `meta.json` is written last: a directory without it is unfinished.
+every document followed by the end-of-document token), `NNNNN.offsets` (int64, the first token of each
+document, then the number of tokens) and, where only some tokens are learned (chats.py), `NNNNN.scored` (one
+byte a token, 1 or 0). `meta.json` is written last: a directory without it is unfinished.
 Writing is `writer`'s; turning tokens into rows is `packing`'s.
 """
 
@@ -31,6 +32,7 @@ class ShardMeta(msgspec.Struct, frozen=True):
     num_documents: int
     tokens_crc32: int
     offsets_crc32: int
+    scored_crc32: int | None = None  # None: all tokens are learned
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -82,6 +84,10 @@ class TokenShards:
         self._paths = [(d / f"{s.name}.tokens", d / f"{s.name}.offsets") for d, _, s in shards]
         self._tokens = [_map(d / f"{s.name}.tokens", np.dtype(m.dtype), s.num_tokens) for d, m, s in shards]
         self._offsets = [_map_offsets(d / f"{s.name}.offsets", s) for d, _, s in shards]
+        self._scored = [
+            None if s.scored_crc32 is None else _map(d / f"{s.name}.scored", np.dtype(np.uint8), s.num_tokens)
+            for d, _, s in shards
+        ]
         # The token at which each shard begins, then the total.
         self._begins = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
         self.fingerprint = hashlib.sha256(
@@ -106,6 +112,11 @@ class TokenShards:
         return cls(paths, metas)
 
     @property
+    def partly_scored(self) -> bool:
+        """Whether only some tokens are learned."""
+        return any(scored is not None for scored in self._scored)
+
+    @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes of text a token: bits per byte = nats per token / ln 2 / this."""
         return self.num_bytes / self.num_tokens
@@ -125,6 +136,15 @@ class TokenShards:
                 where = f"between positions {low} and {high}"
                 raise _damaged(self._paths[shard][0], f"token {worst} {where}, vocabulary {self.vocab_size}")
             out[at : at + high - low] = part
+        return out
+
+    def scored(self, start: int, length: int) -> np.ndarray:
+        """bool[<= length]: whether the tokens from `start` on are learned, as targets."""
+        out = np.ones(max(0, min(length, self.num_tokens - start)), bool)
+        for shard, low, high in self._spans(start, start + len(out)):
+            if self._scored[shard] is not None:
+                at = self._begins[shard] + low - start
+                out[at : at + high - low] = self._scored[shard][low:high]
         return out
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
@@ -148,7 +168,11 @@ class TokenShards:
           ShardlmError: a file is not what was written.
         """
         for shard, paths, *arrays in zip(self._shards, self._paths, self._tokens, self._offsets, strict=True):
-            for path, array, written in zip(paths, arrays, (shard.tokens_crc32, shard.offsets_crc32), strict=True):
+            checks = [*zip(paths, arrays, (shard.tokens_crc32, shard.offsets_crc32), strict=True)]
+            if shard.scored_crc32 is not None:
+                scored = self._scored[self._shards.index(shard)]
+                checks.append((paths[0].with_suffix(".scored"), scored, shard.scored_crc32))
+            for path, array, written in checks:
                 found, data = 0, array.view(np.uint8)
                 for at in range(0, len(data), _VERIFY_BYTES):
                     found = zlib.crc32(data[at : at + _VERIFY_BYTES], found)

@@ -32,7 +32,7 @@ from shardlm.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 28
 TOKENIZER = "tokenizer.json"
-_OURS = re.compile(r"\d{5}\.(tokens|offsets)|tokenizer\.json|\.(meta|tokenizer)\.json\.\d+\.tmp")
+_OURS = re.compile(r"\d{5}\.(tokens|offsets|scored)|tokenizer\.json|\.(meta|tokenizer)\.json\.\d+\.tmp")
 # Longer documents are encoded in parts, cut after a line end: encoding takes about 200 bytes of memory a
 # character (2.6 GB for one of 12 MB).
 _PART_CHARS = 1 << 20
@@ -134,14 +134,17 @@ class ShardWriter:
         if not self._finished:
             self._remove()
 
-    def add(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int) -> None:
-        """Appends tokens; `ends` are the positions in them after each document's last token."""
+    def add(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int, scored: np.ndarray | None = None) -> None:
+        """Appends tokens; `ends` are the positions in them after each document's last token, `scored` bool says which
+        are learned: given always, or never."""
         with self._clear_errors():
             if self._file is None:
                 self._begin()
             data = tokens.astype(self._dtype, copy=False)
             self._file.write(data.data)
             self._crc = zlib.crc32(data.data, self._crc)
+            if scored is not None:
+                self._scored.append(scored.astype(np.uint8))
             self._ends.append(ends + self._length)
             self._length += len(tokens)
             self._num_bytes += num_bytes
@@ -175,13 +178,20 @@ class ShardWriter:
         self._file = open(self._directory / f"{self._name}.tokens", "wb")  # noqa: SIM115
         self._crc = self._length = 0
         self._ends: list[np.ndarray] = []
+        self._scored: list[np.ndarray] = []
 
     def _end(self) -> None:
         self._file.close()
         self._file = None
         offsets = np.concatenate([np.zeros(1, np.int64), *self._ends])
         (self._directory / f"{self._name}.offsets").write_bytes(offsets.data)
-        self._shards.append(ShardMeta(self._name, self._length, len(offsets) - 1, self._crc, zlib.crc32(offsets.data)))
+        scored_crc32 = None
+        if self._scored:
+            scored = np.concatenate(self._scored)
+            (self._directory / f"{self._name}.scored").write_bytes(scored.data)
+            scored_crc32 = zlib.crc32(scored.data)
+        crcs = (self._crc, zlib.crc32(offsets.data), scored_crc32)
+        self._shards.append(ShardMeta(self._name, self._length, len(offsets) - 1, *crcs))
 
     def _remove(self) -> None:
         for path in self._directory.iterdir():

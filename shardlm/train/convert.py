@@ -22,6 +22,7 @@ from shardlm.opened import DTYPES, load
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
+from shardlm.train.resume import TEMPLATE
 
 
 def to_hf(
@@ -53,6 +54,8 @@ def to_hf(
     planned = list(weights.planned(opened.model.config, opened.params, names, jnp.dtype(DTYPES[dtype])))
     with jax.set_mesh(opened.mesh), _bar(planned) as done:
         hf_files.write_folder(output, planned, config, beside, shard_bytes, done)
+    if (opened.folder / TEMPLATE).exists():  # of a run that trained on chats
+        shutil.copy(opened.folder / TEMPLATE, output)
     described = pathlib.Path(output) / "tokenizer_config.json"
     if (opened.folder / "tokenizer.json").exists() and not described.exists():
         described.write_text(json.dumps(_tokenizer_config(opened.folder), indent=2) + "\n")

@@ -52,9 +52,8 @@ class Evaluator:
 
 
 def summary(loss: float, data: Prepared) -> Mapping[str, float]:
-    """The ways to state a loss in nats a token of the validation text."""
-    return {
-        "validation_loss": loss,
-        "perplexity": float(np.exp(min(loss, 700))),
-        "bits_per_byte": loss / math.log(2) / data.validation.bytes_per_token,
-    }
+    """The ways to state a loss in nats a token of the validation text; bits per byte where all of it is scored."""
+    values = {"validation_loss": loss, "perplexity": float(np.exp(min(loss, 700)))}
+    if not data.validation.partly_scored:
+        values["bits_per_byte"] = loss / math.log(2) / data.validation.bytes_per_token
+    return values

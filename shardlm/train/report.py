@@ -96,10 +96,9 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
 def describe_validation(values: dict[str, float]) -> str:
     """One line of validation metrics."""
     ema = f", averaged weights {values['validation_loss_ema']:.4f}" if "validation_loss_ema" in values else ""
-    return (
-        f"validation loss {values['validation_loss']:.4f} nats/token{ema}, perplexity {values['perplexity']:,.1f}, "
-        f"{values['bits_per_byte']:.3f} bits/byte"
-    )
+    bits = f", {values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else ""
+    loss, perplexity = values["validation_loss"], values["perplexity"]
+    return f"validation loss {loss:.4f} nats/token{ema}, perplexity {perplexity:,.1f}{bits}"
 
 
 def stopped(signal_name: str | None, step: int, checkpoints: pathlib.Path, command: str) -> str:

@@ -47,7 +47,7 @@ def score(
     tokenizer = folder / "tokenizer.json" if hf else files.run_dir / "tokenizer.json"
     config = RunConfig(
         source,
-        data=DataConfig(tuple(text), tuple(text), str(tokenizer), text_key, cache_dir=cache_dir),
+        data=DataConfig(tuple(text), tuple(text), str(tokenizer), text_key=text_key, cache_dir=cache_dir),
         mesh=mesh,
         precision=precision or kept,
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),

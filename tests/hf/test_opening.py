@@ -125,6 +125,23 @@ def logits_of(opened, tokens):
         return np.asarray(jax.jit(lambda t: lm.logits(lm(t, positions, ctx)[0]))(tokens))
 
 
+def trained_on_chats(home, config):
+    """The same folder on conversations: answers are scored, and the template stays with the run and what is written."""
+    turns = [{"role": "user", "content": "def f1"}, {"role": "assistant", "content": "return x * 1"}]
+    (home / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    (home / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+                                     "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    flags = (f"data.train={home}/chats.jsonl", f"data.validation={home}/chats.jsonl", "data.packing=whole")
+    flags += (f"data.chat_template={home}/chat.jinja", f"data.tokenizer={home}/hf", f"run_dir={home}/sft")
+    done = tiny_run.train(config, *flags, "train.steps=6", "optim.schedule=constant")
+    assert done.returncode == 0 and "bits/byte" not in done.stdout, done.stderr
+    losses = [value for (_, name), value in tiny_run.losses(home / "sft").items() if name == "validation_loss"]
+    assert losses[-1] < 5
+    exported = run("launch.convert", f"--checkpoint={home}/sft", f"--output={home}/sft_hf")
+    assert exported.returncode == 0, exported.stderr
+    assert (home / "sft_hf" / "chat_template.jinja").read_text() == (home / "chat.jinja").read_text()
+
+
 def test_a_folder_is_trained_further_and_written_back(tmp_path):
     """Trains a Hugging Face folder on text, writes the run as a folder, and that as a run again."""
     config = tiny_run.write(tmp_path)
@@ -160,6 +177,7 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     flags = (f"run_dir={tmp_path}/more", "train.steps=4", "optim.schedule=constant", f"data.tokenizer={tmp_path}/hf")
     done = tiny_run.train(further, *flags)
     assert done.returncode == 0 and f"starting from the weights of {tmp_path}/hf" in done.stdout, done.stderr
+    trained_on_chats(tmp_path, further)
     shutil.rmtree(tmp_path / "hf")  # a run outlives the folder it began from
     assert not np.array_equal(logits_of(shardlm.load(tmp_path / "more", dtype="float32"), tokens), before)
     again = tiny_run.train(further, *flags[:1], "train.steps=6", *flags[2:])
