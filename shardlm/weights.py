@@ -147,16 +147,26 @@ def _without_experts(tensor: Tensor) -> Tensor:
 
 
 def _array(leaf: Leaf, shape: jax.ShapeDtypeStruct, stored: Mapping[str, Stored], dtype: np.dtype) -> jax.Array:
-    """One parameter; each device's slice is read when it is made."""
+    """One parameter, read and sent device by device: the host holds one device's slice at a time. Devices that follow
+    each other and hold the same share one reading."""
+    made, last, on_host = [], None, None
+    for device, index in shape.sharding.addressable_devices_indices_map(shape.shape).items():
+        if index != last:
+            last, on_host = index, _slice(leaf, shape.shape, index, stored, dtype)
+        made.append(jax.device_put(on_host, device).block_until_ready())
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, made)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        stack, index = (index[0], index[1:]) if leaf.layers else (slice(None), index)
-        one = _one(leaf, shape.shape)
-        layers = leaf.layers[stack] if leaf.layers else (0,)
-        pieces = [_one_layer(leaf.tensor, layer, one, index, stored, dtype) for layer in layers]
-        return np.stack(pieces) if leaf.layers else pieces[0]
 
-    return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+def _slice(leaf: Leaf, shape, index: tuple[slice, ...], stored: Mapping[str, Stored], dtype: np.dtype) -> np.ndarray:
+    if not leaf.layers:
+        return _one_layer(leaf.tensor, 0, shape, index, stored, dtype)
+    layers = leaf.layers[index[0]]
+    out = None
+    for place, layer in enumerate(layers):
+        one = _one_layer(leaf.tensor, layer, shape[1:], index[1:], stored, dtype)
+        out = np.empty((len(layers), *one.shape), dtype) if out is None else out
+        out[place] = one
+    return out
 
 
 def _one_layer(tensor: Tensor, layer: int, shape, index, stored: Mapping[str, Stored], dtype) -> np.ndarray:

@@ -6,10 +6,10 @@ import pathlib
 import re
 
 import pytest
+from gpu_programs import MARKS
 from replica_runs import crossing, sent
 
 from shardlm.config import resolve
-from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.topology import topology
 from shardlm.train.program import Program
@@ -18,20 +18,7 @@ GIB, MIB = 2**30, 2**20
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "diloco_two_sites.py"
 
 
-def plugin_missing() -> str:
-    try:
-        topology("h100", 1, 1)
-    except ShardlmError as error:
-        return str(error)
-    return ""
-
-
-REASON = plugin_missing()
-pytestmark = [
-    pytest.mark.gpu_program,
-    pytest.mark.skipif(bool(REASON), reason=REASON or "the plugin is installed"),
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
-]
+pytestmark = MARKS
 
 
 @functools.cache

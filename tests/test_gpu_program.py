@@ -9,9 +9,9 @@ import pathlib
 import re
 
 import pytest
+from gpu_programs import MARKS
 
 from shardlm.config import resolve
-from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
@@ -26,21 +26,7 @@ COLLECTIVE = re.compile(
 )
 
 
-def plugin_missing() -> str:
-    try:
-        topology("h100", 1, 1)
-    except ShardlmError as error:
-        return str(error)
-    return ""
-
-
-REASON = plugin_missing()
-pytestmark = [
-    pytest.mark.gpu_program,
-    pytest.mark.skipif(bool(REASON), reason=REASON or "the plugin is installed"),
-    # A program for a GPU that is not there is written to the persistent cache, but cannot be read back from it.
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from gpu_programs import on_gpus
 from small import init, mesh_of, model_on, on_devices, packed_batch
 
 from shardlm.config import resolve
@@ -143,19 +144,6 @@ def test_refusals():
     check_matmul("fp8", "bf16", jax.devices()[0])
 
 
-def plugin_missing() -> str:
-    try:
-        topology("h100", 1, 1)
-    except ShardlmError as error:
-        return str(error)
-    return ""
-
-
-REASON = plugin_missing()
-needs_plugin = pytest.mark.skipif(bool(REASON), reason=REASON or "the plugin is installed")
-not_cached = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
-
-
 def step_on(gpu: str, mesh: MeshSpec, **changes):
     config = dataclasses.replace(resolve(str(CONFIGS / "llama3_8b.py"), []).config, mesh=mesh, **changes)
     program = Program.make(config, config.mesh.build(topology(gpu, 1, 8)))
@@ -174,9 +162,7 @@ def products(text: str) -> Counter:
     return found
 
 
-@pytest.mark.gpu_program
-@needs_plugin
-@not_cached
+@on_gpus
 def test_h100_multiplies_fp8_and_gathers_8_bits():
     lowered, options = step_on("h100", MeshSpec(fsdp=4, tensor=2), matmul="fp8")
     text = lowered.compile(options).as_text()
@@ -194,9 +180,7 @@ def test_h100_multiplies_fp8_and_gathers_8_bits():
     assert types == {"4096,7168": {"f8e4m3fn"}, "7168,4096": {"f8e4m3fn"}, "2,8192,4096": {"bf16", "f8e5m2"}}
 
 
-@pytest.mark.gpu_program
-@needs_plugin
-@not_cached
+@on_gpus
 def test_cublaslt_takes_every_fp8_product_when_triton_does_not():
     """On a GPU XLA chooses between the two by timing them; both must be able to."""
     lowered, _ = step_on("h100", MeshSpec(fsdp=8), matmul="fp8")
@@ -207,9 +191,7 @@ def test_cublaslt_takes_every_fp8_product_when_triton_does_not():
     assert all("bf16[" in line.split("custom-call")[0] for line in calls)
 
 
-@pytest.mark.gpu_program
-@needs_plugin
-@not_cached
+@on_gpus
 def test_an_a100_is_refused_before_anything_compiles():
     with pytest.raises(ShardlmError, match=r"matmul=fp8 on NVIDIA A100-SXM4-80GB.*set matmul to int8"):
         step_on("a100", MeshSpec(fsdp=8), matmul="fp8")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from gpu_programs import on_gpus
 from small import LLAMA, mesh_of
 
 from shardlm.config import resolve
@@ -140,17 +141,6 @@ def test_a_device_without_pinned_memory_is_refused():
         check_offload(OffloadConfig(optimizer=True), MeshSpec(), LocalSgdConfig(), Device())
 
 
-def plugin_missing() -> str:
-    try:
-        topology("h100", 1, 1)
-    except ShardlmError as error:
-        return str(error)
-    return ""
-
-
-REASON = plugin_missing()
-
-
 def compiled(offload: OffloadConfig, **changes):
     """Llama 3 8B over 8 H100: device bytes (arguments, temporaries) and host bytes (arguments, temporaries)."""
     base = resolve(str(CONFIGS / "llama3_8b.py"), []).config
@@ -161,9 +151,7 @@ def compiled(offload: OffloadConfig, **changes):
     return device, (memory.host_argument_size_in_bytes, memory.host_temp_size_in_bytes)
 
 
-@pytest.mark.gpu_program
-@pytest.mark.skipif(bool(REASON), reason=REASON or "the plugin is installed")
-@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@on_gpus
 def test_device_memory_of_8b_on_h100():
     state = 12 * 8.03e9 / 8  # bytes of a device: float32 weights and AdamW's two moments
     (arguments, temporaries), host = compiled(OffloadConfig(optimizer=True))

@@ -15,9 +15,9 @@ import pathlib
 
 import jaxlib
 import pytest
+from gpu_programs import MARKS
 
 from shardlm.config import resolve
-from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, training_flops
 from shardlm.hardware import GPUS
 from shardlm.hlo.bill import Bill, compare
@@ -96,21 +96,7 @@ EXCESS = {
 }
 
 
-def plugin_missing() -> str:
-    try:
-        topology("h100", 1, 1)
-    except ShardlmError as error:
-        return str(error)
-    return ""
-
-
-REASON = plugin_missing()
-pytestmark = [
-    pytest.mark.gpu_program,
-    pytest.mark.skipif(bool(REASON), reason=REASON or "the plugin is installed"),
-    # A program for a GPU that is not there is written to the persistent cache, but cannot be read back from it.
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
-]
+pytestmark = MARKS
 
 
 @dataclasses.dataclass(frozen=True)

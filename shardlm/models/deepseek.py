@@ -150,9 +150,9 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 def _latent(options: Options, length: int) -> MlaConfig:
     nope, rope = options("qk_nope_head_dim"), options("qk_rope_head_dim")
     scaling = options.values.get("rope_parameters") or options.values.get("rope_scaling") or {}
-    scale = (nope + rope) ** -0.5
+    scale = 0.0
     if scaling.get("mscale_all_dim") and scaling.get("rope_type", scaling.get("type")) != "default":
-        scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+        scale = (nope + rope) ** -0.5 * mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
     return MlaConfig(
         num_heads=options("num_attention_heads"),
         q_latent_dim=options("q_lora_rank", 0),

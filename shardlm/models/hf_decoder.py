@@ -72,3 +72,23 @@ def sliding(options: Options, usual: Callable[[int], bool]) -> list[int]:
             f"config.json has layer_types={kinds!r}; it needs num_hidden_layers={layers} of {', '.join(sorted(known))}"
         )
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def published(sizes: Any, architecture: str, model_type: str, intermediate_size: int) -> dict[str, Any]:
+    """config.json of a Llama-like decoder from our own fields: `sizes` has those of models/llama.py but for the width
+    of its feed-forward layers."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.embed_dim,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": intermediate_size,
+        "hidden_act": "silu",
+        "rope_theta": sizes.rope_theta,
+        "rms_norm_eps": sizes.norm_eps,
+        "tie_word_embeddings": sizes.tie_embeddings,
+    }

@@ -43,21 +43,7 @@ class LlamaConfig:
 
     def to_hf(self) -> dict:
         """config.json of this model as `transformers` reads it."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.embed_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.mlp_dim,
-            "hidden_act": "silu",
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-        }
+        return hf_decoder.published(self, "LlamaForCausalLM", "llama", self.mlp_dim)
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

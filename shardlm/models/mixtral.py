@@ -55,25 +55,13 @@ class MixtralConfig:
 
     def to_hf(self) -> dict:
         """config.json of this model as `transformers` reads it."""
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.embed_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.expert_dim,
+        experts = {
             "num_local_experts": self.num_experts,
             "num_experts_per_tok": self.top_k,
             "router_aux_loss_coef": self.balance_loss,
-            "hidden_act": "silu",
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps,
             "sliding_window": None,
-            "tie_word_embeddings": self.tie_embeddings,
         }
+        return hf_decoder.published(self, "MixtralForCausalLM", "mixtral", self.expert_dim) | experts
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

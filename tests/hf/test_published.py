@@ -1,15 +1,20 @@
 """The options of published checkpoints are read: each gives a model of the size that its makers state."""
 
+import dataclasses
 import json
 import math
 
 import jax
 import pytest
+import small_moe
 from small import mesh_of
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
+from shardlm.models.llama import LlamaConfig
+from shardlm.models.mixtral import MixtralConfig
 from shardlm.rules import Rules
 from shardlm.state import ModelDef
 
@@ -134,3 +139,24 @@ def test_published_options_give_the_stated_size(name):
     with jax.set_mesh(mesh_of(MeshSpec())):
         model = ModelDef.make(shape, Execution(Rules.make("replicated", MeshSpec())))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes)) == stated
+
+
+OURS = [
+    LlamaConfig(vocab_size=64, embed_dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=10, mlp_dim=48),
+    MixtralConfig(vocab_size=64, embed_dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, expert_dim=48),
+    small_moe.DEEPSEEK,
+    dataclasses.replace(small_moe.DEEPSEEK, q_latent_dim=0, scoring="softmax", load_bias=False),
+]
+
+
+@pytest.mark.parametrize("config", OURS, ids=lambda config: type(config).__name__)
+def test_our_own_configurations_come_back_from_their_config_json(config):
+    options = json.loads(json.dumps(config.to_hf()))
+    assert registry.transformer(options) == config.transformer()
+    for block in set(config.transformer().blocks()):
+        assert registry.names(options, config.transformer(), block)
+
+
+def test_a_deepseek_that_is_neither_v2_nor_v3_cannot_be_published():
+    with pytest.raises(ShardlmError, match=r"neither DeepSeek V2 \(softmax, False\) nor V3"):
+        dataclasses.replace(small_moe.DEEPSEEK, load_bias=False).to_hf()
