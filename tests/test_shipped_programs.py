@@ -75,6 +75,9 @@ KINDS = {
         "fsdp+expert": SHARDED,  # all other weights
     },
 }
+# Of the gathered bytes of layers' weights, the share that moves beside kernels where it is not all of them: stages of
+# 1F1B begin with a gather that nothing runs beside.
+HIDDEN = {"deepseek_v3": 0.97}
 # Where more than a tenth more is sent than the algorithms demand (shardlm/plan/traffic.py), how much more, and why.
 EXCESS = {
     # The buffers of a ragged all-to-all are counted, which hold the worst case: all tokens come to one device (of V3,
@@ -180,22 +183,25 @@ def test_a_shipped_configuration_compiles_to_what_its_mesh_implies(name, capfd):
     # What rests is foreseen exactly; the batch is an argument too.
     assert shipped.argument_bytes == pytest.approx(state_bytes(shipped.program), rel=0.002)
     assert shipped.temporary_bytes > least_temporaries(shipped.program).total
-    layers_are_gathered_beside_kernels(shipped)
+    layers_are_gathered_beside_kernels(name, shipped)
     nothing_is_computed_needlessly(shipped)
     little_more_is_sent_than_the_algorithms_demand(name, shipped)
     as_recorded(name, shipped, expected)
 
 
-def layers_are_gathered_beside_kernels(shipped: Shipped) -> None:
+def layers_are_gathered_beside_kernels(name: str, shipped: Shipped) -> None:
     """Each layer's weights are gathered while kernels run, forward and backward."""
+    if shipped.program.config.rules not in ("zero3", "hybrid"):
+        return  # weights are whole where they are used
+    zero = set(shipped.program.rules.rest.axes("embed"))
     large = [one for one in shipped.collectives if one.kind == GATHER and one.depth and one.bytes > 2**22]
     # A stage's weights are no arguments of the program, nor are its passes XLA's forward and backward.
     staged = shipped.program.rules.mesh.pipeline > 1
-    gathers = large if staged else [one for one in large if ".segments." in one.argument]
-    if shipped.program.config.rules in ("zero3", "hybrid") and not staged:
-        assert {one.phase for one in gathers} == {"forward", "backward"}
-    assert gathers or shipped.program.config.rules not in ("zero3", "hybrid")
-    assert not [one for one in gathers if not one.asynchronous]
+    gathers = [one for one in large if zero & set(one.axes) and (staged or ".segments." in one.argument)]
+    assert gathers and (staged or {one.phase for one in gathers} == {"forward", "backward"})
+    sent = sum(one.count * one.wire_bytes for one in gathers)
+    hidden = sum(one.count * one.wire_bytes for one in gathers if one.asynchronous)
+    assert hidden >= HIDDEN.get(name, 1) * sent, hidden / sent
 
 
 def nothing_is_computed_needlessly(shipped: Shipped) -> None:
