@@ -1,18 +1,22 @@
 """Writes a run's checkpoint as a Hugging Face folder, or a Hugging Face folder as a run.
 
 python -m launch.convert --checkpoint=runs/tiny --output=exported
+python -m launch.convert --checkpoint=runs/lora --output=merged --merge
 python -m launch.convert --checkpoint=FOLDER --output=runs/opened
 """
+
+import pathlib
 
 from absl import flags
 
 from launch.flags import run
 from shardlm.errors import ShardlmError
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, one checkpoint in it, or a Hugging Face folder or name.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run or a checkpoint in it, adapters, or a Hugging Face model.")
 _OUTPUT = flags.DEFINE_string("output", None, "A new folder.")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of a Hugging Face folder that is written.")
 _SHARD_GB = flags.DEFINE_float("shard_gb", 5.0, "Largest file of a Hugging Face folder that is written.", 1e-6)
+_MERGE = flags.DEFINE_bool("merge", False, "Add adapters (lora) into the weights, instead of writing them for PEFT.")
 _EMA = flags.DEFINE_bool("ema", False, "Write the averaged weights of the run (optim.ema_decay).")
 
 
@@ -21,6 +25,7 @@ def main() -> int:
         raise ShardlmError("--checkpoint=RUN_OR_FOLDER and --output=FOLDER are needed")
     from launch.devices import prepare_for
     from shardlm.opened import find, is_hf
+    from shardlm.peft import is_peft
     from shardlm.train.convert import to_hf, to_run
 
     prepare_for(_CHECKPOINT.value, 1)
@@ -29,8 +34,11 @@ def main() -> int:
         print(f"generate:  python -m launch.generate --checkpoint={_OUTPUT.value} --prompt='...'")
     else:
         shard_bytes = int(_SHARD_GB.value * 1e9)
-        to_hf(_CHECKPOINT.value, _OUTPUT.value, _DTYPE.value, shard_bytes=shard_bytes, ema=_EMA.value)
-        print(f"opens in transformers: AutoModelForCausalLM.from_pretrained({_OUTPUT.value!r})")
+        options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}
+        to_hf(_CHECKPOINT.value, _OUTPUT.value, _DTYPE.value, **options)
+        opener = "AutoPeftModelForCausalLM" if is_peft(pathlib.Path(_OUTPUT.value)) else "AutoModelForCausalLM"
+        package = "peft" if "Peft" in opener else "transformers"
+        print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r})")
     return 0
 
 

@@ -25,10 +25,10 @@ def use_cpu_devices(count: int) -> None:
 def prepare_for(checkpoint: str, count: int) -> None:
     """Devices to open a checkpoint on: virtual CPU ones where it is a run that trained on such, else the real ones (of
     a host without accelerators, as many CPU devices as are needed)."""
-    from shardlm.opened import find, is_hf
+    from shardlm.opened import find, is_run
 
     folder = find(checkpoint)
-    if not is_hf(folder) and find_run(folder).config_json["cpu_devices"]:
+    if is_run(folder) and find_run(folder).config_json["cpu_devices"]:
         use_cpu_devices(count)
     else:
         jax.config.update("jax_num_cpu_devices", count)

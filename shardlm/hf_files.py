@@ -189,7 +189,7 @@ def write_folder(
         f"model-{i + 1:05d}-of-{width:05d}.safetensors" if width > 1 else "model.safetensors" for i in range(width)
     ]
     for file, shard in zip(files, shards, strict=True):
-        _write(unfinished / file, shard, progress)
+        write_file(unfinished / file, shard, progress)
     if width > 1:
         weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
@@ -214,7 +214,10 @@ def _shards(tensors: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]
     return shards
 
 
-def _write(file: pathlib.Path, tensors: list[Planned], progress: Callable[[Planned], None]) -> None:
+def write_file(
+    file: pathlib.Path, tensors: list[Planned], progress: Callable[[Planned], None] = lambda tensor: None
+) -> None:
+    """One safetensors file, one tensor in memory at a time."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

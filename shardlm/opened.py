@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shardlm import weights
+from shardlm import peft, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import BESIDE, Folder, read_config
+from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
@@ -24,9 +25,10 @@ from shardlm.ops import attention, grouped_matmul
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, find_run
-from shardlm.state import ModelDef, at_rest
+from shardlm.state import ModelDef, at_rest, joined
 from shardlm.tokenizer import Tokenizer
 
+NO_ADAPTERS = LoraConfig()
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -73,7 +75,8 @@ def load(
     ema: bool = False,
     decoding: bool = False,
 ) -> Opened:
-    """Opens a Hugging Face folder, a name on its hub, or a run of shardlm (or one of its checkpoints).
+    """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
+    of shardlm (or one of its checkpoints).
 
     mesh      over the first devices; one device by default
     dtype     that is computed in, and that a Hugging Face checkpoint's weights are held in; by default the run's, or
@@ -98,6 +101,8 @@ def load(
         table = table.for_decoding() if decoding else table
         if is_hf(folder):
             return _from_hf(folder, table, dtype, length, built)
+        if peft.is_peft(folder):
+            return _from_peft(folder, table, dtype, length, built)
         return _from_run(folder, table, dtype, built, step, "ema" if ema else "params")
 
 
@@ -133,14 +138,15 @@ def is_hf(folder: pathlib.Path) -> bool:
     return file.is_file() and "model_type" in read_config(folder)
 
 
+def is_run(folder: pathlib.Path) -> bool:
+    """Whether a folder is a run, or a checkpoint in one; also where nothing says what it is."""
+    return not is_hf(folder) and not peft.is_peft(folder)
+
+
 def _from_hf(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh) -> Opened:
     source = Pretrained(str(folder), length).pinned()
-    stored = registry.text_config(source.options)
-    published = stored.get("dtype") or stored.get("torch_dtype") or "float32"
-    slow = mesh.devices.flat[0].platform == "cpu"
-    model = _model(source, rules, dtype or ("float32" if slow else published), mesh)
-    shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
-    params = weights.load(model, Folder.open(folder), shapes, model.execution.dtype)
+    model = _model(source, rules, dtype or _published(source, mesh), mesh)
+    params = weights.load(model, Folder.open(folder), model.held_at_rest(mesh))
     return Opened(model, params, mesh, source, folder)
 
 
@@ -148,14 +154,34 @@ def _from_run(folder: pathlib.Path, rules: Rules, dtype: str | None, mesh: Mesh,
     files = find_run(folder)
     source = from_json(Any, files.config_json["model"])
     stored = jnp.dtype(COMPUTE_DTYPE[files.config_json["precision"]]).name
-    model = _model(source, rules, dtype or stored, mesh)
+    lora = from_json(LoraConfig, files.config_json["lora"]) if "lora" in files.config_json else NO_ADAPTERS
+    model = _model(source, rules, dtype or stored, mesh, lora)
     shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
     with Checkpoints(files.checkpoints_dir) as reader:
         params = reader.restore_params(shapes, files.step if step is None else step, name)
+    if lora.rank:
+        params = joined(params, weights.load(model, Folder.open(source.folder), model.held_at_rest(mesh)))
     return Opened(model, params, mesh, source, files.run_dir)
 
 
-def _model(source: Any, rules: Rules, name: str, mesh: Mesh) -> ModelDef:
+def _from_peft(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh) -> Opened:
+    base = find(peft.base_of(folder))
+    source = Pretrained(str(base), length).pinned()
+    model = _model(source, rules, dtype or _published(source, mesh), mesh, peft.lora_of(folder, source))
+    frozen = weights.load(model, Folder.open(base), model.held_at_rest(mesh))
+    adapters = peft.load(model, folder, source, mesh)
+    beside = folder if (folder / "tokenizer.json").exists() else base
+    return Opened(model, joined(adapters, frozen), mesh, source, beside)
+
+
+def _published(source: Pretrained, mesh: Mesh) -> str:
+    """The dtype of a checkpoint; float32 on a CPU, which is slow in others."""
+    stored = registry.text_config(source.options)
+    slow = mesh.devices.flat[0].platform == "cpu"
+    return "float32" if slow else stored.get("dtype") or stored.get("torch_dtype") or "float32"
+
+
+def _model(source: Any, rules: Rules, name: str, mesh: Mesh, lora: LoraConfig = NO_ADAPTERS) -> ModelDef:
     device = mesh.devices.flat[0]
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
@@ -168,5 +194,7 @@ def _model(source: Any, rules: Rules, name: str, mesh: Mesh) -> ModelDef:
         DTYPES[name],
         attention=attention.choose("auto", device.platform, DTYPES[name], widest, plain),
         grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
+        lora=lora.of_model(experts),
+        weights=lora.base,
     )
     return ModelDef.make(shape, execution)

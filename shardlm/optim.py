@@ -173,5 +173,5 @@ def _muon_dimensions(leaf):
         return None
     first, last = len(stack) + (names[0] == "experts"), len(stack) + len(names) - 1  # each expert has its own matrices
     dims = range(first, last + 1)
-    rows = (first,) if names[first - len(stack)] in ("embed", "expert_embed") else tuple(dims[:-1])
+    rows = (first,) if names[first - len(stack)] in ("embed", "expert_embed", "rank") else tuple(dims[:-1])
     return contrib.MuonDimensionNumbers(rows, tuple(d for d in dims if d not in rows))

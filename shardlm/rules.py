@@ -35,7 +35,7 @@ an all-to-all brings each stage its layers.
 """
 
 _SPLIT = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor", "experts": "expert"}
-_WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent_whole", "router")
+_WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent_whole", "router", "rank", "groups")
 _ACTIVATIONS = {
     "batch": ("data", "pipeline", "fsdp", "expert"),  # inside a pipeline stage, `inside` takes "pipeline" away
     "microbatches": "pipeline",  # outside the stages, each holds its share of them

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution
 from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.precision import LossScale
@@ -21,10 +23,11 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """params float32 by path; opt_state; step int32, number of updates tried; ema like params or None; loss_scale or
-    None; skipped int32, steps whose update was left out because it was not finite; bad_steps int32, how many of them
-    in a row up to now (in fp16 only those at the lowest loss scale); link, what replicas behind a slow link keep of
-    their own between exchanges (train/compression.py, train/diloco.py), or None."""
+    """params float32 by path, the trained ones; opt_state; step int32, number of updates tried; ema like params or
+    None; loss_scale or None; skipped int32, steps whose update was left out because it was not finite; bad_steps int32,
+    how many of them in a row up to now (in fp16 only those at the lowest loss scale); link, what replicas behind a slow
+    link keep of their own between exchanges (train/compression.py, train/diloco.py), or None; frozen, weights that no
+    step changes (layers/lora.py), or None: not part of checkpoints."""
 
     params: Tree
     opt_state: Tree
@@ -34,6 +37,7 @@ class TrainState:
     skipped: jax.Array
     bad_steps: jax.Array
     link: Tree = None
+    frozen: Tree = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
@@ -41,8 +45,11 @@ class ModelDef:
     """A model without its weights: enough to call it with any parameters of its tree.
 
     graph   NNX graph definition
-    shapes  parameter tree of jax.ShapeDtypeStruct with resting shardings
+    shapes  tree of jax.ShapeDtypeStruct, with resting shardings, of the parameters that are trained: of adapters where
+            there are any, else of all
     names   the same tree with (stack_names, names) of each parameter's dimensions
+    frozen_shapes  the same as shapes of the others, as they are held; None where there are none
+    frozen  the others themselves, of a model that is bound to them
     """
 
     config: TransformerConfig
@@ -50,6 +57,8 @@ class ModelDef:
     graph: nnx.GraphDef
     shapes: Tree
     names: Tree
+    frozen_shapes: Tree = None
+    frozen: Tree = None
 
     @classmethod
     def make(cls, config: TransformerConfig, execution: Execution) -> "ModelDef":
@@ -58,18 +67,43 @@ class ModelDef:
         Raises ShardlmError when a parameter does not divide over the mesh.
         """
         graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, execution, nnx.Rngs(0))))
-        variables = nnx.to_flat_state(state)
-        names = {path: (v.get_metadata("stack_names"), v.get_metadata("names")) for path, v in variables}
-        return cls(config, execution, graph, nnx.to_pure_dict(state), _nest(names))
+        shapes = flatten_dict(nnx.to_pure_dict(state))
+        names = {path: (v.get_metadata("stack_names"), v.get_metadata("names")) for path, v in nnx.to_flat_state(state)}
+        trained = {path for path in shapes if not execution.lora.rank or is_adapter(path)}
+        frozen = {path: held_as(path, s, execution.dtype) for path, s in shapes.items() if path not in trained}
+        return cls(
+            config,
+            execution,
+            graph,
+            unflatten_dict({path: s for path, s in shapes.items() if path in trained}),
+            unflatten_dict({path: n for path, n in names.items() if path in trained}),
+            unflatten_dict(frozen) if frozen else None,
+        )
+
+    def held_at_rest(self, mesh: Mesh) -> Tree:
+        """What parameters that no step changes are held in, at rest on real devices: the frozen ones, or all of a model
+        that has none."""
+        shapes = self.frozen_shapes
+        if shapes is None:
+            held = {path: held_as(path, s, self.execution.dtype) for path, s in flatten_dict(self.shapes).items()}
+            shapes = unflatten_dict(held)
+        return jax.tree.map(lambda s: at_rest(s, mesh), shapes)
+
+    def bound(self, frozen: Tree) -> "ModelDef":
+        """The model whose frozen parameters are these."""
+        return dataclasses.replace(self, frozen=frozen)
 
     def model(self, params: Tree) -> Transformer:
         """The model with these parameters, wherever they rest; for use inside jit."""
-        return nnx.merge(self.graph, on_device(params))
+        return nnx.merge(self.graph, on_device(joined(params, self.frozen)))
 
     def init(self, key: jax.Array) -> Tree:
-        """New parameters; call inside jit. The values depend on the key only, not on the mesh."""
+        """New trained parameters; call inside jit. The values depend on the key only, not on the mesh."""
         model = Transformer(self.config, self.execution, nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        if not self.execution.lora.rank:
+            return params
+        return unflatten_dict({path: a for path, a in flatten_dict(params).items() if is_adapter(path)})
 
     def place(self, tree: Tree, table: Table) -> Tree:
         """Reshards a parameter-shaped tree to where `table` puts each dimension; call inside jit. What is there already
@@ -122,12 +156,23 @@ def on_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device) if on_host(a) else a, tree)
 
 
-def _nest(flat: dict[tuple, Any]) -> Tree:
-    """{("a", 0, "b"): x} -> {"a": {0: {"b": x}}}."""
-    tree: dict = {}
-    for path, leaf in flat.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = leaf
-    return tree
+def is_adapter(path: tuple) -> bool:
+    """Whether a parameter belongs to an adapter (layers/lora.py)."""
+    return str(path[-1]).endswith((A, B))
+
+
+def held_as(path: tuple, shape: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    """A parameter that no step changes: in the compute dtype, unless it is integers or their scales, or a bias that
+    decides between experts, whose steps are smaller than 16 bits resolve."""
+    keep = shape.dtype != jnp.float32 or path[-1] == "router_bias"
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype if keep else dtype, sharding=shape.sharding)
+
+
+def joined(first: Tree, second: Tree | None) -> Tree:
+    """One parameter tree of two that share no leaf."""
+    if second is None:
+        return first
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        raise ValueError("two trees of parameters share a leaf")
+    both = {key: joined(first[key], second[key]) for key in first.keys() & second.keys()}
+    return {**first, **second, **both}

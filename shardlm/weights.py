@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, Stored
@@ -17,6 +19,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.grouped_weights import BITS, quantised
 from shardlm.state import ModelDef
 
 Tree = Any
@@ -63,17 +66,73 @@ def leaves(config: TransformerConfig, shapes: Tree, names: Callable[[BlockConfig
     return found
 
 
-def load(model: ModelDef, folder: Folder, shapes: Tree, dtype: np.dtype) -> Tree:
-    """The parameters of a checkpoint, in `dtype`, at rest where `shapes` (with shardings on real devices) says.
+def load(model: ModelDef, folder: Folder, shapes: Tree) -> Tree:
+    """The parameters of a checkpoint, in the dtypes and at rest where `shapes` (with shardings on real devices) says;
+    what is in few bits there is made so on the host, slice by slice.
 
     Raises ShardlmError for tensors that are missing, left over or of another shape, all named.
     """
     stored = _own(folder)
-    named = leaves(model.config, shapes, lambda block: registry.names(folder.config, model.config, block))
-    _check(model.config, named, shapes, stored)
-    flat, structure = jax.tree_util.tree_flatten(shapes)
-    made = [_array(leaf, shape, stored, dtype) for leaf, shape in zip(named, flat, strict=True)]
-    return jax.tree_util.tree_unflatten(structure, made)
+    whole, packed = _unpacked(shapes, BITS.get(model.execution.weights))
+    named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
+    _check(model.config, named, whole, stored)
+    made = {}
+    for leaf, shape in zip(named, jax.tree.leaves(whole), strict=True):
+        if leaf.path in packed:
+            made |= _packed_arrays(leaf, shape, packed[leaf.path], stored)
+        else:
+            made[leaf.path] = _array(shape, lambda index, a=leaf, s=shape: _slice(a, s.shape, index, stored, s.dtype))
+    return unflatten_dict(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """A weight in few bits: the shapes of its bytes and of its scales, and the dimension that is grouped."""
+
+    values: jax.ShapeDtypeStruct
+    scale: jax.ShapeDtypeStruct
+    axis: int
+    bits: int
+
+
+def unpacked(model: ModelDef) -> Tree:
+    """The shapes of the weights of a model that has adapters, without those and as a checkpoint has them."""
+    return _unpacked(model.frozen_shapes, BITS.get(model.execution.weights))[0]
+
+
+def _unpacked(shapes: Tree, bits: int | None) -> tuple[Tree, dict[tuple, _Packed]]:
+    """(the shapes as a checkpoint has them, without scales; what is in few bits, by path)."""
+    flat, packed = flatten_dict(shapes), {}
+    for path, values in list(flat.items()):
+        if values.dtype != jnp.int8:
+            continue
+        scale = flat.pop((*path[:-1], f"{path[-1]}_scale"))
+        axis = next(i for i, (n, m) in enumerate(zip(values.shape, scale.shape, strict=True)) if n != m)
+        packed[path] = _Packed(values, scale, axis, bits)
+        full = (*values.shape[:axis], values.shape[axis] * 8 // bits, *values.shape[axis + 1 :])
+        flat[path] = jax.ShapeDtypeStruct(full, jnp.float32, sharding=values.sharding)
+    return unflatten_dict(flat), packed
+
+
+def _packed_arrays(leaf: Leaf, whole, packed: _Packed, stored: Mapping[str, Stored]) -> dict[tuple, jax.Array]:
+    """The bytes and the scales of a weight, by path; where a device's slice cuts a group, the whole group is read."""
+    axis, groups = packed.axis, packed.scale.shape[packed.axis]
+    group = whole.shape[axis] // groups
+
+    def make(part: int, per_group: int):
+        def read_slice(index):
+            start, stop, _ = index[axis].indices(groups * per_group)
+            first, last = start // per_group, -(-stop // per_group)
+            rows = (*index[:axis], slice(first * group, last * group), *index[axis + 1 :])
+            w = _slice(leaf, whole.shape, rows, stored, np.dtype("float32"))
+            both = quantised(w, axis, group, packed.bits)
+            return np.take(both[part], range(start - first * per_group, stop - first * per_group), axis)
+
+        return read_slice
+
+    values = _array(packed.values, make(0, packed.values.shape[axis] // groups))
+    scale = _array(packed.scale, make(1, 1))
+    return {leaf.path: values, (*leaf.path[:-1], f"{leaf.path[-1]}_scale"): scale}
 
 
 def _own(folder: Folder) -> dict[str, Stored]:
@@ -146,13 +205,13 @@ def _without_experts(tensor: Tensor) -> Tensor:
     return dataclasses.replace(tensor, layout=f"{theirs}->{ours.replace('E ', '', 1)}")
 
 
-def _array(leaf: Leaf, shape: jax.ShapeDtypeStruct, stored: Mapping[str, Stored], dtype: np.dtype) -> jax.Array:
+def _array(shape: jax.ShapeDtypeStruct, read_slice: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
     """One parameter, read and sent device by device: the host holds one device's slice at a time. Devices that follow
     each other and hold the same share one reading."""
     made, last, on_host = [], None, None
     for device, index in shape.sharding.addressable_devices_indices_map(shape.shape).items():
         if index != last:
-            last, on_host = index, _slice(leaf, shape.shape, index, stored, dtype)
+            last, on_host = index, read_slice(index)
         made.append(jax.device_put(on_host, device).block_until_ready())
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, made)
 

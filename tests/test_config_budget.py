@@ -34,6 +34,7 @@ FIELDS = {
         "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
     },
     "pipeline": {"schedule", "rounds"},
+    "lora": {"rank", "alpha", "targets", "base"},
     "offload": {"optimizer", "params"},
     "slow_link": {"compression", "rank"},
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},

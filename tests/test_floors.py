@@ -37,6 +37,7 @@ FLOORS = [
         "generate",
         "hlo",
         "weights",
+        *("merge", "peft"),
         "opened",
     },
     {"train", "plan", "serve"},

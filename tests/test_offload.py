@@ -51,7 +51,7 @@ def run(run_config: RunConfig, steps: int = 3):
             assert all(a.is_deleted() for a in jax.tree.leaves(before))  # donated, on the host too
             for a, shape in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
                 assert a.sharding.memory_kind == shape.sharding.memory_kind or a.ndim == 0
-        sums = program.lower_eval().compile()(state.params, batch)
+        sums = program.lower_eval().compile()(state.params, None, batch)
     parts = {"params": state.params, "opt_state": state.opt_state, "ema": state.ema}
     kinds = {n: {a.sharding.memory_kind for a in jax.tree.leaves(p) if a.ndim} for n, p in parts.items()}
     return kinds, jax.tree.map(np.asarray, (state, metrics, sums))

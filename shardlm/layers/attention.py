@@ -72,10 +72,11 @@ class Attention(nnx.Module):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
         self.kv_name = kv_heads_name(K, N, params.rules.mesh.tensor)
-        self.wq = params((D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
-        self.wk = params((D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
-        self.wv = params((D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
-        self.wo = params((N, H, D), ("heads", "head_dim", "embed"), normal(out_scale * (N * H) ** -0.5))
+        params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        params.projection(self, "wk", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
+        params.projection(self, "wv", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
+        out_init = normal(out_scale * (N * H) ** -0.5)
+        params.projection(self, "wo", (N, H, D), ("heads", "head_dim", "embed"), out_init, into=2)
         if config.bias:
             self.bq = params((N, H), ("heads", "head_dim"), constant(0.0))
             self.bk = params((K, H), (self.kv_name, "head_dim"), constant(0.0))
@@ -112,13 +113,13 @@ class Attention(nnx.Module):
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         stream = rules.act.spec("batch", "seq", "embed")
-        out = project("btnh,nhd->btd", out, self.wo, execution, stream)
+        out = project("btnh,nhd->btd", out, self, "wo", execution, stream)
         return out + in_use(self.bo, execution) if config.out_bias else out, pages
 
     def _projected(self, x: jax.Array, execution: Execution):
         """Queries [B, T, N, H], keys and values [B, T, K, H]."""
-        weights = {"q": ("btd,dnh->btnh", self.wq), "k": ("btd,dkh->btkh", self.wk), "v": ("btd,dkh->btkh", self.wv)}
-        made = {name: project(letters, x, weight, execution) for name, (letters, weight) in weights.items()}
+        letters = {"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"}
+        made = {name: project(how, x, self, f"w{name}", execution) for name, how in letters.items()}
         if self.config.bias:
             made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}
         return made["q"], made["k"], made["v"]

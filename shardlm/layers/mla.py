@@ -69,17 +69,17 @@ class Mla(nnx.Module):
         self.config = config
         heads = ("latent", "heads", "head_dim")
         if Q:
-            self.wq_down = params((D, Q), ("embed", "latent_whole"), normal(D**-0.5))
+            params.projection(self, "wq_down", (D, Q), ("embed", "latent_whole"), normal(D**-0.5))
             self.q_norm = Norm(config.norm, Q, params)
-            self.wq_up = params((Q, N, H), heads, normal(Q**-0.5))
+            params.projection(self, "wq_up", (Q, N, H), heads, normal(Q**-0.5))
         else:
-            self.wq = params((D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
-        self.wkv_down = params((D, R + config.rope_dim), ("embed", "latent_whole"), normal(D**-0.5))
+            params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        params.projection(self, "wkv_down", (D, R + config.rope_dim), ("embed", "latent_whole"), normal(D**-0.5))
         self.kv_norm = Norm(config.norm, R, params)
-        self.wk_up = params((R, N, config.nope_dim), heads, normal(R**-0.5))
-        self.wv_up = params((R, N, config.value_dim), heads, normal(R**-0.5))
-        into = (N * config.value_dim) ** -0.5
-        self.wo = params((N, config.value_dim, D), ("heads", "head_dim", "embed"), normal(out_scale * into))
+        params.projection(self, "wk_up", (R, N, config.nope_dim), heads, normal(R**-0.5))
+        params.projection(self, "wv_up", (R, N, config.value_dim), heads, normal(R**-0.5))
+        out_init = normal(out_scale * (N * config.value_dim) ** -0.5)
+        params.projection(self, "wo", (N, config.value_dim, D), ("heads", "head_dim", "embed"), out_init, into=2)
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Per token and layer: the latent and the shared key part, of which values are made too."""
@@ -93,45 +93,44 @@ class Mla(nnx.Module):
         attend = {"scale": config.scale or config.head_dim**-0.5, "window": 0}
         if ctx.absorbs:
             # Attention over the latents themselves: W_uk moves to the queries, W_uv to the output (section 2.1.2).
-            q = jnp.concatenate([project("btnh,rnh->btnr", q, self.wk_up, execution), q_rope], axis=-1)
+            q = jnp.concatenate([project("btnh,rnh->btnr", q, self, "wk_up", execution), q_rope], axis=-1)
             k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)  # [B, T, 1, R + rope]
             attend |= {"kv_name": "kv_heads_whole", "value_dim": config.kv_latent_dim}
             out, pages = ctx.attend(q, k, None, positions, pages, layer, **attend)
-            out = project("btnr,rnh->btnh", out, self.wv_up, execution)
+            out = project("btnr,rnh->btnh", out, self, "wv_up", execution)
         else:
             shared = jnp.broadcast_to(
                 k_rope, (*k_rope.shape[:2], config.num_heads, config.rope_dim),
                 out_sharding=act.spec("batch", "whole_seq", "heads", "head_dim"),
             )  # fmt: skip
-            k = jnp.concatenate([project("btr,rnh->btnh", latent, self.wk_up, execution), shared], axis=-1)
-            v = project("btr,rnh->btnh", latent, self.wv_up, execution)
+            k = jnp.concatenate([project("btr,rnh->btnh", latent, self, "wk_up", execution), shared], axis=-1)
+            v = project("btr,rnh->btnh", latent, self, "wv_up", execution)
             q = jnp.concatenate([q, q_rope], axis=-1)
             out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
         stream = act.spec("batch", "seq", "embed")
-        return project("btnh,nhd->btd", out, self.wo, execution, stream), pages
+        return project("btnh,nhd->btd", out, self, "wo", execution, stream), pages
 
     def _queries(self, x, positions, execution: Execution):
         """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""
         if self.config.q_latent_dim:
-            q = self.q_norm(self._down(x, self.wq_down, execution), execution)
-            q = project("btr,rnh->btnh", _whole(q, execution), self.wq_up, execution)
+            q = self.q_norm(self._down(x, "wq_down", execution), execution)
+            q = project("btr,rnh->btnh", _whole(q, execution), self, "wq_up", execution)
         else:
-            q = project("btd,dnh->btnh", _whole(x, execution), self.wq, execution)
+            q = project("btd,dnh->btnh", _whole(x, execution), self, "wq", execution)
         q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
         return q, rope(q_rope, positions, self.config.rope)
 
     def _latents(self, x, positions, execution: Execution):
         """(the normalised latent [B, T, R], the rotated key part that heads share [B, T, 1, rope])."""
         R = self.config.kv_latent_dim
-        both = self._down(x, self.wkv_down, execution)
+        both = self._down(x, "wkv_down", execution)
         latent = self.kv_norm(both[..., :R], execution)
         both = _whole(jnp.concatenate([latent, both[..., R:]], axis=-1), execution)
         return both[..., :R], rope(both[:, :, None, R:], positions, self.config.rope)
 
-    @staticmethod
-    def _down(x, weight, execution: Execution):
+    def _down(self, x, name: str, execution: Execution):
         """On each device's part of the sequence: the latent that is gathered afterwards is narrower than the stream."""
-        return project("btd,dr->btr", x, weight, execution)
+        return project("btd,dr->btr", x, self, name, execution)
 
 
 def _whole(a: jax.Array, execution: Execution) -> jax.Array:

@@ -39,10 +39,10 @@ class Mlp(nnx.Module):
         D, F = embed_dim, config.mlp_dim
         self.config = config
         for name in ("gate", "up") if config.gated else ("up",):
-            setattr(self, name, params((D, F), ("embed", "mlp"), normal(D**-0.5)))
+            params.projection(self, name, (D, F), ("embed", "mlp"), normal(D**-0.5))
             if config.bias:
                 setattr(self, f"{name}_bias", params((F,), ("mlp",), constant(0.0)))
-        self.down = params((F, D), ("mlp", "embed"), normal(out_scale * F**-0.5))
+        params.projection(self, "down", (F, D), ("mlp", "embed"), normal(out_scale * F**-0.5))
         if config.bias:
             self.down_bias = params((D,), ("norm",), constant(0.0))
 
@@ -56,9 +56,9 @@ class Mlp(nnx.Module):
             hidden = gated(self._into(x, "gate", execution), up, self.config.activation)
         else:
             hidden = activate(up, self.config.activation)
-        out = project("btf,fd->btd", hidden, self.down, execution, act.spec("batch", "seq", "embed"))
+        out = project("btf,fd->btd", hidden, self, "down", execution, act.spec("batch", "seq", "embed"))
         return out + in_use(self.down_bias, execution) if self.config.bias else out, {}
 
     def _into(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
-        hidden = project("btd,df->btf", x, getattr(self, name), execution)
+        hidden = project("btd,df->btf", x, self, name, execution)
         return hidden + in_use(getattr(self, f"{name}_bias"), execution) if self.config.bias else hidden

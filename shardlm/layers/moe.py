@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.mlp import Mlp, MlpConfig
-from shardlm.layers.param import Execution, Params, constant, in_use, normal
+from shardlm.layers.param import Execution, Params, constant, in_use, normal, use_weight
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
@@ -80,9 +80,10 @@ class Moe(nnx.Module):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
         self.config = config
         self.router = params((D, E), ("embed", "router"), normal(D**-0.5))
-        self.gate = params((E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5))
-        self.up = params((E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5))
-        self.down = params((E, F, D), ("experts", "mlp", "expert_embed"), normal(out_scale * F**-0.5))
+        for name in ("gate", "up"):
+            params.projection(self, name, (E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5), into=2)
+        out_init = normal(out_scale * F**-0.5)
+        params.projection(self, "down", (E, F, D), ("experts", "mlp", "expert_embed"), out_init, into=2)
         if config.bias:
             self.logit_bias = params((E,), ("router",), constant(0.0))
             self.gate_bias = params((E, F), ("experts", "mlp"), constant(0.0))
@@ -102,12 +103,13 @@ class Moe(nnx.Module):
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
-        held = {"gate": self.gate, "up": self.up, "down": self.down}
+        experts = {name: use_weight(self, name, execution) for name in ("gate", "up", "down")}
         if config.bias:
             routed["logit_bias"] = jax.reshard(self.logit_bias[...], PartitionSpec(None))
-            held |= {"gate_bias": self.gate_bias, "up_bias": self.up_bias, "down_bias": self.down_bias}
-        experts = {name: in_use(param, execution) for name, param in held.items()}
-        specs = {name: execution.rules.use.spec(*param.get_metadata("names")) for name, param in held.items()}
+            biases = ("gate_bias", "up_bias", "down_bias")
+            experts |= {name: in_use(getattr(self, name), execution) for name in biases}
+        use = execution.rules.use
+        specs = {name: use.spec(*getattr(self, name).get_metadata("names")) for name in experts}
         real = jax.reshard(ctx.real, tokens)
         weights = jnp.zeros_like(real, jnp.float32) if ctx.weights is None else jax.reshard(ctx.weights, tokens)
         local = functools.partial(_local, config, self.dispatch(execution), execution)

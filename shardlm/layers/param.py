@@ -1,12 +1,16 @@
-"""Parameters: born sharded and stacked, with the names of their dimensions in their metadata."""
+"""Parameters: born sharded and stacked, with the names of their dimensions in their metadata. Projections by them, as
+they are held (in the compute dtype or in few bits) and as they are adapted (layers/lora.py)."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlm.layers.lora import A, B, LoraConfig
+from shardlm.ops.grouped_weights import BITS, WeightFormat, dequantised, packed_shape, scale_shape
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
 from shardlm.rules import Rules
 
@@ -26,6 +30,8 @@ class Execution:
     grouped_matmul  implementation of the experts' matmuls, resolved (ops/grouped_matmul.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
     microbatches, rounds  of a pipeline (layers/pipeline.py)
+    lora       adapters beside the projections
+    weights    what projections and experts are held in (ops/grouped_weights.py)
     """
 
     rules: Rules
@@ -38,6 +44,8 @@ class Execution:
     unroll: int = 1
     microbatches: int = 1
     rounds: int = 1
+    lora: LoraConfig = LoraConfig()
+    weights: WeightFormat = "dtype"
 
 
 def normal(std: float) -> Initializer:
@@ -58,15 +66,39 @@ def constant(value: float) -> Initializer:
     return init
 
 
+def _zeros(dtype) -> Initializer:
+    return lambda key, shape, spec: jnp.zeros(shape, dtype, out_sharding=spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Makes the parameters of one module: carries the random stream, the rules and the leading stack dimensions."""
+    """Makes the parameters of one module: carries the random stream, the rules, the leading stack dimensions, and what
+    projections are held in and have beside them."""
 
     rngs: nnx.Rngs
     rules: Rules
+    lora: LoraConfig = LoraConfig()
+    weights: WeightFormat = "dtype"
     stack: tuple[int, ...] = ()
 
-    def __call__(self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer) -> nnx.Param:
+    def projection(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
+        """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
+        `project` read it: with its scales where it is held in few bits, and with its adapter where it has one."""
+        if bits := BITS.get(self.weights):
+            packed, scale = packed_shape(shape, into - 1, bits), scale_shape(shape, into - 1, bits)
+            setattr(module, name, self(packed, names, _zeros(jnp.int8), into))
+            divides = scale[into - 1] % self.rules.mesh.size(*self.rules.rest.axes(names[into - 1])) == 0
+            of_scale = names if divides else (*names[: into - 1], "groups", *names[into:])
+            setattr(module, f"{name}_scale", self(scale, of_scale, _zeros(jnp.bfloat16)))
+        else:
+            setattr(module, name, self(shape, names, init, into))
+        if self.lora.adapts(name) and names[0] != "experts":
+            rank, width = self.lora.rank, math.prod(shape[:into])
+            a = self((*shape[:into], rank), (*names[:into], "rank"), normal(width**-0.5))
+            setattr(module, name + A, a)
+            setattr(module, name + B, self((rank, *shape[into:]), ("rank", *names[into:]), constant(0.0)))
+
+    def __call__(self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer, into: int = 0) -> nnx.Param:
         """A float32 parameter [*stack, *shape], at rest where the rules put it.
 
         Its metadata holds `names` of one layer's dimensions and `stack_names`. Raises ShardlmError when the shape
@@ -75,22 +107,59 @@ class Params:
         stack_names = ("layers",) * len(self.stack)
         full = (*self.stack, *shape)
         spec = self.rules.rest.spec(*stack_names, *names, shape=full)
-        return nnx.Param(init(self.rngs.params(), full, spec), names=names, stack_names=stack_names)
+        value = init(self.rngs.params(), full, spec)
+        return nnx.Param(value, names=names, stack_names=stack_names, into=into)
 
 
 def project(
     letters: str,
     x: jax.Array,
-    param: nnx.Param,
+    module: nnx.Module,
+    name: str,
     execution: Execution,
     out_sharding: jax.sharding.PartitionSpec | None = None,
 ) -> jax.Array:
-    """x times a weight, by einsum letters; where the weight's sharded dimension is summed over, `out_sharding` says
-    where the sum goes. Every projection of a block passes here; embedding, router and head do not."""
+    """x times module.`name`, by einsum letters, and its adapter's part; where the weight's sharded dimension is summed
+    over, `out_sharding` says where the sum goes. Every projection of a block passes here; embedding, router, experts
+    and head do not."""
     if execution.matmul == "dtype":
-        return jnp.einsum(letters, x, in_use(param, execution), out_sharding=out_sharding)
-    use = execution.rules.use.spec(*param.get_metadata("names"))
-    return quantized_einsum(letters, x, param[...], execution.matmul, use=use, out_sharding=out_sharding)
+        y = jnp.einsum(letters, x, use_weight(module, name, execution), out_sharding=out_sharding)
+    else:
+        param = getattr(module, name)
+        use = execution.rules.use.spec(*param.get_metadata("names"))
+        y = quantized_einsum(letters, x, param[...], execution.matmul, use=use, out_sharding=out_sharding)
+    return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
+
+
+def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> jax.Array:
+    """alpha / rank * x A B; where latent attention absorbs W into queries, and so sums over its outputs, x B^T A^T. The
+    middle is as narrow as the rank, so a sum over devices happens there."""
+    inputs, y = letters.split("->")
+    xs, ws = inputs.split(",")
+    into = getattr(module, name).get_metadata("into")
+    summed = set(xs) & set(ws) - set(y)
+    factors = [(name + A, ws[:into] + "z"), (name + B, "z" + ws[into:])]
+    (first, of_first), (second, of_second) = factors if summed <= set(ws[:into]) else factors[::-1]
+    middle = "".join(letter for letter in xs if letter not in summed) + "z"
+    split = None
+    if out_sharding is not None:
+        parts = dict(zip(y, out_sharding, strict=True))
+        split = jax.sharding.PartitionSpec(*(parts.get(letter) for letter in middle))
+    narrow = jnp.einsum(f"{xs},{of_first}->{middle}", x, in_use(getattr(module, first), execution), out_sharding=split)
+    narrow = narrow * jnp.asarray(execution.lora.alpha / execution.lora.rank, narrow.dtype)
+    wide = in_use(getattr(module, second), execution)
+    return jnp.einsum(f"{middle},{of_second}->{y}", narrow, wide, out_sharding=out_sharding)
+
+
+def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
+    """One layer's projection in the compute dtype where the layer uses it; what is held in few bits is gathered so."""
+    param = getattr(module, name)
+    if execution.weights == "dtype":
+        return in_use(param, execution)
+    held = (param, getattr(module, f"{name}_scale"))
+    packed, scale = (execution.rules.gather(p[...], *p.get_metadata("names")) for p in held)
+    axis = param.get_metadata("into") - 1
+    return dequantised(packed, scale, axis, BITS[execution.weights], execution.dtype)
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:

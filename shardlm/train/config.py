@@ -6,6 +6,7 @@ from typing import Any, Literal
 from shardlm.checkpoint import CheckpointConfig
 from shardlm.data.config import DataConfig
 from shardlm.errors import ShardlmError
+from shardlm.layers.lora import LoraConfig
 from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
 from shardlm.ops.attention import ContextAttention, Implementation
@@ -163,6 +164,7 @@ class RunConfig:
     attention    "auto", "xla" or "cudnn" (ops/attention.py)
     context_attention  over mesh.context: "auto", "ring" or "ulysses" (ops/attention.py)
     matmul       numbers that projections multiply (ops/quantized_matmul.py)
+    lora         adapters that are trained instead of the weights
     offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
     slow_link    compression of what crosses mesh.data
@@ -182,6 +184,7 @@ class RunConfig:
     attention: Implementation = "auto"
     context_attention: ContextAttention = "auto"
     matmul: Matmul = "dtype"
+    lora: LoraConfig = LoraConfig()
     offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1

@@ -1,6 +1,7 @@
 """Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,17 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardlm import hf_files, weights
+from shardlm import hf_files, peft, weights
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
+from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.opened import DTYPES, load
+from shardlm.opened import DTYPES, Opened, load
 from shardlm.run_files import CHECKPOINTS, save_run_files
+from shardlm.state import is_adapter
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
 from shardlm.train.resume import TEMPLATE
@@ -32,12 +36,21 @@ def to_hf(
     *,
     shard_bytes: int = hf_files.SHARD_BYTES,
     ema: bool = False,
+    merge: bool = False,
 ) -> None:
-    """A run's checkpoint as a folder that `transformers` opens. Raises ShardlmError for a model that Hugging Face has
-    no architecture for, and where `output` exists."""
+    """A checkpoint as a folder that `transformers` opens; of adapters, one that PEFT opens, or with `merge` their sum
+    with the weights that they stand on. Raises ShardlmError for a model that Hugging Face has no architecture for, and
+    where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
     opened = load(checkpoint, ema=ema)
+    if opened.model.execution.lora.rank:
+        if not merge:
+            _adapters_to_hf(opened, pathlib.Path(output))
+            return
+        with jax.set_mesh(opened.mesh):
+            model, params = merged(opened.model, opened.params)
+        opened = dataclasses.replace(opened, model=model, params=params)
     if not hasattr(opened.source, "to_hf"):
         raise ShardlmError(f"a {type(opened.source).__name__} has no architecture on Hugging Face")
     config = {**opened.source.to_hf(), "dtype": dtype}
@@ -59,6 +72,15 @@ def to_hf(
     described = pathlib.Path(output) / "tokenizer_config.json"
     if (opened.folder / "tokenizer.json").exists() and not described.exists():
         described.write_text(json.dumps(_tokenizer_config(opened.folder), indent=2) + "\n")
+
+
+def _adapters_to_hf(opened: Opened, output: pathlib.Path) -> None:
+    adapters = {path: a for path, a in flatten_dict(opened.params).items() if is_adapter(path)}
+    peft.save(output, opened.model, unflatten_dict(adapters), opened.source)
+    for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
+        for folder in (opened.folder, pathlib.Path(opened.source.folder)):
+            if (folder / name).exists() and not (output / name).exists():
+                shutil.copy(folder / name, output)
 
 
 def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:

@@ -24,13 +24,14 @@ class Evaluator:
     data: Prepared
     compiled: jax.stages.Compiled
 
-    def __call__(self, params: Any) -> dict[str, float]:
-        """validation_loss in nats a token, perplexity, and bits_per_byte of the validation text."""
+    def __call__(self, params: Any, frozen: Any = None) -> dict[str, float]:
+        """validation_loss in nats a token, perplexity, and bits_per_byte of the validation text, with these weights of
+        a training state."""
         train, sharding = self.program.config.train, self.program.batch_sharding
         rows = local_rows(sharding, self.program.slots, train.seq_len)
         nll = tokens = 0.0
         for batch in self.batches(rows):
-            sums = self.compiled(params, to_devices(batch, rows, sharding, self.program.slots))
+            sums = self.compiled(params, frozen, to_devices(batch, rows, sharding, self.program.slots))
             nll, tokens = nll + float(sums["nll"]), tokens + float(sums["tokens"])
         return summary(nll / tokens, self.data)
 

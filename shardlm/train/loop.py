@@ -155,7 +155,8 @@ class Run:
             if last or self.checkpoints.due(step):
                 with self.goodput.measure("checkpoint"):
                     metrics = self.validation if evaluates else {}
-                    self.checkpoints.save(step, self.state, self.loader.get_state(), metrics)
+                    saved = dataclasses.replace(self.state, frozen=None)
+                    self.checkpoints.save(step, saved, self.loader.get_state(), metrics)
             if last:
                 break
             if in_flight is None:
@@ -194,10 +195,10 @@ class Run:
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Validation metrics, logged; of the averaged weights too, as validation_loss_ema, where there are any."""
         with self.goodput.measure("evaluation"):
-            values = dict(self.evaluator(state.params))
+            values = dict(self.evaluator(state.params, state.frozen))
             if state.ema is not None:
                 averaged = jax.jit(lambda ema: self.program.model.place(ema, self.program.rules.rest))(state.ema)
-                values["validation_loss_ema"] = self.evaluator(averaged)["validation_loss"]
+                values["validation_loss_ema"] = self.evaluator(averaged, state.frozen)["validation_loss"]
         self.log.write(self.step, values)
         self.say(f"step {self.step}: " + report.describe_validation(values))
         return values

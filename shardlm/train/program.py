@@ -28,6 +28,7 @@ from shardlm.train import offload
 from shardlm.train.batches import slots
 from shardlm.train.check import check_batch, check_matmul, check_model, check_pipeline
 from shardlm.train.config import OffloadConfig, RunConfig
+from shardlm.train.lora import check_lora
 from shardlm.train.replicas import check_replicas, shares
 from shardlm.train.step import StepConfig, make_eval_step
 from shardlm.train.strategy import Step, Strategy
@@ -60,6 +61,7 @@ class Program:
         check_replicas(config, rules)
         check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
         check_matmul(config.matmul, config.precision, mesh.devices.flat[0])
+        check_lora(config)
         offload.check_offload(config.offload, spec, config.local_sgd, mesh.devices.flat[0])
         dtype = COMPUTE_DTYPE[config.precision]
         head_dim = max(block.attention.head_dim for block in shape.blocks())
@@ -76,6 +78,8 @@ class Program:
             unroll=config.unroll,
             microbatches=max(shares(config.train, spec.data)),
             rounds=config.pipeline.laps,
+            lora=config.lora.of_model(any(block.mlp.num_experts for block in shape.blocks())),
+            weights=config.lora.base,
         )
         with jax.set_mesh(mesh):
             model = ModelDef.make(shape, execution)
@@ -105,23 +109,28 @@ class Program:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
         with jax.set_mesh(self.mesh):
-            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
+            shapes = dataclasses.replace(jax.eval_shape(self._make_state, 0), frozen=self.model.frozen_shapes)
+            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
         return offload.at_rest(shapes, self.config.offload, self.mesh)
 
-    def init(self, params: Any = None) -> TrainState:
+    def init(self, params: Any = None, frozen: Any = None) -> TrainState:
         """A new training state of these parameters (donated), or of new ones from config.train.seed, created in its
         shards."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._make_state, donate_argnums=1)(self.config.train.seed, params)
+            state = jax.jit(self._make_state, donate_argnums=1)(self.config.train.seed, params)
+        return dataclasses.replace(state, frozen=frozen)
 
     def pretrained(self) -> Any:
-        """The float32 parameters of the checkpoint that config.model names, each device reading its own; None for a
-        model that begins anew."""
+        """The parameters of the checkpoint that config.model names, each device reading its own: the frozen ones as
+        they are held, or all of them in float32; None for a model that begins anew."""
         if not isinstance(self.config.model, Pretrained):
             return None
         with jax.set_mesh(self.mesh):
-            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes)
-            return weights.load(self.model, Folder.open(self.config.model.folder), shapes, jnp.dtype("float32"))
+            shapes = self.model.shapes
+            if self.model.frozen_shapes is not None:
+                shapes = self.model.frozen_shapes
+            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
+            return weights.load(self.model, Folder.open(self.config.model.folder), shapes)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""
@@ -146,9 +155,10 @@ class Program:
         return self.lower(name).compile(options | self.strategy.programs[name].options)
 
     def lower_eval(self) -> jax.stages.Lowered:
-        """(params, batch) -> sums of the batch's losses."""
+        """(params, frozen, batch) -> sums of the batch's losses."""
         with jax.set_mesh(self.mesh), self._tracing():
-            return jax.jit(make_eval_step(self.model)).lower(self.state_shapes().params, self.batch_shapes())
+            state = self.state_shapes()
+            return jax.jit(make_eval_step(self.model)).lower(state.params, state.frozen, self.batch_shapes())
 
     def schedule(self) -> Schedule:
         """When the stages of the mesh's pipeline run what; one stage where there is no pipeline."""

@@ -17,7 +17,7 @@ from shardlm.generate import Sampling, generate
 from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
 from shardlm.run_files import CHECKPOINTS
-from shardlm.state import TrainState
+from shardlm.state import TrainState, joined
 from shardlm.train.offload import saving
 from shardlm.train.program import Program
 
@@ -63,10 +63,18 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     """The run in a few lines: model, mesh, data, and what changed since its last start."""
     config, model = program.config, program.model
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
+    size = f"{parameters / 1e6:,.1f}M parameters"
+    if config.lora.rank:
+        frozen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.frozen_shapes))
+        size = (
+            f"{parameters / 1e6:,.3f}M parameters in adapters of rank {config.lora.rank}, on {config.model.folder} "
+            f"({frozen / 2**30:,.3f} GiB"
+            + (f", projections in {config.lora.base})" if config.lora.base != "dtype" else ")")
+        )
     train = config.train
     tokens = train.steps * train.global_batch * train.seq_len
     lines = [
-        f"model: {parameters / 1e6:,.1f}M parameters, {config.precision}, attention by {model.execution.attention}"
+        f"model: {size}, {config.precision}, attention by {model.execution.attention}"
         + (f", {config.matmul} matmuls" if config.matmul != "dtype" else ""),
         f"mesh: {program.rules.mesh} over {program.mesh.size} {program.mesh.devices.flat[0].device_kind} devices, "
         f"rules {config.rules}",
@@ -149,7 +157,7 @@ def _sample(run: "Run", state: TrainState) -> str:
     tokenizer, prompt = run.data.tokenizer, run.program.config.train.sample_prompt
     tokens = generate(
         run.program.decoder(),
-        state.params,
+        joined(state.params, state.frozen),
         tokenizer.encode(prompt),
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(temperature=0.8, top_k=40),

@@ -1,5 +1,6 @@
 """The start of a run in a directory: a new state, or the one that an earlier start left there."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -19,7 +20,7 @@ from shardlm.train.program import Program
 
 TEMPLATE = "chat_template.jinja"  # beside the checkpoints, where shardlm/chat.py and transformers look for it
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
-FIXED = ("model.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
+FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
 
 
 def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]:
@@ -52,9 +53,12 @@ def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[
     if checkpoints.latest() is None:
         params = program.pretrained()
         origin = "new weights" if params is None else f"the weights of {program.config.model.folder}"
+        if program.config.lora.rank:
+            return program.init(None, params), 0, f"starting from {origin}, with new adapters"
         return program.init(params), 0, f"starting from {origin}"
-    restored = checkpoints.restore(program.state_shapes())
+    restored = checkpoints.restore(dataclasses.replace(program.state_shapes(), frozen=None))
     loader.set_state(restored.data_state)
+    state = dataclasses.replace(restored.state, frozen=program.pretrained() if program.config.lora.rank else None)
     left = f" (removed what an interrupted save left: {', '.join(checkpoints.removed)})" if checkpoints.removed else ""
     source = checkpoints.directory / str(restored.step)
-    return restored.state, restored.step, f"resuming after step {restored.step} from {source}{left}"
+    return state, restored.step, f"resuming after step {restored.step} from {source}{left}"

@@ -173,11 +173,11 @@ def make_train_step(
     bad_steps and, in fp16, loss_scale.
     """
     rules = model.execution.rules
-    gradient = offload.with_copy(gradient or whole_batch(model, config), model.execution.dtype)
 
     def step(state: TrainState, batch: Batch):
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-        grads, losses, link = gradient(state.params, batch, scale, state.link)
+        found = offload.with_copy(gradient or whole_batch(model.bound(state.frozen), config), model.execution.dtype)
+        grads, losses, link = found(state.params, batch, scale, state.link)
         norm = optax.tree.norm(weight_gradients(grads))
         finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
         if config.clip_norm:
@@ -210,6 +210,7 @@ def make_train_step(
             skipped=state.skipped + ~finite,
             bad_steps=bad_steps,
             link=link,
+            frozen=state.frozen,
         )
         metrics = losses | {"grad_norm": norm, "finite": finite.astype(jnp.float32)} | counts(batch)
         metrics |= {"learning_rate": rate(state.step - state.skipped), "skipped": new.skipped, "bad_steps": bad_steps}
@@ -221,10 +222,11 @@ def make_train_step(
 
 
 def make_eval_step(model: ModelDef):
-    """(params, Batch) -> {"nll": sum over counted tokens, "tokens": their number}, float32 scalars."""
+    """(params, frozen, Batch) -> {"nll": sum over counted tokens, "tokens": their number}, float32 scalars. `frozen` is
+    the training state's."""
 
-    def evaluate(params, batch: Batch):
-        _, parts = loss_sums(model, params, batch, batch["loss_mask"])
+    def evaluate(params, frozen, batch: Batch):
+        _, parts = loss_sums(model.bound(frozen), params, batch, batch["loss_mask"])
         return {"nll": parts["nll"], "tokens": jnp.sum(batch["loss_mask"])}
 
     return evaluate

@@ -40,7 +40,7 @@ class Reference:
         with jax.set_mesh(self.mesh):
             self.model = ModelDef.make(config, Execution(Rules.make("zero3", spec).for_decoding()))
             shapes = jax.tree.map(partial(at_rest, mesh=self.mesh), self.model.shapes)
-            self.params = weights.load(self.model, self.folder, shapes, np.dtype("float32"))
+            self.params = weights.load(self.model, self.folder, shapes)
 
     def names(self, block):
         return registry.names(self.folder.config, self.model.config, block)

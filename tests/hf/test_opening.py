@@ -105,7 +105,7 @@ def test_each_device_reads_its_own_slices(monkeypatch):
     with jax.set_mesh(mesh_of(spec)) as _:
         model = ModelDef.make(registry.transformer(folder.config), Execution(Rules.make("zero3", spec)))
         shapes = jax.tree.map(lambda s: at_rest(s, mesh_of(spec)), model.shapes)
-        weights.load(model, folder, shapes, np.dtype("float32"))
+        weights.load(model, folder, shapes)
     assert max(a.nbytes for a in arrays) == 96 * 32 * 2 / 8  # the embedding, in 16 bits
     matrices = sum(s.dtype.itemsize * np.prod(s.shape) for s in folder.tensors.values() if len(s.shape) == 2)
     assert sum(a.nbytes for a in arrays if a.ndim == 2) == matrices
@@ -140,6 +140,32 @@ def trained_on_chats(home, config):
     exported = run("launch.convert", f"--checkpoint={home}/sft", f"--output={home}/sft_hf")
     assert exported.returncode == 0, exported.stderr
     assert (home / "sft_hf" / "chat_template.jinja").read_text() == (home / "chat.jinja").read_text()
+
+
+def trained_by_adapters(home, config):
+    """The same folder by adapters on int4: a run resumes bit for bit, keeps its adapters only, and is what PEFT's files
+    and the merged folder made of it are."""
+    flags = (f"data.tokenizer={home}/hf", "lora.rank=4", "lora.base=int4", "optim.schedule=constant")
+    flags += ("optim.ema_decay=0.0", "checkpoint.every_steps=2", "train.steps=4")
+    done = tiny_run.train(config, *flags, f"run_dir={home}/lora")
+    assert done.returncode == 0 and "parameters in adapters of rank 4, on " in done.stdout, done.stderr
+    expected = tiny_run.losses(home / "lora")
+    shutil.rmtree(home / "lora" / "checkpoints" / "4")
+    again = tiny_run.train(config, *flags, f"run_dir={home}/lora")
+    assert again.returncode == 0 and "resuming after step 2" in again.stdout, again.stderr
+    assert tiny_run.losses(home / "lora") == expected
+    text = (f"--text={home}/validation.txt", "--seq_len=32", f"--cache_dir={home}/data")
+    scores = []
+    for name, options in (("adapter", ()), ("merged", ("--merge", "--dtype=float32"))):
+        written = run("launch.convert", f"--checkpoint={home}/lora", f"--output={home}/{name}", *options)
+        assert written.returncode == 0, written.stderr
+    for name in ("lora", "merged"):
+        scores.append(run("launch.eval", f"--checkpoint={home}/{name}", *text))
+        assert scores[-1].returncode == 0, scores[-1].stderr
+    one, two = (json.loads(score.stdout)["loss"] for score in scores)
+    assert abs(one - two) < 1e-4
+    opened = shardlm.load(home / "adapter", dtype="float32")
+    assert opened.model.execution.lora.rank == 4 and opened.tokenizer.vocab_size == 300
 
 
 def test_a_folder_is_trained_further_and_written_back(tmp_path):
@@ -178,6 +204,7 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     done = tiny_run.train(further, *flags)
     assert done.returncode == 0 and f"starting from the weights of {tmp_path}/hf" in done.stdout, done.stderr
     trained_on_chats(tmp_path, further)
+    trained_by_adapters(tmp_path, further)
     shutil.rmtree(tmp_path / "hf")  # a run outlives the folder it began from
     assert not np.array_equal(logits_of(shardlm.load(tmp_path / "more", dtype="float32"), tokens), before)
     again = tiny_run.train(further, *flags[:1], "train.steps=6", *flags[2:])

@@ -1,0 +1,53 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): which weights have one. What they do to a projection is
+layers/param.py's."""
+
+import dataclasses
+from typing import get_args
+
+from shardlm.errors import ShardlmError
+from shardlm.ops.grouped_weights import WeightFormat
+
+MLP = ("gate", "up", "down")
+TARGETS = (
+    *("wq", "wk", "wv", "wo", *MLP),
+    *("wq_down", "wq_up", "wkv_down", "wk_up", "wv_up"),  # of latent attention
+)
+A, B = "_lora_a", "_lora_b"  # after the weight's name: [inputs, rank] and [rank, outputs]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """A projection x W becomes x W + alpha / rank * x A B, of which A and B alone are trained.
+
+    rank     of A and B; 0: no adapters, all weights are trained
+    targets  weights that have adapters, by their names in layers/; (): all projections of attention and, of models
+             without experts, of MLPs. Routed experts have none
+    base     what the frozen weights of blocks' projections and experts are held in: the compute dtype, int8, or int4
+             (QLoRA, https://arxiv.org/abs/2305.14314)
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()
+    base: WeightFormat = "dtype"
+
+    def __post_init__(self):
+        if self.rank < 0 or self.alpha <= 0:
+            raise ShardlmError(f"lora.rank={self.rank}, alpha={self.alpha}: a rank is at least 0 and alpha positive")
+        if unknown := [name for name in self.targets if name not in TARGETS]:
+            raise ShardlmError(f"lora.targets: {unknown[0]!r} is no projection; choose from {', '.join(TARGETS)}")
+        if self.base not in get_args(WeightFormat):
+            raise ShardlmError(f"lora.base={self.base!r}; choose from {', '.join(get_args(WeightFormat))}")
+        if not self.rank and self.base != "dtype":
+            raise ShardlmError(f"lora.base={self.base} without lora.rank: integers cannot be trained; set lora.rank")
+
+    def of_model(self, experts: bool) -> "LoraConfig":
+        """With the targets that () stands for in a model with or without experts."""
+        if not self.rank or self.targets:
+            return self
+        targets = tuple(name for name in TARGETS if not (experts and name in MLP))
+        return dataclasses.replace(self, targets=targets)
+
+    def adapts(self, name: str) -> bool:
+        """Whether this weight has an adapter."""
+        return bool(self.rank) and name in self.targets

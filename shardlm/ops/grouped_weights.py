@@ -1,0 +1,65 @@
+"""Weights in few bits: symmetric integers in groups along the dimension that is summed over, a scale for each group
+(https://arxiv.org/abs/2305.14314 keeps a frozen base so; https://arxiv.org/abs/2210.17323, section 5, groups).
+
+A group is GROUP elements, or the largest part of the dimension from 16 to that, or all of it. It depends on the weight
+alone, so that a weight has the same values on every mesh. Two 4-bit integers share a byte: the first half of a group is
+in the low bits.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from shardlm.errors import ShardlmError
+
+WeightFormat = Literal["dtype", "int8", "int4"]
+"""What weights are held in that no step changes: the compute dtype, or integers of 8 or 4 bits."""
+BITS = {"int8": 8, "int4": 4}
+GROUP = 64
+SCALE = ml_dtypes.bfloat16
+
+
+def group_of(size: int, bits: int) -> int:
+    """Elements that share a scale, of a dimension of `size`. Raises ShardlmError where 4 bits have no pairs."""
+    group = max((g for g in range(16, min(size, GROUP) + 1) if size % g == 0), default=size)
+    if bits == 4 and group % 2:
+        raise ShardlmError(f"a weight's dimension of {size} has no groups of even size for int4; hold it in int8")
+    return group
+
+
+def packed_shape(shape: tuple[int, ...], axis: int, bits: int) -> tuple[int, ...]:
+    """Of the bytes of a weight [*shape]."""
+    return (*shape[:axis], shape[axis] * bits // 8, *shape[axis + 1 :])
+
+
+def scale_shape(shape: tuple[int, ...], axis: int, bits: int) -> tuple[int, ...]:
+    """Of the scales of a weight [*shape]."""
+    return (*shape[:axis], shape[axis] // group_of(shape[axis], bits), *shape[axis + 1 :])
+
+
+def quantised(w: np.ndarray, axis: int, group: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes int8, scales bfloat16) of a weight or of whole groups of it, on the host. Integers are rounded against the
+    scale as it is stored, so that its own rounding adds no error."""
+    limit = 2 ** (bits - 1) - 1
+    split = w.reshape(*w.shape[:axis], -1, group, *w.shape[axis + 1 :]).astype(np.float32)
+    scale = (np.abs(split).max(axis + 1) / limit).astype(SCALE)
+    step = np.where(scale == 0, 1, scale).astype(np.float32)
+    integers = np.clip(np.rint(split / np.expand_dims(step, axis + 1)), -limit, limit).astype(np.int8)
+    if bits == 4:
+        low, high = np.split(integers, 2, axis=axis + 1)
+        integers = (low & 15) | (high << 4)
+    return integers.reshape(*w.shape[:axis], -1, *w.shape[axis + 1 :]), scale
+
+
+def dequantised(packed: jax.Array, scale: jax.Array, axis: int, bits: int, dtype: jnp.dtype) -> jax.Array:
+    """The weight in `dtype`: `packed` int8 and `scale` as `quantised` makes them, `axis` whole on each device."""
+    integers = packed.reshape(*scale.shape[: axis + 1], -1, *scale.shape[axis + 1 :])
+    if bits == 4:
+        low = jax.lax.shift_right_arithmetic(jax.lax.shift_left(integers, jnp.int8(4)), jnp.int8(4))
+        high = jax.lax.shift_right_arithmetic(integers, jnp.int8(4))
+        integers = jnp.concatenate([low, high], axis=axis + 1)
+    w = integers.astype(dtype) * jnp.expand_dims(scale.astype(dtype), axis + 1)
+    return w.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])

@@ -1,0 +1,115 @@
+"""Adapters of PEFT: what PEFT computes with them, merged too, and written back. The references are adapters that PEFT
+saved, with what it computed (make_adapters.py)."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import shardlm
+from shardlm import hf_files, peft
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import Packed
+from shardlm.merge import merged
+from shardlm.mesh import MeshSpec
+from shardlm.ops.grouped_weights import dequantised, group_of, quantised
+from shardlm.state import is_adapter
+from shardlm.train.convert import to_hf
+
+HERE = pathlib.Path(__file__).parent
+NAMES = sorted(path.name for path in (HERE / "adapters").iterdir())
+
+
+@pytest.fixture(autouse=True)
+def _at_root(monkeypatch):
+    """adapter_config.json names its base from there."""
+    monkeypatch.chdir(HERE.parent.parent)
+
+
+def logits_of(model, params, tokens):
+    lm = model.model(params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _, _ = lm(tokens, positions, Packed(jnp.ones_like(tokens), model.execution.rules))
+    return lm.logits(hidden)
+
+
+def run(model, params, tokens):
+    return np.asarray(jax.jit(lambda p: logits_of(model, p, tokens))(params))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
+    folder = HERE / "adapters" / name
+    mesh = MeshSpec(tensor=2) if name in ("llama", "deepseek_v2") else MeshSpec()
+    opened = shardlm.load(folder, mesh=mesh, dtype="float32", decoding=True, length=24)
+    expected = hf_files.header(folder / "expected.safetensors.reference")["logits"].read(...)
+    base = hf_files.header(HERE / "references" / name / "expected.safetensors.reference")
+    tokens = base["tokens"].read(...)
+    with jax.set_mesh(opened.mesh):
+        found = run(opened.model, opened.params, tokens)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert np.abs(expected - base["logits"].read(...)).max() > 0.1  # the adapters do something
+        plain, params = merged(opened.model, opened.params)
+        np.testing.assert_allclose(run(plain, params, tokens), expected, atol=1e-4)
+
+        adapters = unflatten_dict({p: a for p, a in flatten_dict(opened.params).items() if is_adapter(p)})
+        peft.save(tmp_path / "written", opened.model, adapters, opened.source)
+        again = shardlm.load(tmp_path / "written", mesh=mesh, dtype="float32", decoding=True, length=24)
+        np.testing.assert_allclose(run(again.model, again.params, tokens), expected, atol=1e-4)
+    with pytest.raises(ShardlmError, match="exists; choose another"):
+        peft.save(tmp_path / "written", opened.model, adapters, opened.source)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True, which is not supported"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'; supported: 'LORA'"),
+        ({"init_lora_weights": "pissa"}, "changes the base too"),
+        ({"base_model_name_or_path": None}, "no base_model_name_or_path"),
+        ({"base_model_name_or_path": "nowhere"}, "there is no folder nowhere"),
+        (
+            {"base_model_name_or_path": "tests/hf/references/gemma3"},
+            r"lora_B.weight is \[16, 4\] and the model needs \[24, 4\]",
+        ),
+        ({"base_model_name_or_path": "tests/hf/references/phi3"}, "adapts mlp.gate_proj"),
+    ],
+)
+def test_refusals(change, message, tmp_path):
+    folder = shutil.copytree(HERE / "adapters" / "llama", tmp_path / "adapter")
+    config = json.loads((folder / peft.CONFIG).read_text())
+    (folder / peft.CONFIG).write_text(json.dumps(config | change))
+    with pytest.raises(ShardlmError, match=message):
+        shardlm.load(folder, dtype="float32")
+
+
+@pytest.mark.parametrize(("bits", "worst"), [(8, 1 / 127), (4, 1 / 7)])
+def test_weights_in_few_bits(bits, worst):
+    """Each element is within half a step of its group's largest, and the unpacking inverts the packing."""
+    w = np.random.default_rng(0).normal(size=(3, 192, 5)).astype(np.float32)
+    group = group_of(192, bits)
+    packed, scale = quantised(w, 1, group, bits)
+    assert packed.nbytes * 8 == w.size * bits and group == 64
+    back = np.asarray(dequantised(jnp.asarray(packed), jnp.asarray(scale), 1, bits, jnp.float32))
+    largest = np.repeat(np.abs(w.reshape(3, 3, 64, 5)).max(2), 64, axis=1)
+    error = np.abs(back - w) / largest
+    assert error.max() < worst * 0.51 + 2**-8 and error.max() > worst / 4  # 2**-8: the scale's own rounding
+    again = quantised(back, 1, group, bits)
+    assert (again[0] == packed).all()
+    with pytest.raises(ShardlmError, match="no groups of even size"):
+        group_of(15, 4)
+
+
+def test_a_merged_folder_is_what_was_adapted(tmp_path):
+    folder = HERE / "adapters" / "llama"
+    to_hf(folder, tmp_path / "merged", "float32", merge=True)
+    opened = shardlm.load(tmp_path / "merged", decoding=True)
+    tokens = hf_files.header(HERE / "references/llama/expected.safetensors.reference")["tokens"].read(...)
+    expected = hf_files.header(folder / "expected.safetensors.reference")["logits"].read(...)
+    with jax.set_mesh(opened.mesh):
+        np.testing.assert_allclose(run(opened.model, opened.params, tokens), expected, atol=1e-4)
