@@ -63,7 +63,8 @@ def test_what_is_sent_is_the_text_cut_at_the_first_stop(
         assert text.startswith(sent)  # nothing is ever sent that would have to be taken back
         # Nothing is held back needlessly: what is missing of complete text is the beginning of a stop string.
         missing = "".join(detokenizer.pieces).removeprefix(sent)
-        assert detokenizer.stopped or not missing or any(s.startswith(missing) and s != missing for s in stops)
+        begins = not include_stop and any(s.startswith(missing) and s != missing for s in stops)
+        assert detokenizer.stopped or not missing or begins
     sent += detokenizer.finish()
     assert (sent, detokenizer.stopped, detokenizer.num_tokens) == (text, stop, kept)
     assert len(detokenizer.pieces) == kept and "".join(detokenizer.pieces).startswith(text)
@@ -100,6 +101,11 @@ def test_text_that_may_become_a_stop_string_waits():
     detokenizer = Detokenizer(TOKENIZER, stop=["aab", "ba"])
     assert [detokenizer.push([token]) for token in tokens_of("aaa a")] == ["", "", "a", "aa ", ""]
     assert detokenizer.finish() == "a"
+
+
+def test_a_stop_string_may_begin_inside_one_that_was_too_early():
+    detokenizer = Detokenizer(TOKENIZER, stop=["aa"], min_tokens=2)
+    assert (detokenizer.push(tokens_of("aaab")), detokenizer.stopped, detokenizer.num_tokens) == ("a", "aa", 3)
 
 
 def test_special_tokens_and_incomplete_characters():
