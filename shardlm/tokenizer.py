@@ -80,6 +80,10 @@ class Tokenizer:
         """
         write_atomically(Path(path), self._backend.to_str(pretty=True).encode())
 
+    def to_json(self) -> str:
+        """What `save` writes, on one line."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, nothing added at either end.
 
