@@ -124,7 +124,8 @@ def test_a_grammar_that_grows_too_complex_ends_its_row_alone():
     for _ in range(30):
         if failed := COMPILER.fill(masks, [(0, monster), (1, other)]):
             break
-        monster.consume(letter), other.consume(letter)
+        for grammar in (monster, other):
+            grammar.consume(letter)
     assert list(failed) == [0] and "too many" in failed[0]
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").astype(bool)
     assert np.flatnonzero(bits[0]).tolist() == [STOP] and bits[1, letter[0]]
