@@ -230,11 +230,12 @@ def test_search_and_sum():
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(5, 3001)) * np.exp(rng.normal(0, 8, (5, 3001)))).astype(np.float32)
     x[:, :3] = 0.0, np.inf, -np.inf
-    keys, k = sortable(jnp.asarray(x)), jnp.array([1, 2, 77, 3001, 3002])
-    found = jax.jit(lambda keys: largest_threshold(keys, lambda m: m.sum(-1, dtype=jnp.int32), k))(keys)
-    ordered = -np.sort(-x, axis=-1)
-    assert found.tolist() == [*(int(sortable(jnp.float32(ordered[i, n - 1]))) for i, n in enumerate(k[:4])), 0]
+    k = jnp.array([1, 2, 77, 3001, 3002])
+    found = jax.jit(lambda x: largest_threshold(sortable(x), lambda m: m.sum(-1, dtype=jnp.int32), k))(x)
+    keys = np.sort(jax.jit(sortable)(x), axis=-1)[:, ::-1]
+    np.testing.assert_array_equal(keys, jax.jit(sortable)(-np.sort(-x, axis=-1)))
+    assert found.tolist() == [*(keys[row, n - 1] for row, n in enumerate(k[:4])), 0]
     finite = x[:, 3:]
     exact = finite.astype(np.float64).sum(-1)
     # 18 levels of rounding at most, each half a unit of the magnitudes summed.
-    np.testing.assert_allclose(ordered_sum(jnp.asarray(finite)), exact, atol=18 * 6e-8 * np.abs(finite).sum(-1).max())
+    np.testing.assert_allclose(jax.jit(ordered_sum)(finite), exact, atol=18 * 6e-8 * np.abs(finite).sum(-1).max())
