@@ -80,6 +80,10 @@ class Tokenizer:
         """
         write_atomically(Path(path), self._backend.to_str(pretty=True).encode())
 
+    def to_json(self) -> str:
+        """What `save` writes, on one line."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, nothing added at either end.
 
@@ -146,7 +150,9 @@ class Tokenizer:
 class DecodeStream:
     """Text of ids that arrive one at a time; the pieces concatenate to the text of the whole.
 
-    A piece is empty while a character is incomplete: `decode` of single ids would give U+FFFD there.
+    A piece is empty while a character is incomplete: `decode` of single ids would give U+FFFD there. Tokenizers
+    that fall back to bytes (Llama 2, Gemma) spoil valid bytes in `decode` when invalid ones follow; a stream keeps
+    what it gave.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skip_special: bool):
@@ -158,7 +164,13 @@ class DecodeStream:
     def step(self, token: int) -> str:
         """The text that became complete with `token`."""
         self._pending.append(token)
-        if (piece := self._stream.step(self._backend, token)) is None:
+        try:
+            piece = self._stream.step(self._backend, token)
+        except Exception:  # "Invalid prefix": the token changed text that was given already; begin anew after that text
+            self._stream = decoders.DecodeStream(skip_special_tokens=self._skip_special)
+            pending, self._pending = self._pending, []
+            return "".join(self.step(one) for one in pending)
+        if piece is None:
             return ""
         self._pending.clear()
         return piece

@@ -1,8 +1,10 @@
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from shardlm.errors import ShardlmError
 from shardlm.tokenizer import Tokenizer, train_bpe
@@ -58,6 +60,34 @@ def test_a_stream_cut_inside_a_character_shows_what_decode_shows():
     stream = TOKENIZER.stream()
     assert "".join(stream.step(token) for token in ids) + stream.finish() == TOKENIZER.decode(ids) == "a\ufffd"
     assert stream.finish() == ""
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2 and Gemma: words, and tokens of one byte for what is in no word."""
+    vocab = {token: i for i, token in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁the", "日"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer(backend)
+
+
+def test_a_stream_goes_on_when_invalid_bytes_spoil_valid_ones():
+    tokenizer = byte_fallback_tokenizer()
+    ids = [1 + ord("A"), 1 + 0xE6, 258, 1 + ord("\n"), 259]
+    assert tokenizer.decode(ids) == "\ufffd\ufffd the\n日"  # "A" is gone
+    stream = tokenizer.stream()
+    assert [stream.step(token) for token in ids] == ["A", "", "\ufffd the", "\n", "日"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 259) | st.sampled_from([1 + b for b in "é日🙂".encode()] + [257, 258, 259])))
+def test_streams_of_arbitrary_bytes_lose_no_word(ids):
+    tokenizer = byte_fallback_tokenizer()
+    stream = tokenizer.stream()
+    text = "".join(stream.step(token) for token in ids) + stream.finish()
+    assert text.count("日") >= ids.count(259) and text.count("the") >= ids.count(258)
+    if "\ufffd" not in tokenizer.decode(ids):
+        assert text == tokenizer.decode(ids)
 
 
 def test_special_tokens_are_read_in_prompts_and_spelt_out_in_documents():

@@ -1,0 +1,1 @@
+"""Serving: requests, scheduling, the engine and its HTTP interface."""

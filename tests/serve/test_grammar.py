@@ -1,0 +1,167 @@
+"""What is sampled under a grammar's masks satisfies the grammar."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from shardlm.errors import ShardlmError
+from shardlm.ops.batch_sampling import RowSettings, sample_rows
+from shardlm.serve.grammar import ANY_OBJECT, GrammarCompiler
+from shardlm.tokenizer import train_bpe
+
+TOKENIZER = train_bpe(['{"name": "ab", "age": 12, "tags": ["x", "y"]}\n true né日🙂'] * 8, 300)
+STOP = TOKENIZER.end_of_document_id
+VOCAB = TOKENIZER.vocab_size + 30  # a model's embedding is often larger
+COMPILER = GrammarCompiler(TOKENIZER, VOCAB, [STOP])
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "age": {"type": "integer", "minimum": 7, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["x", "né", None]}, "minItems": 1, "maxItems": 3},
+        "ok": {"$ref": "#/$defs/flag"},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "boolean"}},
+}
+CHOICES = ["né🙂", 'b\n"\\', "ab", "abc"]
+LARK = 'start: sum\nsum: term ("+" term)*\nterm: /[0-9]{1,3}/ | "(" sum ")"'
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        {"name", "age", "tags"} <= set(value) <= {"name", "age", "tags", "ok"}
+        and (isinstance(value["name"], str) and 1 <= len(value["name"]) <= 6)
+        and (type(value["age"]) is int and 7 <= value["age"] <= 130)
+        and (1 <= len(value["tags"]) <= 3 and all(tag in ("x", "né", None) for tag in value["tags"]))
+        and isinstance(value.get("ok", True), bool)
+    )
+
+
+def is_sum(text: str) -> bool:
+    while (shorter := re.sub(r"\((\d{1,3}\+?)+(?<!\+)\)", "1", text)) != text:
+        text = shorter
+    return bool(re.fullmatch(r"\d{1,3}(\+\d{1,3})*", text))
+
+
+CASES = [
+    ("json_schema", PERSON, is_person),
+    ("json_schema", json.dumps(PERSON), is_person),
+    ("json_schema", ANY_OBJECT, lambda text: isinstance(json.loads(text), dict)),
+    ("regex", "[a-c]{2,5}(日|🙂)x?", lambda text: bool(re.fullmatch("[a-c]{2,5}(日|🙂)x?", text))),
+    ("choice", CHOICES, lambda text: text in CHOICES),
+    ("lark", LARK, is_sum),
+]
+
+
+def test_random_tokens_under_the_masks_make_texts_that_satisfy_their_grammars():
+    rows, rng = 8 * len(CASES), np.random.default_rng(0)
+    grammars = [COMPILER.compile(*CASES[row % len(CASES)][:2]) for row in range(rows)]
+    grammars[: len(CASES)] = [grammar.copy() for grammar in grammars[: len(CASES)]]
+    replies: list[list[int]] = [[] for _ in range(rows)]
+    settings, masks, sample = RowSettings.defaults(rows), COMPILER.masks(rows), jax.jit(sample_rows)
+    settings.temperature[:] = 1
+    logits = rng.normal(0, 1, (rows, VOCAB)).astype(np.float32)
+    logits[:, [TOKENIZER.encode(end)[0] for end in '"}])']] += 3  # or texts become long
+    logits[:, STOP] += 3
+    running = set(range(rows))
+    for step in range(600):
+        assert COMPILER.fill(masks, [(row, grammars[row]) for row in running]) == {}
+        settings.position[:] = step
+        token = np.asarray(sample(logits, settings, allowed=masks).token)
+        for row in list(running):
+            assert (token[row] == STOP) <= grammars[row].may_stop
+            grammars[row].consume([token[row]])
+            if token[row] == STOP or grammars[row].complete:
+                running.remove(row)
+            if token[row] != STOP:
+                replies[row].append(int(token[row]))
+        if not running:
+            break
+    assert len(running) < rows / 8  # a few nest deeper and deeper
+    texts = {row: TOKENIZER.decode(replies[row]) for row in set(range(rows)) - running}
+    for row, text in texts.items():
+        assert CASES[row % len(CASES)][2](text), (CASES[row % len(CASES)][0], text)
+    assert len(set(texts.values())) > rows / 2
+
+
+def test_masks_allow_what_continues_the_text_and_nothing_else():
+    grammar, other = COMPILER.compile("regex", "ab?"), COMPILER.compile("choice", ["x"])
+    masks = COMPILER.masks(3)
+    COMPILER.fill(masks, [(2, grammar), (0, other)])
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").astype(bool)
+    assert bits[1].all()
+    allowed = [{TOKENIZER.decode([token], skip_special=False) for token in np.flatnonzero(bits[row])} for row in (0, 2)]
+    assert allowed == [{"x"}, {"a", "ab"}]
+    grammar.consume(TOKENIZER.encode("a"))
+    assert grammar.may_stop and not grammar.complete
+    again = grammar.copy()
+    grammar.consume(TOKENIZER.encode("b"))
+    assert grammar.complete and not again.complete
+    COMPILER.fill(masks, [(0, grammar)])
+    bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [STOP]
+    again.consume([STOP])
+
+
+def test_white_space_in_json_ends():
+    grammar = COMPILER.compile("json_schema", ANY_OBJECT)
+    space = TOKENIZER.encode(" ")
+    grammar.consume([*TOKENIZER.encode("{"), *space * 40])
+    with pytest.raises(ShardlmError, match=r"tokens \[.*\] do not continue the reply's grammar: .*Sample under"):
+        grammar.consume(space)
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_row_alone():
+    monster, other = COMPILER.compile("regex", "(?:(?:(?:x{0,999}){0,999}){0,999})"), COMPILER.compile("regex", "x+")
+    masks, letter = COMPILER.masks(2), TOKENIZER.encode("x")
+    for _ in range(30):
+        if failed := COMPILER.fill(masks, [(0, monster), (1, other)]):
+            break
+        for grammar in (monster, other):
+            grammar.consume(letter)
+    assert list(failed) == [0] and "too many" in failed[0]
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").astype(bool)
+    assert np.flatnonzero(bits[0]).tolist() == [STOP] and bits[1, letter[0]]
+
+
+def test_many_choices_are_one_automaton():
+    grammar = COMPILER.compile("choice", [f"x{i}" for i in range(20_000)])
+    grammar.consume(TOKENIZER.encode("x19999"))
+    assert grammar.complete
+
+
+@pytest.mark.parametrize(
+    "kind,source,problem",
+    [
+        ("json_schema", '{"type": "object"', "EOF while parsing"),
+        ("json_schema", {"type": "objec"}, "Invalid type: objec"),
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"$ref": "#/$defs/none"}, "does not exist"),
+        ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+        ("json_schema", [], "Expecting object"),
+        ("regex", "a(b", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("choice", [], "one string or more"),
+        ("choice", ["a", 1], "one string or more"),
+        ("choice", "ab", "one string or more"),
+        ("lark", "start: x", "unknown name"),
+        ("lark", {"start": "x"}, "a lark is a string"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(kind, source, problem):
+    with pytest.raises(ShardlmError, match=rf"the {kind} .*cannot be compiled: .*{problem}.*Correct it") as refused:
+        COMPILER.compile(kind, source)
+    assert len(str(refused.value)) < 700
+
+
+@pytest.mark.parametrize("vocab,stop_ids", [(100, [STOP]), (VOCAB, [])])
+def test_a_tokenizer_that_does_not_fit_is_refused(vocab, stop_ids):
+    with pytest.raises(ShardlmError, match=rf"at most vocab_size={vocab} ids.*at least one stop token.*own tokenizer"):
+        GrammarCompiler(TOKENIZER, vocab, stop_ids)
