@@ -34,6 +34,10 @@ class BlockFp8:
     def shape(self) -> tuple[int, ...]:
         return self.numbers.shape
 
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.factors.nbytes
+
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         numbers = self.numbers.read(index)
         if index is Ellipsis:
@@ -62,6 +66,10 @@ class Mxfp4:
     def shape(self) -> tuple[int, ...]:
         E, O, G, _ = self.blocks.shape
         return E, G * GROUP, O
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         experts, inner, outer = (slice(None),) * 3 if index is Ellipsis else index

@@ -3,6 +3,7 @@ called is the architectures' business (models/naming.py), what files hold hf_fil
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -63,8 +64,15 @@ def leaves(config: TransformerConfig, shapes: Tree, names: Callable[[BlockConfig
     return found
 
 
-def load(model: ModelDef, folder: Folder, shapes: Tree, dtype: np.dtype) -> Tree:
+def load(
+    model: ModelDef,
+    folder: Folder,
+    shapes: Tree,
+    dtype: np.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tree:
     """The parameters of a checkpoint, in `dtype`, at rest where `shapes` (with shardings on real devices) says.
+    `progress` is called with (bytes read, bytes to read) of the files.
 
     Raises ShardlmError for tensors that are missing, left over or of another shape, all named.
     """
@@ -72,7 +80,8 @@ def load(model: ModelDef, folder: Folder, shapes: Tree, dtype: np.dtype) -> Tree
     named = leaves(model.config, shapes, lambda block: registry.names(folder.config, model.config, block))
     _check(model.config, named, shapes, stored)
     flat, structure = jax.tree_util.tree_flatten(shapes)
-    made = [_array(leaf, shape, stored, dtype) for leaf, shape in zip(named, flat, strict=True)]
+    reader = _Reader(stored, dtype, progress, sum(_bytes(stored, *each) for each in zip(named, flat, strict=True)))
+    made = [reader.array(leaf, shape) for leaf, shape in zip(named, flat, strict=True)]
     return jax.tree_util.tree_unflatten(structure, made)
 
 
@@ -146,35 +155,71 @@ def _without_experts(tensor: Tensor) -> Tensor:
     return dataclasses.replace(tensor, layout=f"{theirs}->{ours.replace('E ', '', 1)}")
 
 
-def _array(leaf: Leaf, shape: jax.ShapeDtypeStruct, stored: Mapping[str, Stored], dtype: np.dtype) -> jax.Array:
-    """One parameter, read and sent device by device: the host holds one device's slice at a time. Devices that follow
-    each other and hold the same share one reading."""
-    made, last, on_host = [], None, None
+def _holders(shape: jax.ShapeDtypeStruct) -> list[tuple[tuple[slice, ...], list[jax.Device]]]:
+    """The different slices of an array on this process's devices, each with the devices that hold it."""
+    found: dict[str, tuple] = {}
     for device, index in shape.sharding.addressable_devices_indices_map(shape.shape).items():
-        if index != last:
-            last, on_host = index, _slice(leaf, shape.shape, index, stored, dtype)
-        made.append(jax.device_put(on_host, device).block_until_ready())
-    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, made)
+        found.setdefault(str(index), (index, []))[1].append(device)
+    return list(found.values())
 
 
-def _slice(leaf: Leaf, shape, index: tuple[slice, ...], stored: Mapping[str, Stored], dtype: np.dtype) -> np.ndarray:
-    if not leaf.layers:
-        return _one_layer(leaf.tensor, 0, shape, index, stored, dtype)
-    layers = leaf.layers[index[0]]
-    out = None
-    for place, layer in enumerate(layers):
-        one = _one_layer(leaf.tensor, layer, shape[1:], index[1:], stored, dtype)
-        out = np.empty((len(layers), *one.shape), dtype) if out is None else out
-        out[place] = one
-    return out
+def _bytes(stored: Mapping[str, Stored], leaf: Leaf, shape: jax.ShapeDtypeStruct) -> float:
+    """Bytes of the files that the slices of a parameter take."""
+    sizes = ([len(range(n)[part]) for part, n in zip(index, shape.shape, strict=True)] for index, _ in _holders(shape))
+    return sum(map(math.prod, sizes)) * _each(stored, leaf)
 
 
-def _one_layer(tensor: Tensor, layer: int, shape, index, stored: Mapping[str, Stored], dtype) -> np.ndarray:
-    if not tensor.per_expert():
-        return read(tensor, shape, index, stored[tensor.name.format(layer=layer)].read).astype(dtype)
-    plain, experts = _without_experts(tensor), range(*index[0].indices(shape[0]))
-    read_one = (stored[tensor.name.format(layer=layer, expert=expert)].read for expert in experts)
-    return np.stack([read(plain, shape[1:], index[1:], fetch).astype(dtype) for fetch in read_one])
+def _each(stored: Mapping[str, Stored], leaf: Leaf) -> float:
+    """Bytes of the files for one number, those of its scale included."""
+    layer = leaf.layers[0] if leaf.layers else 0
+    one = stored[leaf.tensor.name.format(layer=layer, expert=0)]
+    return one.nbytes / math.prod(one.shape)
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Reads parameters slice by slice, and tells how many bytes of the files are done."""
+
+    stored: Mapping[str, Stored]
+    dtype: np.dtype
+    progress: Callable[[int, int], None]
+    total: float
+    done: float = 0.0
+
+    def array(self, leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        """One parameter: the host holds one slice at a time, and devices that hold the same share one reading."""
+        made = {}
+        for index, devices in _holders(shape):
+            on_host = self._slice(leaf, shape.shape, index)
+            made |= {device: jax.device_put(on_host, device).block_until_ready() for device in devices}
+            del on_host  # before the next one is read
+        ordered = [made[device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
+        return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
+
+    def _slice(self, leaf: Leaf, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        if not leaf.layers:
+            return self._layer(leaf, 0, shape, index)
+        layers = leaf.layers[index[0]]
+        out = None
+        for place, layer in enumerate(layers):
+            one = self._layer(leaf, layer, shape[1:], index[1:])
+            out = np.empty((len(layers), *one.shape), self.dtype) if out is None else out
+            out[place] = one
+        return out
+
+    def _layer(self, leaf: Leaf, layer: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        tensor, plain = leaf.tensor, _without_experts(leaf.tensor)
+        if tensor.per_expert():
+            found = []
+            for expert in range(*index[0].indices(shape[0])):
+                fetch = self.stored[tensor.name.format(layer=layer, expert=expert)].read
+                found.append(read(plain, shape[1:], index[1:], fetch).astype(self.dtype))
+            one = np.stack(found)
+        else:
+            one = read(tensor, shape, index, self.stored[tensor.name.format(layer=layer)].read).astype(self.dtype)
+        self.done += one.size * _each(self.stored, leaf)
+        self.progress(round(self.done), round(self.total))
+        return one
 
 
 def planned(

@@ -1,10 +1,13 @@
 """Opening and converting as a user does: `shardlm.load`, `launch.convert`, fine-tuning a folder, and the refusals."""
 
 import json
+import math
+import mmap
 import pathlib
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -94,21 +97,63 @@ def test_what_is_not_there_is_said(tmp_path):
         shardlm.load(REFERENCES / "llama", dtype="int3")
 
 
-def test_each_device_reads_its_own_slices(monkeypatch):
-    """By accounting: with fsdp=8 the largest array on the host is an eighth of the largest tensor, and together the
-    devices read what is in the files once, but for what is whole on every device."""
-    arrays = []
-    read = hf_files.Stored.read
-    monkeypatch.setattr(hf_files.Stored, "read", lambda self, index: arrays.append(read(self, index)) or arrays[-1])
-    folder = hf_files.Folder.open(REFERENCES / "llama")
-    spec = MeshSpec(fsdp=8)
-    with jax.set_mesh(mesh_of(spec)) as _:
-        model = ModelDef.make(registry.transformer(folder.config), Execution(Rules.make("zero3", spec)))
-        shapes = jax.tree.map(lambda s: at_rest(s, mesh_of(spec)), model.shapes)
-        weights.load(model, folder, shapes, np.dtype("float32"))
-    assert max(a.nbytes for a in arrays) == 96 * 32 * 2 / 8  # the embedding, in 16 bits
-    matrices = sum(s.dtype.itemsize * np.prod(s.shape) for s in folder.tensors.values() if len(s.shape) == 2)
-    assert sum(a.nbytes for a in arrays if a.ndim == 2) == matrices
+def shaped_like_70b(path):
+    """Llama 3 70B with all sizes but the number of files divided: 32 MB in eight files and an index."""
+    heads = {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
+    config = {"model_type": "llama", "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 896, **heads}
+    config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "dtype": "bfloat16"}
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = ModelDef.make(registry.transformer(config), Execution(Rules.make("zero3", MeshSpec())))
+    ones = jax.tree.map(lambda s: np.ones(s.shape, jnp.bfloat16), model.shapes)
+
+    def names(block):
+        return registry.names(config, model.config, block)
+
+    planned = weights.planned(model.config, ones, names, np.dtype(jnp.bfloat16))
+    hf_files.write_folder(path, planned, config, shard_bytes=4_400_000)
+    return hf_files.Folder.open(path)
+
+
+def test_the_host_holds_one_slice_at_a_time_and_every_number_is_read_once(tmp_path, monkeypatch):
+    """By accounting of numpy's memory and of what is asked of the files; devices that hold the same share a reading."""
+    folder, put, read = shaped_like_70b(tmp_path / "f"), jax.device_put, hf_files.Stored.read
+
+    def copied(a, device):
+        """CPU "devices" would keep the host's arrays as theirs: they get copies in memory that is not traced."""
+        own = np.frombuffer(mmap.mmap(-1, a.nbytes), np.uint8).view(a.dtype).reshape(a.shape)
+        own[...] = a
+        return put(own, device)
+
+    monkeypatch.setattr(jax, "device_put", copied)
+    assert len({stored.file for stored in folder.tensors.values()}) == 8
+    times, largest = {}, {}
+
+    def counted(stored, index):
+        key = stored.file, stored.begin
+        times.setdefault(key, np.zeros(stored.shape, np.uint8))[index] += 1
+        found = read(stored, index)
+        largest[key] = max(largest.get(key, 0), found.size)
+        return found
+
+    for preset, spec in (("zero3", MeshSpec(fsdp=4, tensor=2)), ("hybrid", MeshSpec(data=2, fsdp=2, tensor=2))):
+        mesh = mesh_of(spec)
+        with jax.set_mesh(mesh):
+            model = ModelDef.make(registry.transformer(folder.config), Execution(Rules.make(preset, spec)))
+            shapes = jax.tree.map(lambda s, mesh=mesh: at_rest(s, mesh), model.shapes)
+            with monkeypatch.context() as patch:
+                patch.setattr(hf_files.Stored, "read", counted)
+                weights.load(model, folder, shapes, np.dtype(jnp.bfloat16))
+            tracemalloc.start()
+            weights.load(model, folder, shapes, np.dtype(jnp.bfloat16))
+            held = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert len(times) == len(folder.tensors) and all((count == 1).all() for count in times.values())
+        shards = spec.fsdp * spec.tensor
+        assert all(n == times[key].size / shards for key, n in largest.items() if times[key].ndim == 2)
+        slices = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+        slice_bytes = 2 * max(map(math.prod, slices))
+        assert held < 1.6 * slice_bytes, (held, slice_bytes)  # one, a layer of it being read, and what is no array
+        times.clear(), largest.clear()
 
 
 def run(module, *flags):
