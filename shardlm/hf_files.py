@@ -10,7 +10,7 @@ import pathlib
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -244,10 +244,11 @@ def write_folder(
     config: Mapping[str, Any],
     beside: pathlib.Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[Planned], None] = lambda tensor: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """A checkpoint folder as transformers opens it, one tensor in memory at a time. Tokenizer and the like are copied
-    from the folder `beside`. It appears under its name when it is whole.
+    from the folder `beside`. It appears under its name when it is whole. `progress` is called with (bytes
+    written, bytes to write).
 
     Raises ShardlmError where there is something already.
     """
@@ -260,11 +261,13 @@ def write_folder(
     shards = _shards(tensors, shard_bytes)
     width = len(shards)
     files = [f"model-{i + 1:05d}-of-{width:05d}.safetensors" if width > 1 else ONE for i in range(width)]
+    total, done = sum(tensor.nbytes for shard in shards for tensor in shard), 0
     for file, shard in zip(files, shards, strict=True):
-        _write(unfinished / file, shard, progress)
+        for tensor in _write(unfinished / file, shard):
+            done += tensor.nbytes
+            progress(done, total)
     if width > 1:
         weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
-        total = sum(tensor.nbytes for shard in shards for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         (unfinished / INDEX).write_text(json.dumps(index, indent=2))
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -286,7 +289,8 @@ def _shards(tensors: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]
     return shards
 
 
-def _write(file: pathlib.Path, tensors: list[Planned], progress: Callable[[Planned], None]) -> None:
+def _write(file: pathlib.Path, tensors: list[Planned]) -> Iterator[Planned]:
+    """Writes one file; yields each tensor that is in it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -301,4 +305,4 @@ def _write(file: pathlib.Path, tensors: list[Planned], progress: Callable[[Plann
             array = tensor.make()
             assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
             stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            progress(tensor)
+            yield tensor

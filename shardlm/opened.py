@@ -22,6 +22,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops import attention, grouped_matmul
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, find_run
 from shardlm.state import ModelDef, at_rest
@@ -140,7 +141,8 @@ def _from_hf(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int,
     slow = mesh.devices.flat[0].platform == "cpu"
     model = _model(source, rules, dtype or ("float32" if slow else published), mesh)
     shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
-    params = weights.load(model, Folder.open(folder), shapes, model.execution.dtype)
+    with bytes_bar("reading weights", jax.process_index() == 0) as progress:
+        params = weights.load(model, Folder.open(folder), shapes, model.execution.dtype, progress)
     return Opened(model, params, mesh, source, folder)
 
 
@@ -150,7 +152,7 @@ def _from_run(folder: pathlib.Path, rules: Rules, dtype: str | None, mesh: Mesh,
     stored = jnp.dtype(COMPUTE_DTYPE[files.config_json["precision"]]).name
     model = _model(source, rules, dtype or stored, mesh)
     shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
-    with Checkpoints(files.checkpoints_dir) as reader:
+    with waiting("reading the checkpoint", jax.process_index() == 0), Checkpoints(files.checkpoints_dir) as reader:
         params = reader.restore_params(shapes, files.step if step is None else step, name)
     return Opened(model, params, mesh, source, files.run_dir)
 

@@ -1,16 +1,12 @@
 """Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates."""
 
-import contextlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardlm import hf_files, weights
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
@@ -19,6 +15,7 @@ from shardlm.errors import ShardlmError
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import DTYPES, load
+from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
@@ -52,8 +49,8 @@ def to_hf(
         return registry.names(config, opened.model.config, block)
 
     planned = list(weights.planned(opened.model.config, opened.params, names, jnp.dtype(DTYPES[dtype])))
-    with jax.set_mesh(opened.mesh), _bar(planned) as done:
-        hf_files.write_folder(output, planned, config, beside, shard_bytes, done)
+    with jax.set_mesh(opened.mesh), bytes_bar("writing weights") as progress:
+        hf_files.write_folder(output, planned, config, beside, shard_bytes, progress)
     if (opened.folder / TEMPLATE).exists():  # of a run that trained on chats
         shutil.copy(opened.folder / TEMPLATE, output)
     described = pathlib.Path(output) / "tokenizer_config.json"
@@ -70,7 +67,8 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
     opened = load(checkpoint, dtype="float32")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(opened.source.options.get("dtype"), "fp32")
     tokenizer = opened.folder / "tokenizer.json"
-    with jax.set_mesh(opened.mesh), Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig()) as checkpoints:
+    checkpointing = Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig())
+    with jax.set_mesh(opened.mesh), waiting("writing the checkpoint"), checkpointing as checkpoints:
         checkpoints.save(0, {"params": opened.params}, {}, {})
     config = RunConfig(opened.source, precision=precision, run_dir=str(run_dir))
     save_run_files(run_dir, to_json(config), tokenizer if tokenizer.exists() else None)
@@ -91,12 +89,3 @@ def _tokenizer_config(folder: pathlib.Path) -> dict[str, str]:
     tokenizer = Tokenizer.load(folder)
     name = tokenizer.decode([tokenizer.end_of_document_id], skip_special=False)
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
-
-
-@contextlib.contextmanager
-def _bar(planned: Sequence[hf_files.Planned]) -> Iterator[Callable[[hf_files.Planned], None]]:
-    """A progress bar over bytes; yields what is called with each tensor that is written."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("writing", total=sum(tensor.nbytes for tensor in planned))
-        yield lambda tensor: bar.update(task, advance=tensor.nbytes)

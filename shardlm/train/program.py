@@ -22,6 +22,7 @@ from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
@@ -121,7 +122,9 @@ class Program:
             return None
         with jax.set_mesh(self.mesh):
             shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes)
-            return weights.load(self.model, Folder.open(self.config.model.folder), shapes, jnp.dtype("float32"))
+            folder = Folder.open(self.config.model.folder)
+            with bytes_bar("reading weights", jax.process_index() == 0) as progress:
+                return weights.load(self.model, folder, shapes, jnp.dtype("float32"), progress)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""

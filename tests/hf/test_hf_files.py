@@ -40,9 +40,10 @@ def test_every_dtype_and_slice_comes_back(tmp_path):
 def test_large_folders_are_cut_into_files_with_an_index(tmp_path):
     arrays = {f"t{i}": np.full((10,), i, np.float32) for i in range(5)}
     seen = []
-    write_folder(tmp_path / "f", planned(**arrays), CONFIG, shard_bytes=80, progress=lambda t: seen.append(t.name))
+    write_folder(tmp_path / "f", planned(**arrays), CONFIG, shard_bytes=80, progress=lambda *done: seen.append(done))
     files = sorted(file.name for file in (tmp_path / "f").glob("*.safetensors"))
-    assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)] and seen == list(arrays)
+    assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert seen == [(40 * i, 200) for i in range(1, 6)]
     index = json.loads((tmp_path / "f" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200} and index["weight_map"]["t4"] == files[2]
     opened = Folder.open(tmp_path / "f")

@@ -4,6 +4,7 @@ import json
 import math
 import mmap
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,25 @@ def test_the_host_holds_one_slice_at_a_time_and_every_number_is_read_once(tmp_pa
         slice_bytes = 2 * max(map(math.prod, slices))
         assert held < 1.6 * slice_bytes, (held, slice_bytes)  # one, a layer of it being read, and what is no array
         times.clear(), largest.clear()
+
+
+def test_reading_and_writing_show_their_progress_on_a_terminal_only(monkeypatch, capsys, tmp_path):
+    calls = []
+    folder = hf_files.Folder.open(REFERENCES / "gpt_oss")
+    spec = MeshSpec(fsdp=2)
+    with jax.set_mesh(mesh_of(spec)) as _:
+        model = ModelDef.make(registry.transformer(folder.config), Execution(Rules.make("zero3", spec)))
+        shapes = jax.tree.map(lambda s: at_rest(s, mesh_of(spec)), model.shapes)
+        weights.load(model, folder, shapes, np.dtype("float32"), lambda *done: calls.append(done))
+    total = sum(stored.nbytes for stored in folder.tensors.values())
+    assert calls[-1] == (total, total) and {t for _, t in calls} == {total} and calls == sorted(calls)
+
+    shardlm.load(REFERENCES / "llama")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is no terminal as one
+    shardlm.load(REFERENCES / "llama")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert re.search(r"reading weights .*?(\S+)/\1 KiB \d+\.\d\d GiB/s", shown), shown
 
 
 def run(module, *flags):
