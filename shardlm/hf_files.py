@@ -39,6 +39,7 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (  # what a folder holds besides weights and config.json, in the names that transformers reads
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -271,10 +272,18 @@ def write_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         (unfinished / INDEX).write_text(json.dumps(index, indent=2))
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in BESIDE if beside else ():
-        if (beside / name).exists():
-            shutil.copy(beside / name, unfinished / name)
+    if beside:
+        copy_beside(beside, unfinished)
     unfinished.rename(path)
+
+
+def copy_beside(folder: pathlib.Path, output: pathlib.Path) -> None:
+    """Tokenizer, templates and the like from one folder to another."""
+    for pattern in BESIDE:
+        for file in folder.glob(pattern):
+            copy = output / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
 
 
 def _shards(tensors: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]:

@@ -3,12 +3,11 @@
 import json
 import os
 import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
 
-from shardlm import hf_files, weights
+from shardlm import chat, hf_files, weights
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
@@ -19,7 +18,6 @@ from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
-from shardlm.train.resume import TEMPLATE
 
 
 def to_hf(
@@ -51,8 +49,8 @@ def to_hf(
     planned = list(weights.planned(opened.model.config, opened.params, names, jnp.dtype(DTYPES[dtype])))
     with jax.set_mesh(opened.mesh), bytes_bar("writing weights") as progress:
         hf_files.write_folder(output, planned, config, beside, shard_bytes, progress)
-    if (opened.folder / TEMPLATE).exists():  # of a run that trained on chats
-        shutil.copy(opened.folder / TEMPLATE, output)
+    if (opened.folder / chat.FILE).exists():  # of a run that trained on chats
+        chat.ChatTemplate.load(opened.folder).save(output)
     described = pathlib.Path(output) / "tokenizer_config.json"
     if (opened.folder / "tokenizer.json").exists() and not described.exists():
         described.write_text(json.dumps(_tokenizer_config(opened.folder), indent=2) + "\n")
@@ -72,9 +70,7 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
         checkpoints.save(0, {"params": opened.params}, {}, {})
     config = RunConfig(opened.source, precision=precision, run_dir=str(run_dir))
     save_run_files(run_dir, to_json(config), tokenizer if tokenizer.exists() else None)
-    for name in hf_files.BESIDE:
-        if (opened.folder / name).exists():
-            shutil.copy(opened.folder / name, run_dir)
+    hf_files.copy_beside(opened.folder, run_dir)
 
 
 def _end_of_document(folder: pathlib.Path) -> dict[str, int]:

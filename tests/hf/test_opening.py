@@ -194,17 +194,21 @@ def trained_on_chats(home, config):
     """The same folder on conversations: answers are scored, and the template stays with the run and what is written."""
     turns = [{"role": "user", "content": "def f1"}, {"role": "assistant", "content": "return x * 1"}]
     (home / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
-    (home / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template = home / "template"
+    (template / "additional_chat_templates").mkdir(parents=True)
+    (template / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
                                      "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
     flags = (f"data.train={home}/chats.jsonl", f"data.validation={home}/chats.jsonl", "data.packing=whole")
-    flags += (f"data.chat_template={home}/chat.jinja", f"data.tokenizer={home}/hf", f"run_dir={home}/sft")
+    flags += (f"data.chat_template={template}", f"data.tokenizer={home}/hf", f"run_dir={home}/sft")
     done = tiny_run.train(config, *flags, "train.steps=6", "optim.schedule=constant")
     assert done.returncode == 0 and "bits/byte" not in done.stdout, done.stderr
     losses = [value for (_, name), value in tiny_run.losses(home / "sft").items() if name == "validation_loss"]
     assert losses[-1] < 5
     exported = run("launch.convert", f"--checkpoint={home}/sft", f"--output={home}/sft_hf")
     assert exported.returncode == 0, exported.stderr
-    assert (home / "sft_hf" / "chat_template.jinja").read_text() == (home / "chat.jinja").read_text()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (home / "sft_hf" / name).read_text() == (template / name).read_text()
 
 
 def test_a_folder_is_trained_further_and_written_back(tmp_path):
