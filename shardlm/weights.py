@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, Stored
@@ -21,8 +22,7 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
 
 Tree = Any
-# In published checkpoints, and not part of the language model: buffers, the halves of what also sees, and heads that
-# predict tokens further ahead.
+# In published checkpoints, and not part of the language model: buffers, and the halves of what also sees.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|(^|\.)(vision_tower|multi_modal_projector)\."
 )
@@ -74,9 +74,20 @@ def load(
     """The parameters of a checkpoint, in `dtype`, at rest where `shapes` (with shardings on real devices) says.
     `progress` is called with (bytes read, bytes to read) of the files.
 
-    Raises ShardlmError for tensors that are missing, left over or of another shape, all named.
+    Layers that predict further tokens are left out, which a warning says. Raises ShardlmError for tensors that are
+    missing, left over or of another shape, all named.
     """
     stored = _own(folder)
+    further = _further(model.config, folder.config, stored)
+    if further and jax.process_index() == 0:
+        logging.warning(
+            "%s: %d tensors of layers that predict further tokens (%s ...) are left out",
+            folder.path,
+            len(further),
+            further[0],
+        )
+    for name in further:
+        del stored[name]
     named = leaves(model.config, shapes, lambda block: registry.names(folder.config, model.config, block))
     _check(model.config, named, shapes, stored)
     flat, structure = jax.tree_util.tree_flatten(shapes)
@@ -101,14 +112,15 @@ def _own(folder: Folder) -> dict[str, Stored]:
 
 
 def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored]) -> None:
-    """Refuses what does not fit, with all names."""
+    """Refuses what does not fit, with all names. A head that repeats the embedding may be there."""
+    tied = config.tie_embeddings
     flat = jax.tree.leaves(shapes)
     needed: dict[str, tuple[int, ...]] = {}
     for group in _groups(named, flat).values():
         shape = _their_shape(group)
         for name in {name for leaf, ours in group for name in leaf.names(ours)}:
             needed[name] = shape
-    extra = [name for name in stored if name not in needed and not _unused(config, name)]
+    extra = [name for name in stored if name not in needed and not (tied and name == "lm_head.weight")]
     missing = [name for name in needed if name not in stored]
     wrong = [
         f"{name} is {list(stored[name].shape)} and the model needs {list(shape)}"
@@ -121,12 +133,12 @@ def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: M
         raise ShardlmError(f"the checkpoint does not fit its config.json: {'; '.join(problems[:8])}{more}")
 
 
-def _unused(config: TransformerConfig, name: str) -> bool:
-    """A head that repeats the embedding, and layers after the last (those that predict further tokens)."""
-    if name == "lm_head.weight" and config.tie_embeddings:
-        return True
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return bool(layer) and int(layer[1]) >= config.num_layers
+def _further(config: TransformerConfig, options: Mapping[str, Any], stored: Mapping[str, Stored]) -> list[str]:
+    """The tensors of the layers after the last, which predict the tokens after the next (DeepSeek V3, section 2.2 of
+    https://arxiv.org/abs/2412.19437): as many as config.json says."""
+    count = registry.text_config(options).get("num_nextn_predict_layers") or 0
+    layers = tuple(f"model.layers.{config.num_layers + i}." for i in range(count))
+    return [name for name in stored if name.startswith(layers)]
 
 
 def _groups(named: list[Leaf], flat: list) -> dict[str, list[tuple[Leaf, tuple[int, ...]]]]:
