@@ -4,11 +4,13 @@ its tensor."""
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -33,9 +35,11 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (  # what a folder holds besides weights and config.json, in the names that transformers reads
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -48,8 +52,23 @@ class Stored:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice as an array of its own; of the file only its pages are touched."""
+        """A slice as an array of its own; of the file only its pages are touched.
+
+        Raises ShardlmError where the file is gone or has become shorter: its map would end the process.
+        """
+        size, end = self.file.stat().st_size if self.file.exists() else 0, self.begin + self.nbytes
+        if size < end:
+            raise ShardlmError(
+                f"{self.file} has become shorter since it was opened: a tensor ends at byte {end} and the file has "
+                f"{size} bytes; download it again and start anew"
+            )
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)[index]
         whole = np.memmap(self.file, self.dtype, "r", self.begin, self.shape or (1,))
         return np.array(whole[index] if self.shape else whole[0])
 
@@ -70,14 +89,7 @@ class Folder:
         if not path.is_dir():
             raise ShardlmError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
         config = read_config(path)
-        tensors: dict[str, Stored] = {}
-        for file in _weight_files(path):
-            for name, stored in header(file).items():
-                if name in tensors:
-                    raise ShardlmError(f"{file}: tensor {name} is in {tensors[name].file.name} too; remove one of them")
-                tensors[name] = stored
-        _check_index(path, tensors)
-        return cls(path, config, tensors)
+        return cls(path, config, _tensors(path))
 
 
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:
@@ -85,42 +97,75 @@ def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     return _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
 
 
-def _json(file: pathlib.Path, why: str) -> Any:
+def _json(file: pathlib.Path, why: str) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except FileNotFoundError:
         raise ShardlmError(f"{file} is not there; {why}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ShardlmError(f"{file} is not JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ShardlmError(f"{file} holds a JSON {type(found).__name__} and not an object; download it again")
+    return found
 
 
-def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(_json(index, "")["weight_map"].values()))
-        for name in names:
-            if not (path / name).exists():
-                raise ShardlmError(f"{index} names {name}, which is not in {path}; download it too")
-        return [path / name for name in names]
-    files = sorted(path.glob("*.safetensors"))
+def _tensors(path: pathlib.Path) -> dict[str, Stored]:
+    """All tensors of a folder, from the files that transformers would read: model.safetensors, else those that the
+    index names, else every one that is there."""
+    if not (path / ONE).exists() and (path / INDEX).exists():
+        return _indexed(path)
+    files = [path / ONE] if (path / ONE).exists() else sorted(path.glob("*.safetensors"))
     if not files:
         others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
         found = f"; {', '.join(others)} would run code on loading: save them as safetensors" if others else ""
         raise ShardlmError(f"{path} holds no *.safetensors{found}")
-    return files
+    _check_numbers(files)
+    return _together((file, header(file)) for file in files)
 
 
-def _check_index(path: pathlib.Path, tensors: Mapping[str, Stored]) -> None:
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
-        return
-    for name, file in _json(index, "")["weight_map"].items():
+def _together(headers: Iterable[tuple[pathlib.Path, Mapping[str, Stored]]]) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    for file, found in headers:
+        for name, stored in found.items():
+            if name in tensors:
+                raise ShardlmError(f"{file}: tensor {name} is in {tensors[name].file.name} too; remove one of them")
+            tensors[name] = stored
+    return tensors
+
+
+def _check_numbers(files: list[pathlib.Path]) -> None:
+    """Files named -00001-of-00003 have to be three."""
+    names = {file.name for file in files}
+    for match in filter(None, (re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", file.name) for file in files)):
+        stem, number, total = match.groups()
+        for i in range(1, int(total) + 1):
+            expected = f"{stem}-{i:0{len(number)}}-of-{total}.safetensors"
+            if expected not in names:
+                raise ShardlmError(
+                    f"{files[0].parent} holds {match[0]}, of {int(total)} files, and not {expected}; download it too"
+                )
+
+
+def _indexed(path: pathlib.Path) -> dict[str, Stored]:
+    index = path / INDEX
+    places = _json(index, "").get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ShardlmError(f"{index} has no weight_map from tensors to files; download it again")
+    names = sorted(set(places.values()))
+    for name in names:
+        if pathlib.PurePath(name).name != name:
+            raise ShardlmError(f"{index} names {name}, which is not a file of {path}; download it again")
+        if not (path / name).exists():
+            raise ShardlmError(f"{index} names {name}, which is not in {path}; download it too")
+    tensors = _together((path / name, header(path / name)) for name in names)
+    for name, file in places.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ShardlmError(f"{index} says that {name} is in {file}, and it is not; download both again")
+    return tensors
 
 
 def header(file: pathlib.Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file, each checked to lie inside it."""
+    """The tensors of one safetensors file, each checked to lie inside it, beside the others."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
         first = stream.read(8)
@@ -128,26 +173,56 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
             raise ShardlmError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
         if not 0 < length <= size - 8:
-            raise ShardlmError(f"{file} is not a safetensors file or is cut off: {size} bytes, a header of {length}")
+            raise ShardlmError(
+                f"{file} is not a safetensors file or is cut off: {size} bytes, a header of {length}; download it again"
+            )
         try:
             entries = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            entries.pop("__metadata__", None)
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
             raise ShardlmError(f"{file}: the header is damaged; download the file again") from None
-    entries.pop("__metadata__", None)
-    return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+    tensors = {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+    _check_places(file, tensors, 8 + length, size)
+    return tensors
 
 
 def _stored(file: pathlib.Path, name: str, entry: Mapping[str, Any], start: int, size: int) -> Stored:
-    dtype = DTYPES.get(entry["dtype"])
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sound = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ShardlmError(f"{file}: {name} is described by {json.dumps(entry)[:200]}; download the file again")
+    dtype = DTYPES.get(kind)
     if dtype is None:
-        raise ShardlmError(f"{file}: {name} has dtype {entry['dtype']}; supported: {', '.join(DTYPES)}")
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    needed = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if end - begin != needed:
-        raise ShardlmError(f"{file}: {name} has {end - begin} bytes, and {entry['dtype']}{list(shape)} needs {needed}")
+        raise ShardlmError(
+            f"{file}: {name} has dtype {kind}; supported: {', '.join(DTYPES)}; save the checkpoint in one of these"
+        )
+    stored = Stored(file, dtype, shape, start + begin)
+    if end - begin != stored.nbytes:
+        raise ShardlmError(
+            f"{file}: {name} has {end - begin} bytes, and {kind}{list(shape)} needs {stored.nbytes}; download it again"
+        )
     if start + end > size:
         raise ShardlmError(f"{file} is cut off: {name} ends at byte {start + end} of {size}; download it again")
-    return Stored(file, dtype, shape, start + begin)
+    return stored
+
+
+def _check_places(file: pathlib.Path, tensors: Mapping[str, Stored], start: int, size: int) -> None:
+    """Tensors follow each other with nothing between and nothing after, as the format demands
+    (https://github.com/huggingface/safetensors#format)."""
+    end, before = start, "the header"
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        if stored.begin != end:
+            fault = "overlaps" if stored.begin < end else "leaves a gap after"
+            raise ShardlmError(
+                f"{file}: {name} {fault} {before}: it begins at byte {stored.begin} and that ends at {end}; download "
+                "the file again"
+            )
+        end, before = end + stored.nbytes, name
+    if end != size:
+        raise ShardlmError(f"{file} has {size} bytes and its tensors end at {end}; download the file again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +245,11 @@ def write_folder(
     config: Mapping[str, Any],
     beside: pathlib.Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[Planned], None] = lambda tensor: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """A checkpoint folder as transformers opens it, one tensor in memory at a time. Tokenizer and the like are copied
-    from the folder `beside`. It appears under its name when it is whole.
+    from the folder `beside`. It appears under its name when it is whole. `progress` is called with (bytes
+    written, bytes to write).
 
     Raises ShardlmError where there is something already.
     """
@@ -185,21 +261,29 @@ def write_folder(
     unfinished.mkdir(parents=True)
     shards = _shards(tensors, shard_bytes)
     width = len(shards)
-    files = [
-        f"model-{i + 1:05d}-of-{width:05d}.safetensors" if width > 1 else "model.safetensors" for i in range(width)
-    ]
+    files = [f"model-{i + 1:05d}-of-{width:05d}.safetensors" if width > 1 else ONE for i in range(width)]
+    total, done = sum(tensor.nbytes for shard in shards for tensor in shard), 0
     for file, shard in zip(files, shards, strict=True):
-        write_file(unfinished / file, shard, progress)
+        for tensor in write_file(unfinished / file, shard):
+            done += tensor.nbytes
+            progress(done, total)
     if width > 1:
         weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
-        total = sum(tensor.nbytes for shard in shards for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weights}
-        (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (unfinished / INDEX).write_text(json.dumps(index, indent=2))
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in BESIDE if beside else ():
-        if (beside / name).exists():
-            shutil.copy(beside / name, unfinished / name)
+    if beside:
+        copy_beside(beside, unfinished)
     unfinished.rename(path)
+
+
+def copy_beside(folder: pathlib.Path, output: pathlib.Path) -> None:
+    """Tokenizer, templates and the like from one folder to another."""
+    for pattern in BESIDE:
+        for file in folder.glob(pattern):
+            copy = output / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
 
 
 def _shards(tensors: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]:
@@ -214,10 +298,8 @@ def _shards(tensors: Iterable[Planned], shard_bytes: int) -> list[list[Planned]]
     return shards
 
 
-def write_file(
-    file: pathlib.Path, tensors: list[Planned], progress: Callable[[Planned], None] = lambda tensor: None
-) -> None:
-    """One safetensors file, one tensor in memory at a time."""
+def write_file(file: pathlib.Path, tensors: list[Planned]) -> Iterator[Planned]:
+    """Writes one safetensors file as far as it is iterated, one tensor in memory at a time; yields each that is in."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -232,4 +314,4 @@ def write_file(
             array = tensor.make()
             assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
             stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            progress(tensor)
+            yield tensor

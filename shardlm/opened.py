@@ -23,6 +23,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops import attention, grouped_matmul
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, find_run
 from shardlm.state import ModelDef, at_rest, joined
@@ -146,8 +147,7 @@ def is_run(folder: pathlib.Path) -> bool:
 def _from_hf(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh) -> Opened:
     source = Pretrained(str(folder), length).pinned()
     model = _model(source, rules, dtype or _published(source, mesh), mesh)
-    params = weights.load(model, Folder.open(folder), model.held_at_rest(mesh))
-    return Opened(model, params, mesh, source, folder)
+    return Opened(model, _read(model, folder, mesh), mesh, source, folder)
 
 
 def _from_run(folder: pathlib.Path, rules: Rules, dtype: str | None, mesh: Mesh, step: int | None, name: str) -> Opened:
@@ -157,10 +157,10 @@ def _from_run(folder: pathlib.Path, rules: Rules, dtype: str | None, mesh: Mesh,
     lora = from_json(LoraConfig, files.config_json["lora"]) if "lora" in files.config_json else NO_ADAPTERS
     model = _model(source, rules, dtype or stored, mesh, lora)
     shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
-    with Checkpoints(files.checkpoints_dir) as reader:
+    with waiting("reading the checkpoint", jax.process_index() == 0), Checkpoints(files.checkpoints_dir) as reader:
         params = reader.restore_params(shapes, files.step if step is None else step, name)
     if lora.rank:
-        params = joined(params, weights.load(model, Folder.open(source.folder), model.held_at_rest(mesh)))
+        params = joined(params, _read(model, pathlib.Path(source.folder), mesh))
     return Opened(model, params, mesh, source, files.run_dir)
 
 
@@ -168,10 +168,14 @@ def _from_peft(folder: pathlib.Path, rules: Rules, dtype: str | None, length: in
     base = find(peft.base_of(folder))
     source = Pretrained(str(base), length).pinned()
     model = _model(source, rules, dtype or _published(source, mesh), mesh, peft.lora_of(folder, source))
-    frozen = weights.load(model, Folder.open(base), model.held_at_rest(mesh))
-    adapters = peft.load(model, folder, source, mesh)
+    params = joined(peft.load(model, folder, source, mesh), _read(model, base, mesh))
     beside = folder if (folder / "tokenizer.json").exists() else base
-    return Opened(model, joined(adapters, frozen), mesh, source, beside)
+    return Opened(model, params, mesh, source, beside)
+
+
+def _read(model: ModelDef, folder: pathlib.Path, mesh: Mesh) -> Any:
+    with bytes_bar("reading weights", jax.process_index() == 0) as progress:
+        return weights.load(model, Folder.open(folder), model.held_at_rest(mesh), progress)
 
 
 def _published(source: Pretrained, mesh: Mesh) -> str:

@@ -169,7 +169,8 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
     unfinished = output.with_name(output.name + ".unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
     planned = [Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in sorted(tensors.items())]
-    write_file(unfinished / WEIGHTS, planned)
+    for _ in write_file(unfinished / WEIGHTS, planned):
+        pass
     (unfinished / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
     unfinished.rename(output)
 

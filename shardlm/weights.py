@@ -3,6 +3,7 @@ called is the architectures' business (models/naming.py), what files hold hf_fil
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
@@ -23,8 +25,7 @@ from shardlm.ops.grouped_weights import BITS, quantised
 from shardlm.state import ModelDef
 
 Tree = Any
-# In published checkpoints, and not part of the language model: buffers, the halves of what also sees, and heads that
-# predict tokens further ahead.
+# In published checkpoints, and not part of the language model: buffers, and the halves of what also sees.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|(^|\.)(vision_tower|multi_modal_projector)\."
 )
@@ -66,23 +67,52 @@ def leaves(config: TransformerConfig, shapes: Tree, names: Callable[[BlockConfig
     return found
 
 
-def load(model: ModelDef, folder: Folder, shapes: Tree) -> Tree:
+def load(
+    model: ModelDef, folder: Folder, shapes: Tree, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Tree:
     """The parameters of a checkpoint, in the dtypes and at rest where `shapes` (with shardings on real devices) says;
-    what is in few bits there is made so on the host, slice by slice.
+    what is in few bits there is made so on the host, slice by slice. `progress` is called with (bytes read, bytes to
+    read) of the files.
 
-    Raises ShardlmError for tensors that are missing, left over or of another shape, all named.
+    Layers that predict further tokens are left out, which a warning says. Raises ShardlmError for tensors that are
+    missing, left over or of another shape, all named.
     """
     stored = _own(folder)
+    further = _further(model.config, folder.config, stored)
+    if further and jax.process_index() == 0:
+        logging.warning(
+            "%s: %d tensors of layers that predict further tokens (%s ...) are left out",
+            folder.path,
+            len(further),
+            further[0],
+        )
+    for name in further:
+        del stored[name]
     whole, packed = _unpacked(shapes, BITS.get(model.execution.weights))
     named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
     _check(model.config, named, whole, stored)
-    made = {}
+    flat, work = flatten_dict(shapes), []
     for leaf, shape in zip(named, jax.tree.leaves(whole), strict=True):
-        if leaf.path in packed:
-            made |= _packed_arrays(leaf, shape, packed[leaf.path], stored)
-        else:
-            made[leaf.path] = _array(shape, lambda index, a=leaf, s=shape: _slice(a, s.shape, index, stored, s.dtype))
+        parts = packed[leaf.path].parts(leaf.path, shape.shape) if leaf.path in packed else _parts(leaf.path, shape)
+        work.append((leaf, shape, parts))
+    reader = _Reader(stored, progress, sum(_bytes(stored, leaf, shape.shape, parts) for leaf, shape, parts in work))
+    made = {}
+    for leaf, shape, parts in work:
+        paths = (leaf.path, of_scale(leaf.path)) if leaf.path in packed else (leaf.path,)
+        made |= reader.arrays(leaf, shape, {path: flat[path] for path in paths}, parts)
     return unflatten_dict(made)
+
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What some devices hold of one parameter: the slice that is read for them, and the arrays it becomes, by path."""
+
+    index: Index
+    devices: tuple[jax.Device, ...]
+    make: Callable[[np.ndarray], dict[tuple, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +123,33 @@ class _Packed:
     scale: jax.ShapeDtypeStruct
     axis: int
     bits: int
+
+    def parts(self, path: tuple, whole: tuple[int, ...]) -> list[_Part]:
+        """Where a device's bytes or scales cut a group, the whole group is read."""
+        groups = self.scale.shape[self.axis]
+        group = whole[self.axis] // groups
+        found = []
+        for (index, scales), devices in _holders(self.values, self.scale):
+            cuts = [(index, self.values.shape[self.axis] // groups), (scales, 1)]
+            spans = [(*cut[self.axis].indices(groups * each)[:2], each) for cut, each in cuts]
+            first, last = min(s // each for s, _, each in spans), max(-(-e // each) for _, e, each in spans)
+
+            def make(w, spans=spans, first=first):
+                both = quantised(w, self.axis, group, self.bits)
+                cut = [
+                    np.take(a, range(s - first * n, e - first * n), self.axis)
+                    for a, (s, e, n) in zip(both, spans, strict=True)
+                ]
+                return {path: cut[0], of_scale(path): cut[1]}
+
+            rows = slice(first * group, last * group)
+            found.append(_Part((*index[: self.axis], rows, *index[self.axis + 1 :]), devices, make))
+        return found
+
+
+def of_scale(path: tuple) -> tuple:
+    """Where the scales of a weight in few bits are."""
+    return (*path[:-1], f"{path[-1]}_scale")
 
 
 def unpacked(model: ModelDef) -> Tree:
@@ -106,33 +163,12 @@ def _unpacked(shapes: Tree, bits: int | None) -> tuple[Tree, dict[tuple, _Packed
     for path, values in list(flat.items()):
         if values.dtype != jnp.int8:
             continue
-        scale = flat.pop((*path[:-1], f"{path[-1]}_scale"))
+        scale = flat.pop(of_scale(path))
         axis = next(i for i, (n, m) in enumerate(zip(values.shape, scale.shape, strict=True)) if n != m)
         packed[path] = _Packed(values, scale, axis, bits)
         full = (*values.shape[:axis], values.shape[axis] * 8 // bits, *values.shape[axis + 1 :])
         flat[path] = jax.ShapeDtypeStruct(full, jnp.float32, sharding=values.sharding)
     return unflatten_dict(flat), packed
-
-
-def _packed_arrays(leaf: Leaf, whole, packed: _Packed, stored: Mapping[str, Stored]) -> dict[tuple, jax.Array]:
-    """The bytes and the scales of a weight, by path; where a device's slice cuts a group, the whole group is read."""
-    axis, groups = packed.axis, packed.scale.shape[packed.axis]
-    group = whole.shape[axis] // groups
-
-    def make(part: int, per_group: int):
-        def read_slice(index):
-            start, stop, _ = index[axis].indices(groups * per_group)
-            first, last = start // per_group, -(-stop // per_group)
-            rows = (*index[:axis], slice(first * group, last * group), *index[axis + 1 :])
-            w = _slice(leaf, whole.shape, rows, stored, np.dtype("float32"))
-            both = quantised(w, axis, group, packed.bits)
-            return np.take(both[part], range(start - first * per_group, stop - first * per_group), axis)
-
-        return read_slice
-
-    values = _array(packed.values, make(0, packed.values.shape[axis] // groups))
-    scale = _array(packed.scale, make(1, 1))
-    return {leaf.path: values, (*leaf.path[:-1], f"{leaf.path[-1]}_scale"): scale}
 
 
 def _own(folder: Folder) -> dict[str, Stored]:
@@ -151,14 +187,15 @@ def _own(folder: Folder) -> dict[str, Stored]:
 
 
 def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored]) -> None:
-    """Refuses what does not fit, with all names."""
+    """Refuses what does not fit, with all names. A head that repeats the embedding may be there."""
+    tied = config.tie_embeddings
     flat = jax.tree.leaves(shapes)
     needed: dict[str, tuple[int, ...]] = {}
     for group in _groups(named, flat).values():
         shape = _their_shape(group)
         for name in {name for leaf, ours in group for name in leaf.names(ours)}:
             needed[name] = shape
-    extra = [name for name in stored if name not in needed and not _unused(config, name)]
+    extra = [name for name in stored if name not in needed and not (tied and name == "lm_head.weight")]
     missing = [name for name in needed if name not in stored]
     wrong = [
         f"{name} is {list(stored[name].shape)} and the model needs {list(shape)}"
@@ -171,12 +208,12 @@ def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: M
         raise ShardlmError(f"the checkpoint does not fit its config.json: {'; '.join(problems[:8])}{more}")
 
 
-def _unused(config: TransformerConfig, name: str) -> bool:
-    """A head that repeats the embedding, and layers after the last (those that predict further tokens)."""
-    if name == "lm_head.weight" and config.tie_embeddings:
-        return True
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return bool(layer) and int(layer[1]) >= config.num_layers
+def _further(config: TransformerConfig, options: Mapping[str, Any], stored: Mapping[str, Stored]) -> list[str]:
+    """The tensors of the layers after the last, which predict the tokens after the next (DeepSeek V3, section 2.2 of
+    https://arxiv.org/abs/2412.19437): as many as config.json says."""
+    count = registry.text_config(options).get("num_nextn_predict_layers") or 0
+    layers = tuple(f"model.layers.{config.num_layers + i}." for i in range(count))
+    return [name for name in stored if name.startswith(layers)]
 
 
 def _groups(named: list[Leaf], flat: list) -> dict[str, list[tuple[Leaf, tuple[int, ...]]]]:
@@ -205,35 +242,81 @@ def _without_experts(tensor: Tensor) -> Tensor:
     return dataclasses.replace(tensor, layout=f"{theirs}->{ours.replace('E ', '', 1)}")
 
 
-def _array(shape: jax.ShapeDtypeStruct, read_slice: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """One parameter, read and sent device by device: the host holds one device's slice at a time. Devices that follow
-    each other and hold the same share one reading."""
-    made, last, on_host = [], None, None
-    for device, index in shape.sharding.addressable_devices_indices_map(shape.shape).items():
-        if index != last:
-            last, on_host = index, read_slice(index)
-        made.append(jax.device_put(on_host, device).block_until_ready())
-    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, made)
+def _parts(path: tuple, shape: jax.ShapeDtypeStruct) -> list[_Part]:
+    return [_Part(index, devices, lambda a: {path: a}) for (index,), devices in _holders(shape)]
 
 
-def _slice(leaf: Leaf, shape, index: tuple[slice, ...], stored: Mapping[str, Stored], dtype: np.dtype) -> np.ndarray:
-    if not leaf.layers:
-        return _one_layer(leaf.tensor, 0, shape, index, stored, dtype)
-    layers = leaf.layers[index[0]]
-    out = None
-    for place, layer in enumerate(layers):
-        one = _one_layer(leaf.tensor, layer, shape[1:], index[1:], stored, dtype)
-        out = np.empty((len(layers), *one.shape), dtype) if out is None else out
-        out[place] = one
-    return out
+def _holders(*shapes: jax.ShapeDtypeStruct) -> list[tuple[tuple[Index, ...], tuple[jax.Device, ...]]]:
+    """The different slices of arrays on this process's devices, each with the devices that hold them."""
+    found: dict[str, tuple] = {}
+    maps = [shape.sharding.addressable_devices_indices_map(shape.shape) for shape in shapes]
+    for device in maps[0]:
+        own = tuple(indices[device] for indices in maps)
+        found.setdefault(str(own), (own, []))[1].append(device)
+    return [(own, tuple(devices)) for own, devices in found.values()]
 
 
-def _one_layer(tensor: Tensor, layer: int, shape, index, stored: Mapping[str, Stored], dtype) -> np.ndarray:
-    if not tensor.per_expert():
-        return read(tensor, shape, index, stored[tensor.name.format(layer=layer)].read).astype(dtype)
-    plain, experts = _without_experts(tensor), range(*index[0].indices(shape[0]))
-    read_one = (stored[tensor.name.format(layer=layer, expert=expert)].read for expert in experts)
-    return np.stack([read(plain, shape[1:], index[1:], fetch).astype(dtype) for fetch in read_one])
+def _bytes(stored: Mapping[str, Stored], leaf: Leaf, shape: tuple[int, ...], parts: list[_Part]) -> float:
+    """Bytes of the files that the slices of a parameter take."""
+    sizes = ([len(range(n)[cut]) for cut, n in zip(part.index, shape, strict=True)] for part in parts)
+    return sum(map(math.prod, sizes)) * _each(stored, leaf)
+
+
+def _each(stored: Mapping[str, Stored], leaf: Leaf) -> float:
+    """Bytes of the files for one number, those of its scale included."""
+    layer = leaf.layers[0] if leaf.layers else 0
+    one = stored[leaf.tensor.name.format(layer=layer, expert=0)]
+    return one.nbytes / math.prod(one.shape)
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Reads parameters slice by slice, and tells how many bytes of the files are done."""
+
+    stored: Mapping[str, Stored]
+    progress: Callable[[int, int], None]
+    total: float
+    done: float = 0.0
+
+    def arrays(self, leaf: Leaf, whole, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts) -> dict[tuple, jax.Array]:
+        """The arrays of one parameter by path: the host holds one slice at a time, and devices that hold the same share
+        one reading."""
+        made: dict[tuple, dict] = {path: {} for path in shapes}
+        for part in parts:
+            on_host = part.make(self._slice(leaf, whole.shape, part.index, whole.dtype))
+            for path, a in on_host.items():
+                made[path] |= {device: jax.device_put(a, device).block_until_ready() for device in part.devices}
+            del on_host, a  # before the next one is read
+        found = {}
+        for path, shape in shapes.items():
+            ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
+            found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
+        return found
+
+    def _slice(self, leaf: Leaf, shape: tuple[int, ...], index: Index, dtype: np.dtype) -> np.ndarray:
+        if not leaf.layers:
+            return self._layer(leaf, 0, shape, index, dtype)
+        layers = leaf.layers[index[0]]
+        out = None
+        for place, layer in enumerate(layers):
+            one = self._layer(leaf, layer, shape[1:], index[1:], dtype)
+            out = np.empty((len(layers), *one.shape), dtype) if out is None else out
+            out[place] = one
+        return out
+
+    def _layer(self, leaf: Leaf, layer: int, shape: tuple[int, ...], index: Index, dtype: np.dtype) -> np.ndarray:
+        tensor, plain = leaf.tensor, _without_experts(leaf.tensor)
+        if tensor.per_expert():
+            found = []
+            for expert in range(*index[0].indices(shape[0])):
+                fetch = self.stored[tensor.name.format(layer=layer, expert=expert)].read
+                found.append(read(plain, shape[1:], index[1:], fetch).astype(dtype))
+            one = np.stack(found)
+        else:
+            one = read(tensor, shape, index, self.stored[tensor.name.format(layer=layer)].read).astype(dtype)
+        self.done += one.size * _each(self.stored, leaf)
+        self.progress(round(self.done), round(self.total))
+        return one
 
 
 def planned(

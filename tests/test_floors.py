@@ -20,7 +20,7 @@ FLOORS = [
         "hardware",
         "flops",
         "tokenizer",
-        *("hf_files", "hf_quantised", "chat"),
+        *("hf_files", "hf_quantised", "chat", "progress_bar"),
     },
     {"mesh", "rules", "distributed", "xla_options", "topology"},
     {"ops"},

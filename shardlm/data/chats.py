@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlm.chat import ChatTemplate, assistant_tokens
+from shardlm.chat import ChatTemplate, assistant_tokens, read
 from shardlm.data.corpus import Source, read_lines
 from shardlm.data.shards import TokenShards
 from shardlm.data.writer import ShardWriter
@@ -24,7 +24,7 @@ ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user",
 def template_of(path: str) -> ChatTemplate:
     """The template in a checkpoint's folder, or in a file of its own. Raises ShardlmError where there is none."""
     if Path(path).is_file():
-        return ChatTemplate(Path(path).read_text(), where=path)
+        return ChatTemplate(read(Path(path)), where=path)
     if not Path(path).is_dir():
         raise ShardlmError(f"data.chat_template={path}: neither a folder with a chat template nor a file")
     return ChatTemplate.load(path)

@@ -32,8 +32,10 @@ class Pretrained:
         return registry.transformer(self.options, self.length)
 
     def to_hf(self) -> dict:
-        """config.json, for writing a checkpoint of the same architecture; not quantised."""
-        return {name: value for name, value in self.options.items() if name != "quantization_config"}
+        """config.json, for writing a checkpoint of the same architecture; not quantised, and without the layers that
+        predict further tokens (weights.py leaves them out)."""
+        changed = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in self.options else {}
+        return {name: value for name, value in self.options.items() if name != "quantization_config"} | changed
 
     def pinned(self) -> "Pretrained":
         """With its options inside."""

@@ -1,20 +1,15 @@
 """Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardlm import hf_files, peft, weights
+from shardlm import chat, hf_files, peft, weights
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
@@ -22,11 +17,11 @@ from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import DTYPES, Opened, load
+from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.state import is_adapter
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
-from shardlm.train.resume import TEMPLATE
 
 
 def to_hf(
@@ -65,10 +60,10 @@ def to_hf(
         return registry.names(config, opened.model.config, block)
 
     planned = list(weights.planned(opened.model.config, opened.params, names, jnp.dtype(DTYPES[dtype])))
-    with jax.set_mesh(opened.mesh), _bar(planned) as done:
-        hf_files.write_folder(output, planned, config, beside, shard_bytes, done)
-    if (opened.folder / TEMPLATE).exists():  # of a run that trained on chats
-        shutil.copy(opened.folder / TEMPLATE, output)
+    with jax.set_mesh(opened.mesh), bytes_bar("writing weights") as progress:
+        hf_files.write_folder(output, planned, config, beside, shard_bytes, progress)
+    if (opened.folder / chat.FILE).exists():  # of a run that trained on chats
+        chat.ChatTemplate.load(opened.folder).save(output)
     described = pathlib.Path(output) / "tokenizer_config.json"
     if (opened.folder / "tokenizer.json").exists() and not described.exists():
         described.write_text(json.dumps(_tokenizer_config(opened.folder), indent=2) + "\n")
@@ -77,10 +72,9 @@ def to_hf(
 def _adapters_to_hf(opened: Opened, output: pathlib.Path) -> None:
     adapters = {path: a for path, a in flatten_dict(opened.params).items() if is_adapter(path)}
     peft.save(output, opened.model, unflatten_dict(adapters), opened.source)
-    for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
-        for folder in (opened.folder, pathlib.Path(opened.source.folder)):
-            if (folder / name).exists() and not (output / name).exists():
-                shutil.copy(folder / name, output)
+    hf_files.copy_beside(pathlib.Path(opened.source.folder), output)
+    if (opened.folder / chat.FILE).exists():
+        chat.ChatTemplate.load(opened.folder).save(output)
 
 
 def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
@@ -92,13 +86,12 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
     opened = load(checkpoint, dtype="float32")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(opened.source.options.get("dtype"), "fp32")
     tokenizer = opened.folder / "tokenizer.json"
-    with jax.set_mesh(opened.mesh), Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig()) as checkpoints:
+    checkpointing = Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig())
+    with jax.set_mesh(opened.mesh), waiting("writing the checkpoint"), checkpointing as checkpoints:
         checkpoints.save(0, {"params": opened.params}, {}, {})
     config = RunConfig(opened.source, precision=precision, run_dir=str(run_dir))
     save_run_files(run_dir, to_json(config), tokenizer if tokenizer.exists() else None)
-    for name in hf_files.BESIDE:
-        if (opened.folder / name).exists():
-            shutil.copy(opened.folder / name, run_dir)
+    hf_files.copy_beside(opened.folder, run_dir)
 
 
 def _end_of_document(folder: pathlib.Path) -> dict[str, int]:
@@ -113,12 +106,3 @@ def _tokenizer_config(folder: pathlib.Path) -> dict[str, str]:
     tokenizer = Tokenizer.load(folder)
     name = tokenizer.decode([tokenizer.end_of_document_id], skip_special=False)
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
-
-
-@contextlib.contextmanager
-def _bar(planned: Sequence[hf_files.Planned]) -> Iterator[Callable[[hf_files.Planned], None]]:
-    """A progress bar over bytes; yields what is called with each tensor that is written."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("writing", total=sum(tensor.nbytes for tensor in planned))
-        yield lambda tensor: bar.update(task, advance=tensor.nbytes)

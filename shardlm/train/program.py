@@ -22,6 +22,7 @@ from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
@@ -126,11 +127,11 @@ class Program:
         if not isinstance(self.config.model, Pretrained):
             return None
         with jax.set_mesh(self.mesh):
-            shapes = self.model.shapes
-            if self.model.frozen_shapes is not None:
-                shapes = self.model.frozen_shapes
+            shapes = self.model.shapes if self.model.frozen_shapes is None else self.model.frozen_shapes
             shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
-            return weights.load(self.model, Folder.open(self.config.model.folder), shapes)
+            folder = Folder.open(self.config.model.folder)
+            with bytes_bar("reading weights", jax.process_index() == 0) as progress:
+                return weights.load(self.model, folder, shapes, progress)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""

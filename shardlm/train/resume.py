@@ -11,14 +11,12 @@ from shardlm.data.chats import template_of
 from shardlm.data.loader import Loader
 from shardlm.data.prepare import Prepared
 from shardlm.errors import ShardlmError
-from shardlm.files import write_atomically
 from shardlm.run_files import CONFIG, find_run, save_run_files
 from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
 
-TEMPLATE = "chat_template.jinja"  # beside the checkpoints, where shardlm/chat.py and transformers look for it
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
 FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
 
@@ -44,7 +42,7 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
     if jax.process_index() == 0:
         save_run_files(run_dir, to_json(config), data.tokenizer_path)
         if config.data.chat_template:
-            write_atomically(run_dir / TEMPLATE, template_of(config.data.chat_template).source.encode())
+            template_of(config.data.chat_template).save(run_dir)
     return changes
 
 

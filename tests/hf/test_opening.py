@@ -1,10 +1,14 @@
 """Opening and converting as a user does: `shardlm.load`, `launch.convert`, fine-tuning a folder, and the refusals."""
 
 import json
+import math
+import mmap
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, at_rest
+from shardlm.train import convert
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 
@@ -83,6 +88,30 @@ def test_tensors_that_do_not_fit_are_all_named(llama):
     assert "model.surprise is not known" in str(refused.value)
 
 
+def test_layers_that_predict_further_tokens_are_left_out_and_said_to_be(tmp_path, caplog):
+    """DeepSeek V3's layer 61, here 3: opened as if it were not there, and not promised by what is written."""
+    folder = shutil.copytree(REFERENCES / "deepseek_v3", tmp_path / "f")
+    tensors = hf_files.Folder.open(folder).tensors
+    last = [name for name in tensors if name.startswith("model.layers.2.")]
+    more = {name.replace("layers.2.", "layers.3."): tensors[name].read(...) for name in last}
+    change_tensors(folder, **more, **{"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)})
+    opened = shardlm.load(folder)
+    (line,) = (record.getMessage() for record in caplog.records if "left out" in record.getMessage())
+    assert re.search(
+        rf"{folder}: {len(last) + 1} tensors of layers that predict further tokens \(model.layers.3.", line
+    )
+    caplog.clear()
+    plain = shardlm.load(REFERENCES / "deepseek_v3")
+    assert jax.tree.all(jax.tree.map(np.array_equal, opened.params, plain.params)) and not caplog.records
+    convert.to_run(folder, tmp_path / "run")
+    convert.to_hf(tmp_path / "run", tmp_path / "hf")
+    written = hf_files.Folder.open(tmp_path / "hf")
+    assert written.config["num_nextn_predict_layers"] == 0 and set(written.tensors) == set(tensors)
+    change_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ShardlmError, match=r"model\.layers\.3\.\S+ is not known"):
+        shardlm.load(folder)
+
+
 def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(ShardlmError, match="there is no folder"):
         shardlm.load(tmp_path / "nothing")
@@ -94,21 +123,84 @@ def test_what_is_not_there_is_said(tmp_path):
         shardlm.load(REFERENCES / "llama", dtype="int3")
 
 
-def test_each_device_reads_its_own_slices(monkeypatch):
-    """By accounting: with fsdp=8 the largest array on the host is an eighth of the largest tensor, and together the
-    devices read what is in the files once, but for what is whole on every device."""
-    arrays = []
-    read = hf_files.Stored.read
-    monkeypatch.setattr(hf_files.Stored, "read", lambda self, index: arrays.append(read(self, index)) or arrays[-1])
-    folder = hf_files.Folder.open(REFERENCES / "llama")
-    spec = MeshSpec(fsdp=8)
+def shaped_like_70b(path):
+    """Llama 3 70B with all sizes but the number of files divided: 32 MB in eight files and an index."""
+    heads = {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
+    config = {"model_type": "llama", "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 896, **heads}
+    config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "dtype": "bfloat16"}
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = ModelDef.make(registry.transformer(config), Execution(Rules.make("zero3", MeshSpec())))
+    ones = jax.tree.map(lambda s: np.ones(s.shape, jnp.bfloat16), model.shapes)
+
+    def names(block):
+        return registry.names(config, model.config, block)
+
+    planned = weights.planned(model.config, ones, names, np.dtype(jnp.bfloat16))
+    hf_files.write_folder(path, planned, config, shard_bytes=4_400_000)
+    return hf_files.Folder.open(path)
+
+
+def test_the_host_holds_one_slice_at_a_time_and_every_number_is_read_once(tmp_path, monkeypatch):
+    """By accounting of numpy's memory and of what is asked of the files; devices that hold the same share a reading."""
+    folder, put, read = shaped_like_70b(tmp_path / "f"), jax.device_put, hf_files.Stored.read
+
+    def copied(a, device):
+        """CPU "devices" would keep the host's arrays as theirs: they get copies in memory that is not traced."""
+        own = np.frombuffer(mmap.mmap(-1, a.nbytes), np.uint8).view(a.dtype).reshape(a.shape)
+        own[...] = a
+        return put(own, device)
+
+    monkeypatch.setattr(jax, "device_put", copied)
+    assert len({stored.file for stored in folder.tensors.values()}) == 8
+    times, largest = {}, {}
+
+    def counted(stored, index):
+        key = stored.file, stored.begin
+        times.setdefault(key, np.zeros(stored.shape, np.uint8))[index] += 1
+        found = read(stored, index)
+        largest[key] = max(largest.get(key, 0), found.size)
+        return found
+
+    for preset, spec in (("zero3", MeshSpec(fsdp=4, tensor=2)), ("hybrid", MeshSpec(data=2, fsdp=2, tensor=2))):
+        mesh = mesh_of(spec)
+        with jax.set_mesh(mesh):
+            model = ModelDef.make(
+                registry.transformer(folder.config), Execution(Rules.make(preset, spec), jnp.bfloat16)
+            )
+            shapes = model.held_at_rest(mesh)
+            with monkeypatch.context() as patch:
+                patch.setattr(hf_files.Stored, "read", counted)
+                weights.load(model, folder, shapes)
+            tracemalloc.start()
+            weights.load(model, folder, shapes)
+            held = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert len(times) == len(folder.tensors) and all((count == 1).all() for count in times.values())
+        shards = spec.fsdp * spec.tensor
+        assert all(n == times[key].size / shards for key, n in largest.items() if times[key].ndim == 2)
+        slices = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+        slice_bytes = 2 * max(map(math.prod, slices))
+        assert held < 1.6 * slice_bytes, (held, slice_bytes)  # one, a layer of it being read, and what is no array
+        times.clear(), largest.clear()
+
+
+def test_reading_and_writing_show_their_progress_on_a_terminal_only(monkeypatch, capsys, tmp_path):
+    calls = []
+    folder = hf_files.Folder.open(REFERENCES / "gpt_oss")
+    spec = MeshSpec(fsdp=2)
     with jax.set_mesh(mesh_of(spec)) as _:
         model = ModelDef.make(registry.transformer(folder.config), Execution(Rules.make("zero3", spec)))
         shapes = jax.tree.map(lambda s: at_rest(s, mesh_of(spec)), model.shapes)
-        weights.load(model, folder, shapes)
-    assert max(a.nbytes for a in arrays) == 96 * 32 * 2 / 8  # the embedding, in 16 bits
-    matrices = sum(s.dtype.itemsize * np.prod(s.shape) for s in folder.tensors.values() if len(s.shape) == 2)
-    assert sum(a.nbytes for a in arrays if a.ndim == 2) == matrices
+        weights.load(model, folder, shapes, lambda *done: calls.append(done))
+    total = sum(stored.nbytes for stored in folder.tensors.values())
+    assert calls[-1] == (total, total) and {t for _, t in calls} == {total} and calls == sorted(calls)
+
+    shardlm.load(REFERENCES / "llama")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is no terminal as one
+    shardlm.load(REFERENCES / "llama")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert re.search(r"reading weights .*?(\S+)/\1 KiB \d+\.\d\d GiB/s", shown), shown
 
 
 def run(module, *flags):
@@ -129,17 +221,21 @@ def trained_on_chats(home, config):
     """The same folder on conversations: answers are scored, and the template stays with the run and what is written."""
     turns = [{"role": "user", "content": "def f1"}, {"role": "assistant", "content": "return x * 1"}]
     (home / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
-    (home / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template = home / "template"
+    (template / "additional_chat_templates").mkdir(parents=True)
+    (template / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
                                      "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
     flags = (f"data.train={home}/chats.jsonl", f"data.validation={home}/chats.jsonl", "data.packing=whole")
-    flags += (f"data.chat_template={home}/chat.jinja", f"data.tokenizer={home}/hf", f"run_dir={home}/sft")
+    flags += (f"data.chat_template={template}", f"data.tokenizer={home}/hf", f"run_dir={home}/sft")
     done = tiny_run.train(config, *flags, "train.steps=6", "optim.schedule=constant")
     assert done.returncode == 0 and "bits/byte" not in done.stdout, done.stderr
     losses = [value for (_, name), value in tiny_run.losses(home / "sft").items() if name == "validation_loss"]
     assert losses[-1] < 5
     exported = run("launch.convert", f"--checkpoint={home}/sft", f"--output={home}/sft_hf")
     assert exported.returncode == 0, exported.stderr
-    assert (home / "sft_hf" / "chat_template.jinja").read_text() == (home / "chat.jinja").read_text()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (home / "sft_hf" / name).read_text() == (template / name).read_text()
 
 
 def trained_by_adapters(home, config):
