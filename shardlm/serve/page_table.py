@@ -20,13 +20,13 @@ from shardlm.errors import ShardlmError
 _DIGEST = 16  # bytes of a page's hash: a collision would show one user another's text
 
 
-def extend_hashes(hashes: list[bytes], tokens: array, page_size: int, salt: str = "") -> None:
-    """Appends to `hashes` those of the full pages of `tokens` (an array "i") that it lacks.
+def extend_hashes(hashes: list[bytes], tokens: array, num_tokens: int, page_size: int, salt: str = "") -> None:
+    """Appends to `hashes` those that it lacks of the full pages among the first `num_tokens` of `tokens`, an array "i".
 
     Requests of different `salt` never share a page.
     """
     parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=_DIGEST).digest()
-    for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
+    for start in range(len(hashes) * page_size, num_tokens - page_size + 1, page_size):
         page = tokens[start : start + page_size].tobytes()
         parent = hashlib.blake2b(parent + page, digest_size=_DIGEST).digest()
         hashes.append(parent)

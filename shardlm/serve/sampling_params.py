@@ -114,7 +114,7 @@ class SamplingParams:
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
             if bad := [token for token in ids if token >= vocab_size]:
                 raise ShardlmError(
-                    f"{name} has token {bad[0]}, outside the vocabulary of {vocab_size}; use ids of this model's tokenizer"
+                    f"{name} has token {bad[0]}, outside the vocabulary of {vocab_size}; use the model's tokenizer"
                 )
 
 
