@@ -12,8 +12,8 @@ from shardlm.serve.sampling_params import SamplingParams
 VOCAB, EOS = 7, 0
 
 
-def next_token(salt: str, prefix: list[int]) -> int:
-    return zlib.crc32(salt.encode() + bytes(prefix)) % VOCAB
+def next_token(salt: str, seed: int | None, prefix: list[int]) -> int:
+    return zlib.crc32(f"{salt}{seed}".encode() + bytes(prefix)) % VOCAB
 
 
 def reply(prompt: list[int], params: SamplingParams, salt: str, max_model_len: int) -> tuple[list[int], str]:
@@ -24,7 +24,7 @@ def reply(prompt: list[int], params: SamplingParams, salt: str, max_model_len: i
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     new: list[int] = []
     while len(new) < most:
-        new.append(next_token(salt, tokens + new))
+        new.append(next_token(salt, params.seed, tokens + new))
         if new[-1] in stops and len(new) > params.min_tokens:
             return new, "stop"
     return new, "length"
@@ -37,9 +37,7 @@ class FakeDevice:
         self.pages = pages
         self.pool = np.full((pages.num_pages, pages.page_size), None, object)  # the prefix that each place belongs to
         self.writer = np.full((pages.num_pages, pages.page_size), None, object)
-        self.slots: list[list[int]] = [
-            [] for _ in range(max_rows)
-        ]  # of each slot, the last sampled token included
+        self.slots: list[list[int]] = [[] for _ in range(max_rows)]  # of each slot, the last sampled token included
         self.queue: list = []
 
     def dispatch(self, batch) -> None:
@@ -100,5 +98,5 @@ class FakeDevice:
         for position, found in enumerate(read):
             want = (request.salt, tuple(sequence[: position + 1]))
             assert found == want, f"{request} attends to {found} at position {position}, not to {want}"
-        sequence.append(next_token(request.salt, sequence))
+        sequence.append(next_token(request.salt, request.params.seed, sequence))
         return sequence[-1]

@@ -25,6 +25,7 @@ def sampling_params(draw):
     max_tokens = draw(st.sampled_from((None, None, 0, 1, 5, 9, 12)))
     return SamplingParams(
         max_tokens=max_tokens,
+        seed=draw(st.sampled_from((None, 1, 2))),  # equal prompts go on in different ways
         min_tokens=draw(st.integers(0, min(max_tokens or 0, 4))),
         ignore_eos=draw(st.sampled_from((True, True, False))),
         stop_token_ids=draw(st.sampled_from(((), (), (3,)))),
@@ -117,7 +118,8 @@ class Serving(RuleBasedStateMachine):
             assert not any(kinds) and batch.steps in config.decode_steps
             assert max(row.samples for row in rows) == batch.steps
         for row in rows:
-            assert row.end > row.start and row.samples <= (1 if row.request.lockstep else batch.steps)
+            assert row.end > row.start and row.samples <= batch.steps
+            assert not row.request.lockstep or row.request.in_flight == row.samples <= 1, "a mask needs every token"
             assert not row.fresh or row.start == 0 or row.request.params.prompt_logprobs is None
 
     @rule(steps=st.integers(1, 8), delay=st.integers(0, MAX_DELAY))
@@ -140,6 +142,7 @@ class Serving(RuleBasedStateMachine):
         self.pages.check_invariants()
         for request, (tokens, reason) in self.wanted.items():
             assert list(request.generated) == self.streamed[request] == tokens[: len(request.generated)]
+            assert len(request.page_hashes) <= len(request.tokens) // self.pages.page_size, "a hash of unknown tokens"
             if request.finished:
                 assert (list(request.generated), request.finish_reason) == (tokens, reason)
 
