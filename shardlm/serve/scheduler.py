@@ -171,16 +171,15 @@ class Scheduler:
         """Who decodes, with a page for the next token, and the chunks of prompts that fit beside, with their pages.
 
         One pass in the order of service. Pages are only ever taken from the last of those that run, so that nobody
-        loses them who was served in this pass. Who lost them does not come back in it, for its own pages.
+        loses them who was served in this pass.
         """
         decodes: list[Request] = []
         chunks: list[Row] = []
         budget = self.config.max_batch_tokens - sum(r.computed >= r.prefill_end for r in self._running)
-        before, queue_moves = self.preemptions, True
         for request in sorted(self._running + self._waiting[: self.config.max_rows], key=_turn):
             if request.status is Status.WAITING:
-                queue_moves = queue_moves and budget > 0 and self.preemptions == before and self._admit(request)
-                if not queue_moves:
+                first = request is self._waiting[0]  # not so where one before it was, or has just been, turned out
+                if not (first and budget > 0 and self._admit(request)):
                     continue
             if request.computed < request.prefill_end:
                 if budget > 0:
@@ -247,22 +246,24 @@ class Scheduler:
             return []
         return request.page_hashes[: (len(request.tokens) - 1) // self.pages.page_size]
 
-    def _fits(self, request: Request) -> bool:
-        """Whether there is a slot, and pages beside one for each request that runs: else it soon would be preempted."""
+    def _lacking(self, request: Request) -> int:
+        """How many pages are too few for a waiting request, with one kept for each that runs: without those, whoever
+        came last would soon be preempted."""
         needed = self.pages.missing(len(request.tokens), self._shareable(request))
-        return bool(self._free_slots) and needed + len(self._running) <= self.pages.num_free
+        return needed + len(self._running) - self.pages.num_free
 
     def _make_room(self, request: Request) -> bool:
-        """Makes a waiting request fit, by preempting worse priorities where that helps; False where it does not."""
+        """Finds a slot and pages for a waiting request, by preempting worse priorities unless that would not do."""
         worse = [other for other in self._running if other.priority > request.priority]
         if not self._free_slots and not worse:
             return False
-        needed = self.pages.missing(len(request.tokens), self._shareable(request)) + len(self._running) - len(worse)
-        if needed > self.pages.num_free + sum(len(self.pages.pages(other.id)) for other in worse):
+        if self._lacking(request) > sum(len(self.pages.pages(other.id)) + 1 for other in worse):
             return False
-        while worse and not self._fits(request):
+        while not self._free_slots or self._lacking(request) > 0:
+            if not worse:
+                return False  # they shared pages among them, so that it was less than it seemed
             self._preempt(worse.pop())
-        return self._fits(request)
+        return True
 
     def _make_page(self, request: Request) -> bool:
         """Makes the pages of a running request hold its next token, by preempting from the end of the order where

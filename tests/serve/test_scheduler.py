@@ -190,6 +190,17 @@ def test_nobody_passes_the_one_that_waits_for_pages():
     assert scheduler.num_waiting == 2
 
 
+def test_nobody_passes_the_one_that_turned_itself_out():
+    scheduler = make(num_pages=7, max_model_len=24, max_batch_tokens=32, decode_steps=(1,))
+    add(scheduler, "a", distinct(1, 12))
+    add(scheduler, "b", distinct(2, 8))
+    step(scheduler)
+    add(scheduler, "c", distinct(3, 3))
+    batch, _ = step(scheduler)  # a takes the last page; b is the last in order, and its two pages would do for c
+    assert [row.request.id for row in batch.rows] == ["a"]
+    assert (scheduler.num_waiting, scheduler.preemptions, scheduler.pages.num_free) == (2, 1, 2)
+
+
 def test_a_masked_request_samples_a_token_at_a_time_and_only_known_ones():
     scheduler = make()
     add(scheduler, "masked", distinct(1, 4), structured_outputs=StructuredOutputs(regex="a+"))
@@ -234,7 +245,7 @@ def test_refusals_name_the_numbers():
         add(scheduler, "a", [1])
     with pytest.raises(ShardlmError, match="max_rows=0 and max_model_len=64 must be at least 1"):
         make(max_rows=0)
-    with pytest.raises(ShardlmError, match="max_batch_tokens=4 must be above max_rows=4: .* Raise it, or lower"):
+    with pytest.raises(ShardlmError, match=r"max_batch_tokens=4 must be above max_rows=4: .* Raise it, or lower"):
         make(max_batch_tokens=4)
     with pytest.raises(ShardlmError, match=r"decode_steps=\(4, 8\) must be numbers of steps, each at least 1, with 1"):
         make(decode_steps=(4, 8))

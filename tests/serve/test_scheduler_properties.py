@@ -105,7 +105,8 @@ class Serving(RuleBasedStateMachine):
         waits_for_a_token = first.batches_in_flight and (
             first.status is Status.WAITING or first.lockstep or first.remaining == 0
         )
-        assert waits_for_a_token or any(row.request is first for row in batch.rows), f"{first} got no row"
+        rows = batch.rows if batch else ()
+        assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"
 
     def check_shape(self, batch):
         config, rows = self.scheduler.config, batch.rows
@@ -163,4 +164,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestServing.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
