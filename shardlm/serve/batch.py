@@ -1,0 +1,60 @@
+"""One program's work, as the scheduler hands it to the runner, and what comes of it when it has landed."""
+
+import dataclasses
+from array import array
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from shardlm.serve.request import Request
+
+
+class Row(NamedTuple):
+    """What one request does in a batch.
+
+    A chunk runs the known `tokens` at positions start, start + 1, ... and samples 1 token after the last of them, or
+    0 where more of the prompt follows. A decode has `tokens` None: its first token is the one that its slot sampled
+    last, which the host may not have seen yet, and it samples `samples` tokens, one a step.
+    """
+
+    request: Request
+    slot: int
+    start: int  # the first position whose keys and values it writes
+    samples: int
+    tokens: array | None
+    fresh: bool  # the first row of this request in this slot: the slot's state on the device starts anew
+
+    @property
+    def end(self) -> int:
+        """One past the last position whose keys and values it writes."""
+        return self.start + (self.samples if self.tokens is None else len(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """`mixed`: one step of decodes (first) and chunks under the token budget. `decode`: `steps` steps of decodes only;
+    a row with fewer `samples` than steps idles for the rest, writing to the scrap page.
+
+    Batches must run on the device in the order of `number`: then pages and slots are given on at once. Within a batch
+    a layer writes the keys and values of all rows before any row attends: a row may share a page with a row before it
+    that writes it. A batch may have a row of a request that ends before it lands: what it samples is dropped.
+    """
+
+    kind: Literal["mixed", "decode"]
+    number: int
+    steps: int
+    rows: tuple[Row, ...]
+    page_table: np.ndarray  # int32 [rows, pages of the longest row], 0 (scrap) beyond a row's pages
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the program runs, those of idle steps not counted."""
+        return sum(row.end - row.start for row in self.rows)
+
+
+class Landed(NamedTuple):
+    """What a row brought. `tokens` are already the last of `request.tokens`; the request may have ended with them."""
+
+    request: Request
+    row: int  # of the batch
+    tokens: list[int]

@@ -1,0 +1,97 @@
+"""What a request is over its life. The scheduler alone changes one; the engine reads it."""
+
+import enum
+import numbers
+from array import array
+from collections.abc import Collection, Sequence
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # holds no slot and no page: new, or preempted
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """One reply to one prompt.
+
+    Positions count from 0 over prompt and reply. `computed` of them have their keys and values written, or will have
+    once the batches already scheduled have run: the host is ahead of the device. `in_flight` tokens are sampled by
+    batches that have not landed, so that the true length is `len(tokens) + in_flight` until a stop token is found.
+    """
+
+    __slots__ = (
+        # What was asked for.
+        *("id", "params", "priority", "salt", "tokens", "prompt_len", "truncated", "eos_ids", "stop_ids", "lockstep"),
+        # Where it stands.
+        *("turn", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh", "computed", "prefill_end"),
+        *("in_flight", "batches_in_flight", "page_hashes", "cached_tokens", "preemptions"),
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_ids: Collection[int] = (),
+        priority: int = 0,
+        salt: str = "",
+    ):
+        """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
+        `salt` share pages. Raises ShardlmError for an empty prompt."""
+        if not len(prompt):
+            raise ShardlmError("the prompt has no tokens; give at least one")
+        self.id, self.params, self.priority, self.salt = id, params, priority, salt
+        self.truncated = max(0, len(prompt) - (params.truncate_prompt_tokens or len(prompt)))  # tokens left out
+        self.tokens = array("i", prompt[self.truncated :])  # prompt and reply, as far as known
+        self.prompt_len = len(self.tokens)
+        self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
+        self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
+        # Whether the host must see each token before the next is sampled: a grammar's mask depends on it.
+        self.lockstep = params.structured_outputs is not None
+        self.turn = (priority, -1)  # the order of service, the smallest first: priority, then arrival, set by `add`
+        self.max_len = self.prompt_len  # of prompt and reply; the scheduler knows what the model can hold
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.stop_reason: int | str | None = None  # the stop token or text; None for end of text
+        self.slot = -1
+        self.fresh = False  # the device has not heard of it in this slot
+        self.computed = self.in_flight = self.batches_in_flight = self.preemptions = 0
+        self.prefill_end = 0  # tokens known when it was admitted: up to here it is prefilled, from here it decodes
+        self.page_hashes: list[bytes] = []
+        self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+
+    @property
+    def generated(self) -> array:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be scheduled for sampling."""
+        return self.max_len - len(self.tokens) - self.in_flight
+
+    def __repr__(self) -> str:
+        known = f"{self.prompt_len}+{len(self.tokens) - self.prompt_len} tokens"
+        return f"Request({self.id!r}, {known}, computed {self.computed}, {self.status.value})"
+
+
+def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    """Raises ShardlmError where something in a prompt is no token of a vocabulary of `vocab_size`."""
+    try:
+        ids = array("q", prompt)
+        fits = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+    except (TypeError, OverflowError):
+        fits = False
+    if not fits:
+        bad = next(t for t in prompt if not (isinstance(t, numbers.Integral) and 0 <= t < vocab_size))
+        raise ShardlmError(
+            f"token {bad!r} of the prompt is outside the vocabulary of {vocab_size}; use the model's tokenizer"
+        )

@@ -1,0 +1,204 @@
+"""How the tokens of one request are chosen and when they end: the names and defaults that users of vLLM know.
+
+Owns the values and their checks. Leaves what they do to the sampler on the device, the scheduler and the detokenizer.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlm.errors import ShardlmError
+
+MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so somebody pays for the largest
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputs:
+    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax."""
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self):
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            raise ShardlmError(
+                "structured outputs need exactly one of json, regex, choice and grammar; given: "
+                f"{', '.join(given) or 'none'}"
+            )
+        if self.json is not None and not isinstance(self.json, str | Mapping):
+            raise _wrong("json", self.json, "a JSON schema, as text or as a mapping")
+        for name in ("regex", "grammar"):
+            if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
+                raise _wrong(name, text, "a text that is not empty")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _texts("choice", self.choice, "give the texts to choose from"))
+            if not self.choice:
+                raise _wrong("choice", [], "a list of at least one text")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """The wishes of one request.
+
+    n: replies to the prompt. temperature: 0 is greedy. top_k: 0 or -1 keeps every token. min_p: tokens below this share
+    of the likeliest one's probability are left out. Penalties: repetition multiplies (of prompt and reply), presence
+    and frequency subtract (of the reply). logit_bias: token id -> what is added. bad_words: never written. seed: None
+    for another text every time. stop: texts that end the reply, left out of it unless include_stop_str_in_output.
+    max_tokens: None to the end of the model's length; 0 only reads the prompt. min_tokens: no stop text, stop token or
+    end of text counts among so many. logprobs, prompt_logprobs: alternatives to report for each token beside the one
+    that is there, None for no report. truncate_prompt_tokens: of a longer prompt, only these last tokens.
+
+    Raises: ShardlmError for a value of a wrong type or out of its range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] = ()
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self):
+        for name, limits in _NUMBERS.items():
+            self._set(name, _number(name, getattr(self, name), *limits))
+        for name, limits in _INTEGERS.items():
+            self._set(name, _integer(name, getattr(self, name), *limits))
+        for name, (low, high, meaning) in _OPTIONAL_INTEGERS.items():
+            if (value := getattr(self, name)) is not None:
+                self._set(name, _integer(name, value, low, high, f"{meaning}, or None"))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "True or False")
+        if self.top_p == 0:
+            raise _wrong("top_p", self.top_p, "above 0 and at most 1 (temperature=0 takes the likeliest token)")
+        if self.repetition_penalty == 0:
+            raise _wrong("repetition_penalty", self.repetition_penalty, "above 0 (1 for none)")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._set("stop", _texts("stop", stop, "it would end every reply at once; leave it out"))
+        self._set("bad_words", _texts("bad_words", self.bad_words, "it is no word; leave it out"))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ShardlmError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower the one or raise the other"
+            )
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise _wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs or None")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ShardlmError where a token id is outside a vocabulary of `vocab_size`."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+            if bad := [token for token in ids if token >= vocab_size]:
+                raise ShardlmError(
+                    f"{name} has token {bad[0]}, outside the vocabulary of {vocab_size}; use the model's tokenizer"
+                )
+
+
+# name -> (least, most, what it must be)
+_NUMBERS = {
+    "temperature": (0, math.inf, "at least 0 (0: greedy)"),
+    "top_p": (0, 1, "above 0 and at most 1 (1: every token)"),
+    "min_p": (0, 1, "from 0 to 1 (0: every token)"),
+    "repetition_penalty": (0, math.inf, "above 0 (1 for none)"),
+    "presence_penalty": (-2, 2, "from -2 to 2"),
+    "frequency_penalty": (-2, 2, "from -2 to 2"),
+}
+_INTEGERS = {
+    "n": (1, math.inf, "at least 1"),
+    "top_k": (-1, math.inf, "at least 1, or 0 or -1 for every token"),
+    "min_tokens": (0, math.inf, "at least 0"),
+}
+_OPTIONAL_INTEGERS = {
+    "seed": (-(2**63), 2**63 - 1, "an integer of 64 bits"),
+    "max_tokens": (0, math.inf, "at least 0"),
+    "logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+    "truncate_prompt_tokens": (1, math.inf, "at least 1"),
+}
+
+
+def _wrong(name: str, value: Any, requirement: str) -> ShardlmError:
+    return ShardlmError(f"{name}={value!r} must be {requirement}")
+
+
+def _number(name: str, value: Any, low: float, high: float, meaning: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _wrong(name, value, f"a number, {meaning}")
+    if not (low <= value <= high and abs(value) <= 1e30):  # nan and inf fail here; float32 holds what passes
+        raise _wrong(name, value, meaning)
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: float, high: float, meaning: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _wrong(name, value, f"an integer, {meaning}")
+    if not low <= value <= high:
+        raise _wrong(name, value, meaning)
+    return int(value)
+
+
+def _sequence(name: str, value: Any, meaning: str) -> tuple:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise _wrong(name, value, meaning)
+    return tuple(value)
+
+
+def _texts(name: str, value: Any, why: str) -> tuple[str, ...]:
+    texts = _sequence(name, value, "a list of texts")
+    if not all(isinstance(text, str) for text in texts):
+        raise _wrong(name, list(texts), "a list of texts")
+    if "" in texts:
+        raise ShardlmError(f"{name}={list(texts)!r} has an empty text: {why}")
+    return texts
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _sequence(name, value, "a list of token ids")
+    if not all(map(_is_token_id, ids)):
+        raise _wrong(name, list(ids), "a list of token ids, integers from 0")
+    return tuple(map(int, ids))
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    """Keys may be texts, as JSON has them."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong("logit_bias", value, "a mapping from token id to what is added to its logit")
+    bias = {}
+    for key, added in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        if not _is_token_id(token):
+            raise ShardlmError(f"logit_bias has the key {key!r}; its keys must be token ids, integers from 0")
+        bias[int(token)] = _number(f"logit_bias[{token}]", added, -100, 100, "from -100 to 100")
+    return bias

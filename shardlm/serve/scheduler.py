@@ -1,0 +1,348 @@
+"""Which tokens of which requests run next: continuous batching, chunked prefill, preemption, the end of requests.
+
+Owns the requests while they live, their slots and when they ask for pages. Leaves pages to `page_table`, the programs
+to the runner, text (and so stop texts) to the engine.
+
+The host runs ahead: `schedule` may be called again before `land` has heard what the last batch sampled. A decode
+needs no token from the host, since the device keeps the last one of each slot. Whatever ends a request gives its
+pages and its slot on at once, also under a batch in flight, because batches run in the order they were scheduled.
+
+Order of service is (priority, arrival), the smallest first. Who lacks pages takes them from the last in that order,
+and nobody passes another in the queue. So the first of all unfinished requests has a row in every batch (but while a
+token it needs is in flight) and ends; then the next one is first. Nothing starves but behind an endless stream of
+better priority, as asked for.
+"""
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import operator
+
+import numpy as np
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.batch import Landed, Row, ScheduledBatch
+from shardlm.serve.page_table import PageTable, extend_hashes
+from shardlm.serve.request import Request, Status
+
+_turn = operator.attrgetter("turn")
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step, in tokens.
+    max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
+
+    Raises: ShardlmError for sizes with which nothing could run.
+    """
+
+    max_rows: int = 256
+    max_batch_tokens: int = 2048
+    max_model_len: int = 4096
+    decode_steps: tuple[int, ...] = (1, 8)
+
+    def __post_init__(self):
+        if self.max_rows < 1 or self.max_model_len < 1:
+            raise ShardlmError(f"max_rows={self.max_rows} and max_model_len={self.max_model_len} must be at least 1")
+        if self.max_batch_tokens <= self.max_rows:
+            raise ShardlmError(
+                f"max_batch_tokens={self.max_batch_tokens} must be above max_rows={self.max_rows}: each row may decode "
+                "a token, and a prompt needs room beside them. Raise it, or lower max_rows"
+            )
+        if 1 not in self.decode_steps or min(self.decode_steps) < 1:
+            raise ShardlmError(
+                f"decode_steps={self.decode_steps} must be numbers of steps, each at least 1, with 1 among them (for "
+                "when pages are short); give for example (1, 8)"
+            )
+        object.__setattr__(self, "decode_steps", tuple(sorted(set(self.decode_steps))))
+
+
+class Scheduler:
+    """Feeds one runner: `add` requests, then in a loop `schedule`, run the batch, and `land` the oldest one that ran.
+    Not for several threads."""
+
+    def __init__(self, config: SchedulerConfig, pages: PageTable):
+        """Takes over an empty page table. Raises ShardlmError where the longest request could never run."""
+        needed = pages.pages_for(config.max_model_len)
+        if needed > pages.num_pages - 1:
+            room = (pages.num_pages - 1) * pages.page_size
+            raise ShardlmError(
+                f"a request of max_model_len={config.max_model_len} tokens needs {needed} pages of {pages.page_size}, "
+                f"and the pool has {pages.num_pages - 1}, for {room} tokens. Enlarge the pool, or lower max_model_len "
+                f"to {room}"
+            )
+        self.config, self.pages = config, pages
+        self.preemptions = 0
+        self._requests: dict[str, Request] = {}  # unfinished, by id
+        self._waiting: list[Request] = []  # both in the order of service
+        self._running: list[Request] = []
+        self._free_slots = list(range(config.max_rows - 1, -1, -1))
+        self._in_flight: collections.deque[ScheduledBatch] = collections.deque()
+        self._arrivals, self._numbers = itertools.count(), itertools.count()
+        self._table = np.zeros((config.max_rows, needed), np.int32)  # the pages of each slot, 0 where it has none
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches that have been scheduled and have not landed."""
+        return len(self._in_flight)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Puts a new request into the queue. Raises ShardlmError where it is too long or its id is in use."""
+        limit, wanted = self.config.max_model_len, request.params.max_tokens
+        least = request.prompt_len + (wanted != 0)
+        if least > limit:
+            space = "" if wanted == 0 else " and at least one new token"
+            raise ShardlmError(
+                f"the prompt has {request.prompt_len} tokens; max_model_len={limit} must hold it{space}. Shorten it by "
+                f"{least - limit}, ask for truncate_prompt_tokens, or raise max_model_len"
+            )
+        if request.id in self._requests:
+            raise ShardlmError(f"there is an unfinished request with the id {request.id!r}; give each its own")
+        request.max_len = limit if wanted is None else min(limit, request.prompt_len + wanted)
+        request.turn = (request.priority, next(self._arrivals))
+        self._requests[request.id] = request
+        bisect.insort(self._waiting, request, key=_turn)
+
+    def abort(self, id: str) -> Request | None:
+        """Ends an unfinished request with the reason "abort"; None where there is none, as it may just have ended."""
+        request = self._requests.get(id)
+        if request:
+            self.finish(request, "abort")
+        return request
+
+    def finish(
+        self, request: Request, reason: str, *, stop_reason: int | str | None = None, num_generated: int | None = None
+    ) -> None:
+        """Ends a request and frees what it holds. Its reply is cut to `num_generated` tokens where given: that is how
+        a stop text, which the engine finds, also overrules an end that came later in the same batch."""
+        if not request.finished:
+            if request.status is Status.RUNNING:
+                self._release(request)
+            else:
+                self._waiting.remove(request)
+            del self._requests[request.id]
+            request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if num_generated is not None:
+            del request.tokens[request.prompt_len + num_generated :]
+
+    def reset(self) -> None:
+        """For new weights: everything that runs is computed anew, with an empty prefix cache. Replies go on from the
+        tokens they have, those of batches in flight included."""
+        while self._running:
+            self._preempt(self._running[-1])
+        self.pages.forget()
+
+    # What runs next.
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batch; None where nothing can run before a batch in flight lands, or nothing is there to run."""
+        decodes, rows = self._serve_in_order()
+        kind, steps = ("mixed", 1) if rows else ("decode", self._affordable_steps(decodes))
+        rows = [self._decode_row(request, steps) for request in decodes] + rows
+        if not rows:
+            return None
+        for row in rows:
+            row.request.computed = row.end
+            row.request.in_flight += row.samples
+            row.request.batches_in_flight += 1
+        width = self.pages.pages_for(max(row.end for row in rows))
+        table = self._table[[row.slot for row in rows], :width]  # a copy
+        batch = ScheduledBatch(kind, next(self._numbers), steps, tuple(rows), table)
+        self._in_flight.append(batch)
+        return batch
+
+    def _serve_in_order(self) -> tuple[list[Request], list[Row]]:
+        """Who decodes, with a page for the next token, and the chunks of prompts that fit beside, with their pages.
+
+        One pass in the order of service. Pages are only ever taken from the last of those that run, so that nobody
+        loses them who was served in this pass.
+        """
+        decodes: list[Request] = []
+        chunks: list[Row] = []
+        budget = self.config.max_batch_tokens - sum(r.computed >= r.prefill_end for r in self._running)
+        for request in sorted(self._running + self._waiting[: self.config.max_rows], key=_turn):
+            if request.status is Status.WAITING:
+                first = request is self._waiting[0]  # not so where one before it was, or has just been, turned out
+                if not (first and budget > 0 and self._admit(request)):
+                    continue
+            if request.computed < request.prefill_end:
+                if budget > 0:
+                    chunks.append(self._chunk_row(request, budget))
+                    budget -= len(chunks[-1].tokens)
+            elif request.remaining > 0 and not (request.lockstep and request.in_flight) and self._make_page(request):
+                decodes.append(request)
+        return decodes, chunks
+
+    def _chunk_row(self, request: Request, budget: int) -> Row:
+        """The next tokens of a prompt, or of what is computed anew after a preemption."""
+        start = request.computed
+        end = min(start + budget, request.prefill_end)
+        samples = int(end == request.prefill_end and request.remaining > 0)
+        row = Row(request, request.slot, start, samples, request.tokens[start:end], request.fresh)
+        request.fresh = False
+        self._register(request, end)  # rows after this one may share the pages already, see ScheduledBatch
+        return row
+
+    def _decode_row(self, request: Request, steps: int) -> Row:
+        samples = self._samples(request, steps)
+        self._grow(request, request.computed + samples)
+        return Row(request, request.slot, request.computed, samples, None, False)
+
+    def _samples(self, request: Request, steps: int) -> int:
+        return 1 if request.lockstep else min(steps, request.remaining)
+
+    def _affordable_steps(self, decodes: list[Request]) -> int:
+        """The largest program that no row's pages are lacking for, and that is not longer than any reply can be."""
+        for steps in reversed(self.config.decode_steps[1:]):
+            samples = [self._samples(request, steps) for request in decodes]
+            lacking = sum(
+                max(0, self.pages.pages_for(request.computed + new) - len(self.pages.pages(request.id)))
+                for request, new in zip(decodes, samples, strict=True)
+            )
+            if steps in samples and lacking <= self.pages.num_free:
+                return steps
+        return 1
+
+    # Who gets slots and pages.
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request a slot and the pages of all tokens it has, if need be those of worse priorities."""
+        if request.batches_in_flight:  # preempted, and what it sampled has not landed: its tokens are not known
+            return False
+        extend_hashes(request.page_hashes, request.tokens, len(request.tokens), self.pages.page_size, request.salt)
+        if not self._make_room(request):
+            return False
+        request.computed = self.pages.allocate(request.id, len(request.tokens), self._shareable(request))
+        request.prefill_end = len(request.tokens)
+        request.slot, request.fresh, request.status = self._free_slots.pop(), True, Status.RUNNING
+        if not request.preemptions:
+            request.cached_tokens = request.computed
+        pages = self.pages.pages(request.id)
+        self._table[request.slot, : len(pages)] = pages
+        self._waiting.remove(request)
+        bisect.insort(self._running, request, key=_turn)
+        return True
+
+    def _shareable(self, request: Request) -> list[bytes]:
+        """Hashes of the pages it need not compute: the last token always runs, for what follows it, and all do where
+        log-probabilities of the prompt are asked for."""
+        if request.params.prompt_logprobs is not None:
+            return []
+        return request.page_hashes[: (len(request.tokens) - 1) // self.pages.page_size]
+
+    def _lacking(self, request: Request) -> int:
+        """How many pages are too few for a waiting request, with one kept for each that runs: without those, whoever
+        came last would soon be preempted."""
+        needed = self.pages.missing(len(request.tokens), self._shareable(request))
+        return needed + len(self._running) - self.pages.num_free
+
+    def _make_room(self, request: Request) -> bool:
+        """Finds a slot and pages for a waiting request, by preempting worse priorities unless that would not do."""
+        worse = [other for other in self._running if other.priority > request.priority]
+        if not self._free_slots and not worse:
+            return False
+        if self._lacking(request) > sum(len(self.pages.pages(other.id)) + 1 for other in worse):
+            return False
+        while not self._free_slots or self._lacking(request) > 0:
+            if not worse:
+                return False  # they shared pages among them, so that it was less than it seemed
+            self._preempt(worse.pop())
+        return True
+
+    def _make_page(self, request: Request) -> bool:
+        """Makes the pages of a running request hold its next token, by preempting from the end of the order where
+        pages lack; False where that was its own turn."""
+        while not self._grow(request, request.computed + 1):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        pages = self.pages.pages(request.id)
+        held = len(pages)
+        if not self.pages.append(request.id, num_tokens):
+            return False
+        if len(pages) > held:
+            self._table[request.slot, held : len(pages)] = pages[held:]
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue. Tokens in flight still land; keys and values are computed anew, as far as not cached."""
+        self._release(request)
+        request.status = Status.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        bisect.insort(self._waiting, request, key=_turn)
+
+    def _release(self, request: Request) -> None:
+        """Gives the slot and the pages of a running request on; full pages of known tokens stay cached."""
+        known = min(request.computed, len(request.tokens))
+        extend_hashes(request.page_hashes, request.tokens, known, self.pages.page_size, request.salt)
+        self._register(request, known)
+        self.pages.free(request.id)
+        self._table[request.slot] = 0
+        self._free_slots.append(request.slot)
+        self._running.remove(request)
+        request.slot, request.computed, request.prefill_end = -1, 0, 0
+
+    def _register(self, request: Request, num_tokens: int) -> None:
+        self.pages.register(request.id, request.page_hashes, num_tokens)
+
+    # What came of it.
+
+    def land(self, batch: ScheduledBatch, tokens: np.ndarray) -> list[Landed]:
+        """Takes the sampled tokens of the oldest batch in flight: integers [rows or more, steps or more], of which
+        each row's first `samples` count. Returns what new tokens came to which requests, and which requests ended.
+
+        Raises ValueError where the batch is not the oldest in flight, or tokens are missing.
+        """
+        if not self._in_flight or self._in_flight[0] is not batch:
+            oldest = self._in_flight[0].number if self._in_flight else "none"
+            raise ValueError(f"batch {batch.number} landed, but the oldest in flight is {oldest}; land them in order")
+        if tokens.shape[0] < len(batch.rows) or tokens.shape[1] < batch.steps:
+            size = (len(batch.rows), batch.steps)
+            raise ValueError(f"batch {batch.number} landed with tokens of shape {tokens.shape}; it needs {size}")
+        self._in_flight.popleft()
+        landed = []
+        for index, (row, sampled) in enumerate(zip(batch.rows, tokens[: len(batch.rows)].tolist(), strict=True)):
+            request = row.request
+            if request.finished:
+                continue
+            request.in_flight -= row.samples
+            request.batches_in_flight -= 1
+            new = self._take(request, sampled[: row.samples])
+            if row.end == request.max_len and not request.finished:  # max_tokens=0: only the prompt was to be read
+                self.finish(request, "length")
+            if new or request.finished:
+                landed.append(Landed(request, index, new))
+        return landed
+
+    def _take(self, request: Request, sampled: list[int]) -> list[int]:
+        """Adds sampled tokens to the reply, up to its end; returns those that were added."""
+        for count, token in enumerate(sampled, 1):
+            request.tokens.append(token)
+            if token in request.stop_ids and len(request.tokens) - request.prompt_len > request.params.min_tokens:
+                self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token)
+            elif len(request.tokens) == request.max_len:
+                self.finish(request, "length")
+            if request.finished:
+                return sampled[:count]
+        return sampled

@@ -1,0 +1,159 @@
+"""Pages: given once, shared by hash, forgotten last used first, never lost."""
+
+from array import array
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.page_table import PageTable, extend_hashes
+
+
+def hashes_of(tokens, page_size=4, salt=""):
+    hashes: list[bytes] = []
+    extend_hashes(hashes, array("i", tokens), len(tokens), page_size, salt)
+    return hashes
+
+
+def filled(table: PageTable, owner: str, tokens) -> list[int]:
+    """Pages of a new owner whose tokens have all been scheduled."""
+    hashes = hashes_of(tokens, table.page_size)
+    assert table.allocate(owner, len(tokens), hashes) is not None
+    table.register(owner, hashes, len(tokens))
+    return list(table.pages(owner))
+
+
+def test_a_hash_stands_for_the_whole_prefix_and_the_salt():
+    a = hashes_of(range(10))
+    assert len(a) == 2  # the third page is not full
+    assert hashes_of(range(8)) == a and hashes_of(range(8), salt="x")[0] != a[0]
+    other = hashes_of([9, *range(1, 8)])
+    assert other[0] != a[0] and other[1] != a[1]  # the second pages hold the same tokens
+    grown = hashes_of(range(5))
+    extend_hashes(grown, array("i", range(10)), 10, 4)
+    assert grown == a
+
+
+def test_equal_prefixes_share_their_full_pages():
+    table = PageTable(12, 4)
+    a = filled(table, "a", range(10))
+    assert table.allocate("b", 10, hashes_of(range(10))) == 8
+    b = list(table.pages("b"))
+    assert b[:2] == a[:2] and b[2] != a[2] and table.num_used == 4
+    assert table.allocate("c", 8, hashes_of([5, *range(1, 8)])) == 0
+    assert (table.statistics.queried, table.statistics.found) == (28, 8)
+    table.free("a")
+    assert table.num_used == 5  # the shared ones are still held by b
+    table.check_invariants()
+    for owner in "bc":
+        table.free(owner)
+    assert table.num_used == 0 and table.num_free == 11
+
+
+def test_the_page_used_longest_ago_is_evicted_and_the_end_of_a_prefix_before_its_start():
+    table = PageTable(7, 4)
+    filled(table, "old", range(8))
+    filled(table, "new", range(100, 108))
+    table.free("old")
+    table.free("new")
+    assert table.allocate("x", 12) == 0  # two pages were free: one is evicted
+    assert table.statistics.evictions == 1
+    assert table.find(hashes_of(range(8))) == 1 and table.find(hashes_of(range(100, 108))) == 2
+    table.check_invariants()
+
+
+def test_a_lack_of_pages_changes_nothing():
+    table = PageTable(4, 4)
+    assert table.allocate("a", 9) == 0
+    assert table.allocate("b", 1) is None and not table.append("a", 13) and table.append("a", 12)
+    table.check_invariants()
+    with pytest.raises(KeyError):
+        table.pages("b")
+    with pytest.raises(ValueError, match="'a' has pages already; append to them"):
+        table.allocate("a", 1)
+    table.free("a")
+    assert table.num_free == 3
+
+
+def test_what_cached_pages_count_for():
+    """A cached page that nobody holds is free to be given away, and gone when it is shared."""
+    table = PageTable(5, 4)
+    filled(table, "a", range(8))
+    hashes = hashes_of(range(8))
+    assert table.missing(16, hashes) == 2  # held by a
+    table.free("a")
+    assert table.missing(16, hashes) == 4 == table.num_free
+    assert table.allocate("b", 16, hashes) == 8 and table.num_free == 0
+
+
+def test_equal_pages_written_twice_stay_with_their_owners():
+    table = PageTable(9, 4)
+    hashes = hashes_of(range(8))
+    assert table.allocate("a", 8, hashes) == table.allocate("b", 8, hashes) == 0
+    table.register("a", hashes, 4)
+    table.register("b", hashes, 8)  # its first page is a's twin, its second one the first of its kind
+    table.check_invariants()
+    table.free("b")
+    assert table.allocate("c", 8, hashes) == 8
+    table.check_invariants()
+
+
+def test_forgetting_and_doing_without_a_cache():
+    table = PageTable(9, 4)
+    filled(table, "a", range(8))
+    with pytest.raises(ValueError, match="1 owners hold pages; free them first"):
+        table.forget()
+    table.free("a")
+    table.forget()
+    assert table.find(hashes_of(range(8))) == 0 and table.num_free == 8
+    table.check_invariants()
+    plain = PageTable(9, 4, caching=False)
+    filled(plain, "a", range(8))
+    assert plain.find(hashes_of(range(8))) == 0
+    for num_pages, page_size in ((1, 4), (4, 0)):
+        with pytest.raises(ShardlmError, match=f"a pool of {num_pages} pages of {page_size} tokens holds nothing"):
+            PageTable(num_pages, page_size)
+
+
+KINDS = st.sampled_from(("allocate", "allocate", "append", "free"))
+ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 4), st.lists(st.integers(0, 1), max_size=9)), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(num_pages=st.integers(2, 12), page_size=st.integers(1, 3), actions=ACTIONS)
+def test_pages_hold_what_their_owners_wrote(num_pages, page_size, actions):
+    """Owners of random binary sequences; each knows what its pages must hold, and nobody's pages are written but by
+    their one owner."""
+    table, tokens = PageTable(num_pages, page_size), {}
+    contents: dict[int, tuple] = {}  # page -> the prefix that ends with its last token
+    for action, owner, new in actions:
+        if action == "free" and owner in tokens:
+            table.free(owner)
+            del tokens[owner]
+        elif action == "allocate" and owner not in tokens and new:
+            hashes = hashes_of(new, page_size)
+            free, missing = table.num_free, table.missing(len(new), hashes)
+            found = table.allocate(owner, len(new), hashes)
+            assert (found is None) == (missing > free)
+            if found is not None:
+                assert table.num_free == free - missing
+                tokens[owner] = list(new)
+                write(table, owner, tokens[owner], found, contents)
+        elif action == "append" and owner in tokens and table.append(owner, len(tokens[owner]) + len(new)):
+            start = len(tokens[owner])
+            tokens[owner] += new
+            write(table, owner, tokens[owner], start, contents)
+        table.check_invariants()
+        for owner, known in tokens.items():
+            for index, page in enumerate(table.pages(owner)):
+                assert contents[page] == tuple(known[: (index + 1) * page_size])
+    assert table.num_used == len({page for owner in tokens for page in table.pages(owner)})
+
+
+def write(table, owner, tokens, start, contents):
+    for index in range(start // table.page_size, table.pages_for(len(tokens))):
+        page = table.pages(owner)[index]
+        assert sum(page in held.pages for held in table._held.values()) == 1, f"page {page} is written while shared"
+        contents[page] = tuple(tokens[: (index + 1) * table.page_size])
+    table.register(owner, hashes_of(tokens, table.page_size), len(tokens))

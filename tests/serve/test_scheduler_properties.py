@@ -1,0 +1,167 @@
+"""Any order of arrivals, ends, dispatches and landings: no page leaks or is shared wrongly, nothing starves, and every
+reply is the one that the request would get alone."""
+
+import hypothesis.strategies as st
+from fake_device import EOS, VOCAB, FakeDevice, reply
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shardlm.serve.page_table import PageTable
+from shardlm.serve.request import Request, Status
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+
+MAX_DELAY = 2  # batches that the host may be ahead of the one that lands
+MAX_MODEL_LEN = 20
+PREFIXES = ([], [1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 6])  # shared by many prompts
+
+
+def rarely(value):
+    return st.sampled_from((None,) * 5 + (value,))
+
+
+@st.composite
+def sampling_params(draw):
+    max_tokens = draw(st.sampled_from((None, None, 0, 1, 5, 9, 12)))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=draw(st.sampled_from((None, 1, 2))),  # equal prompts go on in different ways
+        min_tokens=draw(st.integers(0, min(max_tokens or 0, 4))),
+        ignore_eos=draw(st.sampled_from((True, True, False))),
+        stop_token_ids=draw(st.sampled_from(((), (), (3,)))),
+        prompt_logprobs=draw(rarely(0)),
+        truncate_prompt_tokens=draw(rarely(6)),
+        structured_outputs=draw(rarely(StructuredOutputs(regex="a"))),
+    )
+
+
+class Serving(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.integers(1, 4),
+        spare_pages=st.integers(0, 6),
+        max_rows=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        decode_steps=st.sampled_from(((1,), (1, 4), (1, 2, 8))),
+        caching=st.sampled_from((True, True, True, False)),
+    )
+    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching):
+        least = -(-MAX_MODEL_LEN // page_size)
+        self.pages = PageTable(1 + least + spare_pages, page_size, caching=caching)
+        config = SchedulerConfig(max_rows, max_rows + budget, MAX_MODEL_LEN, decode_steps)
+        self.scheduler = Scheduler(config, self.pages)
+        self.device = FakeDevice(self.pages, max_rows)
+        self.wanted: dict[Request, tuple[list[int], str]] = {}  # of those that nobody ends early
+        self.streamed: dict[Request, list[int]] = {}
+        self.count = 0
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        rest=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+        params=sampling_params(),
+        priority=st.sampled_from((0, 0, 0, 0, 1, -1)),
+        salt=st.sampled_from(("", "", "", "other")),
+    )
+    def add(self, prefix, rest, params, priority, salt):
+        prompt = prefix + rest
+        request = Request(str(self.count), prompt, params, eos_ids=(EOS,), priority=priority, salt=salt)
+        self.count += 1
+        self.scheduler.add(request)
+        self.wanted[request] = reply(prompt, params, salt, MAX_MODEL_LEN)
+        self.streamed[request] = []
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return sorted((r for r in self.wanted if not r.finished), key=lambda r: r.turn)
+
+    @rule(data=st.data(), how=st.sampled_from(("abort", "abort", "stop text", "stop text", "new weights")))
+    @precondition(lambda self: self.unfinished)
+    def interfere(self, data, how):
+        if how == "new weights":
+            self.scheduler.reset()
+            assert self.pages.num_used == self.scheduler.num_running == 0
+            return
+        request = data.draw(st.sampled_from(self.unfinished))
+        wanted, keep = self.wanted.pop(request)[0], len(request.generated)
+        if how == "abort":
+            assert self.scheduler.abort(request.id) is request and request.finish_reason == "abort"
+            assert self.scheduler.abort(request.id) is None
+        else:
+            keep = data.draw(st.integers(0, keep))
+            self.scheduler.finish(request, "stop", stop_reason="text", num_generated=keep)
+        assert list(request.generated) == wanted[:keep]
+
+    def schedule(self):
+        first = next(iter(self.unfinished), None)
+        batch = self.scheduler.schedule()
+        if first:
+            self.check_the_first_moves(first, batch)
+        if batch is None:
+            assert self.scheduler.num_in_flight or not self.unfinished, "stuck"
+            return
+        self.check_shape(batch)
+        self.device.dispatch(batch)
+
+    def check_the_first_moves(self, first, batch):
+        waits_for_a_token = first.batches_in_flight and (
+            first.status is Status.WAITING or first.lockstep or first.remaining == 0
+        )
+        rows = batch.rows if batch else ()
+        assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"
+
+    def check_shape(self, batch):
+        config, rows = self.scheduler.config, batch.rows
+        assert len({row.slot for row in rows}) == len(rows) <= config.max_rows
+        kinds = [row.tokens is not None for row in rows]
+        assert kinds == sorted(kinds), "decodes come first"
+        if batch.kind == "mixed":
+            assert any(kinds) and batch.steps == 1 and batch.num_tokens <= config.max_batch_tokens
+        else:
+            assert not any(kinds) and batch.steps in config.decode_steps
+            assert max(row.samples for row in rows) == batch.steps
+        for row in rows:
+            assert row.end > row.start and row.samples <= batch.steps
+            assert not row.request.lockstep or row.request.in_flight == row.samples <= 1, "a mask needs every token"
+            assert not row.fresh or row.start == 0 or row.request.params.prompt_logprobs is None
+
+    @rule(steps=st.integers(1, 8), delay=st.integers(0, MAX_DELAY))
+    def serve(self, steps, delay):
+        for _ in range(steps):
+            while self.scheduler.num_in_flight > delay:
+                self.land()
+            self.schedule()
+
+    def land(self):
+        batch, tokens = self.device.run()
+        for request, index, new in self.scheduler.land(batch, tokens):
+            assert batch.rows[index].request is request and (new or request.finished)
+            self.streamed[request] += new
+
+    @invariant()
+    def pages_are_accounted_for(self):
+        if not hasattr(self, "pages"):
+            return
+        self.pages.check_invariants()
+        for request, (tokens, reason) in self.wanted.items():
+            assert list(request.generated) == self.streamed[request] == tokens[: len(request.generated)]
+            assert len(request.page_hashes) <= len(request.tokens) // self.pages.page_size, "a hash of unknown tokens"
+            if request.finished:
+                assert (list(request.generated), request.finish_reason) == (tokens, reason)
+
+    def teardown(self):
+        if not hasattr(self, "pages"):
+            return
+        rounds, most = 0, sum(request.max_len for request in self.unfinished)
+        while self.scheduler.num_in_flight:
+            self.land()
+        while self.unfinished:  # each round runs a token of the first in line or more, so that this ends in time
+            self.schedule()
+            self.land()
+            self.pages_are_accounted_for()
+            rounds += 1
+            assert rounds <= most, "somebody starves"
+        assert self.pages.num_used == self.scheduler.num_waiting == self.scheduler.num_running == 0
+        assert not self.scheduler.has_unfinished and self.pages.num_free == self.pages.num_pages - 1
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
