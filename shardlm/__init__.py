@@ -1,12 +1,20 @@
 """shardlm plans, trains and serves large language models. Importing it imports no jax and starts no backend."""
 
+import importlib
+
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str):
-    """`shardlm.load`, whose import needs jax."""
-    if name == "load":
-        from shardlm.opened import load
+_WHERE = {
+    "load": "shardlm.opened",
+    "LLM": "shardlm.serve.llm",
+    "AsyncLLM": "shardlm.serve.async_llm",
+    "SamplingParams": "shardlm.serve.sampling_params",
+}
 
-        return load
-    raise AttributeError(f"module 'shardlm' has no attribute {name!r}")
+
+def __getattr__(name: str):
+    """`shardlm.load`, `shardlm.LLM` and the like, whose imports need jax."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'shardlm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)

@@ -22,6 +22,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops import attention, grouped_matmul
+from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
@@ -75,6 +76,7 @@ def load(
     step: int | None = None,
     ema: bool = False,
     decoding: bool = False,
+    weights: WeightFormat = "dtype",
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
     of shardlm (or one of its checkpoints).
@@ -86,6 +88,7 @@ def load(
     step      of a run's checkpoint; the latest by default
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows (Rules.for_decoding)
+    weights   that a Hugging Face checkpoint's projections are held in: `dtype`, "int8" or "int4"
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
@@ -101,7 +104,11 @@ def load(
         table = Rules.make(rules, spec)
         table = table.for_decoding() if decoding else table
         if is_hf(folder):
-            return _from_hf(folder, table, dtype, length, built)
+            return _from_hf(folder, table, dtype, length, built, weights)
+        if weights != "dtype":
+            raise ShardlmError(
+                f"weights={weights}: only a Hugging Face folder is held in few bits; convert {path} to one"
+            )
         if peft.is_peft(folder):
             return _from_peft(folder, table, dtype, length, built)
         return _from_run(folder, table, dtype, built, step, "ema" if ema else "params")
@@ -144,9 +151,11 @@ def is_run(folder: pathlib.Path) -> bool:
     return not is_hf(folder) and not peft.is_peft(folder)
 
 
-def _from_hf(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh) -> Opened:
+def _from_hf(
+    folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh, held: WeightFormat
+) -> Opened:
     source = Pretrained(str(folder), length).pinned()
-    model = _model(source, rules, dtype or _published(source, mesh), mesh)
+    model = _model(source, rules, dtype or _published(source, mesh), mesh, held=held)
     return Opened(model, _read(model, folder, mesh), mesh, source, folder)
 
 
@@ -185,7 +194,14 @@ def _published(source: Pretrained, mesh: Mesh) -> str:
     return "float32" if slow else stored.get("dtype") or stored.get("torch_dtype") or "float32"
 
 
-def _model(source: Any, rules: Rules, name: str, mesh: Mesh, lora: LoraConfig = NO_ADAPTERS) -> ModelDef:
+def _model(
+    source: Any,
+    rules: Rules,
+    name: str,
+    mesh: Mesh,
+    lora: LoraConfig = NO_ADAPTERS,
+    held: WeightFormat = "dtype",
+) -> ModelDef:
     device = mesh.devices.flat[0]
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
@@ -199,6 +215,6 @@ def _model(source: Any, rules: Rules, name: str, mesh: Mesh, lora: LoraConfig = 
         attention=attention.choose("auto", device.platform, DTYPES[name], widest, plain),
         grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
         lora=lora.of_model(experts),
-        weights=lora.base,
+        weights=lora.base if lora.rank else held,
     )
     return ModelDef.make(shape, execution)

@@ -93,6 +93,11 @@ class Tokenizer:
         """
         return self.encode_batch([text], parse_special=parse_special)[0]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt, with what the tokenizer puts at its ends (Llama's <|begin_of_text|>), as transformers
+        does. Text of a chat template has that already: `encode` it."""
+        return self._backend.encode(text, add_special_tokens=True).ids
+
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
         """`encode` of many texts, on all cores unless TOKENIZERS_PARALLELISM=false."""
         backend = self._backend if parse_special else self._plain

@@ -123,12 +123,11 @@ class Paged:
             first = layer * self.num_pages
             where = (page_table, positions, valid, first)
             pages = {name: paged_attention.write_pages(pages[name], new[name], *where) for name in new}
-            own = pages
+            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
             if kv_name == "kv_heads_whole":
-                own = {name: self._own_head(pool, q.shape[2]) for name, pool in pages.items()}
-            values = own["v"] if "v" in own else own["k"][..., :value_dim]
-            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-            return paged_attention.reference(q, own["k"], values, page_table, positions, first, **options), pages
+                options["head"] = self._own_head(pages["k"].shape[2], q.shape[2])
+            where = (page_table, positions, first)
+            return paged_attention.blocked(q, pages["k"], pages.get("v"), *where, **options), pages
 
         return shard_map(
             local,
@@ -145,9 +144,7 @@ class Paged:
             out_specs=(heads, dict.fromkeys(new, pool)),
         )(q, new, pages, self.page_table, positions, self.valid, layer, sinks)
 
-    def _own_head(self, pool: jax.Array, local_heads: int) -> jax.Array:
-        """The one kv head that this device's query heads share, of a pool [pages, page_size, K, H] held whole."""
-        K = pool.shape[2]
-        group = self.rules.mesh.tensor * local_heads // K  # query heads a kv head serves
-        head = jax.lax.axis_index("tensor") * local_heads // group
-        return jax.lax.dynamic_slice_in_dim(pool, head, 1, axis=2)
+    def _own_head(self, num_kv_heads: int, local_heads: int) -> jax.Array:
+        """Which of the kv heads, held whole, this device's query heads share."""
+        group = self.rules.mesh.tensor * local_heads // num_kv_heads  # query heads a kv head serves
+        return jax.lax.axis_index("tensor") * local_heads // group

@@ -88,6 +88,7 @@ def sample_rows(
     edits: Edits | None = None,
     allowed: jax.Array | None = None,
     top_n: int = 0,
+    top_rows: jax.Array | None = None,
 ) -> Sampled:
     """One token per row of logits float32 [B, V], whole on every device.
 
@@ -95,6 +96,7 @@ def sample_rows(
       counts: what the rows have said; without it there are no penalties.
       allowed: int32 [B, ceil(V / 32)], bit t % 32 of word t // 32 set where a grammar allows token t (-1: all 32).
       top_n: how many of the most likely tokens are returned, static; 20 costs a selection over the vocabulary.
+      top_rows: bool [B], the rows that want them: where none does, zeros are returned and nothing is selected.
 
     Every row must keep one allowed token. Ties at the edge of top_k and top_p are kept.
     """
@@ -108,8 +110,20 @@ def sample_rows(
     highest = jnp.max(logits, axis=-1, keepdims=True)
     normaliser = highest + jnp.log(ordered_sum(jnp.exp(logits - highest)))[:, None]
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)
-    top, top_ids = jax.lax.top_k(logits, top_n)
-    return Sampled(token, (chosen - normaliser)[:, 0], top_ids.astype(jnp.int32), top - normaliser)
+
+    def select(x):
+        top, ids = jax.lax.top_k(x, top_n)
+        return top - normaliser, ids.astype(jnp.int32)
+
+    def nothing(x):
+        shape = (x.shape[0], top_n)
+        return jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
+
+    if top_rows is None:
+        top, top_ids = select(logits)
+    else:
+        top, top_ids = jax.lax.cond(jnp.any(top_rows), select, nothing, logits)
+    return Sampled(token, (chosen - normaliser)[:, 0], top_ids, top)
 
 
 def _best(logits: jax.Array) -> jax.Array:
@@ -122,12 +136,17 @@ def _best(logits: jax.Array) -> jax.Array:
 def _edit(logits: jax.Array, settings: RowSettings, edits: Edits | None, allowed: jax.Array | None) -> jax.Array:
     """Logits with forbidden tokens at -inf and biases added."""
     rows, vocab = logits.shape
+    row = jnp.arange(rows)[:, None]
+
+    def biased(x):
+        ids = jnp.where(edits.bias_ids < 0, vocab, edits.bias_ids)
+        return x.at[row, ids].add(edits.bias, mode="drop", unique_indices=True)
+
     if allowed is not None:
-        logits = jnp.where(unpack_bits(allowed, vocab), logits, -jnp.inf)
+        masked = lambda x: jnp.where(unpack_bits(allowed, vocab), x, -jnp.inf)  # noqa: E731
+        logits = jax.lax.cond(jnp.any(allowed != -1), masked, lambda x: x, logits)
     if edits is not None:
-        row = jnp.arange(rows)[:, None]
-        bias_ids = jnp.where(edits.bias_ids < 0, vocab, edits.bias_ids)
-        logits = logits.at[row, bias_ids].add(edits.bias, mode="drop", unique_indices=True)
+        logits = jax.lax.cond(jnp.any(edits.bias_ids >= 0), biased, lambda x: x, logits)
         banned = (settings.position < settings.banned_until)[:, None] & (edits.banned_ids >= 0)
         logits = logits.at[row, jnp.where(banned, edits.banned_ids, vocab)].set(-jnp.inf, mode="drop")
     return logits

@@ -1,10 +1,13 @@
 """Attention over a paged KV cache: write this step's keys and values into pages, then attend to all of a row's
-pages. The reference gathers the pages; page 0 is scrap and takes the writes of padding."""
+pages. The reference gathers all pages; page 0 is scrap and takes the writes of padding."""
 
 import jax
 import jax.numpy as jnp
 
-from shardlm.ops.attention import attend
+from shardlm.ops.attention import MASKED, attend
+
+# Positions that are gathered and attended to at a time.
+BLOCK = 128
 
 
 def write_pages(
@@ -46,3 +49,69 @@ def reference(
     distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [B, T, S]
     mask = (distance >= 0) & (distance < (window or k.shape[1]))
     return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale, softcap, sinks)
+
+
+def blocked(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array | None,
+    page_table: jax.Array,
+    positions: jax.Array,
+    first_page: jax.Array,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
+    *,
+    value_dim: int = 0,
+    head: jax.Array | None = None,
+) -> jax.Array:
+    """As the reference, a block of pages at a time with a running softmax (https://arxiv.org/abs/2205.14135), up to the
+    batch's last position: the cost follows the rows' lengths and not the page table's width. Blocks beyond a row's own
+    positions change nothing of its output, bit for bit.
+
+    Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
+    from gathered pages, as a slice of a pool would be a copy of it.
+    """
+    B, T, N, _ = q.shape
+    page_size, width = k_pool.shape[1], page_table.shape[1]
+    per_block = min(width, max(1, BLOCK // page_size))
+    size = per_block * page_size
+    table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
+    K = 1 if head is not None else k_pool.shape[2]
+    Hv = value_dim if v_pool is None else v_pool.shape[3]
+    grouped = q.reshape(B, T, K, N // K, q.shape[3])
+
+    def gathered(pool, pages):
+        if head is not None:
+            pool = jnp.take(pool[pages], head[None], axis=3)
+        else:
+            pool = pool[pages]
+        return pool.reshape(B, size, K, pool.shape[-1]).astype(q.dtype)
+
+    def block(i, carry):
+        largest, total, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        k = gathered(k_pool, pages)
+        v = k[..., :value_dim] if v_pool is None else gathered(v_pool, pages)
+        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+        if softcap:
+            scores = softcap * jnp.tanh(scores / softcap)
+        distance = positions[:, :, None] - (i * size + jnp.arange(size))  # [B, T, S]
+        mask = ((distance >= 0) & (distance < (window or table.shape[1] * page_size)))[:, None, None]
+        new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=-1))
+        weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0)
+        keep = jnp.exp(largest - new)
+        update = jnp.einsum("bkgts,bskh->bkgth", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        return new, total * keep + weights.sum(axis=-1), out * keep[..., None] + update
+
+    shape = (B, K, N // K, T)
+    if sinks is None:
+        start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32))
+    else:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, N // K, 1), shape)
+        start = (sink, jnp.ones(shape, jnp.float32))
+    first = jnp.maximum(jnp.min(positions) - window + 1, 0) // size if window else 0
+    stop = jnp.max(positions) // size + 1
+    _, total, out = jax.lax.fori_loop(first, stop, block, (*start, jnp.zeros((*shape, Hv), jnp.float32)))
+    return jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, Hv).astype(q.dtype)

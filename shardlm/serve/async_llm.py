@@ -1,0 +1,184 @@
+"""A model for many clients at once: replies stream from one engine on a thread of its own, to any number of coroutines
+of one event loop."""
+
+import asyncio
+import copy
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from shardlm.chat import ChatTemplate
+from shardlm.errors import ShardlmError
+from shardlm.serve.engine import Engine
+from shardlm.serve.outputs import EngineError, RequestOutput, Stats
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """`async for output in llm.generate(prompt, params, request_id=...)`: each output has all text so far.
+
+    Attributes:
+      model_name, max_model_len, tokenizer, template (None without one): of what is served.
+      ready: whether requests are taken.
+    """
+
+    def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
+        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
+        self._engine = engine
+        self.model_name, self.template = model_name, template
+        self.max_model_len = engine.scheduler.config.max_model_len
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._dead: BaseException | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self.ready = True
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the replies as they grow, the last time with `finished`. Leaving the loop early aborts the request.
+
+        Raises ShardlmError before the first output for what cannot be served, and EngineError where the engine died.
+        """
+        self.check_health()
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
+            await asyncio.to_thread(self._engine.compile_grammar, params)
+        stream = _Stream(asyncio.get_running_loop())
+        self._do(lambda: self._add(request_id, tokens, params, text, priority, stream))
+        finished = False
+        try:
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._do(lambda: self._abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream ends with what there is."""
+        self._do(lambda: self._abort(request_id))
+
+    async def update_weights(self, params: Any) -> None:
+        """New weights of the same shapes, between two batches."""
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def swap():
+            self._engine.update_weights(params)
+            loop.call_soon_threadsafe(done.set)
+
+        self._do(swap)
+        await done.wait()
+
+    def check_health(self) -> None:
+        """Raises EngineError where the engine died."""
+        if self._dead is not None:
+            raise EngineError(f"the engine stopped: {self._dead}") from self._dead
+
+    def stats(self) -> Stats:
+        """Read beside the engine's thread: each number is right, and they may be a step apart."""
+        return self._engine.stats()
+
+    async def drain(self) -> None:
+        """Returns when all requests have ended."""
+        while self._streams or not self._idle.is_set():
+            await asyncio.sleep(0.02)
+
+    def shutdown(self) -> None:
+        """Ends the thread; requests that run end with an error."""
+        self.ready = False
+        self._commands.put(None)
+        self._thread.join()
+
+    # On the engine's thread.
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._idle.clear()
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                for output in self._engine.step():
+                    self._send(output)
+        except BaseException as error:
+            log.exception("the engine stopped")
+            self._dead, self.ready = error, False
+        for stream in list(self._streams.values()):
+            stream.put(EngineError(f"the engine stopped: {self._dead or 'it was shut down'}"))
+        self._streams.clear()
+
+    def _take_commands(self) -> bool:
+        """Runs what was asked for, waiting where there is nothing else to do; False at the end."""
+        while True:
+            busy = self._engine.has_unfinished
+            if not busy and self._commands.empty():
+                self._idle.set()
+            try:
+                command = self._commands.get(block=not busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _add(self, id: str, tokens, params: SamplingParams, text, priority: int, stream: "_Stream") -> None:
+        try:
+            self._engine.add(id, tokens, params, text=text, priority=priority)
+        except Exception as error:  # this request's own, the others go on
+            stream.put(error if isinstance(error, ShardlmError) else EngineError(f"{type(error).__name__}: {error}"))
+            return
+        self._streams[id] = stream
+
+    def _abort(self, id: str) -> None:
+        output = self._engine.abort(id)
+        if output is not None:
+            self._send(output)
+
+    def _send(self, output: RequestOutput) -> None:
+        stream = self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(_copied(output))
+
+
+def _copied(output: RequestOutput) -> RequestOutput:
+    """As it is now: the engine goes on writing to its own."""
+    own = copy.copy(output)
+    own.outputs = [copy.copy(one) for one in output.outputs]
+    for one in own.outputs:
+        one.token_ids = list(one.token_ids)
+        one.logprobs = None if one.logprobs is None else list(one.logprobs)
+    return own
+
+
+class _Stream:
+    """Outputs of one request from the engine's thread to its coroutine; what was not read yet is replaced."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._new = loop, asyncio.Event()
+        self._latest: RequestOutput | Exception | None = None
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """From the engine's thread."""
+        self._latest = item
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._new.set)
+
+    async def next(self) -> RequestOutput:
+        """The newest output. Raises what came instead of one."""
+        await self._new.wait()
+        self._new.clear()
+        if isinstance(self._latest, Exception):
+            raise self._latest
+        return self._latest

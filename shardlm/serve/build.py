@@ -1,0 +1,160 @@
+"""From a checkpoint's folder to an engine that is ready: mesh, weights, the pool of pages, and the programs."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.errors import ShardlmError
+from shardlm.hf_files import read_config
+from shardlm.mesh import MeshSpec
+from shardlm.models import registry
+from shardlm.opened import Opened, find, is_run, load
+from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.peft import base_of, is_peft
+from shardlm.progress_bar import waiting
+from shardlm.run_files import find_run
+from shardlm.serve.engine import Engine
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.page_table import PageTable
+from shardlm.serve.runner import Runner, RunnerConfig
+from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.state import ModelDef
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How a model is served; names and defaults are vLLM's where it has them.
+
+    mesh                    of the devices; its tensor and expert axes split the model
+    dtype                   that is computed in; None: the checkpoint's, on a CPU float32
+    quantization            weights in "int8" or "int4" (ops/grouped_weights.py); None: in dtype
+    max_model_len           tokens of prompt and reply together; None: what the model was made for
+    block_size              tokens of a page
+    gpu_memory_utilization  share of a GPU's memory for weights, pages and what programs need
+    kv_cache_bytes          of all pages, over all devices; None: what is left of a GPU's memory, 1 GiB on a CPU
+    max_num_seqs            requests that run at once; None: 256, on a CPU 32
+    max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
+    decode_steps            tokens that a request decodes between two looks of the host
+    enable_prefix_caching   equal beginnings of prompts are computed once
+    """
+
+    mesh: MeshSpec = MeshSpec()
+    dtype: str | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    decode_steps: int = 8
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self):
+        if self.quantization not in (None, "int8", "int4"):
+            raise ShardlmError(f"quantization={self.quantization!r}; choose from int8, int4, or None")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ShardlmError(f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above 0, at most 1")
+        split = [axis for axis in ("data", "fsdp", "context", "pipeline") if getattr(self.mesh, axis) > 1]
+        if split:
+            raise ShardlmError(
+                f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
+                "tensor or expert, or run replicas"
+            )
+
+
+def build(
+    path: str | os.PathLike, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Engine, Opened]:
+    """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
+    or is not there."""
+    held: WeightFormat = config.quantization or "dtype"
+    longest = longest_of(find(path))
+    length = config.max_model_len or longest
+    if longest and length > longest:
+        raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
+    if not length:
+        raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
+    opened = load(path, mesh=config.mesh, dtype=config.dtype, decoding=True, weights=held, length=length)
+    cpu = opened.mesh.devices.flat[0].platform == "cpu"
+    model, params = opened.model, opened.params
+    if cpu:
+        with jax.set_mesh(opened.mesh):
+            model, params = taken_apart(model, params)
+    rows = config.max_num_seqs or (32 if cpu else 256)
+    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
+    pages = pages_of(model, config, cpu, rows * -(-length // config.block_size) + 1)
+    runner = Runner(
+        model,
+        params,
+        opened.mesh,
+        RunnerConfig(pages, config.block_size, rows, tokens, length, config.decode_steps),
+    )
+    table = PageTable(pages, config.block_size, caching=config.enable_prefix_caching)
+    scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps)), table)
+    with waiting("compiling", jax.process_index() == 0):
+        runner.compile(progress)
+    opened = dataclasses.replace(opened, model=model, params=None)  # the runner has them
+    return Engine(runner, scheduler, opened.tokenizer, opened.stop_ids), opened
+
+
+def longest_of(folder: pathlib.Path) -> int:
+    """Positions that the model in a folder was made for; 0: not said."""
+    if is_run(folder):
+        return find_run(folder).config_json["train"]["seq_len"]
+    base = find(base_of(folder)) if is_peft(folder) else folder
+    options = registry.text_config(read_config(base))
+    return options.get("max_position_embeddings") or options.get("n_positions") or 0
+
+
+def page_bytes(model: ModelDef, block_size: int) -> int:
+    """Of one page in all layers, over all devices."""
+    total = 0
+    lm = model.model(model.shapes)
+    for stack in lm.segments:
+        for block in stack.blocks:
+            numbers = sum(heads * width for (heads, width), _ in block.attention.cache_entries().values())
+            total += stack.repeats * numbers
+    return total * block_size * jnp.dtype(model.execution.dtype).itemsize
+
+
+def pages_of(model: ModelDef, config: EngineConfig, cpu: bool, most: int) -> int:
+    """How many pages there are, scrap page included, and no more than can be used. Raises ShardlmError where the memory
+    holds none."""
+    if config.kv_cache_bytes:
+        nbytes = config.kv_cache_bytes
+    elif cpu:
+        nbytes = 2**30
+    else:
+        nbytes = free_bytes(config)
+    count = nbytes // page_bytes(model, config.block_size)
+    if count < 2:
+        raise ShardlmError(
+            f"{nbytes / 2**30:.2f} GiB hold no page of {page_bytes(model, config.block_size):,} bytes: raise "
+            "kv_cache_bytes or gpu_memory_utilization, split the model over more devices, or quantise it"
+        )
+    return min(count, most)
+
+
+def free_bytes(config: EngineConfig) -> int:
+    """What is left of the GPUs' memory for pages, measured once the weights are there; a twentieth of the memory is for
+    programs."""
+    count = config.mesh.size(*config.mesh.sizes())
+    stats = [device.memory_stats() for device in jax.devices()[:count]]
+    left = min(s["bytes_limit"] * (config.gpu_memory_utilization - 0.05) - s["bytes_in_use"] for s in stats)
+    return max(0, int(left)) * count
+
+
+def described(opened: Opened, engine: Engine) -> str:
+    """One line on what is ready."""
+    config: Any = engine.runner.config
+    return (
+        f"serving {json.dumps(opened.folder.name)}: {config.num_pages - 1:,} pages of {config.page_size} tokens, "
+        f"{config.max_rows} requests at once, up to {config.max_model_len:,} tokens each"
+    )

@@ -1,0 +1,270 @@
+"""The engine: requests in, text out. Keeps the scheduler one batch ahead of the devices, turns what they sampled into
+text, and ends replies at stop strings and grammars' ends. One thread calls it (async_llm.py for many clients)."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.detokenizer import Detokenizer
+from shardlm.serve.grammar import Grammar, GrammarCompiler
+from shardlm.serve.outputs import CompletionOutput, RequestOutput, Stats, TokenLogprob
+from shardlm.serve.request import Request, check_prompt
+from shardlm.serve.runner import Runner, Started
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.scheduler import Scheduler
+from shardlm.serve.settings import RequestSettings
+from shardlm.tokenizer import Tokenizer
+
+AHEAD = 2  # batches that are started before the first of them is waited for
+
+
+@dataclasses.dataclass
+class Reply:
+    """One reply under way: what the scheduler, the device and the text know of it."""
+
+    request: Request
+    settings: RequestSettings
+    detokenizer: Detokenizer
+    grammar: Grammar | None
+    output: CompletionOutput
+    group: "Group"
+
+
+@dataclasses.dataclass
+class Group:
+    """The replies to one prompt."""
+
+    output: RequestOutput
+    replies: list[Reply]
+
+
+class Engine:
+    """`add` requests, then `step` until `has_unfinished` is False."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+    ):
+        self.runner, self.scheduler, self.tokenizer, self.stop_ids = runner, scheduler, tokenizer, tuple(stop_ids)
+        self._vocab = runner.model.config.vocab_size
+        self._groups: dict[str, Group] = {}
+        self._replies: dict[str, Reply] = {}
+        self._started: collections.deque[Started] = collections.deque()
+        self._grammars: GrammarCompiler | None = None
+        self._prompt_tokens = self._generated_tokens = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._groups) or bool(self._started)
+
+    # Requests.
+
+    def add(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        text: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        """A request for params.n replies. Raises ShardlmError for what cannot be served; nothing is added then."""
+        check_prompt(prompt, self._vocab)
+        params.check_vocabulary(self._vocab)
+        if id in self._groups:
+            raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
+        grammar = self.compile_grammar(params)
+        group = Group(RequestOutput(id, text, list(prompt), None, [], False), [])
+        for index in range(params.n):
+            own = id if params.n == 1 else f"{id}#{index}"
+            group.replies.append(self._reply(own, prompt, params, grammar, index, priority, salt, group))
+        self._groups[id] = group
+        group.output.outputs = [reply.output for reply in group.replies]
+        group.output.truncated = group.replies[0].request.truncated
+        group.output.prompt_token_ids = list(group.replies[0].request.tokens)
+        if params.prompt_logprobs is not None:
+            group.output.prompt_logprobs = [None] * len(group.output.prompt_token_ids)
+        added = []
+        try:
+            for reply in group.replies:
+                self.scheduler.add(reply.request)
+                added.append(reply)
+                self._replies[reply.request.id] = reply
+        except ShardlmError:
+            for reply in added:
+                self.scheduler.abort(reply.request.id)
+                del self._replies[reply.request.id]
+            del self._groups[id]
+            raise
+        self._prompt_tokens += len(group.output.prompt_token_ids)
+
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """Of params.structured_outputs; slow for large ones, and safe on another thread. Raises ShardlmError."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self._vocab, self.stop_ids)
+        kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+        name = next(name for name in kinds if getattr(wanted, name) is not None)
+        return self._grammars.compile(kinds[name], getattr(wanted, name))
+
+    def _reply(self, id, prompt, params, grammar, index: int, priority: int, salt: str, group: Group) -> Reply:
+        request = Request(id, prompt, params, eos_ids=self.stop_ids, priority=priority, salt=salt)
+        settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, self.tokenizer, index)
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special=params.skip_special_tokens,
+        )
+        output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
+        own = grammar.copy() if grammar and params.n > 1 else grammar
+        return Reply(request, settings, detokenizer, own, output, group)
+
+    def abort(self, id: str) -> RequestOutput | None:
+        """Ends a request with the reason "abort" and frees its pages at once; None where there is none."""
+        group = self._groups.pop(id, None)
+        if group is None:
+            return None
+        for reply in group.replies:
+            if reply.output.finish_reason is None:
+                self.scheduler.abort(reply.request.id)
+                self._close(reply)
+        group.output.finished = True
+        return group.output
+
+    def update_weights(self, params: Any) -> None:
+        """New weights of the same shapes: whatever runs goes on with them from its tokens; nothing cached is kept."""
+        self.runner.update_weights(params)
+        self.scheduler.reset()
+
+    def stats(self) -> Stats:
+        pages = self.scheduler.pages
+        return Stats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            kv_usage=pages.num_used / (pages.num_pages - 1),
+            prefix_queries=pages.statistics.queried,
+            prefix_hits=pages.statistics.found,
+            preemptions=self.scheduler.preemptions,
+            generation_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+    # Steps.
+
+    def step(self) -> list[RequestOutput]:
+        """Starts what can run, waits for the oldest batch, and returns the requests that it moved on."""
+        while len(self._started) < AHEAD and (batch := self.scheduler.schedule()) is not None:
+            rows = [row for row in batch.rows if row.request.lockstep and row.samples]
+            settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
+            self._started.append(self.runner.start(batch, settings, self._masks(rows)))
+        if not self._started:
+            return []
+        started = self._started.popleft()
+        sampled = started.sampled()
+        self._collect_scores(started)
+        moved: dict[str, RequestOutput] = {}
+        for request, row, tokens in self.scheduler.land(started.batch, sampled.token):
+            reply = self._replies.get(request.id)
+            if reply is None:  # aborted while the batch was under way
+                continue
+            self._take(reply, tokens, lambda a, row=row: a[row], sampled)
+            moved[reply.group.output.request_id] = reply.group.output
+        for output in moved.values():
+            self._finish(self._groups[output.request_id])
+        return list(moved.values())
+
+    def _masks(self, rows) -> list[tuple[int, np.ndarray]]:
+        """What the grammars of these rows allow next, by slot."""
+        if not rows:
+            return []
+        replies = [self._replies[row.request.id] for row in rows]
+        masks = self._grammars.masks(len(rows))
+        self._grammars.fill(masks, [(i, reply.grammar) for i, reply in enumerate(replies)])
+        return [(row.slot, masks[i]) for i, row in enumerate(rows)]
+
+    def _take(self, reply: Reply, tokens: list[int], of_row: Callable, sampled) -> None:
+        """Adds sampled tokens to a reply: text, log-probabilities, and its end."""
+        request, output = reply.request, reply.output
+        ended_by_token = request.finish_reason == "stop"
+        output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
+        kept = len(tokens)
+        if reply.detokenizer.stopped is not None:
+            count = reply.detokenizer.num_tokens
+            kept = count - len(output.token_ids)
+            reason = reply.detokenizer.stopped
+            self.scheduler.finish(request, "stop", stop_reason=reason, num_generated=count)
+        elif reply.grammar is not None and tokens:
+            self._follow_grammar(reply, tokens)
+        logprobs = of_row(sampled.logprob)[:kept].tolist()
+        output.token_ids += tokens[:kept]
+        output.cumulative_logprob += sum(logprobs)
+        self._generated_tokens += kept
+        if output.logprobs is not None:
+            top_ids, top = of_row(sampled.top_ids), of_row(sampled.top_logprobs)
+            for i in range(kept):
+                alternatives = zip(top_ids[i].tolist(), top[i].tolist(), strict=True)
+                output.logprobs.append(self._described(tokens[i], logprobs[i], alternatives, request.params.logprobs))
+        if request.finished:
+            if reply.detokenizer.stopped is None:
+                output.text += reply.detokenizer.finish()
+            self._close(reply)
+
+    def _follow_grammar(self, reply: Reply, tokens: list[int]) -> None:
+        try:
+            reply.grammar.consume(tokens)
+        except ShardlmError:  # too complex to go on (grammar.py): what there is stands
+            self.scheduler.finish(reply.request, "abort")
+            return
+        if reply.grammar.complete and not reply.request.finished:
+            self.scheduler.finish(reply.request, "stop")
+
+    def _close(self, reply: Reply) -> None:
+        request, output = reply.request, reply.output
+        output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+        del self._replies[request.id]
+
+    def _finish(self, group: Group) -> None:
+        """Marks a request as finished when its replies are."""
+        output = group.output
+        output.num_cached_tokens = max(reply.request.cached_tokens for reply in group.replies)
+        if all(reply.output.finish_reason is not None for reply in group.replies):
+            output.finished = True
+            del self._groups[output.request_id]
+
+    # Log-probabilities.
+
+    def _collect_scores(self, started: Started) -> None:
+        for n, row in enumerate(started.batch.rows):
+            reply = self._replies.get(row.request.id)
+            wanted = row.request.params.prompt_logprobs
+            if row.tokens is None or wanted is None or reply is None or reply.output.index:
+                continue
+            scores, found = started.scores(n), reply.group.output.prompt_logprobs
+            for i in range(min(row.end, row.request.prompt_len - 1) - row.start):
+                position = row.start + i + 1
+                alternatives = zip(scores.top_ids[i].tolist(), scores.top_logprobs[i].tolist(), strict=True)
+                token, rank = row.request.tokens[position], int(scores.rank[i])
+                found[position] = self._described(token, float(scores.logprob[i]), alternatives, wanted, rank)
+
+    def _described(self, token: int, logprob: float, alternatives, count: int, rank: int | None = None):
+        """The chosen token, then the `count` most likely ones."""
+        most = [*alternatives][:count]
+        if rank is None:
+            rank = next((place for place, (other, _) in enumerate(most, 1) if other == token), None)
+        chosen = TokenLogprob(token, logprob, rank, self._text(token))
+        return (chosen, *(TokenLogprob(t, lp, place, self._text(t)) for place, (t, lp) in enumerate(most, 1)))
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special=False)

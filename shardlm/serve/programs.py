@@ -1,0 +1,177 @@
+"""The programs that serve: chunks of prompts, and steps of decoding. Pure functions of fixed shapes; which are compiled
+and what they are called with is runner.py's."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlm.layers.context import Paged, Pages
+from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, sample_rows
+from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
+from shardlm.serve.sampling_params import MAX_LOGPROBS
+from shardlm.serve.state import ServeState, Slots, put, take
+from shardlm.state import ModelDef
+
+WHOLE = PartitionSpec()
+SCORED_AT_ONCE = 32  # positions of each row whose logits are there at one time
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeRows:
+    """Rows that decode. Padding has the last slot and no samples.
+
+    where   int32 [B, 3 + W]: slot, position of its last token, samples, and the row's pages
+    """
+
+    where: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkRows:
+    """Chunks of prompts, all as long as the longest bucket. Padding has the last slot and no tokens.
+
+    where     int32 [R, 5 + W]: slot, first position, tokens, samples (0 or 1), whether scores are wanted (0 or 1), and
+              the row's pages
+    tokens    int32 [R, C]
+    targets   int32 [R, C], the token that follows each, where scores are wanted
+    settings, edits, top  of the row's request, which its slot takes over (state.py)
+    """
+
+    where: jax.Array
+    tokens: jax.Array
+    targets: jax.Array
+    settings: RowSettings
+    edits: Edits
+    top: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of given tokens: their own, their rank (1: the most likely), and those of the most likely
+    [..., n]."""
+
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def decode(model: ModelDef, num_pages: int, most: int, params, state: ServeState, rows: DecodeRows, steps: jax.Array):
+    """`steps` (int32, at most `most`) tokens for every row, each fed to the next step; a row with fewer samples idles.
+    Returns (state, Sampled of [B, most, ...])."""
+    slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
+    table = rows.where[:, 3:]
+    own = take(state.slots, slot)
+
+    def step(i, carry):
+        pages, own, found = carry
+        active = i < samples
+        position = start + i
+        logits, pages = _logits_of_one(model, num_pages, params, pages, table, own.last, position, active)
+        sampled, own = _sampled(logits, own, position + 1, active)
+        found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
+        return pages, own, found
+
+    B = slot.shape[0]
+    found = Sampled(
+        jnp.zeros((B, most), jnp.int32),
+        jnp.zeros((B, most), jnp.float32),
+        jnp.zeros((B, most, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((B, most, MAX_LOGPROBS), jnp.float32),
+    )
+    pages, own, found = jax.lax.fori_loop(0, steps, step, (state.pages, own, found))
+    slots = state.slots
+    slots = dataclasses.replace(
+        slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
+    )
+    return ServeState(pages, slots), found
+
+
+def chunk(model: ModelDef, num_pages: int, params, state: ServeState, rows: ChunkRows):
+    """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
+    Scores of [R, C], of zeros where no row wants them)."""
+    slot, start, length, samples, scored = (rows.where[:, i] for i in range(5))
+    table = rows.where[:, 5:]
+    index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
+    # Padding stands at the row's last position, so that attention goes no farther than the row does.
+    positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
+    ctx = Paged(table, index < length[:, None], num_pages, model.execution.rules)
+    lm = model.model(params)
+    hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
+    last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
+    logits = jax.reshard(lm.logits(last)[:, 0], WHOLE)
+    slots = dataclasses.replace(
+        state.slots,
+        settings=put(state.slots.settings, slot, rows.settings),
+        edits=put(state.slots.edits, slot, rows.edits),
+        top=state.slots.top.at[slot].set(rows.top),
+    )
+    own = take(slots, slot)
+    sampled, own = _sampled(logits, own, start + length, samples > 0)
+    slots = dataclasses.replace(
+        slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
+    )
+    score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
+    none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(score))
+    return ServeState(pages, slots), sampled, jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
+
+
+def _scores(lm, hidden: jax.Array, targets: jax.Array) -> Scores:
+    """hidden [R, C, D], a few positions' logits at a time."""
+    R, C = targets.shape
+    size = math.gcd(C, SCORED_AT_ONCE)
+
+    def some(inputs):
+        hidden, targets = inputs
+        logits = jax.reshard(lm.logits(hidden), WHOLE)
+        logprobs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        top, ids = jax.lax.top_k(logprobs, MAX_LOGPROBS)
+        own = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)
+        return Scores(own[..., 0], 1 + jnp.sum(logprobs > own, axis=-1, dtype=jnp.int32), ids.astype(jnp.int32), top)
+
+    split = (jnp.moveaxis(a.reshape(R, C // size, size, *a.shape[2:]), 1, 0) for a in (hidden, targets))
+    found = jax.lax.map(some, tuple(split))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(R, C, *a.shape[3:]), found)
+
+
+def set_counts(state: ServeState, slot: jax.Array, prompt: jax.Array, reply: jax.Array) -> ServeState:
+    """What the request in a slot has said so far: slot int32 [R], prompt [R, ceil(V / 32)], reply [R, V]."""
+    counts = set_rows(state.slots.counts, slot, prompt, reply)
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, counts=counts))
+
+
+def set_allowed(state: ServeState, slot: jax.Array, allowed: jax.Array) -> ServeState:
+    """The tokens that grammars allow next: slot int32 [R], allowed int32 [R, ceil(V / 32)]."""
+    new = state.slots.allowed.at[slot].set(allowed)
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=new))
+
+
+def _logits_of_one(model: ModelDef, num_pages: int, params, pages: Pages, table, last, position, active):
+    """One token of each row: (logits float32 [B, V] whole on every device, pages)."""
+    position = jnp.where(active, position, 0)
+    ctx = Paged(table, active[:, None], num_pages, model.execution.rules)
+    lm = model.model(params)
+    hidden, pages, _ = lm(last[:, None], position[:, None], ctx, pages)
+    return jax.reshard(lm.logits(hidden)[:, 0], WHOLE), pages
+
+
+def _sampled(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
+    settings = dataclasses.replace(own.settings, position=position)
+    sampled = sample_rows(
+        logits,
+        settings,
+        counts=own.counts,
+        edits=own.edits,
+        allowed=own.allowed,
+        top_n=MAX_LOGPROBS,
+        top_rows=own.top & active,
+    )
+    last = jnp.where(active, sampled.token, own.last)
+    counts: TokenCounts = count_tokens(own.counts, sampled.token, active)
+    return sampled, dataclasses.replace(own, last=last, counts=counts)

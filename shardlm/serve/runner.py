@@ -1,0 +1,251 @@
+"""Runs scheduled batches on the devices: compiles the programs of all shapes before the first request, fills their
+inputs, and hands out what they sampled when it is asked for. Knows pages and slots by number only.
+
+A batch becomes at most one call of a decode program and one call of a chunk program for each group of chunks; they are
+started and not waited for.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardlm.ops.batch_sampling import RowSettings, Sampled
+from shardlm.ops.penalties import counts_of
+from shardlm.serve import programs
+from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.programs import ChunkRows, DecodeRows, Scores
+from shardlm.serve.request import Request
+from shardlm.serve.settings import RequestSettings
+from shardlm.serve.state import empty_state, no_edits
+from shardlm.state import ModelDef
+
+MASKS = 8  # rows of grammars' masks that one call sets
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """num_pages: of the pool, scrap page included. max_rows: slots. max_batch_tokens: of one chunk program.
+    decode_steps: the most a decode program runs."""
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    max_batch_tokens: int
+    max_model_len: int
+    decode_steps: int
+
+    @property
+    def row_pages(self) -> int:
+        """Of the longest request."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Rows of the decode programs: powers of two and the most there can be."""
+        powers = itertools.takewhile(lambda n: n < self.max_rows, (2**i for i in itertools.count()))
+        return (*powers, self.max_rows)
+
+    @property
+    def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of the chunk programs: a chunk alone, and as many of its length as the budget holds."""
+        most = self.max_batch_tokens
+        lengths = [n for n in (2**i for i in range(5, 30)) if n < most] + [most]
+        sizes = {(rows, n) for n in lengths for rows in (1, min(self.max_rows, most // n))}
+        return tuple(sorted(sizes, key=lambda size: (size[1], size[0])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One program under way: the batch's rows in it, what it samples and, of chunks, the scores of their tokens."""
+
+    rows: tuple[int, ...]
+    sampled: Sampled
+    scores: Scores | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A batch under way."""
+
+    batch: ScheduledBatch
+    calls: tuple[Call, ...]
+
+    def sampled(self) -> Sampled:
+        """Waits; numpy arrays [rows of the batch, steps of the batch, ...]."""
+        rows, steps = len(self.batch.rows), self.batch.steps
+        found = []
+        for call in self.calls:
+            host = jax.tree.map(np.asarray, call.sampled)
+            # Of a chunk: one step.
+            found.append(jax.tree.map(lambda a: a[:, None], host) if call.scores is not None else host)
+        whole = jax.tree.map(lambda a: np.zeros((rows, steps, *a.shape[2:]), a.dtype), found[0])
+        for call, host in zip(self.calls, found, strict=True):
+            for all_rows, own in zip(jax.tree.leaves(whole), jax.tree.leaves(host), strict=True):
+                all_rows[list(call.rows)] = own[: len(call.rows), :steps]
+        return whole
+
+    def scores(self, row: int) -> Scores:
+        """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
+        call = next(call for call in self.calls if row in call.rows)
+        place, count = call.rows.index(row), len(self.batch.rows[row].tokens)
+        return jax.tree.map(lambda a: np.asarray(a[place])[:count], call.scores)
+
+
+class Runner:
+    """The model, its weights and the state on one mesh. Calls come from one thread."""
+
+    def __init__(self, model: ModelDef, params: Any, mesh: Mesh, config: RunnerConfig):
+        """Makes the empty state; `compile` comes next."""
+        self.model, self.params, self.mesh, self.config = model, params, mesh, config
+        make = functools.partial(empty_state, model, config.num_pages, config.page_size, config.max_rows)
+        with jax.set_mesh(mesh):
+            self._state = jax.jit(make)()
+        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._masked: set[int] = set()  # slots whose masks are not all ones
+
+    # Programs.
+
+    def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every program, several at a time; `progress` is called with (programs done, of how many)."""
+        work = self._shapes()
+        with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+            made = {pool.submit(self._compile, *what): key for key, what in work.items()}
+            for done, future in enumerate(concurrent.futures.as_completed(made), 1):
+                self._programs[made[future]] = future.result()
+                progress(done, len(work))
+
+    def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
+        """Key -> (function, example arguments after the weights and the state)."""
+        config, vocab = self.config, self.model.config.vocab_size
+        decode = functools.partial(programs.decode, self.model, config.num_pages, config.decode_steps)
+        chunk = functools.partial(programs.chunk, self.model, config.num_pages)
+        work: dict[Any, tuple] = {}
+        for rows in config.decode_sizes:
+            work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
+        for size in config.chunk_sizes:
+            work["chunk", size] = (chunk, (self._chunk_rows((), size),))
+        words = -(-vocab // 32)
+        counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
+        work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
+        masks = (np.zeros(MASKS, np.int32), np.zeros((MASKS, words), np.int32))
+        work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
+        return work
+
+    def _compile(self, function: Callable, arguments: tuple) -> jax.stages.Compiled:
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
+            return jax.jit(function, donate_argnums=1).lower(self.params, self._state, *arguments).compile()
+
+    @property
+    def _precision(self) -> str:
+        """float32 means float32 products also on a GPU, whose default has a 10-bit mantissa."""
+        return "float32" if self.model.execution.dtype == jnp.float32 else "default"
+
+    # Batches.
+
+    def start(
+        self,
+        batch: ScheduledBatch,
+        settings: Mapping[str, RequestSettings],
+        masks: Sequence[tuple[int, np.ndarray]] = (),
+    ) -> Started:
+        """Starts the programs of a batch; `settings` of its requests by id, and what grammars allow next by slot,
+        int32 [ceil(V / 32)]."""
+        for row in batch.rows:
+            if row.fresh:
+                self._begin(row, settings[row.request.id])
+        self._allow(masks)
+        numbered = list(enumerate(batch.rows))
+        decodes = [(n, row) for n, row in numbered if row.tokens is None]
+        calls = []
+        if decodes:
+            size = next(size for size in self.config.decode_sizes if size >= len(decodes))
+            rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
+            sampled = self._run(("decode", size), rows, np.int32(batch.steps))
+            calls.append(Call(tuple(n for n, _ in decodes), *sampled))
+        for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
+            own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
+            sampled = self._run(("chunk", size), self._chunk_rows(own, size))
+            calls.append(Call(tuple(n for n, _ in group), *sampled))
+        return Started(batch, tuple(calls))
+
+    def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
+        words = -(-self.model.config.vocab_size // 32)
+        for first in range(0, len(masks), MASKS):
+            some = masks[first : first + MASKS]
+            slots = np.full(MASKS, self.config.max_rows, np.int32)
+            allowed = np.full((MASKS, words), -1, np.int32)
+            for i, (slot, mask) in enumerate(some):
+                slots[i], allowed[i] = slot, mask
+            self._state = self._programs["allowed"](self.params, self._state, slots, allowed)
+            self._masked |= {slot for slot, _ in some}
+
+    def update_weights(self, params: Any) -> None:
+        """New weights of the same shapes; batches that were started keep theirs."""
+        self.params = params
+
+    def _run(self, key: Any, *arguments) -> list:
+        """What a program gives besides the state."""
+        self._state, *found = self._programs[key](self.params, self._state, *arguments)
+        return found
+
+    def _begin(self, row: Row, settings: RequestSettings) -> None:
+        """Makes a slot forget the request before, as far as the chunk program does not."""
+        if row.slot in self._masked:
+            words = -(-self.model.config.vocab_size // 32)
+            self._allow([(row.slot, np.full(words, -1, np.int32))])
+            self._masked.discard(row.slot)
+        if settings.penalised:
+            request: Request = row.request
+            prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len : row.end]
+            said = counts_of(prompt, reply, self.model.config.vocab_size)
+            one = (np.array([row.slot], np.int32), *(a[None] for a in said))
+            self._state = self._programs["counts"](self.params, self._state, *one)
+
+    def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
+        """Chunks in programs: (size, rows), in the batch's order where a later chunk may share an earlier one's pages.
+        Equal lengths go together as far as a program holds them."""
+        found: list[tuple[tuple[int, int], list]] = []
+        for n, row in rows:
+            length = next(size[1] for size in self.config.chunk_sizes if size[1] >= len(row.tokens))
+            most = max(size[0] for size in self.config.chunk_sizes if size[1] == length)
+            if found and found[-1][0][1] == length and len(found[-1][1]) < most:
+                found[-1][1].append((n, row))
+                found[-1] = ((most, length), found[-1][1])
+            else:
+                found.append(((1, length), [(n, row)]))
+        return found
+
+    # Inputs.
+
+    def _decode_rows(self, rows: Sequence[tuple[Row, np.ndarray]], size: int) -> DecodeRows:
+        where = np.zeros((size, 3 + self.config.row_pages), np.int32)
+        where[:, 0] = self.config.max_rows  # the slot for padding
+        for i, (row, pages) in enumerate(rows):
+            where[i, :3] = row.slot, row.start, row.samples
+            where[i, 3 : 3 + len(pages)] = pages
+        return DecodeRows(where)
+
+    def _chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
+        count = size[0]
+        where = np.zeros((count, 5 + self.config.row_pages), np.int32)
+        where[:, 0] = self.config.max_rows
+        tokens, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        defaults, edits, top = RowSettings.defaults(count), no_edits(count), np.zeros(count, bool)
+        for i, (row, pages, settings) in enumerate(rows):
+            scored = settings.params.prompt_logprobs is not None
+            where[i, :5] = row.slot, row.start, len(row.tokens), row.samples, scored
+            where[i, 5 : 5 + len(pages)] = pages
+            tokens[i, : len(row.tokens)] = row.tokens
+            following = row.request.tokens[row.start + 1 : row.end + 1]
+            targets[i, : len(following)] = following
+            settings.fill(defaults, edits, top, i)
+        return ChunkRows(where, tokens, targets, defaults, edits, top)

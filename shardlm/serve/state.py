@@ -1,0 +1,77 @@
+"""What serving keeps on the device between programs: the pages of all layers, and the state of every slot."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlm.generate import make_pages
+from shardlm.layers.context import Pages
+from shardlm.ops.batch_sampling import Edits, RowSettings
+from shardlm.ops.penalties import TokenCounts, empty_counts
+from shardlm.state import ModelDef
+
+MAX_BIASES, MAX_BANNED = 300, 32  # a request; 300 is OpenAI's limit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Of each slot and, last, of one that takes what padding writes: S + 1 rows.
+
+    last      int32 [S + 1], the token that was sampled last
+    top       bool [S + 1], whether log-probabilities of other tokens are wanted
+    allowed   int32 [S + 1, ceil(V / 32)], tokens that a grammar allows next; -1 everywhere without one
+    counts    what was said, where penalties are asked for
+    """
+
+    last: jax.Array
+    settings: RowSettings
+    edits: Edits
+    top: jax.Array
+    allowed: jax.Array
+    counts: TokenCounts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ServeState:
+    """Donated to every program."""
+
+    pages: Pages
+    slots: Slots
+
+
+def empty_state(model: ModelDef, num_pages: int, page_size: int, max_rows: int) -> ServeState:
+    """Inside jit, under the model's mesh. `num_pages` counts the scrap page."""
+    rows, vocab = max_rows + 1, model.config.vocab_size
+    slots = Slots(
+        last=jnp.zeros(rows, jnp.int32),
+        settings=jax.tree.map(jnp.asarray, RowSettings.defaults(rows)),
+        edits=jax.tree.map(jnp.asarray, no_edits(rows)),
+        top=jnp.zeros(rows, bool),
+        allowed=jnp.full((rows, -(-vocab // 32)), -1, jnp.int32),
+        counts=empty_counts(rows, vocab),
+    )
+    return ServeState(make_pages(model, num_pages, page_size), slots)
+
+
+def no_edits(rows: int) -> Edits:
+    """As numpy arrays that a host fills in."""
+    return Edits(
+        np.full((rows, MAX_BIASES), -1, np.int32),
+        np.zeros((rows, MAX_BIASES), np.float32),
+        np.full((rows, MAX_BANNED), -1, np.int32),
+    )
+
+
+def take(tree: Any, rows: jax.Array) -> Any:
+    """These rows of every array."""
+    return jax.tree.map(lambda a: a[rows], tree)
+
+
+def put(tree: Any, rows: jax.Array, new: Any) -> Any:
+    """Every array with these rows replaced."""
+    return jax.tree.map(lambda a, b: a.at[rows].set(b), tree, new)

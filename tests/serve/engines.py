@@ -1,0 +1,49 @@
+"""Small engines for tests: a random model over the tests' tokenizer, and few pages."""
+
+import dataclasses
+
+import jax
+from small import LLAMA, init, mesh_of
+
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.rules import Rules
+from shardlm.serve.engine import Engine
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.page_table import PageTable
+from shardlm.serve.runner import Runner, RunnerConfig
+from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.state import ModelDef
+from shardlm.tokenizer import train_bpe
+
+TOKENIZER = train_bpe(['{"name": "ab", "age": 12, "tags": ["x", "y"]}\n true né日🙂'] * 8, 300)
+END = TOKENIZER.end_of_document_id
+CONFIG = dataclasses.replace(LLAMA, vocab_size=TOKENIZER.vocab_size + 4)
+
+
+def of_model(model: ModelDef, params, mesh, *, rows=3, tokens=32, length=64, pages=20, steps=4, caching=True) -> Engine:
+    """An engine with pages of 4 tokens; `pages` with the scrap page."""
+    runner = Runner(model, params, mesh, RunnerConfig(pages, 4, rows, tokens, length, steps))
+    runner.compile()
+    scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, steps)), PageTable(pages, 4, caching=caching))
+    return Engine(runner, scheduler, TOKENIZER, [END])
+
+
+def random_engine(spec: MeshSpec, seed: int = 0, **options) -> tuple[Engine, ModelDef, object]:
+    """(an engine, the model and the parameters it was made of)."""
+    mesh = mesh_of(spec)
+    with jax.set_mesh(mesh):
+        model = ModelDef.make(CONFIG.transformer(), Execution(Rules.make("zero3", spec).for_decoding()))
+        params, own = init(model, seed), init(model, seed)
+        apart = taken_apart(model, own)
+    return of_model(*apart, mesh, **options), model, params
+
+
+def finished(engine: Engine) -> dict:
+    """Steps to the end: the outputs by request; nothing may be left of them."""
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.pages.check_invariants()
+    assert engine.scheduler.pages.num_used == 0 and not engine._replies
+    return done

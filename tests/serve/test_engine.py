@@ -1,0 +1,222 @@
+"""The engine against the model called directly: whatever else runs, each reply is what the model says."""
+
+import asyncio
+import json
+import pathlib
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import END, TOKENIZER, finished, of_model, random_engine
+from small import init
+
+from shardlm import hf_files
+from shardlm.errors import ShardlmError
+from shardlm.generate import Sampling, generate
+from shardlm.layers.context import Packed
+from shardlm.mesh import MeshSpec
+from shardlm.opened import load
+from shardlm.serve.async_llm import AsyncLLM
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+
+REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+PROMPTS = [TOKENIZER.encode(text) for text in ('{"name": "ab"', '{"name": "abc", "age": 12', "né日🙂 true", "x" * 40)]
+
+
+@pytest.fixture(scope="module")
+def served():
+    """On two devices, with 19 pages: two requests of 64 tokens do not fit."""
+    return random_engine(MeshSpec(tensor=2))
+
+
+@pytest.fixture(scope="module")
+def directly(served):
+    """What the model continues each prompt with, alone."""
+    engine, model, params = served
+    found = {}
+    with jax.set_mesh(engine.runner.mesh):
+        for prompt in PROMPTS:
+            tokens = generate(model, params, prompt, max_new_tokens=20, sampling=Sampling(temperature=0))
+            found[tuple(prompt)] = list(tokens)
+    return found
+
+
+def logprobs_of(served, tokens):
+    """float32 [T, V], by the model's forward pass without a cache."""
+    engine, model, params = served
+    with jax.set_mesh(engine.runner.mesh):
+        lm = model.model(params)
+        row = jnp.asarray([tokens], jnp.int32)
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+        hidden, _, _ = lm(row, positions, Packed(jnp.ones_like(row), model.execution.rules))
+        return np.asarray(jax.nn.log_softmax(jax.reshard(lm.logits(hidden), jax.P())))[0]
+
+
+def test_replies_do_not_depend_on_what_else_runs(served, directly):
+    """Arrivals at random, shared beginnings, too few pages, requests that are aborted."""
+    engine, rng = served[0], random.Random(0)
+    preempted = engine.scheduler.preemptions
+    wanted, done = {}, {}
+    for number in range(40):
+        prompt = rng.choice(PROMPTS)
+        wanted[f"r{number}"] = directly[tuple(prompt)][: (length := rng.randint(1, 20))]
+        engine.add(f"r{number}", prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+        if rng.random() < 0.2:
+            gone = f"r{rng.randrange(number + 1)}"
+            if (output := engine.abort(gone)) is not None:
+                assert output.finished and output.outputs[0].finish_reason == "abort"
+                assert wanted[gone][: len(output.outputs[0].token_ids)] == output.outputs[0].token_ids
+                del wanted[gone]
+        for _ in range(rng.randrange(3)):
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+    done |= finished(engine)
+    assert {id: output.outputs[0].token_ids for id, output in done.items()} == wanted
+    assert engine.scheduler.preemptions > preempted and engine.stats().prefix_hits > 0
+    text = done[max(wanted, key=lambda id: len(wanted[id]))].outputs[0]
+    assert text.text == TOKENIZER.decode(text.token_ids) and text.finish_reason == "length"
+
+
+def test_sampling_is_the_request_s_own(served):
+    """A seed gives the same tokens alone and beside others, replies differ, and settings do what they say."""
+    engine = served[0]
+    params = SamplingParams(seed=5, n=3, max_tokens=8, temperature=1.5, top_k=50, logprobs=2, ignore_eos=True)
+    engine.add("alone", PROMPTS[0], params)
+    alone = finished(engine)["alone"].outputs
+    for n in range(3):
+        engine.add(f"other{n}", PROMPTS[n], SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.add("beside", PROMPTS[0], params)
+    beside = finished(engine)["beside"].outputs
+    assert [one.token_ids for one in alone] == [one.token_ids for one in beside]
+    assert len({tuple(one.token_ids) for one in alone}) == 3
+    for one in alone:
+        expected = logprobs_of(served, [*PROMPTS[0], *one.token_ids])[len(PROMPTS[0]) - 1 :]
+        for place, (chosen, *others) in enumerate(one.logprobs):
+            assert chosen.token_id == one.token_ids[place]
+            assert abs(chosen.logprob - expected[place][chosen.token_id]) < 1e-4
+            assert [o.token_id for o in others] == np.argsort(-expected[place], kind="stable")[:2].tolist()
+        assert abs(one.cumulative_logprob - sum(c.logprob for c, *_ in one.logprobs)) < 1e-4
+    engine.add("biased", PROMPTS[1], SamplingParams(temperature=0, max_tokens=5, logit_bias={7: 100.0}))
+    engine.add(
+        "varied", PROMPTS[1], SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2, presence_penalty=2)
+    )
+    engine.add("long", PROMPTS[2], SamplingParams(temperature=0, max_tokens=9, min_tokens=9, logit_bias={END: 100.0}))
+    engine.add("short", PROMPTS[2], SamplingParams(temperature=0, max_tokens=9, min_tokens=3, logit_bias={END: 100.0}))
+    done = {id: output.outputs[0] for id, output in finished(engine).items()}
+    assert done["biased"].token_ids == [7] * 5
+    varied = done["varied"].token_ids
+    assert len(set(varied)) > len(varied) // 2
+    assert END not in done["long"].token_ids and done["long"].finish_reason == "length"
+    assert done["short"].token_ids[3:] == [END] and done["short"].finish_reason == "stop"
+
+
+def test_a_prompt_is_scored_as_the_forward_pass_does(served):
+    engine = served[0]
+    engine.add("scored", PROMPTS[3], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    engine.add("plain", PROMPTS[3], GREEDY)
+    output = finished(engine)["scored"]
+    assert output.prompt_logprobs[0] is None and output.outputs[0].token_ids == []
+    expected = logprobs_of(served, PROMPTS[3])
+    for place, (own, best) in enumerate(output.prompt_logprobs[1:], 1):
+        row = expected[place - 1]
+        assert own.token_id == PROMPTS[3][place] and abs(own.logprob - row[own.token_id]) < 1e-4
+        assert best.token_id == row.argmax() and own.rank == 1 + (row > row[own.token_id]).sum()
+
+
+def test_replies_end_where_they_should(served, directly):
+    engine = served[0]
+    whole = TOKENIZER.decode(directly[tuple(PROMPTS[0])])
+    stop = whole[3:6]
+    engine.add("text", PROMPTS[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=[stop]))
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
+    for n in range(3):
+        held = SamplingParams(seed=n, max_tokens=50, structured_outputs=StructuredOutputs(json=schema))
+        engine.add(f"json{n}", PROMPTS[1], held)
+    choice = StructuredOutputs(choice=["né日", "true"])
+    engine.add("choice", PROMPTS[2], SamplingParams(n=2, seed=1, max_tokens=20, structured_outputs=choice))
+    done = {id: output.outputs for id, output in finished(engine).items()}
+    assert done["text"][0].text == whole[: whole.index(stop)] and done["text"][0].stop_reason == stop
+    for n in range(3):
+        if done[f"json{n}"][0].finish_reason == "stop":
+            assert json.loads(done[f"json{n}"][0].text)["age"] <= 99
+    assert any(done[f"json{n}"][0].finish_reason == "stop" for n in range(3))
+    assert {one.text for one in done["choice"]} <= {"né日", "true"}
+
+
+def test_what_cannot_be_served_is_refused_and_leaves_nothing(served):
+    engine = served[0]
+    for prompt, params, message in (
+        ([], GREEDY, "the prompt has no tokens"),
+        ([10_000], GREEDY, "outside the vocabulary"),
+        (list(range(64)), SamplingParams(n=2), "max_model_len=64 must hold it and at least one new token"),
+        ([1], SamplingParams(structured_outputs=StructuredOutputs(regex="(")), "cannot be compiled"),
+        ([1], SamplingParams(logit_bias={400: 1.0}), "outside the vocabulary"),
+        ([1], SamplingParams(bad_words=["two words and more"]), "only single tokens can be forbidden"),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            engine.add("bad", prompt, params)
+    assert not engine.has_unfinished and not engine.scheduler.has_unfinished
+
+
+def test_new_weights_are_served_at_once(served):
+    engine, model, _ = served
+    with jax.set_mesh(engine.runner.mesh):
+        params = init(model, seed=1)
+        expected = list(generate(model, params, PROMPTS[0], max_new_tokens=9, sampling=Sampling(temperature=0)))
+        other = taken_apart(model, params)[1]
+    before = engine.runner.params
+    engine.add("old", PROMPTS[0], GREEDY)
+    old = finished(engine)["old"].outputs[0].token_ids
+    engine.update_weights(other)
+    engine.add("new", PROMPTS[0], GREEDY)
+    assert finished(engine)["new"].outputs[0].token_ids == expected != old
+    engine.update_weights(before)
+
+
+def test_many_clients_stream_and_some_leave(served, directly):
+    llm = AsyncLLM(served[0], model_name="tiny", template=None)
+
+    async def client(number: int):
+        rng = random.Random(number)
+        prompt, leaves = PROMPTS[number % 4], rng.random() < 0.4
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        last = 0
+        stream = llm.generate(prompt, params, request_id=f"c{number}")
+        async for output in stream:
+            tokens = output.outputs[0].token_ids
+            assert tokens == directly[tuple(prompt)][: len(tokens)] and len(tokens) >= last
+            last = len(tokens)
+            if leaves and last > 3:
+                break
+        await stream.aclose()
+        assert leaves or last == 20
+
+    async def everybody():
+        await asyncio.gather(*(client(number) for number in range(24)))
+        with pytest.raises(ShardlmError, match="outside the vocabulary"):
+            await anext(llm.generate([9999], GREEDY, request_id="bad"))
+        await llm.drain()
+
+    asyncio.run(everybody())
+    assert llm.stats().kv_usage == 0 and llm.stats().num_running == 0
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
+def test_families_give_the_tokens_of_transformers(family):
+    """Latent attention with experts; windows, sinks and experts with biases. The others: tests/hf/test_families.py."""
+    reference = hf_files.header(REFERENCES / family / "expected.safetensors.reference")
+    tokens, greedy = (reference[name].read(...) for name in ("tokens", "greedy"))
+    opened = load(REFERENCES / family, mesh=MeshSpec(tensor=2), dtype="float32", decoding=True, length=56)
+    with jax.set_mesh(opened.mesh):
+        model, params = taken_apart(opened.model, opened.params)
+    engine = of_model(model, params, opened.mesh, rows=1, length=60)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    for id in ("first", "cached"):
+        engine.add(id, tokens[0].tolist(), params)
+        output = finished(engine)[id]
+        assert output.outputs[0].token_ids == greedy.tolist()
+    assert output.num_cached_tokens == 20
