@@ -83,10 +83,8 @@ def build(
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
     opened = load(path, mesh=config.mesh, dtype=config.dtype, decoding=True, weights=held, length=length)
     cpu = opened.mesh.devices.flat[0].platform == "cpu"
-    model, params = opened.model, opened.params
-    if cpu:
-        with jax.set_mesh(opened.mesh):
-            model, params = taken_apart(model, params)
+    with jax.set_mesh(opened.mesh):
+        model, params = taken_apart(opened.model, opened.params)
     rows = config.max_num_seqs or (32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
     pages = pages_of(model, config, cpu, rows * -(-length // config.block_size) + 1)

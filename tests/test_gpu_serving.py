@@ -1,0 +1,64 @@
+"""What XLA makes of the serving programs for NVIDIA GPUs, compiled without one: nothing large is copied, the pool of
+pages stays where it is, and a layer has the collectives it needs. Every figure is read from the program (compiled)."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_programs import MARKS
+from jax.sharding import NamedSharding
+
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.rules import Rules
+from shardlm.serve import programs
+from shardlm.serve.layers import apart
+from shardlm.serve.state import empty_state
+from shardlm.state import ModelDef, at_rest
+from shardlm.topology import topology
+
+pytestmark = MARKS
+
+LAYERS, ROWS, PAGES = 3, 64, 4097
+LLAMA = dataclasses.replace(LlamaConfig(), num_layers=LAYERS, vocab_size=32_768)
+
+
+def decoding(tensor: int):
+    """(the compiled decode program of Llama 3 8B's layers, its state's shapes)."""
+    spec = MeshSpec(tensor=tensor)
+    mesh = spec.build(topology("h100", 1, tensor))
+    with jax.set_mesh(mesh):
+        execution = Execution(Rules.make("zero3", spec).for_decoding(), jnp.bfloat16)
+        model = ModelDef.make(apart(LLAMA.transformer()), execution)
+        state = jax.eval_shape(lambda: empty_state(model, PAGES, 16, ROWS))
+        state = jax.tree.map(lambda s: at_rest(s, mesh), state)
+        whole = NamedSharding(mesh, jax.P())
+        rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 256), jnp.int32, sharding=whole))
+        step = jax.jit(functools.partial(programs.decode, model, PAGES, 8), donate_argnums=1)
+        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        return step.lower(model.held_at_rest(mesh), state, rows, steps).compile(), state
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_decoding_copies_neither_weights_nor_pages(tensor):
+    compiled, state = decoding(tensor)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state.pages)) // tensor
+    assert memory.alias_size_in_bytes >= pool > 0.7 * 2**30 / tensor
+    assert memory.temp_size_in_bytes < 0.25 * 2**30  # the sampler's arrays of [rows, vocabulary]
+    smallest = LLAMA.embed_dim * LLAMA.num_kv_heads * LLAMA.head_dim // tensor  # of the projections
+    moved = re.findall(r" = \(?bf16\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(", text)
+    assert max((math.prod(map(int, shape.split(","))) for shape in moved), default=0) < smallest
+    kinds = re.findall(
+        r" = .*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", text
+    )
+    if tensor == 1:
+        assert not kinds
+    else:
+        # After attention, after the MLP, and of the embedding; the logits.
+        assert sorted(kinds) == ["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1), kinds
