@@ -6,6 +6,7 @@ import copy
 import logging
 import queue
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,13 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        embed: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the replies as they grow, the last time with `finished`. Leaving the loop early aborts the request.
 
@@ -55,7 +62,8 @@ class AsyncLLM:
         if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
             await asyncio.to_thread(self._engine.compile_grammar, params)
         stream = _Stream(asyncio.get_running_loop())
-        self._do(lambda: self._add(request_id, tokens, params, text, priority, stream))
+        options = {"text": text, "priority": priority, "embed": embed}
+        self._do(lambda: self._add(request_id, tokens, params, options, stream))
         finished = False
         try:
             while not finished:
@@ -65,6 +73,12 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._do(lambda: self._abort(request_id))
+
+    async def embed(self, token_ids: Sequence[int]) -> list[float]:
+        """A vector of length 1: what the model makes of the last token. Raises as `generate` does."""
+        name = f"embed-{uuid.uuid4().hex}"
+        params = SamplingParams(max_tokens=0)
+        return [one async for one in self.generate(token_ids, params, request_id=name, embed=True)][-1].embedding
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream ends with what there is."""
@@ -133,9 +147,9 @@ class AsyncLLM:
                 return False
             command()
 
-    def _add(self, id: str, tokens, params: SamplingParams, text, priority: int, stream: "_Stream") -> None:
+    def _add(self, id: str, tokens, params: SamplingParams, options: dict[str, Any], stream: "_Stream") -> None:
         try:
-            self._engine.add(id, tokens, params, text=text, priority=priority)
+            self._engine.add(id, tokens, params, **options)
         except Exception as error:  # this request's own, the others go on
             stream.put(error if isinstance(error, ShardlmError) else EngineError(f"{type(error).__name__}: {error}"))
             return

@@ -40,6 +40,7 @@ class Group:
 
     output: RequestOutput
     replies: list[Reply]
+    embed: bool
 
 
 class Engine:
@@ -75,14 +76,16 @@ class Engine:
         text: str | None = None,
         priority: int = 0,
         salt: str = "",
+        embed: bool = False,
     ) -> None:
-        """A request for params.n replies. Raises ShardlmError for what cannot be served; nothing is added then."""
+        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. Raises
+        ShardlmError for what cannot be served; nothing is added then."""
         check_prompt(prompt, self._vocab)
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
         grammar = self.compile_grammar(params)
-        group = Group(RequestOutput(id, text, list(prompt), None, [], False), [])
+        group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
             group.replies.append(self._reply(own, prompt, params, grammar, index, priority, salt, group))
@@ -174,6 +177,7 @@ class Engine:
         started = self._started.popleft()
         sampled = started.sampled()
         self._collect_scores(started)
+        self._collect_embeddings(started)
         moved: dict[str, RequestOutput] = {}
         for request, row, tokens in self.scheduler.land(started.batch, sampled.token):
             reply = self._replies.get(request.id)
@@ -257,6 +261,14 @@ class Engine:
                 alternatives = zip(scores.top_ids[i].tolist(), scores.top_logprobs[i].tolist(), strict=True)
                 token, rank = row.request.tokens[position], int(scores.rank[i])
                 found[position] = self._described(token, float(scores.logprob[i]), alternatives, wanted, rank)
+
+    def _collect_embeddings(self, started: Started) -> None:
+        """The last token's vector, of length 1: how embedding models that are decoders are used."""
+        for n, row in enumerate(started.batch.rows):
+            reply = self._replies.get(row.request.id)
+            if reply is not None and reply.group.embed and row.end == row.request.prompt_len:
+                vector = started.hidden(n)
+                reply.group.output.embedding = (vector / max(np.linalg.norm(vector), 1e-12)).tolist()
 
     def _described(self, token: int, logprob: float, alternatives, count: int, rank: int | None = None):
         """The chosen token, then the `count` most likely ones."""

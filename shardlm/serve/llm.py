@@ -39,6 +39,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        _embed: bool = False,
     ) -> list[RequestOutput]:
         """Replies to prompts (texts or token ids), in their order. Raises ShardlmError, before any runs, for a prompt
         or parameters that cannot be served."""
@@ -48,7 +50,8 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ShardlmError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one, or one for each")
-        return self._run([(self._tokens(prompt), prompt, own) for prompt, own in zip(prompts, each, strict=True)])
+        work = [(self._tokens(prompt), prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+        return self._run(work, _embed)
 
     def chat(
         self,
@@ -70,6 +73,10 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         return [[one[0].logprob for one in output.prompt_logprobs[1:]] for output in self.generate(prompts, params)]
 
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """A vector of length 1 for each prompt: what the model makes of its last token."""
+        return [output.embedding for output in self.generate(prompts, SamplingParams(max_tokens=0), _embed=True)]
+
     def update_weights(self, params: Any) -> None:
         """New weights, of the shapes and at the places of `llm.engine.runner.params`; nothing is compiled."""
         self.engine.update_weights(params)
@@ -77,11 +84,13 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
 
-    def _run(self, work: list[tuple[Sequence[int], Prompt, SamplingParams]]) -> list[RequestOutput]:
+    def _run(
+        self, work: list[tuple[Sequence[int], Prompt, SamplingParams]], embed: bool = False
+    ) -> list[RequestOutput]:
         ids = [f"request-{next(self._ids)}" for _ in work]
         try:
             for id, (tokens, prompt, params) in zip(ids, work, strict=True):
-                self.engine.add(id, tokens, params, text=prompt if isinstance(prompt, str) else None)
+                self.engine.add(id, tokens, params, text=prompt if isinstance(prompt, str) else None, embed=embed)
             done: dict[str, RequestOutput] = {}
             while len(done) < len(ids):
                 done |= {output.request_id: output for output in self.engine.step() if output.finished}

@@ -42,6 +42,7 @@ class RequestOutput:
 
     prompt_logprobs: as `CompletionOutput.logprobs`, of the prompt; None for its first token, which nothing foretells.
     num_cached_tokens: of the prompt, found in the prefix cache. truncated: tokens of the prompt that were left out.
+    embedding: of the prompt, where that was asked for.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     truncated: int = 0
+    embedding: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,7 @@ def decode(model: ModelDef, num_pages: int, most: int, params, state: ServeState
 
 def chunk(model: ModelDef, num_pages: int, params, state: ServeState, rows: ChunkRows):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
-    Scores of [R, C], of zeros where no row wants them)."""
+    Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D])."""
     slot, start, length, samples, scored = (rows.where[:, i] for i in range(5))
     table = rows.where[:, 5:]
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
@@ -119,7 +119,8 @@ def chunk(model: ModelDef, num_pages: int, params, state: ServeState, rows: Chun
     )
     score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
     none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(score))
-    return ServeState(pages, slots), sampled, jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
+    scores = jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
+    return ServeState(pages, slots), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
 
 
 def _scores(lm, hidden: jax.Array, targets: jax.Array) -> Scores:

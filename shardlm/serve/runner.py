@@ -65,11 +65,13 @@ class RunnerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One program under way: the batch's rows in it, what it samples and, of chunks, the scores of their tokens."""
+    """One program under way: the batch's rows in it, what it samples and, of chunks, the scores of their tokens and
+    what the model makes of the last one."""
 
     rows: tuple[int, ...]
     sampled: Sampled
     scores: Scores | None = None
+    hidden: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +97,17 @@ class Started:
 
     def scores(self, row: int) -> Scores:
         """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
-        call = next(call for call in self.calls if row in call.rows)
+        call = self._call_of(row)
         place, count = call.rows.index(row), len(self.batch.rows[row].tokens)
-        return jax.tree.map(lambda a: np.asarray(a[place])[:count], call.scores)
+        return jax.tree.map(lambda a: np.asarray(a)[place, :count], call.scores)
+
+    def hidden(self, row: int) -> np.ndarray:
+        """Of one chunk of the batch: float32 [D] of its last token."""
+        call = self._call_of(row)
+        return np.asarray(call.hidden)[call.rows.index(row)]
+
+    def _call_of(self, row: int) -> Call:
+        return next(call for call in self.calls if row in call.rows)
 
 
 class Runner:

@@ -45,15 +45,20 @@ def directly(served):
     return found
 
 
-def logprobs_of(served, tokens):
-    """float32 [T, V], by the model's forward pass without a cache."""
+def hidden_of(served, tokens, of=lambda lm, hidden: hidden):
+    """float32 [T, D], by the model's forward pass without a cache."""
     engine, model, params = served
     with jax.set_mesh(engine.runner.mesh):
         lm = model.model(params)
         row = jnp.asarray([tokens], jnp.int32)
         positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
         hidden, _, _ = lm(row, positions, Packed(jnp.ones_like(row), model.execution.rules))
-        return np.asarray(jax.nn.log_softmax(jax.reshard(lm.logits(hidden), jax.P())))[0]
+        return np.asarray(jax.reshard(of(lm, hidden), jax.P()))[0]
+
+
+def logprobs_of(served, tokens):
+    """float32 [T, V]."""
+    return np.asarray(jax.nn.log_softmax(hidden_of(served, tokens, lambda lm, hidden: lm.logits(hidden))))
 
 
 def test_replies_do_not_depend_on_what_else_runs(served, directly):
@@ -117,8 +122,12 @@ def test_a_prompt_is_scored_as_the_forward_pass_does(served):
     engine = served[0]
     engine.add("scored", PROMPTS[3], SamplingParams(max_tokens=0, prompt_logprobs=1))
     engine.add("plain", PROMPTS[3], GREEDY)
-    output = finished(engine)["scored"]
+    engine.add("embedded", PROMPTS[3], SamplingParams(max_tokens=0), embed=True)
+    done = finished(engine)
+    output = done["scored"]
     assert output.prompt_logprobs[0] is None and output.outputs[0].token_ids == []
+    hidden = hidden_of(served, PROMPTS[3])[-1]
+    np.testing.assert_allclose(done["embedded"].embedding, hidden / np.linalg.norm(hidden), atol=1e-5)
     expected = logprobs_of(served, PROMPTS[3])
     for place, (own, best) in enumerate(output.prompt_logprobs[1:], 1):
         row = expected[place - 1]
