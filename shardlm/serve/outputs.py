@@ -1,0 +1,69 @@
+"""What the engine hands back for a request, and what it tells of itself. The HTTP server reads these and nothing else
+of the engine. No jax."""
+
+import dataclasses
+
+
+class EngineError(Exception):
+    """The engine died, or this request broke it: nothing that its user could have done otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """One token that stands, or could have stood, at a place. rank: 1 for the likeliest token, None if not known."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+    text: str
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One reply, as far as it has come.
+
+    logprobs: for each token of the reply, first the token chosen, then the alternatives, best first.
+    finish_reason: "stop", "length" or "abort"; None while it goes on. stop_reason: the stop token or text that ended
+    it, None for end of text.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[tuple[TokenLogprob, ...]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """All replies to one prompt, as far as they have come; `finished` when none goes on.
+
+    prompt_logprobs: as `CompletionOutput.logprobs`, of the prompt; None for its first token, which nothing foretells.
+    num_cached_tokens: of the prompt, found in the prefix cache. truncated: tokens of the prompt that were left out.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[tuple[TokenLogprob, ...] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    truncated: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
+    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    generation_tokens: int
+    prompt_tokens: int
