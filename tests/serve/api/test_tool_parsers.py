@@ -32,8 +32,8 @@ HERMES = {
     "plain text, 1 < 2": ("plain text, 1 < 2", []),
     "": ("", []),
     '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>': ("", [("f", '{"a": 1}')]),
-    'I look.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"arguments": {"x": {"y": [1, "}"]}}, '
-    '"name": "get_weather"}</tool_call> done': ("I look.\n done", [("f", "{}"), ("get_weather", '{"x": {"y": [1, "}"]}}')]),
+    'I look.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"arguments": {"x": [1, "}"]}, '
+    '"name": "get_weather"}</tool_call> done': ("I look.\n done", [("f", "{}"), ("get_weather", '{"x": [1, "}"]}')]),
     '<tool_call>{"name": "f"}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": null}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>': ("", [("f", '{"a": 2}')]),
