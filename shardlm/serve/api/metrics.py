@@ -30,7 +30,7 @@ class Histogram:
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
         below = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*map(float, self.bounds), "+Inf"), self.counts, strict=True):
             below += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {below}'
         yield f"{name}_sum{{{labels}}} {self.sum}"

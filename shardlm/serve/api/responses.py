@@ -26,7 +26,7 @@ async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | E
     writer = _Writer(call, request)
     turn = _turn(writer, replies, tools)
     if request.stream:
-        return _Events(_encoded(turn))
+        return _Events(turn)
     async for event in turn:
         last = event
     return last["response"]
@@ -48,22 +48,25 @@ async def _turn(writer: "_Writer", replies: AsyncIterator[RequestOutput], tools:
     yield {"type": f"response.{status}", "response": writer.response(status)}
 
 
-async def _encoded(events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
-    number = 0
-    async for event in events:
-        yield _one({**event, "sequence_number": number})
-        number += 1
-
-
-def _one(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
-
-
 class _Events(Events):
-    """Without [DONE]: the last event tells."""
+    """With names and numbers, and without [DONE]: the last event tells."""
+
+    def __init__(self, events: AsyncIterator[Event]):
+        super().__init__(self._encoded(events))
+        self._count = 0
+
+    async def _encoded(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        async for event in events:
+            yield self._one(event)
+
+    def _one(self, event: Event) -> bytes:
+        numbered = encode({**event, "sequence_number": self._count})
+        self._count += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), numbered)
 
     def error(self, error: ApiError) -> bytes:
-        return _one({"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param})
+        about = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return self._one({"type": "error", **about})
 
 
 class _Writer:

@@ -95,7 +95,7 @@ NAMES += ["tokens", "text", "max_tokens", "echo", "logprobs", "structured_output
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), path=st.sampled_from(PATHS))
 def test_no_body_breaks_the_server(body, path):
     client = Client(FakeLLM(reply=""), max_replies=8)

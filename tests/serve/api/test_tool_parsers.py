@@ -88,7 +88,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(), JSON, max_size=3)), max_size=3),
     style=st.sampled_from(["hermes", "llama", "list"]),
