@@ -5,6 +5,7 @@ from typing import Any
 
 from shardlm.serve.api import logprobs
 from shardlm.serve.api.endpoint import Events, events_of
+from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ChatRequest
 from shardlm.serve.api.service import Call
@@ -15,6 +16,8 @@ from shardlm.serve.outputs import CompletionOutput, RequestOutput
 
 
 async def chat(call: Call, request: ChatRequest) -> dict[str, Any] | Events:
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs is not reported in a stream; ask without stream", param="prompt_logprobs")
     tools, replies = await begin(call, request)
     writer = _Writer(call, request, tools)
     if request.stream:

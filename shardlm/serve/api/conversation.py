@@ -29,8 +29,9 @@ async def prompt(
     developer = "developer" in llm.template.source
     plain = [_message(one, f"messages[{i}]", developer) for i, one in enumerate(messages)]
     options = dict(options or {})
-    if taken := options.keys() & {"messages", "tools", "add_generation_prompt"}:
-        raise ApiError(f"chat_template_kwargs has {min(taken)}, a field of its own", param="chat_template_kwargs")
+    if taken := options.keys() & {"messages", "tools", "add_generation_prompt", "self"}:
+        message = f"chat_template_kwargs has {min(taken)}, which means something else here; leave it out"
+        raise ApiError(message, param="chat_template_kwargs")
     try:
         # Long conversations take a while: the event loop stays free for the streams.
         return await asyncio.to_thread(

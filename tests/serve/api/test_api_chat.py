@@ -147,7 +147,8 @@ WRONG = {
     "it is a text or a list of parts": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "a list of calls": ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
                         "messages[0].tool_calls"),
-    "has tools, a field of its own": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    "has tools, which means something": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    "has self, which means something": ({"chat_template_kwargs": {"self": []}}, "chat_template_kwargs"),
     "needs logprobs=true": ({"top_logprobs": 2}, "top_logprobs"),
     "from 0 to 20": ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
     "each say what the text must be": ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar"),
@@ -167,6 +168,11 @@ def test_what_is_refused(message):
     assert message in told["message"] and told["param"] == param and told["type"] == "invalid_request_error"
     assert error(client.post(PATH, {"messages": USER, **wishes, "stream": True}), 400) == told
     assert client.service.unanswered == client.service.active == 0
+
+
+def test_scores_of_prompts_are_not_streamed():
+    told = error(Client().post(PATH, {"messages": USER, "prompt_logprobs": 1, "stream": True}), 400)
+    assert told["param"] == "prompt_logprobs" and "ask without stream" in told["message"]
 
 
 def test_models_without_a_template_or_with_a_strict_one():
