@@ -1,0 +1,123 @@
+"""/v1/completions: text that goes on, with the log-probabilities that evaluations read."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from shardlm.serve.api import logprobs
+from shardlm.serve.api.endpoint import Events, events_of
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.progress import Progress, Usage
+from shardlm.serve.api.protocol import CompletionRequest, prompts_of
+from shardlm.serve.api.sampling import sampling_params
+from shardlm.serve.api.service import Call
+from shardlm.serve.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from shardlm.serve.sampling_params import SamplingParams
+
+
+async def completions(call: Call, request: CompletionRequest) -> dict[str, Any] | Events:
+    prompts = prompts_of(request.prompt, "prompt")
+    params = _params(call, request)
+    writer = _Writer(call, request, params.n, prompts)
+    replies = await call.replies(prompts, params, request.priority or 0)
+    if request.stream:
+        wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+        return Events(events_of(writer.stream(replies, wants_usage)))
+    last: dict[int, RequestOutput] = {}
+    async for i, output in replies:
+        last[i] = output
+    choices = [writer.choice(i, last[i], reply) for i in sorted(last) for reply in last[i].outputs]
+    return writer.body(choices, Usage(last).body())
+
+
+def _params(call: Call, request: CompletionRequest) -> SamplingParams:
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ApiError(f"best_of={request.best_of} is not supported; ask for n replies and choose", param="best_of")
+    if request.suffix:
+        raise ApiError("suffix is not supported; write it into the prompt as the model's own format", param="suffix")
+    given = {"logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        given["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    if request.max_tokens is not None:
+        given["max_tokens"] = request.max_tokens
+    return sampling_params(request, call.service.llm.max_model_len, **given)
+
+
+class _Writer:
+    """The shape of answers to one request."""
+
+    def __init__(self, call: Call, request: CompletionRequest, n: int, prompts: Sequence[str | list[int]]):
+        self._request, self._n, self._prompts = request, n, prompts
+        self._tokenizer = call.service.llm.tokenizer
+        model = request.model or call.service.names[0]
+        self._head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": model}
+
+    def body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {**self._head, "choices": choices, "usage": usage}
+
+    def choice(self, i: int, output: RequestOutput, reply: CompletionOutput) -> dict[str, Any]:
+        """A whole reply to prompt i."""
+        progress = Progress()
+        text, places = progress.advance(reply)
+        return self._part(i, output, reply, text, places, True, 0)
+
+    async def stream(self, replies: AsyncIterator[tuple[int, RequestOutput]], wants_usage: bool):
+        progress: dict[int, Progress] = {}
+        usage = Usage()
+        async for i, output in replies:
+            usage.saw(i, output)
+            for reply in output.outputs:
+                index = i * self._n + reply.index
+                first = index not in progress
+                one = progress.setdefault(index, Progress())
+                if one.ended:
+                    continue
+                before = one.token_chars
+                text, places = one.advance(reply)
+                if text or places or one.ended or (first and self._request.echo):
+                    yield self.body([self._part(i, output, reply, text, places, first, before)], None)
+        if wants_usage:
+            yield self.body([], usage.body())
+
+    def _part(
+        self,
+        i: int,
+        output: RequestOutput,
+        reply: CompletionOutput,
+        text: str,
+        places: Sequence[tuple[TokenLogprob, ...]],
+        first: bool,
+        before: int,
+    ) -> dict[str, Any]:
+        """`before`: characters of tokens that were sent, which the text's offsets count from."""
+        echo = first and self._request.echo
+        echoed = self._prompt_text(i, output) if self._request.echo else ""
+        scores = None
+        if self._request.logprobs is not None:
+            offset = before + (0 if echo else len(echoed))
+            scores = self._scores(output if echo else None, places, offset)
+        choice = {
+            "index": i * self._n + reply.index,
+            "text": echoed + text if echo else text,
+            "logprobs": scores,
+            "finish_reason": reply.finish_reason,
+            "stop_reason": reply.stop_reason,
+        }
+        if first and self._request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
+        return choice
+
+    def _scores(self, echoed: RequestOutput | None, places: Sequence[tuple[TokenLogprob, ...]], offset: int):
+        texts = [place[0].text for place in places]
+        if echoed is not None:
+            prompt = echoed.prompt_logprobs or [None] * len(echoed.prompt_token_ids)
+            pairs = zip(prompt, echoed.prompt_token_ids, strict=True)
+            texts = [place[0].text if place else self._tokenizer.decode([t], skip_special=False) for place, t in pairs]
+            texts += [place[0].text for place in places]
+            places = [*prompt, *places]
+        return logprobs.legacy(places, self._request.logprobs, texts, offset)
+
+    def _prompt_text(self, i: int, output: RequestOutput) -> str:
+        prompt = self._prompts[i]
+        if isinstance(prompt, str) and not output.truncated:
+            return prompt
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special=False)

@@ -1,0 +1,71 @@
+"""/v1/embeddings, /tokenize and /detokenize: what takes text and writes none."""
+
+import array
+import asyncio
+import base64
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from shardlm.serve.api import conversation
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.protocol import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest, prompts_of
+from shardlm.serve.api.service import Call
+from shardlm.serve.request import check_prompt
+
+
+async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
+    if request.dimensions is not None:
+        raise ApiError("dimensions is not supported; cut the vectors yourself", param="dimensions")
+    llm = call.service.llm
+    prompts = prompts_of(request.input, "input")
+    call.service.admit(len(prompts), 1)
+    ids = [await _tokens(llm, one) if isinstance(one, str) else one for one in prompts]
+    for one in ids:
+        check_prompt(one, llm.tokenizer.vocab_size)
+    tasks = [asyncio.ensure_future(llm.embed(one)) for one in ids]
+    try:
+        vectors = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    coded = _base64 if request.encoding_format == "base64" else list
+    data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
+    total = sum(map(len, ids))
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return {"object": "list", "data": data, "model": request.model or call.service.names[0], "usage": usage}
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """float32, little-endian."""
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
+    llm = call.service.llm
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError("give a prompt, or messages for the chat template, and not both", param="prompt")
+    text = request.prompt
+    if text is None:
+        generation = request.add_generation_prompt is not False
+        options = request.chat_template_kwargs
+        text = await conversation.prompt(
+            llm, request.messages, request.tools, add_generation_prompt=generation, options=options
+        )
+    ids = await _tokens(llm, text)
+    texts = [llm.tokenizer.decode([token], skip_special=False) for token in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
+
+
+async def detokenize(call: Call, request: DetokenizeRequest) -> dict[str, Any]:
+    tokenizer = call.service.llm.tokenizer
+    check_prompt(request.tokens, tokenizer.vocab_size)
+    return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special=False)}
+
+
+async def _tokens(llm, text: str) -> list[int]:
+    """Beside the event loop: a long text takes a while."""
+    return await asyncio.to_thread(llm.tokenizer.encode, text)

@@ -1,0 +1,56 @@
+"""Errors as OpenAI's clients read them: a status, and {"error": {"message", "type", "param", "code"}}."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.outputs import EngineError
+
+INVALID = "invalid_request_error"
+_PARAM = re.compile(r"(\w+)(?:=|\[| has )")  # how messages about one value begin: "top_p=7 must be ..."
+
+
+class ApiError(Exception):
+    """`param`: the field of the request that is wrong. `headers`: further ones of the answer."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.message, self.status, self.type, self.param, self.code = message, status, type, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """What a client is told of an exception; None for one that nobody foresaw."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ShardlmError):
+        named = _PARAM.match(str(error))
+        return ApiError(str(error), param=named and named[1])
+    if isinstance(error, EngineError):
+        return ApiError(str(error), 500, type="server_error", code="engine_error")
+    if isinstance(error, TimeoutError):
+        message = "the request took longer than this server allows; ask for fewer tokens, or raise its limit"
+        return ApiError(message, 504, type="server_error", code="timeout")
+    return None
+
+
+def unforeseen() -> ApiError:
+    """Without the exception's text, which may hold what is no client's business."""
+    return ApiError("the server failed at this request; its log says why", 500, type="server_error")
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(message, 503, type="server_error", code="unavailable", headers={"retry-after": "1"})

@@ -1,0 +1,140 @@
+"""Counts and times for Prometheus, under the names that vLLM's dashboards ask for.
+
+The text format is https://prometheus.io/docs/instrumenting/exposition_formats/.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from shardlm.serve.outputs import RequestOutput, Stats
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
+_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
+
+
+class Histogram:
+    """How many values were at most each of `bounds`, and their sum."""
+
+    def __init__(self, bounds: Iterable[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def lines(self, name: str, labels: str) -> Iterator[str]:
+        below = 0
+        for bound, count in zip((*map(float, self.bounds), "+Inf"), self.counts, strict=True):
+            below += count
+            yield f'{name}_bucket{{{labels},le="{bound}"}} {below}'
+        yield f"{name}_sum{{{labels}}} {self.sum}"
+        yield f"{name}_count{{{labels}}} {below}"
+
+
+class Metrics:
+    """What the server sees itself; the engine's `Stats` come in when the text is asked for. Times are in seconds."""
+
+    def __init__(self, model_name: str):
+        quoted = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._labels = f'model_name="{quoted}",engine="0"'
+        self.first_token = Histogram(_FIRST)
+        self.between_tokens = Histogram(_BETWEEN)
+        self.per_token = Histogram(_BETWEEN)  # one value a request
+        self.whole = Histogram(_WHOLE)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generated_tokens = Histogram(_TOKENS)
+        self.finished: Counter[str] = Counter()  # replies by what ended them
+        self.ignored_fields = 0
+
+    def text(self, stats: Stats) -> str:
+        """All of it, as Prometheus reads it."""
+        return "\n".join([*self._engine(stats), *self._requests(), *self._histograms()]) + "\n"
+
+    def _engine(self, stats: Stats) -> Iterator[str]:
+        yield from self._one("num_requests_running", "gauge", stats.num_running, "Requests that hold pages.")
+        yield from self._one("num_requests_waiting", "gauge", stats.num_waiting, "Requests that wait for their turn.")
+        yield from self._one("kv_cache_usage_perc", "gauge", stats.kv_usage, "Share of the pages in use, 0 to 1.")
+        counters = {
+            "prefix_cache_queries_total": (stats.prefix_queries, "Tokens looked up in the prefix cache."),
+            "prefix_cache_hits_total": (stats.prefix_hits, "Tokens found in the prefix cache."),
+            "num_preemptions_total": (stats.preemptions, "Requests that gave up their pages to others."),
+            "prompt_tokens_total": (stats.prompt_tokens, "Tokens of prompts."),
+            "generation_tokens_total": (stats.generation_tokens, "Tokens of replies."),
+        }
+        for name, (value, meaning) in counters.items():
+            yield from self._one(name, "counter", value, meaning)
+
+    def _requests(self) -> Iterator[str]:
+        yield from _head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")
+        for reason in sorted({"stop", "length", "abort", *self.finished}):
+            yield f'vllm:request_success_total{{{self._labels},finished_reason="{reason}"}} {self.finished[reason]}'
+        meaning = "Fields of requests that the server does not know and left aside."
+        yield from _head("shardlm:ignored_fields_total", "counter", meaning)
+        yield f"shardlm:ignored_fields_total{{{self._labels}}} {self.ignored_fields}"
+
+    def _histograms(self) -> Iterator[str]:
+        histograms: Mapping[str, tuple[Histogram, str]] = {
+            "time_to_first_token_seconds": (self.first_token, "From a request's arrival to its first token."),
+            "inter_token_latency_seconds": (self.between_tokens, "Between two tokens of a reply."),
+            "time_per_output_token_seconds": (self.between_tokens, "The same, under its older name."),
+            "request_time_per_output_token_seconds": (self.per_token, "The same, its mean over each request."),
+            "e2e_request_latency_seconds": (self.whole, "From a request's arrival to its last token."),
+            "request_prompt_tokens": (self.prompt_tokens, "Tokens of a request's prompt."),
+            "request_generation_tokens": (self.generated_tokens, "Tokens of a request's replies."),
+        }
+        for name, (histogram, meaning) in histograms.items():
+            yield from _head(f"vllm:{name}", "histogram", meaning)
+            yield from histogram.lines(f"vllm:{name}", self._labels)
+
+    def _one(self, name: str, kind: str, value: float, meaning: str) -> Iterator[str]:
+        yield from _head(f"vllm:{name}", kind, meaning)
+        yield f"vllm:{name}{{{self._labels}}} {value}"
+
+
+def _head(name: str, kind: str, meaning: str) -> tuple[str, str]:
+    return f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"
+
+
+class Clock:
+    """The times of one request. `metrics` has them once it has ended."""
+
+    def __init__(self, metrics: Metrics, now: float):
+        self._metrics = metrics
+        self._begun = self._first = self._last = now
+        self._tokens: Counter[int] = Counter()  # of each reply
+        self._ended: set[int] = set()
+
+    def saw(self, output: RequestOutput, now: float) -> None:
+        """One output of the engine, all tokens so far."""
+        new = max(len(reply.token_ids) - self._tokens[reply.index] for reply in output.outputs)
+        if new > 0:
+            if self._tokens:
+                self._metrics.between_tokens.observe((now - self._last) / new, new)
+            else:
+                self._metrics.first_token.observe(now - self._begun)
+                self._first = now
+            self._last = now
+            self._tokens.update({r.index: len(r.token_ids) - self._tokens[r.index] for r in output.outputs})
+        for reply in output.outputs:
+            if reply.finish_reason and reply.index not in self._ended:
+                self._ended.add(reply.index)
+                self._metrics.finished[reply.finish_reason] += 1
+        if output.finished:
+            self._finish(output, now)
+
+    def broke_off(self, replies: int, reason: str) -> None:
+        """The request ended before its replies did."""
+        self._metrics.finished[reason] += replies - len(self._ended)
+
+    def _finish(self, output: RequestOutput, now: float) -> None:
+        self._metrics.whole.observe(now - self._begun)
+        self._metrics.prompt_tokens.observe(len(output.prompt_token_ids))
+        self._metrics.generated_tokens.observe(self._tokens.total())
+        if (most := max(self._tokens.values(), default=0)) > 1:
+            self._metrics.per_token.observe((self._last - self._first) / (most - 1))

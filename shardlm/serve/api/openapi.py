@@ -1,0 +1,58 @@
+"""/openapi.json: the requests that are taken, from the types that parse them (https://spec.openapis.org/oas/v3.1.0)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_JSON = "application/json"
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_GETS = {
+    "/v1/models": "The models that are here.",
+    "/v1/models/{model}": "One of them.",
+    "/health": "200 while the engine lives.",
+    "/ready": "200 while requests are taken.",
+    "/metrics": "Counts and times, for Prometheus.",
+}
+
+
+def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
+    """`posts`: {path: the type of its body}."""
+    schemas, components = msgspec.json.schema_components(
+        list(posts.values()), ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, Any] = {path: {"get": _operation(path, meaning)} for path, meaning in _GETS.items()}
+    for path, schema in zip(posts, schemas, strict=True):
+        body = {"required": True, "content": {_JSON: {"schema": schema}}}
+        paths[path] = {"post": {**_operation(path, f"As OpenAI's or vLLM's {path}."), "requestBody": body}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "shardlm", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(path: str, summary: str) -> dict[str, Any]:
+    error = {"description": "An error", "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "OK"}, "default": error}}
+    if "{model}" in path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation

@@ -1,0 +1,164 @@
+"""The bodies of requests: their fields, types, and what is refused before the engine hears of it.
+
+Every field may be null, which is as good as left out: defaults are `SamplingParams`'. Fields that are not here are
+ignored and counted. Beside OpenAI's there are those that users of vLLM send.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from shardlm.serve.api.errors import ApiError
+
+T = TypeVar("T", bound=msgspec.Struct)
+Json = dict[str, Any]
+Prompt = str | list[str | int | list[int]]  # one text, texts, token ids, lists of token ids
+
+
+class StructuredWish(msgspec.Struct, kw_only=True):
+    json: str | Json | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """What is known of every request; user, metadata and store are taken and not used."""
+
+    model: str | None = None
+    user: str | None = None
+    metadata: Json | None = None
+    store: bool | None = None
+
+
+class Sampled(Common, kw_only=True):
+    """How the tokens are chosen: `SamplingParams` says what each field means."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    structured_outputs: StructuredWish | None = None
+    guided_json: str | Json | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    response_format: Json | None = None
+
+
+class CompletionRequest(Sampled, kw_only=True):
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Sampled, kw_only=True):
+    messages: list[Json]
+    tools: list[Json] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Json | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    reasoning_effort: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: Json | None = None
+
+
+class ResponsesRequest(Common, kw_only=True):
+    input: str | list[Json]
+    instructions: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    conversation: str | Json | None = None
+
+
+class EmbeddingsRequest(Common, kw_only=True):
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class TokenizeRequest(Common, kw_only=True):
+    prompt: str | None = None
+    messages: list[Json] | None = None
+    tools: list[Json] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Json | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Common, kw_only=True):
+    tokens: list[int]
+
+
+def parse(body: bytes, model: type[T]) -> tuple[T, int]:
+    """(the request, how many of its fields are not known). Raises ApiError for what is no JSON or has wrong types."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON in UTF-8: {error}") from None
+    if not isinstance(found, dict):
+        raise ApiError(f"the body is a JSON {type(found).__name__}; it must be an object")
+    try:
+        return msgspec.convert(found, model), len(found.keys() - set(model.__struct_fields__))
+    except (msgspec.ValidationError, RecursionError) as error:
+        message, _, path = str(error).partition(" - at `")
+        param = re.sub(r"^\$\.?", "", path.rstrip("`")) or None
+        if missing := re.search(r"required field `(\w+)`", message):
+            param = missing[1]
+        raise ApiError(f"{param or 'the body'}: {message}", param=param) from None
+
+
+def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
+    """One text or list of token ids for each prompt. Raises ApiError for a mixture and for what is empty."""
+    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+        prompts = [prompt]
+    elif all(isinstance(one, str) for one in prompt) or all(isinstance(one, list) for one in prompt):
+        prompts = prompt
+    else:
+        raise ApiError(f"{param} mixes texts and tokens; it is a text, token ids, or a list of one kind", param=param)
+    if not all(prompts):
+        raise ApiError(f"{param} is empty; give at least one token of text", param=param)
+    return prompts

@@ -1,0 +1,174 @@
+"""/v1/responses, as far as a server that remembers nothing can answer it: text and calls of functions.
+
+The answer is a list of items. Streamed, each is announced, grows, and is told again when it is done.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+from shardlm.serve.api import logprobs
+from shardlm.serve.api import response_items as items
+from shardlm.serve.api.endpoint import Events, encode
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.progress import Usage
+from shardlm.serve.api.protocol import ResponsesRequest
+from shardlm.serve.api.service import Call
+from shardlm.serve.api.tools.choose import Tools
+from shardlm.serve.api.tools.reader import CallDelta
+from shardlm.serve.api.turns import Part, Turn, begin
+from shardlm.serve.outputs import RequestOutput
+
+Event = dict[str, Any]
+
+
+async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | Events:
+    tools, replies = await begin(call, items.chat_request(request))
+    writer = _Writer(call, request)
+    turn = _turn(writer, replies, tools)
+    if request.stream:
+        return _Events(turn)
+    async for event in turn:
+        last = event
+    return last["response"]
+
+
+async def _turn(writer: "_Writer", replies: AsyncIterator[RequestOutput], tools: Tools) -> AsyncIterator[Event]:
+    """All events of one response; the last holds the whole."""
+    yield {"type": "response.created", "response": writer.response("in_progress")}
+    yield {"type": "response.in_progress", "response": writer.response("in_progress")}
+    turn = Turn(tools)
+    async for output in replies:
+        writer.usage.saw(0, output)
+        part = turn.advance(output.outputs[0])
+        for event in writer.part(part):
+            yield event
+    status = "incomplete" if part.finish_reason in ("length", "abort") else "completed"
+    for event in writer.close(status):
+        yield event
+    yield {"type": f"response.{status}", "response": writer.response(status)}
+
+
+class _Events(Events):
+    """With names and numbers, and without [DONE]: the last event tells."""
+
+    def __init__(self, events: AsyncIterator[Event]):
+        super().__init__(self._encoded(events))
+        self._count = 0
+
+    async def _encoded(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        async for event in events:
+            yield self._one(event)
+
+    def _one(self, event: Event) -> bytes:
+        numbered = encode({**event, "sequence_number": self._count})
+        self._count += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), numbered)
+
+    def error(self, error: ApiError) -> bytes:
+        about = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return self._one({"type": "error", **about})
+
+
+class _Writer:
+    """The items of one response, the last of which may still grow."""
+
+    def __init__(self, call: Call, request: ResponsesRequest):
+        self._call, self._request = call, request
+        self._model = request.model or call.service.names[0]
+        self._top = request.top_logprobs or 0
+        self._scored = items.LOGPROBS in (request.include or ())
+        self._items: list[dict[str, Any]] = []  # those that are done
+        self._open: CallDelta | None = None  # the call that grows
+        self._text: str | None = None  # the message that grows
+        self._scores: list[dict[str, Any]] = []
+        self.usage = Usage()
+
+    def part(self, part: Part) -> Iterator[Event]:
+        """What is new of the reply."""
+        scores = logprobs.chat(part.places, self._top) if self._scored else []
+        for piece in part.pieces:
+            if isinstance(piece, CallDelta):
+                yield from self._call_grows(piece)
+            else:
+                yield from self._text_grows(piece, scores)
+                scores = []
+
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """The item that grew is done."""
+        if self._text is not None:
+            where = self._where("msg") | {"content_index": 0}
+            item = items.message(where["item_id"], self._text, self._scores, status)
+            done = {"text": self._text, "logprobs": self._scores}
+            yield {"type": "response.output_text.done", **where, **done}
+            yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
+        elif self._open is not None:
+            item = items.function_call(self._number(), self._open.name, self._open.arguments, status)
+            where = self._where("fc")
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **where, **done}
+        else:
+            return
+        yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
+        self._items.append(item)
+        self._text = self._open = None
+        self._scores = []
+
+    def _text_grows(self, text: str, scores: list[dict[str, Any]]) -> Iterator[Event]:
+        if self._text is None and self._items and not text.strip():
+            return  # space between two calls
+        begins = self._text is None
+        if begins:
+            yield from self.close()
+            self._text = ""
+        where = self._where("msg") | {"content_index": 0}
+        if begins:
+            item = items.message(where["item_id"], "", (), "in_progress")
+            yield {"type": "response.output_item.added", "output_index": where["output_index"], "item": item}
+            yield {"type": "response.content_part.added", **where, "part": items.text_part("", ())}
+        self._text += text
+        self._scores += scores
+        yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": scores}
+
+    def _call_grows(self, piece: CallDelta) -> Iterator[Event]:
+        if piece.name is not None:
+            yield from self.close()
+            self._open = CallDelta(piece.index, piece.name, "")
+            item = items.function_call(self._number(), piece.name, "", "in_progress")
+            yield {"type": "response.output_item.added", "output_index": len(self._items), "item": item}
+        self._open.arguments += piece.arguments
+        where = self._where("fc")
+        yield {"type": "response.function_call_arguments.delta", **where, "delta": piece.arguments}
+
+    def _number(self) -> str:
+        return f"{self._call.id}_{len(self._items)}"
+
+    def _where(self, kind: str) -> dict[str, Any]:
+        """The item that grows."""
+        return {"item_id": f"{kind}_{self._number()}", "output_index": len(self._items)}
+
+    def response(self, status: str) -> dict[str, Any]:
+        """The whole, as far as it has come."""
+        request, going = self._request, status == "in_progress"
+        return {
+            "id": f"resp_{self._call.id}",
+            "object": "response",
+            "created_at": self._call.created,
+            "status": status,
+            "model": self._model,
+            "output": list(self._items),
+            "usage": None if going else items.usage(self.usage.counts()),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+        }

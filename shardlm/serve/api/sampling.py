@@ -1,0 +1,73 @@
+"""From the fields of a request to `SamplingParams`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.protocol import Sampled
+from shardlm.serve.grammar import ANY_OBJECT
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+
+# Fields that go through as they are, where they are given.
+_SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "seed", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "max_tokens", "min_tokens", "prompt_logprobs", "truncate_prompt_tokens"),
+)
+_LARGEST = 2**31 - 1  # what an integer on the device holds; no count of tokens is above it
+
+
+def sampling_params(
+    request: Sampled, max_model_len: int, *, structured: StructuredOutputs | None = None, **given: Any
+) -> SamplingParams:
+    """
+    Args:
+      structured: what the endpoint itself asks for, as a forced call of a tool does.
+      given: values that the endpoint has under other names or defaults; None for what is not given.
+
+    Raises: ShardlmError, ApiError for values out of their range and wishes that exclude each other.
+    """
+    wishes = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    wishes |= {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+    if wishes.get("truncate_prompt_tokens") == -1:  # vLLM's word for the model's length
+        wishes["truncate_prompt_tokens"] = max_model_len
+    for name in ("top_k", "max_tokens", "min_tokens", "truncate_prompt_tokens"):
+        if (value := wishes.get(name)) is not None:
+            wishes[name] = min(value, _LARGEST)
+    if not -_LARGEST <= (request.priority or 0) <= _LARGEST:
+        raise ApiError(f"priority={request.priority} must be an integer of 32 bits", param="priority")
+    return SamplingParams(**wishes, structured_outputs=_structured(request, structured))
+
+
+def _structured(request: Sampled, forced: StructuredOutputs | None) -> StructuredOutputs | None:
+    """The one wish for the text's form. Raises ApiError for several."""
+    found = {"tool_choice": forced, "response_format": from_format(request.response_format or {})}
+    if (wish := request.structured_outputs) is not None:
+        found["structured_outputs"] = StructuredOutputs(wish.json, wish.regex, wish.choice, wish.grammar)
+    for name in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(request, f"guided_{name}")) is not None:
+            found[f"guided_{name}"] = StructuredOutputs(**{name: value})
+    given = {name: wish for name, wish in found.items() if wish is not None}
+    if len(given) > 1:
+        raise ApiError(f"{' and '.join(given)} each say what the text must be; give one", param=list(given)[-1])
+    return next(iter(given.values()), None)
+
+
+def from_format(wish: Mapping[str, Any], param: str = "response_format") -> StructuredOutputs | None:
+    """What response_format (chat) or text.format (responses, where the schema lies one level higher) asks for."""
+    kind = wish.get("type", "text") if wish else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json=ANY_OBJECT)
+    if kind != "json_schema":
+        raise ApiError(f"{param}.type={kind!r} must be one of text, json_object and json_schema", param=f"{param}.type")
+    holder = wish.get("json_schema", wish)
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ApiError(f"{param} of type json_schema has no schema, which is an object", param=param)
+    try:
+        return StructuredOutputs(json=schema)
+    except ShardlmError as error:
+        raise ApiError(str(error), param=param) from None

@@ -1,0 +1,145 @@
+"""What all requests share, and what one request starts in the engine and leaves there when it ends."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.metrics import Clock, Metrics
+from shardlm.serve.api.settings import Settings
+from shardlm.serve.outputs import RequestOutput
+from shardlm.serve.sampling_params import SamplingParams
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
+
+
+class Service:
+    """The engine, the settings and the counts. `llm` is an AsyncLLM."""
+
+    def __init__(self, llm, settings: Settings):
+        self.llm, self.settings = llm, settings
+        self.names = settings.model_names or (llm.model_name,)
+        self.metrics = Metrics(self.names[0])
+        self.created = int(time.time())
+        self.draining = False  # nothing new is taken
+        self.active = 0  # requests whose answers are not all written
+        self.unanswered = 0  # prompts in the engine that have had no output yet
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not here; none named is this one."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                f"the model {name!r} is not here; here is {', '.join(self.names)}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def admit(self, prompts: int, n: int) -> None:
+        """Raises ApiError where a request asks for too much, or too many wait."""
+        most = self.settings.max_replies
+        if prompts * n > most:
+            raise ApiError(f"{prompts} prompts with n={n} are above the {most} replies of one request", param="n")
+        if self.unanswered >= self.settings.max_queue:
+            raise ApiError(
+                f"{self.unanswered} requests wait for their first token; try again later",
+                429,
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "1"},
+            )
+
+
+class Call:
+    """One request. What it starts ends with `stack`, whichever way it ends."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self.id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.stack = contextlib.AsyncExitStack()
+
+    async def replies(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, its replies so far), as they come. Returns when the first is there, so that what the
+        engine refuses can still be answered with a status.
+
+        Raises: ApiError, ShardlmError, EngineError.
+        """
+        self.service.admit(len(prompts), params.n)
+        waiting = set(range(len(prompts)))
+        self.service.unanswered += len(waiting)
+        self.stack.callback(lambda: self._forget(waiting))
+        streams = [self._one(i, prompt, params, priority, waiting) for i, prompt in enumerate(prompts)]
+        outputs = _merged(streams)
+        self.stack.push_async_callback(outputs.aclose)
+        return _chained(await anext(outputs), outputs)
+
+    def _forget(self, waiting: set[int]) -> None:
+        self.service.unanswered -= len(waiting)
+
+    async def _one(self, i: int, prompt, params: SamplingParams, priority: int, waiting: set[int]) -> Outputs:
+        clock = Clock(self.service.metrics, time.perf_counter())
+        reason = "abort"
+        stream = self.service.llm.generate(prompt, params, request_id=f"{self.id}-{i}", priority=priority)
+        try:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    if i in waiting:
+                        waiting.remove(i)
+                        self.service.unanswered -= 1
+                    clock.saw(output, time.perf_counter())
+                    yield i, output
+            reason = ""
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            if reason:
+                clock.broke_off(params.n, reason)
+
+
+async def _chained(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def _merged(streams: Sequence[Outputs]) -> Outputs:
+    """Items of all streams as they come; the first error ends them all."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    queue: asyncio.Queue = asyncio.Queue(len(streams))  # a consumer that is slow holds them back
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(stream: Outputs, queue: asyncio.Queue) -> None:
+    """Puts the items of a stream, and at its end None or its error."""
+    end: Exception | None = None
+    async with contextlib.aclosing(stream):
+        try:
+            async for item in stream:
+                await queue.put(item)
+        except Exception as error:
+            end = error
+    await queue.put(end)

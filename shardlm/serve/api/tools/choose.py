@@ -1,0 +1,116 @@
+"""What a request's tools and tool_choice mean: what the model is told, what it must write, and who reads it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.settings import ToolStyle
+from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema, one_schema
+from shardlm.serve.api.tools.hermes import HermesParser
+from shardlm.serve.api.tools.llama import LlamaParser
+from shardlm.serve.api.tools.reader import CallDelta
+from shardlm.serve.sampling_params import StructuredOutputs
+
+Tool = Mapping[str, Any]
+
+
+class Parser(Protocol):
+    """Reads one reply. calls: how many it found."""
+
+    calls: int
+
+    def push(self, text: str) -> list[str | CallDelta]: ...
+
+    def finish(self) -> list[str | CallDelta]: ...
+
+
+class PlainParser:
+    """All is content."""
+
+    calls = 0
+
+    def push(self, text: str) -> list[str | CallDelta]:
+        return [text] if text else []
+
+    def finish(self) -> list[str | CallDelta]:
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """shown: the tools that the template is given. structured: what the reply is held to. parser: makes one for each
+    reply. named: the reply is the arguments of a function that the client chose. most: calls in one reply."""
+
+    shown: Sequence[Tool] = ()
+    structured: StructuredOutputs | None = None
+    parser: Callable[[], Parser] = PlainParser
+    named: bool = False
+    most: int | None = None
+
+
+def choose(
+    tools: Sequence[Tool] | None, choice: str | Mapping[str, Any] | None, style: ToolStyle, parallel: bool | None
+) -> Tools:
+    """Raises ApiError for tools and choices of a wrong shape, and for a function that is not among them."""
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    choice = choice or ("auto" if functions else "none")
+    if choice == "none":
+        return Tools()
+    if not functions:
+        raise ApiError(f"tool_choice={choice!r} needs tools", param="tool_choice")
+    most = 1 if parallel is False else None
+    if choice == "auto":
+        names = {function["name"] for function in functions}
+        return Tools(tools, parser=(lambda: LlamaParser(names)) if style == "llama" else HermesParser, most=most)
+    if choice == "required":
+        return Tools(tools, _schema(any_schema(functions, most)), ListParser, most=most)
+    name = _chosen(choice)
+    for function in functions:
+        if function["name"] == name:
+            return Tools(tools, _schema(one_schema(function)), lambda: ArgumentsParser(name), named=True)
+    known = ", ".join(function["name"] for function in functions)
+    raise ApiError(f"tool_choice names {name!r}, which is not among the tools {known}", param="tool_choice")
+
+
+def style_of(template_source: str, asked: ToolStyle) -> ToolStyle:
+    """How a model writes its calls: what was asked for, else what its chat template tells."""
+    if asked != "auto":
+        return asked
+    llama = "<tool_call>" not in template_source and (
+        "python_tag" in template_source or '"parameters"' in template_source
+    )
+    return "llama" if llama else "hermes"
+
+
+def _schema(schema: Mapping[str, Any]) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(json=schema)
+    except ShardlmError as error:
+        raise ApiError(str(error), param="tools") from None
+
+
+def _chosen(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise ApiError(
+            f"tool_choice={choice!r} must be none, auto, required or "
+            '{"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    return name
+
+
+def _function(tool: Tool, param: str) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise ApiError(f'{param} must be {{"type": "function", "function": {{"name": ...}}}}', param=param)
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ApiError(f"{param}.function has no name", param=f"{param}.function.name")
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise ApiError(
+            f"{param}.function.parameters is no JSON schema, which is an object", param=f"{param}.function.parameters"
+        )
+    return function

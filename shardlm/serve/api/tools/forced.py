@@ -1,0 +1,77 @@
+"""Replies that must be calls: the schema they are held to, and how they are read back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.tools.reader import CallDelta, CallReader
+
+_DEFINITIONS = ("$defs", "definitions")
+_ANY = {"type": "object"}
+
+
+def one_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The reply is the arguments of this function."""
+    return dict(function.get("parameters") or _ANY)
+
+
+def any_schema(functions: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
+    """The reply is a list of calls, [{"name": ..., "arguments": {...}}]. Raises ApiError where the schemas of two
+    functions have different definitions of one name."""
+    shared: dict[str, dict[str, Any]] = {}
+    calls = []
+    for function in functions:
+        schema = one_schema(function)
+        for key in _DEFINITIONS:
+            for name, definition in (schema.pop(key, None) or {}).items():
+                if shared.setdefault(key, {}).setdefault(name, definition) != definition:
+                    raise ApiError(f"two tools define {key}.{name} differently; rename one of them", param="tools")
+        members = {"name": {"const": function["name"]}, "arguments": schema}
+        required = ["name", "arguments"]
+        calls.append({"type": "object", "properties": members, "required": required, "additionalProperties": False})
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, **shared}
+
+
+class ArgumentsParser:
+    """All of the reply is the arguments of one named function."""
+
+    def __init__(self, name: str):
+        self.calls = 0
+        self._name: str | None = name
+
+    def push(self, text: str) -> list[str | CallDelta]:
+        if not text:
+            return []
+        self.calls = 1
+        name, self._name = self._name, None
+        return [CallDelta(0, name, text)]
+
+    def finish(self) -> list[str | CallDelta]:
+        return []
+
+
+class ListParser:
+    """The reply is a list of calls."""
+
+    def __init__(self):
+        self.calls = 0
+        self._reader: CallReader | None = None
+
+    def push(self, text: str) -> list[str | CallDelta]:
+        found: list[str | CallDelta] = []
+        while text:
+            if self._reader is None:
+                text = text.lstrip("[], \t\r\n")
+                if text:
+                    self._reader = CallReader(self.calls)
+                continue
+            text, deltas = self._reader.push(text)
+            found.extend(deltas)
+            self.calls = self._reader.index + self._reader.begun
+            if self._reader.done:
+                self._reader = None
+        return found
+
+    def finish(self) -> list[str | CallDelta]:
+        return []

@@ -1,0 +1,174 @@
+"""An AsyncLLM without a model. It replies with the text that a test wrote for it, token by token, under the rules that
+a real one keeps: stop strings, lengths, grammars, errors before the first output, an end when nobody listens."""
+
+import asyncio
+import dataclasses
+import functools
+import pathlib
+
+from shardlm.chat import ChatTemplate
+from shardlm.errors import ShardlmError
+from shardlm.serve.detokenizer import Detokenizer
+from shardlm.serve.grammar import GrammarCompiler
+from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, Stats, TokenLogprob
+from shardlm.serve.request import check_prompt
+from shardlm.tokenizer import train_bpe
+
+TEMPLATES = pathlib.Path(__file__).parents[2] / "chat_templates"
+
+
+@functools.cache
+def tokenizer():
+    return train_bpe(["the quick brown fox jumps over the lazy dog, é日🙂 " * 8] * 4, 300)
+
+
+@dataclasses.dataclass
+class FakeLLM:
+    """reply: what it writes, or a function of the prompt's text. delay: seconds before each token. chunk: tokens in an
+    output. fail_at: the engine dies before this token."""
+
+    reply: object = "the quick brown fox"
+    delay: float = 0
+    chunk: int = 1
+    fail_at: int | None = None
+    model_name: str = "fake"
+    max_model_len: int = 4096
+    ready: bool = True
+    template_name: str = "qwen25"
+
+    def __post_init__(self):
+        self.tokenizer = tokenizer()
+        source = (TEMPLATES / f"{self.template_name}.jinja").read_text() if self.template_name else ""
+        self.template = ChatTemplate(source) if source else None
+        self.seen = []  # (prompt as text, params, priority) of each request
+        self.running = set()
+        self.aborted = []
+        self.died = ""
+        self._counts = [0, 0]
+        self._end = self.tokenizer.end_of_document_id
+        self._grammars = GrammarCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
+
+    async def generate(self, prompt, params, *, request_id, priority=0):
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(ids, params)
+        kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
+        text = self.tokenizer.decode(kept, skip_special=False)
+        self.seen.append((text, params, priority))
+        output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, kept, None, [], False)
+        output.truncated, output.num_cached_tokens = len(ids) - len(kept), 3
+        output.prompt_logprobs = self._prompt_logprobs(kept, params.prompt_logprobs)
+        self._counts[0] += len(kept)
+        self.running.add(request_id)
+        try:
+            async for outputs in self._replies(text, params, len(kept)):
+                yield dataclasses.replace(
+                    output, outputs=outputs, finished=all(reply.finish_reason for reply in outputs)
+                )
+        except GeneratorExit:
+            self.aborted.append(request_id)
+            raise
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+        finally:
+            self.running.discard(request_id)
+
+    async def _replies(self, text, params, used):
+        written = self.reply(text) if callable(self.reply) else self.reply
+        every = [_Reply(self, i, written, params, self.max_model_len - used) for i in range(params.n)]
+        count = 0
+        while any(not one.output.finish_reason for one in every):
+            await asyncio.sleep(self.delay)
+            count += self.chunk
+            if self.fail_at is not None and count > self.fail_at:
+                self.died = "the device is lost"
+                raise EngineError(self.died)
+            for one in every:
+                self._counts[1] += one.advance(self.chunk)
+            yield [dataclasses.replace(one.output) for one in every]
+
+    def _check(self, ids, params):
+        if not ids:
+            raise ShardlmError("the prompt has no tokens; give at least one")
+        check_prompt(ids, self.tokenizer.vocab_size)
+        params.check_vocabulary(self.tokenizer.vocab_size)
+        if len(ids) > self.max_model_len:
+            raise ShardlmError(f"the prompt has {len(ids)} tokens, above the model's {self.max_model_len}; shorten it")
+        if (wish := params.structured_outputs) is not None:
+            kind = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+            name = next(name for name in kind if getattr(wish, name) is not None)
+            return self._grammars.compile(kind[name], getattr(wish, name))
+        return None
+
+    def _prompt_logprobs(self, ids, top):
+        return top if top is None else [None, *(self.places(t, top, i) for i, t in enumerate(ids[1:], 1))]
+
+    def places(self, token, top, place):
+        """The token stands at rank 2 of every odd place, at rank 1 else."""
+        others = [TokenLogprob(t, -1.0 - t / 1000, None, self._text(t)) for t in range(60, 60 + top)]
+        rank = 1 + place % 2
+        return (TokenLogprob(token, -0.5 * rank**3, rank, self._text(token)), *others)
+
+    def _text(self, token):
+        return self.tokenizer.decode([token], skip_special=False)
+
+    async def embed(self, token_ids):
+        await asyncio.sleep(0)
+        return [float(len(token_ids)), 0.5, -1.25]
+
+    async def abort(self, request_id):
+        self.running.discard(request_id)
+
+    def check_health(self):
+        if self.died:
+            raise EngineError(self.died)
+
+    def stats(self):
+        return Stats(len(self.running), 0, len(self.running) / 8, 40, 10, 0, self._counts[1], self._counts[0])
+
+    async def drain(self):
+        while self.running:
+            await asyncio.sleep(0.01)
+
+
+class _Reply:
+    """One reply; the text is held to the grammar as a sampler's mask would hold it."""
+
+    def __init__(self, llm, index, text, params, space):
+        self._llm, self._params = llm, params
+        self._ids = llm.tokenizer.encode(text, parse_special=False)
+        if grammar := llm._check([0], params):
+            grammar.consume(self._ids)
+            assert grammar.may_stop, f"{text!r} is no whole text of the grammar"
+        self._most = min(space, space if params.max_tokens is None else params.max_tokens)
+        self._detokenizer = Detokenizer(
+            llm.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        scores = None if params.logprobs is None else []
+        self.output = CompletionOutput(index, "", [], None, scores)
+
+    def advance(self, count):
+        """Writes up to `count` tokens; how many it did."""
+        output, before = self.output, len(self.output.token_ids)
+        output.token_ids = list(output.token_ids)
+        for _ in range(count):
+            if output.finish_reason is None:
+                self._one(output)
+        return len(output.token_ids) - before
+
+    def _one(self, output):
+        at = len(output.token_ids)
+        if at >= min(self._most, len(self._ids)):
+            output.text += self._detokenizer.finish()
+            output.finish_reason = "length" if at >= self._most else "stop"
+            return
+        token = self._ids[at]
+        output.token_ids.append(token)
+        output.text += self._detokenizer.push([token])
+        if output.logprobs is not None:
+            output.logprobs = [*output.logprobs, self._llm.places(token, self._params.logprobs, at)]
+        if self._detokenizer.stopped is not None:
+            output.finish_reason, output.stop_reason = "stop", self._detokenizer.stopped

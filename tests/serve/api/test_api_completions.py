@@ -1,0 +1,136 @@
+"""/v1/completions, /v1/embeddings, /tokenize and /detokenize, as their clients see them."""
+
+import array
+import base64
+
+import pytest
+from client import Client, error
+from fake_llm import FakeLLM, tokenizer
+
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+
+IDS = tokenizer().encode("the lazy dog")
+PATH = "/v1/completions"
+
+
+def test_prompts_of_every_kind_with_usage_and_several_replies():
+    client = Client(FakeLLM(reply=lambda prompt: prompt[::-1]))
+    for prompt in ("the lazy dog", ["the lazy dog"], IDS, [IDS]):
+        body = client.post(PATH, {"prompt": prompt, "max_tokens": 100, "model": "fake"}).json()
+        assert body["object"] == "text_completion" and body["id"].startswith("cmpl-") and body["model"] == "fake"
+        assert body["choices"][0]["text"] == "god yzal eht"
+    body = client.post(PATH, {"prompt": ["a b", "c d e"], "n": 2, "max_tokens": 100}).json()
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "b a"), (1, "b a"), (2, "e d c"), (3, "e d c")]
+    read, wrote = (sum(len(tokenizer().encode(t)) for t in texts) for texts in (("a b", "c d e"), ("b a", "e d c") * 2))
+    assert body["usage"] == {
+        "prompt_tokens": read,
+        "completion_tokens": wrote,
+        "total_tokens": read + wrote,
+        "prompt_tokens_details": {"cached_tokens": 6},
+    }
+    assert client.service.unanswered == client.service.active == 0 and not client.llm.running
+
+
+def test_log_probabilities_as_lm_eval_reads_them():
+    """Its local-completions asks for an echo and one more token, and sums token_logprobs[context : -1]."""
+    client = Client()
+    body = {"prompt": IDS, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    choice = client.post(PATH, body).json()["choices"][0]
+    scores = choice["logprobs"]
+    assert choice["text"] == "the lazy dog" + "the" and scores["tokens"] == ["the", " lazy", " dog", "the"]
+    assert scores["token_logprobs"] == [None, -4.0, -0.5, -0.5] and scores["text_offset"] == [0, 3, 8, 12]
+    assert scores["top_logprobs"][0] is None
+    pairs = zip(scores["top_logprobs"][1:], scores["token_logprobs"][1:], strict=True)
+    assert [max(top.values()) == own for top, own in pairs] == [False, True, True]  # greedy or not
+    # The prompt alone; without an echo, offsets count in the text that is there.
+    only = client.post(PATH, {**body, "max_tokens": 0, "prompt": "the lazy dog"}).json()["choices"][0]
+    assert only["text"] == "the lazy dog" and only["logprobs"]["token_logprobs"] == [None, -4.0, -0.5]
+    plain = client.post(PATH, {**body, "echo": False, "max_tokens": 2, "logprobs": 2}).json()["choices"][0]["logprobs"]
+    assert plain["text_offset"] == [0, 3] and [len(top) for top in plain["top_logprobs"]] == [2, 3]
+    # vLLM's report on the prompt.
+    told = client.post(PATH, {"prompt": IDS, "prompt_logprobs": 1}).json()["choices"][0]["prompt_logprobs"]
+    assert told[0] is None and told[1][str(IDS[1])] == {"logprob": -4.0, "rank": 2, "decoded_token": " lazy"}
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_streams_join_to_the_whole(chunk):
+    client = Client(FakeLLM(reply=lambda prompt: prompt + " 日🙂 and so on", chunk=chunk))
+    wishes = {
+        "prompt": ["the fox", "the lazy dog"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 9,
+        "stop": "o o",
+    }
+    whole = client.post(PATH, wishes).json()
+    *events, usage = client.events(PATH, {**wishes, "stream_options": {"include_usage": True}})
+    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+    joined = {}
+    for event in events:
+        assert event["object"] == "text_completion" and event["usage"] is None
+        (part,) = event["choices"]
+        choice = joined.setdefault(part["index"], part)
+        if choice is not part:
+            assert choice["finish_reason"] is None
+            choice["text"] += part["text"]
+            choice |= {"finish_reason": part["finish_reason"], "stop_reason": part["stop_reason"]}
+            for key, values in part["logprobs"].items():
+                choice["logprobs"][key] += values
+    assert [joined[i] for i in range(4)] == whole["choices"]
+
+
+def test_every_wish_reaches_the_engine():
+    client = Client()
+    wishes = {"n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 7}
+    wishes |= {"presence_penalty": 0.2, "frequency_penalty": -0.2, "logit_bias": {"65": 3}, "bad_words": ["x"]}
+    wishes |= {"stop": ["a", "b"], "stop_token_ids": [66], "ignore_eos": True, "include_stop_str_in_output": True}
+    wishes |= {"skip_special_tokens": False, "max_tokens": 4, "min_tokens": 2, "prompt_logprobs": 0, "logprobs": 3}
+    wishes |= {"truncate_prompt_tokens": 2}
+    ignored = {"user": "me", "metadata": {"a": 1}, "store": True, "best_of": 2}
+    extra = {"guided_choice": ["the quick brown fox"], "priority": -3}
+    response = client.post(PATH, {"prompt": "the lazy dog", **wishes, **ignored, **extra})
+    assert response.status_code == 200, response.text
+    prompt, params, priority = client.llm.seen[-1]
+    choice = StructuredOutputs(choice=["the quick brown fox"])
+    assert params == SamplingParams(**{**wishes, "structured_outputs": choice, "logit_bias": {65: 3.0}})
+    assert prompt == " lazy dog" and priority == -3 and client.service.metrics.ignored_fields == 0
+    # Left out or null: the defaults. What is not known is counted and left aside.
+    client.post(
+        PATH, {"prompt": "a", **dict.fromkeys([*wishes, *ignored, *extra, "model", "stream"]), "new_field": 1, "z": {}}
+    )
+    assert client.llm.seen[-1][1:] == (SamplingParams(), 0) and client.service.metrics.ignored_fields == 2
+    # vLLM's -1, and what is larger than any vocabulary.
+    client.post(PATH, {"prompt": "a", "truncate_prompt_tokens": -1, "top_k": 10**30, "max_tokens": 10**30})
+    params = client.llm.seen[-1][1]
+    assert (params.truncate_prompt_tokens, params.top_k, params.max_tokens) == (4096, 2**31 - 1, 2**31 - 1)
+    # The echo of a prompt that was cut is what the model saw.
+    cut = client.post(PATH, {"prompt": "the lazy dog", "truncate_prompt_tokens": 1, "echo": True, "max_tokens": 1})
+    assert cut.json()["choices"][0]["text"] == " dogthe"
+
+
+def test_embeddings():
+    client = Client()
+    body = client.post("/v1/embeddings", {"input": ["the lazy dog", "the"], "model": "fake"}).json()
+    assert [one["embedding"] for one in body["data"]] == [[3.0, 0.5, -1.25], [1.0, 0.5, -1.25]]
+    assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4} and body["data"][1]["index"] == 1
+    coded = client.post("/v1/embeddings", {"input": IDS, "encoding_format": "base64"}).json()["data"][0]["embedding"]
+    assert list(array.array("f", base64.b64decode(coded))) == [3.0, 0.5, -1.25]
+    for wrong, param in {
+        "dimensions": (2, "dimensions"),
+        "input": ([1, 10**6], None),
+        "encoding_format": ("x",) * 2,
+    }.items():
+        assert error(client.post("/v1/embeddings", {"input": "a", wrong: param[0]}), 400)
+
+
+def test_tokens_there_and_back():
+    client = Client()
+    body = client.post("/tokenize", {"prompt": "the lazy dog", "return_token_strs": True}).json()
+    assert body == {"count": 3, "max_model_len": 4096, "tokens": IDS, "token_strs": ["the", " lazy", " dog"]}
+    assert client.post("/detokenize", {"tokens": IDS}).json() == {"prompt": "the lazy dog"}
+    chat = client.post("/tokenize", {"messages": [{"role": "user", "content": "the"}]}).json()
+    text = client.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"]
+    assert text.endswith("<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n") and chat["token_strs"] is None
+    assert error(client.post("/tokenize", {}), 400)["param"] == "prompt"
+    assert "outside the vocabulary" in error(client.post("/detokenize", {"tokens": [-1]}), 400)["message"]

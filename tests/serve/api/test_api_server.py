@@ -1,0 +1,289 @@
+"""A server that listens, and OpenAI's own client."""
+
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import urllib.request
+
+import openai
+import pydantic
+import pytest
+from client import Client
+from fake_llm import FakeLLM
+from prometheus_client.parser import text_string_to_metric_families
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.api.app import make_app
+from shardlm.serve.api.server import Listen, Server, listening, run
+from shardlm.serve.api.settings import Settings
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+USER = [{"role": "user", "content": "hi"}]
+
+
+@contextlib.contextmanager
+def serving(llm, *, listen=None, **settings):
+    """(the server, its address), in a thread."""
+    listen = listen or Listen(port=0)
+    settings = Settings(**settings)
+    with listening(listen, settings.write_seconds) as sock:
+        server = Server(make_app(llm, settings), listen)
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        try:
+            yield server, f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server():
+    llm = FakeLLM()
+    with serving(llm, api_keys=("secret",), max_body=20_000) as (_, address):
+        yield llm, address
+
+
+@pytest.fixture
+def client(server):
+    """Of the fake engine, whose reply a test writes."""
+    llm, address = server
+    llm.reply, llm.delay, llm.fail_at = "the quick brown fox", 0, None
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0, timeout=10) as made:
+        yield made
+
+
+def post(sock, body):
+    """A request without a client that would read its answer."""
+    body = json.dumps(body).encode()
+    sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def until(condition):
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come to that in five seconds")
+
+
+def test_models_and_chat(client):
+    assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve("fake").id == "fake"
+    whole = client.chat.completions.create(model="fake", messages=USER, logprobs=True, top_logprobs=1, n=2)
+    assert [choice.message.content for choice in whole.choices] == ["the quick brown fox"] * 2
+    assert whole.choices[0].logprobs.content[1].token == " quick" and whole.usage.completion_tokens == 8
+    assert whole._request_id in whole.id
+    stream = client.chat.completions.create(
+        model="fake", messages=USER, stream=True, stream_options={"include_usage": True}, extra_body={"top_k": 3}
+    )
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "the quick brown fox"
+    assert chunks[-1].choices[0].finish_reason == "stop" and last.usage.completion_tokens == 4 and not last.choices
+
+
+def test_tools(server, client):
+    llm, _ = server
+    llm.reply = 'So.\n<tool_call>\n{"name": "weather", "arguments": {"city": "A"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
+    with client.chat.completions.stream(model="fake", messages=USER, tools=tools) as stream:
+        events = [event.type for event in stream]
+        choice = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in events and choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.name == "weather"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "A"}
+    messages = [
+        *USER,
+        choice.message,
+        {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"},
+    ]
+    llm.reply = '[{"name": "weather", "arguments": {"city": "B"}}]'
+    forced = client.chat.completions.create(model="fake", messages=messages, tools=tools, tool_choice="required")
+    assert forced.choices[0].message.tool_calls[0].function.arguments == '{"city": "B"}'
+    assert "<tool_response>\nrain\n</tool_response>" in llm.seen[-1][0]
+
+
+class City(pydantic.BaseModel):
+    city: str
+
+
+def test_a_schema_is_parsed(server, client):
+    server[0].reply = '{"city":"A"}'
+    parsed = client.chat.completions.parse(model="fake", messages=USER, response_format=City)
+    assert parsed.choices[0].message.parsed == City(city="A")
+    assert client.responses.parse(model="fake", input="hi", text_format=City).output_parsed == City(city="A")
+
+
+def test_completions_and_embeddings(client):
+    whole = client.completions.create(model="fake", prompt=["a", "b"], echo=True, logprobs=1, max_tokens=2)
+    assert [choice.text for choice in whole.choices] == ["athe quick", "bthe quick"]
+    assert whole.choices[1].logprobs.text_offset == [0, 1, 4]
+    stream = client.completions.create(model="fake", prompt="a", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "the quick brown fox"
+    found = client.embeddings.create(model="fake", input=["the lazy dog"])  # it asks for base64
+    assert list(found.data[0].embedding) == [3.0, 0.5, -1.25]
+
+
+def test_responses(server, client):
+    llm, _ = server
+    whole = client.responses.create(model="fake", input="hi", max_output_tokens=2)
+    assert whole.output_text == "the quick" and whole.status == "incomplete"
+    llm.reply = 'So.\n<tool_call>{"name": "weather", "arguments": {"city": "A"}}</tool_call>'
+    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    with client.responses.stream(model="fake", input="hi", tools=tools) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == "So.\n" and [item.type for item in final.output] == ["message", "function_call"]
+    items = [{"role": "user", "content": "hi"}, *final.output[1:]]
+    items.append({"type": "function_call_output", "call_id": final.output[1].call_id, "output": "rain"})
+    llm.reply = "Take a coat."
+    assert client.responses.create(model="fake", input=items).output_text == "Take a coat."
+
+
+def test_errors_are_of_the_clients_classes(server, client):
+    llm, _ = server
+    ask = client.chat.completions.create
+    with pytest.raises(openai.BadRequestError, match="temperature=-1") as info:
+        ask(model="fake", messages=USER, temperature=-1)
+    assert info.value.param == "temperature" and info.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="the model 'other' is not here"):
+        ask(model="other", messages=USER)
+    with pytest.raises(openai.AuthenticationError, match="asks for a key"):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.APIStatusError, match="20000 bytes") as info:
+        ask(model="fake", messages=[{"role": "user", "content": "a" * 10**6}])
+    assert info.value.status_code == 413
+    llm.fail_at = 0
+    with pytest.raises(openai.InternalServerError, match="the device is lost"):
+        ask(model="fake", messages=USER)
+    llm.fail_at = 2
+    with pytest.raises(openai.APIError, match="the device is lost"):
+        list(ask(model="fake", messages=USER, stream=True))
+    *_, last = client.responses.create(model="fake", input="hi", stream=True)
+    assert (last.type, last.code, last.message) == ("error", "engine_error", "the device is lost")
+    llm.died = ""
+
+
+def test_a_client_that_leaves_ends_its_request(server, client):
+    llm, _ = server
+    llm.reply, llm.delay = "word " * 1000, 0.005
+    before = len(llm.aborted)
+    stream = client.chat.completions.create(model="fake", messages=USER, stream=True)
+    for _, _ in zip(range(4), stream, strict=False):
+        pass
+    assert llm.running
+    stream.close()
+    until(lambda: not llm.running)
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.2).completions.create(model="fake", prompt="a", max_tokens=1000)
+    until(lambda: not llm.running)
+    assert len(llm.aborted) == before + 2
+
+
+def test_a_client_that_reads_nothing_ends_its_request():
+    llm = FakeLLM(reply="word " * 50, delay=0.001)
+    with serving(llm, write_seconds=0.3) as (_, address), socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+        post(sock, {"prompt": [65] * 4000, "prompt_logprobs": 20, "n": 3, "stream": True})  # some megabytes
+        until(lambda: llm.running)
+        until(lambda: not llm.running)
+        assert len(llm.aborted) == 1
+
+
+def test_what_is_under_way_is_finished_before_the_end():
+    llm = FakeLLM(reply="word " * 30, delay=0.01)
+    with serving(llm) as (server, address):
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
+            stream = client.completions.create(model="fake", prompt="a", max_tokens=30, stream=True)
+            next(iter(stream))
+            server.handle_exit(signal.SIGTERM, None)
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen(f"{address}/ready")
+            with pytest.raises(openai.InternalServerError, match="takes no new requests"):
+                client.completions.create(model="fake", prompt="a")
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+        until(lambda: not server.server_state.connections and server.should_exit)
+    assert not llm.aborted
+
+
+def test_a_limit_to_what_is_finished():
+    llm = FakeLLM(reply="word " * 1000, delay=0.01)
+    with serving(llm, listen=Listen(port=0, drain_seconds=0.1)) as (server, address), socket.socket() as sock:
+        sock.settimeout(5)
+        sock.connect(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+        post(sock, {"prompt": "a", "max_tokens": 1000})
+        until(lambda: llm.running)
+        server.handle_exit(signal.SIGTERM, None)
+        while sock.recv(4096):  # until the server closes it
+            pass
+    assert len(llm.aborted) == 1
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate with openssl")
+def test_https(tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    listen = Listen(port=0, certificate=str(certificate), private_key=str(key))
+    with serving(FakeLLM(), listen=listen) as (_, address):
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        url = address.replace("http", "https") + "/health"
+        assert urllib.request.urlopen(url, context=trusted).read() == b"ok"
+    with pytest.raises(ShardlmError, match=r"https with .* does not work: .* Give a certificate chain"):
+        run(FakeLLM(), Settings(), Listen(port=0, certificate=str(key), private_key=str(key)))
+    with pytest.raises(ShardlmError, match="give both or none"):
+        Listen(certificate=str(certificate))
+
+
+def test_addresses_that_are_taken_and_settings_that_make_no_sense():
+    taken = pytest.raises(ShardlmError, match=r"cannot listen at 127.0.0.1 port \d+: .* Take another port")
+    with listening(Listen(port=0), 1) as sock, taken:
+        listening(Listen(port=sock.getsockname()[1]), 1)
+    with pytest.raises(ShardlmError, match="cannot listen"):
+        listening(Listen(port=10**6), 1)
+    with pytest.raises(ShardlmError, match="max_queue=0 must be above 0"):
+        Settings(max_queue=0)
+    with pytest.raises(ShardlmError, match="no empty text"):
+        Settings(api_keys=("",))
+
+
+def test_metrics_as_prometheus_reads_them():
+    client = Client(FakeLLM(delay=0.002, model_name='a "b" \\ c\n'))
+    client.post("/v1/completions", {"prompt": ["the lazy dog", "the"], "n": 2, "max_tokens": 3, "unknown": 1})
+    client.post("/v1/completions", {"prompt": "a", "max_tokens": 100, "stream": True})
+    response = client.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation
+        for sample in family.samples:
+            assert sample.labels["model_name"] == 'a "b" \\ c\n'
+            found[sample.name, sample.labels.get("finished_reason") or sample.labels.get("le")] = sample.value
+
+    def value(name, label=None):
+        return found[f"vllm:{name}", label]
+
+    assert value("prompt_tokens_total") == 5 and value("generation_tokens_total") == 16
+    assert value("prefix_cache_queries_total") == 40 and value("prefix_cache_hits_total") == 10
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
+    assert [value(name) for name in gauges] == [0] * 4
+    assert [value("request_success_total", reason) for reason in ("length", "stop", "abort")] == [4, 1, 0]
+    counts = {"time_to_first_token_seconds": 3, "inter_token_latency_seconds": 7, "time_per_output_token_seconds": 7}
+    counts |= {"e2e_request_latency_seconds": 3, "request_time_per_output_token_seconds": 3}
+    counts |= {"request_prompt_tokens": 3, "request_generation_tokens": 3}
+    for name, count in counts.items():
+        assert value(f"{name}_count") == count == value(f"{name}_bucket", "+Inf")
+        buckets = [number for (key, _), number in found.items() if key == f"vllm:{name}_bucket"]
+        assert buckets == sorted(buckets)
+    assert value("request_generation_tokens_sum") == 16 and value("request_generation_tokens_bucket", "5.0") == 1
+    assert 3 * 0.002 <= value("time_to_first_token_seconds_sum") < 1
+    assert 7 * 0.002 <= value("inter_token_latency_seconds_sum") < value("e2e_request_latency_seconds_sum")
+    assert found["shardlm:ignored_fields_total", None] == 1

@@ -1,0 +1,66 @@
+"""The process that serves, from its command line to SIGTERM."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+LAUNCHER = """
+import sys
+from fake_llm import FakeLLM
+from launch import serve
+from launch.flags import run
+
+def main():
+    serve.serve(FakeLLM(reply="word " * 20, delay=0.02))
+    assert "jax" not in sys.modules
+
+run(main, needs_config=False)
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """A function that starts the launcher with some flags."""
+    file = tmp_path / "launcher.py"
+    file.write_text(LAUNCHER)
+    path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+    environment = {**os.environ, "PYTHONPATH": path, "SHARDLM_API_KEY": "secret"}
+    processes = []
+
+    def start(*words):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([sys.executable, file, *words], env=environment, **pipes))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_from_the_command_line_to_sigterm(launched):
+    process = launched("--port=0", "--model_names=one,two", "--max_queue=7", "--tool_style=llama", "--access_log")
+    address = process.stdout.readline().strip()
+    assert address.startswith("http://127.0.0.1:")
+    body = json.dumps({"model": "two", "prompt": "a", "max_tokens": 20, "stream": True}).encode()
+    request = urllib.request.Request(f"{address}/v1/completions", body, {"authorization": "Bearer secret"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        first = response.readline()
+        process.send_signal(signal.SIGTERM)
+        rest = response.read()
+    assert first.startswith(b"data: ") and b'"model":"two"' in first and rest.endswith(b"data: [DONE]\n\n")
+    assert process.wait(10) == 0
+    lines, log = process.communicate()
+    assert "POST /v1/completions" in lines and "no new requests" in log and "Traceback" not in log
+
+
+def test_a_command_line_that_cannot_be(launched):
+    process = launched("--certificate=nowhere.pem")
+    assert process.wait(20) == 1 and "error: https needs both files" in process.stderr.read()
