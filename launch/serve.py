@@ -1,14 +1,34 @@
-"""Serves a model over OpenAI's HTTP API: the server's part of the command line. Imports no jax.
+"""Serves a model over OpenAI's HTTP API.
 
-A key is better given as SHARDLM_API_KEY than on the command line, which others on the machine can read.
+python -m launch.serve --model=runs/tiny
+python -m launch.serve --model=FOLDER --tensor=4 --max_model_len=8192 --port=8000
+
+Clients: OpenAI(base_url="http://localhost:8000/v1", api_key="none"). A page to chat with the model is at /. A key is
+better given as SHARDLM_API_KEY than on the command line, which others on the machine can read.
 """
 
 import os
+import sys
 
 from absl import flags
 
+from launch.flags import run as run_main
+from shardlm.errors import ShardlmError
 from shardlm.serve.api.server import Listen, run
 from shardlm.serve.api.settings import Settings
+
+_MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, adapters, or a run.")
+_TENSOR = flags.DEFINE_integer("tensor", 1, "Devices to split heads, MLPs and vocabulary over.", lower_bound=1)
+_EXPERT = flags.DEFINE_integer("expert", 1, "Devices to split experts over.", lower_bound=1)
+_DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the checkpoint's, on a CPU float32.")
+_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int8", "int4"], "Of weights; by default none.")
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
+_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a page.", lower_bound=1)
+_MEMORY = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of a GPU's memory that is used.")
+_CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default what is left, on a CPU 1.")
+_MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
+_PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all of the machine's.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.", lower_bound=0, upper_bound=65535)
@@ -52,3 +72,40 @@ def serve(llm) -> None:
         drain_seconds=_DRAIN_SECONDS.value,
     )
     run(llm, settings(), listen)
+
+
+def main() -> int:
+    if not _MODEL.value:
+        raise ShardlmError("--model=FOLDER_OR_RUN is needed")
+    from launch.devices import prepare_for
+
+    prepare_for(_MODEL.value, _TENSOR.value * _EXPERT.value)
+    from shardlm.chat import ChatTemplate
+    from shardlm.mesh import MeshSpec
+    from shardlm.serve.async_llm import AsyncLLM
+    from shardlm.serve.build import EngineConfig, build, described
+
+    config = EngineConfig(
+        mesh=MeshSpec(tensor=_TENSOR.value, expert=_EXPERT.value),
+        dtype=_DTYPE.value,
+        quantization=_QUANTIZATION.value,
+        max_model_len=_MAX_MODEL_LEN.value,
+        block_size=_BLOCK_SIZE.value,
+        gpu_memory_utilization=_MEMORY.value,
+        kv_cache_bytes=int(_CACHE_GIB.value * 2**30) if _CACHE_GIB.value else None,
+        max_num_seqs=_MAX_SEQS.value,
+        max_num_batched_tokens=_MAX_TOKENS.value,
+        enable_prefix_caching=_PREFIX.value,
+    )
+    engine, opened = build(_MODEL.value, config)
+    try:
+        template = ChatTemplate.load(opened.folder)
+    except ShardlmError:
+        template = None  # /v1/chat/completions says so
+    print(described(opened, engine), file=sys.stderr)
+    serve(AsyncLLM(engine, model_name=_MODEL.value, template=template))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, needs_config=False)

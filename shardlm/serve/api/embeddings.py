@@ -48,14 +48,15 @@ async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
     llm = call.service.llm
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("give a prompt, or messages for the chat template, and not both", param="prompt")
-    text = request.prompt
-    if text is None:
+    if request.prompt is not None:
+        ids = await _tokens(llm, request.prompt)
+    else:
         generation = request.add_generation_prompt is not False
         options = request.chat_template_kwargs
         text = await conversation.prompt(
             llm, request.messages, request.tools, add_generation_prompt=generation, options=options
         )
-    ids = await _tokens(llm, text)
+        ids = await asyncio.to_thread(llm.tokenizer.encode, text)  # templates write what stands at the beginning
     texts = [llm.tokenizer.decode([token], skip_special=False) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
 
@@ -68,4 +69,4 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> dict[str, Any]:
 
 async def _tokens(llm, text: str) -> list[int]:
     """Beside the event loop: a long text takes a while."""
-    return await asyncio.to_thread(llm.tokenizer.encode, text)
+    return await asyncio.to_thread(llm.tokenizer.encode_prompt, text)

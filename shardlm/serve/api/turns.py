@@ -1,5 +1,6 @@
 """The model's turn in a conversation, without its shape in an answer: what chat and responses have in common."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
@@ -68,8 +69,10 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Tools, AsyncIterator[
     if request.reasoning_effort is not None:
         options.setdefault("reasoning_effort", request.reasoning_effort)
     generation = request.add_generation_prompt is not False
-    prompt = await conversation.prompt(
+    text = await conversation.prompt(
         llm, request.messages, tools.shown, add_generation_prompt=generation, options=options
     )
-    replies = await call.replies([prompt], params, request.priority or 0)
+    # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
+    tokens = await asyncio.to_thread(llm.tokenizer.encode, text)
+    replies = await call.replies([tokens], params, request.priority or 0)
     return tools, (output async for _, output in replies)
