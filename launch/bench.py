@@ -2,6 +2,7 @@
 
 python -m launch.bench train --config=configs/bench_768x12.py --steps=20 --output=bench.json
 python -m launch.bench strategies --config=configs/bench_strategies.py --output=benchmarks/results/strategies.json
+python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --output=serve.json
 """
 
 import json
@@ -21,6 +22,7 @@ from shardlm.files import write_atomically
 
 BENCHMARKS = {
     "train": "the training step of a configuration, on made-up tokens",
+    "serve": "a configuration's model with random weights, served: all requests at once, and at given rates",
     "strategies": "the same in each way of shardlm/train/strategies.py, one process after another, as one table",
 }
 
@@ -29,12 +31,42 @@ _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps, at most.", lower_bound=
 _SECONDS = flags.DEFINE_float("seconds", math.inf, "Start no timed step after this long.", lower_bound=0.001)
 _OUTPUT = flags.DEFINE_string("output", "", "File for the JSON, besides standard output.")
 _STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies to compare; empty: all.")
+_PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
+_OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
+_SHARED = flags.DEFINE_integer("shared_prefix", 0, "serve: tokens that all prompts begin with.", lower_bound=0)
+_RATES = flags.DEFINE_list("rates", [], "serve: requests a second, each measured in turn; inf: all at once.")
 
 
 def main(resolved: Resolved, benchmark: str) -> int:
     if benchmark not in BENCHMARKS:
         raise ShardlmError(unknown(benchmark))
-    return compare_strategies() if benchmark == "strategies" else train(resolved.config)
+    if benchmark == "strategies":
+        return compare_strategies()
+    return serve(resolved.config) if benchmark == "serve" else train(resolved.config)
+
+
+def serve(config) -> int:
+    from launch.devices import use_cpu_devices
+    from shardlm.mesh import MeshSpec
+    from shardlm.serve.bench import bench_serving, random_engine
+    from shardlm.serve.build import EngineConfig
+
+    mesh = MeshSpec(tensor=config.mesh.tensor, expert=config.mesh.expert)
+    use_cpu_devices(config.cpu_devices and mesh.tensor * mesh.expert)
+    prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
+    rates = [float(rate) for rate in _RATES.value]
+    engine = random_engine(config.model.transformer(), EngineConfig(mesh=mesh), prompt + output)
+    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value, rates=rates)
+    write(found)
+    return 0
+
+
+def write(result: dict) -> None:
+    """To standard output, and to --output."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if _OUTPUT.value:
+        write_atomically(pathlib.Path(_OUTPUT.value), text.encode() + b"\n")
 
 
 def train(config) -> int:
@@ -50,10 +82,7 @@ def train(config) -> int:
         program = Program.make(config, config.mesh.build())
         result = bench_training(program, warmup=_WARMUP.value, steps=_STEPS.value, seconds=_SECONDS.value)
         if jax.process_index() == 0:
-            text = json.dumps(result, indent=2)
-            print(text)
-            if _OUTPUT.value:
-                write_atomically(pathlib.Path(_OUTPUT.value), text.encode() + b"\n")
+            write(result)
     return 0
 
 

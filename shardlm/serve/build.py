@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner import Runner, RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.state import ModelDef
+from shardlm.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,24 +83,32 @@ def build(
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
     opened = load(path, mesh=config.mesh, dtype=config.dtype, decoding=True, weights=held, length=length)
-    cpu = opened.mesh.devices.flat[0].platform == "cpu"
+    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress)
+    return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
+
+
+def assemble(
+    opened: Opened,
+    tokenizer: Tokenizer,
+    stop_ids: Sequence[int],
+    length: int,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Engine:
+    """The engine of a model that is opened for decoding, whose parameters it takes over."""
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params)
+    cpu = opened.mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
     pages = pages_of(model, config, cpu, rows * -(-length // config.block_size) + 1)
-    runner = Runner(
-        model,
-        params,
-        opened.mesh,
-        RunnerConfig(pages, config.block_size, rows, tokens, length, config.decode_steps),
-    )
+    sizes = RunnerConfig(pages, config.block_size, rows, tokens, length, config.decode_steps)
+    runner = Runner(model, params, opened.mesh, sizes)
     table = PageTable(pages, config.block_size, caching=config.enable_prefix_caching)
     scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps)), table)
     with waiting("compiling", jax.process_index() == 0):
         runner.compile(progress)
-    opened = dataclasses.replace(opened, model=model, params=None)  # the runner has them
-    return Engine(runner, scheduler, opened.tokenizer, opened.stop_ids), opened
+    return Engine(runner, scheduler, tokenizer, stop_ids)
 
 
 def longest_of(folder: pathlib.Path) -> int:
