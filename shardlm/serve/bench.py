@@ -1,5 +1,5 @@
-"""How fast a model is served: what `launch.bench serve` reports. Offline, so many requests at once; online, requests that
-arrive at a rate, with the times that clients see. Prompts are random tokens, or share their beginning."""
+"""How fast a model is served: what `launch.bench serve` reports. Offline, so many requests at once; online, requests
+that arrive at a rate, with the times that clients see. Prompts are random tokens, or share their beginning."""
 
 import asyncio
 import datetime
