@@ -1,7 +1,9 @@
-"""Loss, perplexity and bits per byte of a checkpoint on text files, as one line of JSON.
+"""Loss, perplexity and bits per byte of a checkpoint on text files, or its results in tasks of the LM Evaluation
+Harness, as one line of JSON.
 
 python -m launch.eval --checkpoint=runs/tiny --text=README.md
 python -m launch.eval --checkpoint=FOLDER --text='corpus/*.jsonl' --seq_len=4096 --fsdp=8
+python -m launch.eval --checkpoint=FOLDER --tasks=arc_easy,gsm8k --tensor=4
 """
 
 import json
@@ -20,12 +22,19 @@ _FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that rows and weights are split
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that heads and hidden layers are split over.", lower_bound=1)
 _PRECISION = flags.DEFINE_enum("precision", None, ["fp32", "bf16", "fp16"], "By default the run's, or fp32.")
 _EMA = flags.DEFINE_bool("ema", False, "The averaged weights of a run (optim.ema_decay).")
+_TASKS = flags.DEFINE_list("tasks", [], "Instead of --text: tasks of the LM Evaluation Harness (the extra `eval`).")
+_TASK_PATH = flags.DEFINE_string("task_path", None, "A folder with tasks of one's own, in the harness's YAML.")
+_LIMIT = flags.DEFINE_integer("limit", None, "The first documents of each task.", lower_bound=1)
+_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Examples before each; by default the task's.", lower_bound=0)
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Of --tasks; by default what the model was made for.", 1)
 _CACHE_DIR = flags.DEFINE_string("cache_dir", "data", "Tokenised text is kept here.")
 
 
 def main() -> int:
-    if not _CHECKPOINT.value or not _TEXT.value:
-        raise ShardlmError("--checkpoint=RUN_OR_FOLDER and --text=FILES are needed")
+    if not _CHECKPOINT.value or bool(_TEXT.value) == bool(_TASKS.value):
+        raise ShardlmError("--checkpoint=RUN_OR_FOLDER is needed, and --text=FILES or --tasks=NAMES")
+    if _TASKS.value:
+        return harness()
     from launch.devices import prepare_for
     from shardlm.mesh import MeshSpec
     from shardlm.train.scoring import score
@@ -43,6 +52,18 @@ def main() -> int:
         ema=_EMA.value,
     )
     print(json.dumps(values))
+    return 0
+
+
+def harness() -> int:
+    from launch.devices import prepare_for
+    from shardlm.serve.harness import run_tasks
+    from shardlm.serve.llm import LLM
+
+    prepare_for(_CHECKPOINT.value, _TENSOR.value)
+    llm = LLM(_CHECKPOINT.value, tensor_parallel_size=_TENSOR.value, max_model_len=_MAX_MODEL_LEN.value)
+    options = {"include_path": _TASK_PATH.value, "limit": _LIMIT.value, "num_fewshot": _FEWSHOT.value}
+    print(json.dumps(run_tasks(llm, _TASKS.value, **options)))
     return 0
 
 

@@ -32,7 +32,7 @@ class LLM:
             raise ShardlmError("give mesh or tensor_parallel_size, not both")
         config = EngineConfig(mesh=mesh or MeshSpec(tensor=tensor_parallel_size), **options)
         self.engine, self._opened = build(model, config)
-        self.tokenizer = self._opened.tokenizer
+        self.tokenizer, self.folder = self._opened.tokenizer, self._opened.folder
         self._ids = itertools.count()
 
     def generate(

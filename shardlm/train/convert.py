@@ -18,7 +18,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import DTYPES, Opened, load
 from shardlm.progress_bar import bytes_bar, waiting
-from shardlm.run_files import CHECKPOINTS, save_run_files
+from shardlm.run_files import CHECKPOINTS, find_run, save_run_files
 from shardlm.state import is_adapter
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
@@ -55,6 +55,7 @@ def to_hf(
             beside = pathlib.Path(opened.source.folder)  # templates and the like, beside the same tokenizer
     else:
         config |= _end_of_document(opened.folder)
+        config["max_position_embeddings"] = find_run(opened.folder).config_json["train"]["seq_len"]
 
     def names(block):
         return registry.names(config, opened.model.config, block)

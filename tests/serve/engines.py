@@ -1,12 +1,17 @@
 """Small engines for tests: a random model over the tests' tokenizer, and few pages."""
 
 import dataclasses
+import functools
+import pathlib
 
 import jax
+import numpy as np
 from small import LLAMA, init, mesh_of
 
+from shardlm import hf_files, weights
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
+from shardlm.models import registry
 from shardlm.rules import Rules
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
@@ -47,3 +52,17 @@ def finished(engine: Engine) -> dict:
         engine.scheduler.pages.check_invariants()
     assert engine.scheduler.pages.num_used == 0 and not engine._replies
     return done
+
+
+def folder_of(path: pathlib.Path) -> pathlib.Path:
+    """A Hugging Face folder of a random model, with tokenizer and chat template."""
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = ModelDef.make(CONFIG.transformer(), Execution(Rules.make("zero3", MeshSpec())))
+        params = init(model, 0)
+    config = {**CONFIG.to_hf(), "max_position_embeddings": 64, "eos_token_id": END, "dtype": "float32"}
+    named = functools.partial(registry.names, config, model.config)
+    tensors = weights.planned(model.config, params, named, np.dtype("float32"))
+    hf_files.write_folder(path, tensors, config)
+    TOKENIZER.save(path / "tokenizer.json")
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    return path
