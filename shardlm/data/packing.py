@@ -19,6 +19,7 @@ Batch = dict[str, np.ndarray]
 PADDING_ROW = -1  # the index of a row of nothing but padding
 # Pieces packed together by "whole". Bounds the memory of packing, not of the result (24 bytes a document).
 _WINDOW = 1 << 20
+MAX_PAIRS = 128  # in a row: sums over each take memory for [rows, seq_len, pairs] (ops/preference.py)
 
 
 def make_rows(shards: TokenShards, seq_len: int, packing: Packing) -> "CutRows | WholeRows":
@@ -111,7 +112,8 @@ class WholeRows:
 
 class PairRows(WholeRows):
     """Documents 2k and 2k + 1, a chosen answer and a rejected one (preferences.py), stand in one row, the one's segment
-    after the other's: odd segments are chosen, even ones rejected. No pair is cut; best-fit decreasing as above."""
+    after the other's: odd segments are chosen, even ones rejected. No pair is cut; best-fit decreasing as above, up to
+    MAX_PAIRS in a row."""
 
     def __init__(self, shards: TokenShards, seq_len: int):
         self._shards, self.seq_len = shards, seq_len
@@ -132,6 +134,8 @@ class PairRows(WholeRows):
                 " least that, or leave those pairs out of the data"
             )
         order, first = _by_row(lengths, seq_len)
+        place = np.arange(len(pairs)) - np.repeat(first[:-1], np.diff(first))  # of a pair in its row
+        first = np.append(np.flatnonzero(place % MAX_PAIRS == 0), len(pairs))
         self._starts, self._lengths = (a.reshape(-1, 2)[order].reshape(-1) for a in (offsets[:-1], pairs))
         self._first = 2 * first
 

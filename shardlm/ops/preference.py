@@ -5,13 +5,14 @@ import jax
 import jax.numpy as jnp
 
 
-def pair_sums(values: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def pair_sums(values: jax.Array, segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """Sums of values float32 [B, T] over each segment, of the chosen and of the rejected one of each pair: two [B, P],
-    P = T // 2 since a segment has at least one token; 0 where a row has fewer pairs.
+    P the lesser of `most` and T // 2, since a segment has at least one token; 0 where a row has fewer pairs. No row may
+    have more.
 
-    A comparison with each segment's number that is fused into the sum: no scatter, and no [B, T, P] in memory.
+    A comparison with each segment's number instead of a scatter, for [B, T, P] numbers of temporary memory.
     """
-    chosen = 2 * jnp.arange(segment_ids.shape[1] // 2) + 1
+    chosen = 2 * jnp.arange(min(most, segment_ids.shape[1] // 2)) + 1
 
     def over(segments):
         return jnp.sum(jnp.where(segment_ids[..., None] == segments, values[..., None], 0), axis=1)

@@ -2,11 +2,13 @@
 all its weights or by adapters, against the checkpoint as it was. Rows are data/packing.py's pairs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlm.data.packing import MAX_PAIRS
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Packed
 from shardlm.layers.lora import LoraConfig
@@ -54,11 +56,12 @@ class Preference:
         nll, aux = _token_nll(model, params, batch, weights["tokens"])
         before, _ = _token_nll(self.reference, model.frozen, batch, weights["tokens"])
         segments, scored = batch["segment_ids"], batch["loss_mask"]
-        chosen, rejected = (self.config.beta * gain for gain in pair_sums((before - nll) * scored, segments))
-        weight, _ = pair_sums(weights["pairs"], segments)
+        sums = functools.partial(pair_sums, segment_ids=segments, most=MAX_PAIRS)
+        chosen, rejected = (self.config.beta * gain for gain in sums((before - nll) * scored))
+        weight, _ = sums(weights["pairs"])
         losses = preference_loss(chosen - rejected, self.config.label_smoothing)
         if self.config.sft_weight:
-            surprise, tokens = (pair_sums(a, segments)[0] for a in (nll * scored, scored))
+            surprise, tokens = (sums(a)[0] for a in (nll * scored, scored))
             losses = losses + self.config.sft_weight * surprise / jnp.maximum(tokens, 1)
         of_pairs = {
             "loss": losses,

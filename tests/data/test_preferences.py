@@ -82,9 +82,11 @@ def test_a_pair_stands_in_one_row_and_only_answers_are_learned(tmp_path, seq_len
 
 @settings(deadline=None, max_examples=40)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), more=st.integers(0, 9)
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    more=st.integers(0, 9),
+    most=st.integers(1, 3),
 )
-def test_every_pair_once_and_whole(lengths, more):
+def test_every_pair_once_and_whole(lengths, more, most):
     class Shards:  # document d is the token d, but for its last token
         directories, partly_scored = (), True
         num_documents = 2 * len(lengths)
@@ -100,8 +102,11 @@ def test_every_pair_once_and_whole(lengths, more):
             return np.ones(len(self.window(start, length)), bool)
 
     longest = max(map(sum, lengths))
-    rows = make_rows(Shards(), longest + more, "pairs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardlm.data.packing.MAX_PAIRS", most)
+        rows = make_rows(Shards(), longest + more, "pairs")
     batch = rows.read(range(len(rows)))
+    assert batch["segment_ids"].max() <= 2 * most
     seen = []
     for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True):
         for segment in range(1, segments.max() + 1):
