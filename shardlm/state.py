@@ -27,7 +27,8 @@ class TrainState:
     None; loss_scale or None; skipped int32, steps whose update was left out because it was not finite; bad_steps int32,
     how many of them in a row up to now (in fp16 only those at the lowest loss scale); link, what replicas behind a slow
     link keep of their own between exchanges (train/compression.py, train/diloco.py), or None; frozen, weights that no
-    step changes (layers/lora.py), or None: not part of checkpoints."""
+    step changes (under adapters, layers/lora.py; of the reference, train/preference.py), or None: not part of
+    checkpoints."""
 
     params: Tree
     opt_state: Tree
@@ -49,7 +50,8 @@ class ModelDef:
             there are any, else of all
     names   the same tree with (stack_names, names) of each parameter's dimensions
     frozen_shapes  the same as shapes of the others, as they are held; None where there are none
-    frozen  the others themselves, of a model that is bound to them
+    frozen  what no step changes, of a model that is bound to it: the others, or where all are trained what training
+            compares them with (train/preference.py)
     """
 
     config: TransformerConfig
@@ -90,12 +92,16 @@ class ModelDef:
         return jax.tree.map(lambda s: at_rest(s, mesh), shapes)
 
     def bound(self, frozen: Tree) -> "ModelDef":
-        """The model whose frozen parameters are these."""
+        """The model beside these parameters that no step changes (`TrainState.frozen`)."""
         return dataclasses.replace(self, frozen=frozen)
 
     def model(self, params: Tree) -> Transformer:
         """The model with these parameters, wherever they rest; for use inside jit."""
-        return nnx.merge(self.graph, on_device(joined(params, self.frozen)))
+        return nnx.merge(self.graph, on_device(self.whole(params)))
+
+    def whole(self, params: Tree) -> Tree:
+        """All of the model's parameters, of those that are trained: with the frozen ones, where there are any."""
+        return params if self.frozen_shapes is None else joined(params, self.frozen)
 
     def init(self, key: jax.Array) -> Tree:
         """New trained parameters; call inside jit. The values depend on the key only, not on the mesh."""

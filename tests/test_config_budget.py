@@ -35,6 +35,7 @@ FIELDS = {
     },
     "pipeline": {"schedule", "rounds"},
     "lora": {"rank", "alpha", "targets", "base"},
+    "preference": {"beta", "label_smoothing", "sft_weight"},
     "offload": {"optimizer", "params"},
     "slow_link": {"compression", "rank"},
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},

@@ -41,7 +41,7 @@ def trained(config: RunConfig):
     program = Program.make(config, mesh_of(config.mesh))
     batch = packed_batch(rows=8, vocab=96)
     with jax.set_mesh(program.mesh):
-        start = program.init(None, program.pretrained())
+        start = program.init(program.pretrained(), program.frozen())
         frozen = jax.tree.map(np.asarray, start.frozen)
         step = program.compile_step({})
         rows = to_devices(batch, tuple(range(8)), program.batch_sharding, program.slots)
@@ -50,7 +50,7 @@ def trained(config: RunConfig):
             state, metrics = step(number, state, rows)
             losses.append(float(metrics["loss"]))
         sums = program.lower_eval().compile()(state.params, state.frozen, rows)
-        losses.append(float(sums["nll"] / sums["tokens"]))
+        losses.append(float(sums["loss"] / sums["tokens"]))
     jax.tree.map(np.testing.assert_array_equal, state.frozen, frozen)
     return np.array(losses), jax.tree.map(np.asarray, state.params)
 

@@ -15,7 +15,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.rules import Rules
 from shardlm.train.check import check_length, check_model
-from shardlm.train.step import StepConfig, gradients
+from shardlm.train.step import NextToken, StepConfig, gradients
 
 FP32 = 1e-5  # only the order of sums differs, as in test_parallel_parity
 
@@ -39,7 +39,7 @@ def loss_and_gradients(spec, context, config=LLAMA, preset="zero3", accumulation
     with jax.set_mesh(mesh_of(spec)):
         options = {"context_attention": context, "microbatches": accumulation, "remat": "full"}
         model = model_on(spec, preset, config, **options)
-        step = StepConfig(accumulation=accumulation, z_loss=1e-3, one_f_one_b=one_f_one_b)
+        step = StepConfig(accumulation=accumulation, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 

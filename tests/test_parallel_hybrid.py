@@ -12,7 +12,7 @@ from small import init, mesh_of, model_on, on_devices, packed_batch, relative_er
 from small_moe import DEEPSEEK
 
 from shardlm.mesh import AXES, MeshSpec
-from shardlm.train.step import StepConfig, gradients
+from shardlm.train.step import NextToken, StepConfig, gradients
 
 FP32 = 1e-5  # only the order of sums differs, as in test_parallel_parity
 
@@ -35,7 +35,7 @@ def loss_and_gradients(spec, preset, one_f_one_b=False):
     with jax.set_mesh(mesh_of(spec)):
         microbatches = 2 if spec.pipeline > 1 else 1
         model = model_on(spec, preset, DEEPSEEK, microbatches=microbatches, remat="full")
-        step = StepConfig(accumulation=microbatches, z_loss=1e-3, one_f_one_b=one_f_one_b)
+        step = StepConfig(accumulation=microbatches, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 

@@ -14,7 +14,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
 from shardlm.train.check import check_model
-from shardlm.train.step import StepConfig, gradients
+from shardlm.train.step import NextToken, StepConfig, gradients
 
 # float32: only the order of sums differs, as in test_parallel_parity (measured: up to 9.7e-7). A tie between two
 # experts would break it; random logits have none.
@@ -24,7 +24,7 @@ FP32 = 1e-5
 def loss_and_gradients(spec, preset="zero3", config=MOE, accumulation=1, one_f_one_b=False):
     with jax.set_mesh(mesh_of(spec)):
         model = model_on(spec, preset, config, remat="full", microbatches=accumulation)
-        step = StepConfig(accumulation=accumulation, z_loss=1e-3, one_f_one_b=one_f_one_b)
+        step = StepConfig(accumulation=accumulation, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 

@@ -9,7 +9,7 @@ import pytest
 from small import LLAMA, TIED, init, mesh_of, model_on, on_devices, packed_batch, relative_error
 
 from shardlm.mesh import MeshSpec
-from shardlm.train.step import StepConfig, gradients
+from shardlm.train.step import NextToken, StepConfig, gradients
 
 # Float32 sums in another order differ by about 1e-6 of the largest gradient (measured: 1.0e-6 to 1.4e-6).
 FP32 = 1e-5
@@ -29,7 +29,7 @@ MESHES = (
 def loss_and_gradients(spec, preset, config=LLAMA, dtype="float32", accumulation=1, remat="full", scale=1.0):
     with jax.set_mesh(mesh_of(spec)):
         model = model_on(spec, preset, config, dtype=jnp.dtype(dtype), remat=remat)
-        step = StepConfig(accumulation=accumulation, z_loss=1e-3)
+        step = StepConfig(accumulation=accumulation, objective=NextToken(1e-3))
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(scale), step))
         grads, losses = run(init(model), on_devices(packed_batch(), model))
         return jax.tree.map(np.asarray, (grads, losses))

@@ -12,7 +12,7 @@ from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, rela
 
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
-from shardlm.train.step import StepConfig, gradients
+from shardlm.train.step import NextToken, StepConfig, gradients
 
 # float32: only the order of sums differs, as in test_parallel_parity.
 FP32 = 1e-5
@@ -23,7 +23,7 @@ TIED_SIX = dataclasses.replace(SIX, tie_embeddings=True)
 def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, one_f_one_b=False, **execution):
     with jax.set_mesh(mesh_of(spec)):
         model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full", **execution)
-        step = StepConfig(accumulation=microbatches, z_loss=1e-3, one_f_one_b=one_f_one_b)
+        step = StepConfig(accumulation=microbatches, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         grads, losses = run(init(model), on_devices(packed_batch(), model))
         return jax.tree.map(np.asarray, (grads, losses))

@@ -7,7 +7,7 @@ ShareGPT's {"conversations": [{"from", "value"}, ...]}. Rendering is shardlm/cha
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,15 +30,28 @@ def template_of(path: str) -> ChatTemplate:
     return ChatTemplate.load(path)
 
 
-def write_chats(
+class Document(NamedTuple):
+    """ids int[n] with end-of-document, learned bool[n], and bytes of the text."""
+
+    ids: np.ndarray
+    learned: np.ndarray
+    num_bytes: int
+
+
+OfLine = Callable[[Any, str, ChatTemplate, Tokenizer], Sequence[Document]]
+"""(what a line of JSON holds, FILE:LINE, template, tokenizer) -> its documents."""
+
+
+def write_lines(
     sources: Sequence[Source],
     template: ChatTemplate,
     tokenizer: Tokenizer,
     directory: Path,
+    of_line: OfLine,
     progress: Callable[[int], None] = lambda done: None,
 ) -> TokenShards:
-    """Renders and tokenises each conversation as a document. Raises ShardlmError that names file and line for what is
-    not a conversation, and where the assistant says nothing."""
+    """Shards of the documents of every line; those of one line stay together. Raises ShardlmError for files that are
+    not JSONL, and what `of_line` raises."""
     done = 0
     with ShardWriter(directory, tokenizer) as writer:
         for source in sources:
@@ -46,23 +59,38 @@ def write_chats(
                 raise ShardlmError(f"{source.path}: chats are read from .jsonl, one conversation a line")
             for number, line, size in read_lines(source):
                 where = f"{source.path}:{number}"
-                ids, wrote, nbytes = _document(line, where, template, tokenizer)
-                writer.add(ids, np.array([len(ids)]), nbytes, wrote)
+                try:
+                    found = json.loads(line)
+                except ValueError as error:
+                    raise ShardlmError(f"{where} is not JSON: {error}") from None
+                documents = of_line(found, where, template, tokenizer)
+                ids, learned = (np.concatenate(parts) for parts in zip(*(d[:2] for d in documents), strict=True))
+                ends = np.cumsum([len(document.ids) for document in documents])
+                writer.add(ids, ends, sum(document.num_bytes for document in documents), learned)
                 done += size
                 progress(done)
         writer.finish()
     return TokenShards.open(directory)
 
 
-def _document(line: bytes, where: str, template: ChatTemplate, tokenizer: Tokenizer):
-    """(tokens, whether each is learned, bytes of the text)."""
-    try:
-        conversation = json.loads(line)
-    except ValueError as error:
-        raise ShardlmError(f"{where} is not JSON: {error}") from None
-    messages, tools = _messages(conversation, where), conversation.get("tools")
+def conversation(line: Any, where: str, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[Document]:
+    """The one document of a line, all of the assistant's messages learned. Raises ShardlmError that names file and line
+    for what is not a conversation, and where the assistant says nothing."""
+    return (rendered(_messages(line, where), line.get("tools"), 0, where, template, tokenizer),)
+
+
+def rendered(
+    messages: Sequence[Mapping[str, Any]], tools: Any, prompt: int, where: str, template: ChatTemplate, tokenizer
+) -> Document:
+    """A conversation as a document in which the assistant's words are learned, those behind the first `prompt` messages
+    only."""
     try:
         text, spans = template.spans(messages, tools)
+        if prompt:
+            before = template.render(messages[:prompt], tools, add_generation_prompt=True)
+            if not text.startswith(before):
+                raise ShardlmError(f"{template.where} rewrites the prompt once an answer follows it")
+            spans = [span for span in spans if span[0] >= len(before)]
     except ShardlmError as error:
         raise ShardlmError(f"{where}: {error}") from error
     ids, wrote = assistant_tokens(tokenizer, text, spans)
@@ -71,27 +99,32 @@ def _document(line: bytes, where: str, template: ChatTemplate, tokenizer: Tokeni
     end = tokenizer.end_of_document_id
     if ids[-1] != end:
         ids, wrote = [*ids, end], [*wrote, False]  # what ends an answer is the template's
-    return np.array(ids), np.array(wrote), len(text.encode())
+    return Document(np.array(ids), np.array(wrote), len(text.encode()))
 
 
-def _messages(conversation: Any, where: str) -> list[Mapping[str, Any]]:
+def _messages(line: Any, where: str) -> list[Mapping[str, Any]]:
     shapes = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"conversations": [...]}'
-    if not isinstance(conversation, dict):
+    if not isinstance(line, dict):
         raise ShardlmError(f"{where} is not an object; a line is {shapes}")
-    if "messages" in conversation:
-        messages = conversation["messages"]
-    elif "prompt" in conversation and "completion" in conversation:
-        question, answer = conversation["prompt"], conversation["completion"]
+    if "messages" in line:
+        messages = line["messages"]
+    elif "prompt" in line and "completion" in line:
+        question, answer = line["prompt"], line["completion"]
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
         messages = [*asked, *([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)]
-    elif "conversations" in conversation:
-        turns = conversation["conversations"]
+    elif "conversations" in line:
+        turns = line["conversations"]
         unknown = [turn.get("from") for turn in turns if turn.get("from") not in ROLES]
         if unknown:
             raise ShardlmError(f"{where}: a turn is from {unknown[0]!r}; known: {', '.join(ROLES)}")
         messages = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
     else:
-        raise ShardlmError(f"{where} has the keys {', '.join(conversation) or 'none'}; a line is {shapes}")
+        raise ShardlmError(f"{where} has the keys {', '.join(line) or 'none'}; a line is {shapes}")
+    return checked(messages, where)
+
+
+def checked(messages: Any, where: str) -> Sequence[Mapping[str, Any]]:
+    """Messages, or ShardlmError for what is none."""
     for i, message in enumerate(messages if isinstance(messages, list) else [None]):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ShardlmError(f"{where}: message {i} is {message!r}; it needs a role and content")

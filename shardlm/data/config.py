@@ -6,7 +6,7 @@ from typing import Literal
 from shardlm.errors import ShardlmError
 
 OnBadUtf8 = Literal["fail", "replace", "skip"]
-Packing = Literal["cut", "whole"]
+Packing = Literal["cut", "whole", "pairs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DataConfig:
     tokenizer: str = "bpe:4096"  # a tokenizer.json, or bpe:N to train one of N entries on `train`
     chat_template: str = ""  # chats.py: conversations in JSONL, by a template in this folder or file; "": text
     text_key: str = "text"  # the JSONL key or Parquet column that holds the text
-    packing: Packing = "cut"  # cut: rows are full, documents may be cut; whole: cut only what exceeds a row
+    packing: Packing = "cut"  # cut: documents may be cut; whole: only what exceeds a row; pairs: of answers, none
     on_bad_utf8: OnBadUtf8 = "fail"
     cache_dir: str = "data"
     seed: int = 0  # of the order of rows

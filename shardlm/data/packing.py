@@ -19,15 +19,16 @@ Batch = dict[str, np.ndarray]
 PADDING_ROW = -1  # the index of a row of nothing but padding
 # Pieces packed together by "whole". Bounds the memory of packing, not of the result (24 bytes a document).
 _WINDOW = 1 << 20
+MAX_PAIRS = 128  # in a row: sums over each take memory for [rows, seq_len, pairs] (ops/preference.py)
 
 
 def make_rows(shards: TokenShards, seq_len: int, packing: Packing) -> "CutRows | WholeRows":
     """The rows of one epoch, in corpus order.
 
     Raises:
-      ShardlmError: the packing is unknown or `seq_len` is not positive.
+      ShardlmError: the packing is unknown, `seq_len` is not positive, or pairs are no pairs or longer than a row.
     """
-    kinds = {"cut": CutRows, "whole": WholeRows}
+    kinds = {"cut": CutRows, "whole": WholeRows, "pairs": PairRows}
     if packing not in kinds:
         raise ShardlmError(f"unknown packing {packing!r}: it is one of {', '.join(kinds)}")
     if seq_len < 1:
@@ -79,15 +80,8 @@ class WholeRows:
     def __init__(self, shards: TokenShards, seq_len: int):
         self._shards, self.seq_len = shards, seq_len
         starts, lengths = _pieces(shards.document_offsets(), seq_len)
-        order, first = [], [np.zeros(1, np.int64)]
-        for low in range(0, len(lengths), _WINDOW):
-            rows = best_fit_decreasing(lengths[low : low + _WINDOW], seq_len)
-            by_row = np.argsort(rows, kind="stable")
-            order.append(by_row + low)
-            first.append(np.cumsum(np.bincount(rows)) + low)
-        order = np.concatenate([np.zeros(0, np.int64), *order])
+        order, self._first = _by_row(lengths, seq_len)  # of row i: its pieces are first[i] : first[i + 1]
         self._starts, self._lengths = starts[order], lengths[order]
-        self._first = np.concatenate(first)  # of row i: its pieces are first[i] : first[i + 1]
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -116,6 +110,36 @@ class WholeRows:
         return _batch(tokens, targets, begins, filled, learned)
 
 
+class PairRows(WholeRows):
+    """Documents 2k and 2k + 1, a chosen answer and a rejected one (preferences.py), stand in one row, the one's segment
+    after the other's: odd segments are chosen, even ones rejected. No pair is cut; best-fit decreasing as above, up to
+    MAX_PAIRS in a row."""
+
+    def __init__(self, shards: TokenShards, seq_len: int):
+        self._shards, self.seq_len = shards, seq_len
+        offsets = shards.document_offsets()
+        if shards.num_documents % 2 or not shards.partly_scored:
+            where = ", ".join(map(str, shards.directories))
+            raise ShardlmError(
+                f"{where} holds {shards.num_documents:,} documents that are no pairs of a chosen and a rejected answer:"
+                " name the JSONL files of the pairs in data.train and data.validation, or set data.packing to cut or"
+                " whole"
+            )
+        pairs = (np.diff(offsets) - 1).reshape(-1, 2)
+        lengths = pairs.sum(axis=1)
+        if too_long := np.count_nonzero(lengths > seq_len):
+            raise ShardlmError(
+                f"{too_long:,} of {len(pairs):,} pairs are longer than a row of {seq_len:,} tokens, in which both"
+                f" answers stand, each behind the prompt; the longest is {lengths.max():,}. Set train.seq_len to at"
+                " least that, or leave those pairs out of the data"
+            )
+        order, first = _by_row(lengths, seq_len)
+        place = np.arange(len(pairs)) - np.repeat(first[:-1], np.diff(first))  # of a pair in its row
+        first = np.append(np.flatnonzero(place % MAX_PAIRS == 0), len(pairs))
+        self._starts, self._lengths = (a.reshape(-1, 2)[order].reshape(-1) for a in (offsets[:-1], pairs))
+        self._first = 2 * first
+
+
 def _batch(tokens, targets, begins, filled, scored) -> Batch:
     """Masks [rows, seq_len] arrays from `filled` inputs on; a segment begins in column 0 and at `begins`."""
     column = np.arange(tokens.shape[1], dtype=np.int32)
@@ -137,6 +161,16 @@ def _pieces(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece
     lengths = np.minimum(seq_len, np.repeat(inputs, counts) - number * seq_len)
     return np.repeat(offsets[:-1], counts) + number * seq_len, lengths
+
+
+def _by_row(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(pieces in the order of their rows, where in that order each row begins, then the number of pieces)."""
+    order, first = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    for low in range(0, len(lengths), _WINDOW):
+        rows = best_fit_decreasing(lengths[low : low + _WINDOW], seq_len)
+        order.append(np.argsort(rows, kind="stable") + low)
+        first.append(np.cumsum(np.bincount(rows)) + low)
+    return np.concatenate(order), np.concatenate(first)
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:

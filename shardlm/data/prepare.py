@@ -16,9 +16,10 @@ import msgspec
 from absl import logging
 
 from shardlm.data import standard_library
-from shardlm.data.chats import template_of, write_chats
+from shardlm.data.chats import conversation, template_of, write_lines
 from shardlm.data.config import DataConfig, OnBadUtf8
 from shardlm.data.corpus import Document, Progress, Source, find_sources, read_documents
+from shardlm.data.preferences import pair
 from shardlm.data.shards import FORMAT, META, TokenShards, is_shards
 from shardlm.data.writer import write_shards
 from shardlm.errors import ShardlmError
@@ -125,6 +126,8 @@ def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str
     content = [FORMAT, tokenizer, config.text_key, config.on_bad_utf8, inputs]
     if config.chat_template:
         content.append(dataclasses.asdict(template_of(config.chat_template)))
+    if config.packing == "pairs":
+        content.append("pairs")
     content = msgspec.json.encode(content)
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -163,8 +166,20 @@ def _open_or_write(
         return TokenShards.open(directory)
     total = sum(source.size for source in what)
     if config.chat_template:
-        template = template_of(config.chat_template)
-        return write_chats(what, template, tokenizer, directory, lambda done: progress("rendering chats", done, total))
+        of_line = pair if config.packing == "pairs" else conversation
+        return write_lines(
+            what,
+            template_of(config.chat_template),
+            tokenizer,
+            directory,
+            of_line,
+            progress=lambda done: progress("rendering chats", done, total),
+        )
+    if config.packing == "pairs":
+        raise ShardlmError(
+            "data.packing=pairs without data.chat_template: pairs are rendered by the template of the chats that the "
+            "model was tuned on; name its folder or file"
+        )
     return write_shards(
         read_documents(what, text_key=config.text_key, on_bad_utf8=config.on_bad_utf8),
         tokenizer,

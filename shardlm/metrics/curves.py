@@ -18,9 +18,11 @@ from shardlm.metrics.log import FILE_NAME, TRAIN_LOSS, VALIDATION_LOSS
 TRAIN_COLOUR, VALIDATION_COLOUR, REFERENCE_COLOUR, INK = "#2a6fbb", "#d1495b", "#6b7280", "#1f2937"
 
 
-def plot_curves(run_dir: str | os.PathLike, references: Mapping[str, float] | None = None) -> pathlib.Path:
-    """Draws RUN/loss.png and returns its path: training loss raw and smoothed, validation loss, and a
-    horizontal line for each of `references`, name to loss in nats a token, such as that of a bigram model.
+def plot_curves(
+    run_dir: str | os.PathLike, references: Mapping[str, float] | None = None, per: str = "token"
+) -> pathlib.Path:
+    """Draws RUN/loss.png and returns its path: training loss raw and smoothed, validation loss, in nats `per` token or
+    whatever else, and a horizontal line for each of `references`, name to loss, such as that of a bigram model.
 
     Raises:
         ShardlmError: the run has no losses yet, or the picture cannot be written.
@@ -34,7 +36,7 @@ def plot_curves(run_dir: str | os.PathLike, references: Mapping[str, float] | No
             "is this the directory of a run that has done a step?"
         )
     image = io.BytesIO()
-    FigureCanvasAgg(_draw(run_dir.name, train, validation, references or {})).print_png(image)
+    FigureCanvasAgg(_draw(run_dir.name, train, validation, references or {}, per)).print_png(image)
     path = run_dir / "loss.png"
     write_atomically(path, image.getvalue())
     return path
@@ -58,6 +60,7 @@ def _draw(
     train: list[tuple[int, float]],
     validation: list[tuple[int, float]],
     references: Mapping[str, float],
+    per: str,
 ) -> Figure:
     figure = Figure(figsize=(9, 5), dpi=144, layout="constrained")
     axes = figure.add_subplot()
@@ -87,7 +90,7 @@ def _draw(
             color=REFERENCE_COLOUR,
         )
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss (nats per {per})")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,9 +1,11 @@
-"""Cross-entropy of the output head without ever holding all logits: tokens go through in chunks, and the gradients
-are computed in the same pass as the loss, so that a chunk's logits are made once and dropped."""
+"""Cross-entropy of the output head without ever holding all logits: tokens go through in chunks. Where tokens' weights
+are known beforehand, gradients are computed in the same pass as the loss, so that a chunk's logits are made once and
+dropped; where they follow from the tokens' losses (`token_nll`), the backward pass makes them again."""
 
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,35 @@ def _backward(layout, z_loss, chunk_bytes, grads, cotangents):
 _loss.defvjp(_forward, _backward)
 
 
+def token_nll(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, *, layout: HeadLayout, chunk_bytes: int = CHUNK_BYTES
+) -> jax.Array:
+    """Negative log-likelihood of each token, float32 [B, T], for losses that are no weighted sum of it: four matmuls
+    with the head for `cross_entropy`'s three. Arguments are `cross_entropy`'s; differentiable in hidden and head."""
+    return _nll(hidden, head, targets, layout, chunk_bytes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _nll(hidden, head, targets, layout: HeadLayout, chunk_bytes):
+    tokens, stream = layout.rules.act.spec("batch", "whole_seq"), layout.rules.act.spec("batch", "seq", "embed")
+    local = functools.partial(_local_nll, layout=layout, chunk_bytes=chunk_bytes)
+    rest = layout.rules.rest.spec(*layout.names)
+    return shard_map(local, in_specs=(stream, rest, tokens), out_specs=tokens)(hidden, head, targets)
+
+
+def _nll_forward(hidden, head, targets, layout, chunk_bytes):
+    return _nll(hidden, head, targets, layout, chunk_bytes), (hidden, head, targets)
+
+
+def _nll_backward(layout, chunk_bytes, kept, cotangent):
+    """A token's cotangent is its weight in the sum that `cross_entropy` differentiates."""
+    _, (d_hidden, d_head) = _run(*kept, cotangent, layout, 0.0, chunk_bytes, with_grads=True)
+    return d_hidden, d_head, None
+
+
+_nll.defvjp(_nll_forward, _nll_backward)
+
+
 def _run(hidden, head, targets, weights, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
     """Runs the chunks on every device's own tokens and vocabulary shard; ((total, nll, z), gradients or None)."""
     rules = layout.rules
@@ -130,20 +161,13 @@ def _run(hidden, head, targets, weights, layout: HeadLayout, z_loss, chunk_bytes
 
 def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
     """One device: gathers its head shard and sequence, loops over chunks, and sends the gradients back home."""
-    rules = layout.rules
-    vocab_axes, token_axes = rules.act.axes("vocab"), rules.act.axes("batch") + rules.act.axes("whole_seq")
-    seq_axes = tuple(a for a in rules.act.axes("seq") if a not in rules.act.axes("whole_seq"))
-    w = head.astype(hidden.dtype)
-    for dim, axes in layout.gathered():
-        w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
-    if layout.vocab_dim == 0:
-        w = w.T  # [D, v]
-    x = jax.lax.all_gather(hidden, seq_axes, axis=1, tiled=True) if seq_axes else hidden
-    first = jax.lax.axis_index(vocab_axes) * w.shape[1] if vocab_axes else 0
-    options = {"config": layout.logits, "z_loss": z_loss, "with_grads": with_grads}
-    chunk = functools.partial(_chunk, w=w, first=first, vocab_axes=vocab_axes, **options)
-    split = functools.partial(_split, num_chunks=math.ceil(targets.size * w.shape[1] * 4 / chunk_bytes))
-    inputs = (split(x.reshape(-1, x.shape[-1])), split(targets.reshape(-1)), split(weights.reshape(-1)))
+    act = layout.rules.act
+    vocab_axes, token_axes = act.axes("vocab"), act.axes("batch") + act.axes("whole_seq")
+    x, seq_axes = _whole_sequence(hidden, layout)
+    own = OwnVocab.of(head.astype(hidden.dtype), layout)
+    w = own.w
+    chunk = functools.partial(_chunk, own=own, z_loss=z_loss, with_grads=with_grads)
+    inputs = _chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)), w.shape[1], chunk_bytes)
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(w.shape, jnp.float32) if with_grads else None)
     (sums, d_w), d_flat = jax.lax.scan(chunk, start, inputs)
     nll, z = jax.lax.psum(sums, token_axes) if token_axes else sums
@@ -158,6 +182,26 @@ def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_
     return totals, (d_x, _send_home(d_w.T if layout.vocab_dim == 0 else d_w, layout, token_axes).astype(head.dtype))
 
 
+def _local_nll(hidden, head, targets, *, layout: HeadLayout, chunk_bytes):
+    """One device's tokens; where the vocabulary is split, each of its devices gets the same sums."""
+    x, _ = _whole_sequence(hidden, layout)
+    own = OwnVocab.of(head.astype(hidden.dtype), layout)
+
+    def chunk(_, inputs):
+        found = own.softmax(*inputs)
+        return None, found.lse - found.at_target
+
+    inputs = _chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1)), own.w.shape[1], chunk_bytes)
+    return jax.lax.scan(chunk, None, inputs)[1].reshape(-1)[: targets.size].reshape(targets.shape)
+
+
+def _whole_sequence(hidden, layout: HeadLayout):
+    """(hidden with the sequence gathered that is split between blocks alone, the axes it was gathered over)."""
+    act = layout.rules.act
+    axes = tuple(a for a in act.axes("seq") if a not in act.axes("whole_seq"))
+    return jax.lax.all_gather(hidden, axes, axis=1, tiled=True) if axes else hidden, axes
+
+
 def _send_home(d_head, layout: HeadLayout, token_axes):
     """Sums the head's gradient over the devices that saw different tokens, keeping only the resting shard."""
     remaining = token_axes
@@ -167,31 +211,74 @@ def _send_home(d_head, layout: HeadLayout, token_axes):
     return jax.lax.psum(d_head, remaining) if remaining else d_head
 
 
-def _chunk(carry, inputs, *, w, first, vocab_axes, config: LogitsConfig, z_loss, with_grads):
-    """Loss and gradients of n tokens against this device's vocabulary shard. x [n, D], w [D, v]."""
+class Softmax(NamedTuple):
+    """Of n tokens, over the whole vocabulary but for what is [n, v], this device's part. exp is relative to the largest
+    logit, partition its sum; lse and at_target [n] are logits."""
+
+    logits: jax.Array
+    exp: jax.Array
+    hit: jax.Array
+    partition: jax.Array
+    lse: jax.Array
+    at_target: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnVocab:
+    """This device's part w [D, v] of the head, whose first token is `first`."""
+
+    w: jax.Array
+    first: jax.Array | int
+    axes: tuple[str, ...]
+    config: LogitsConfig
+
+    @classmethod
+    def of(cls, w: jax.Array, layout: HeadLayout) -> "OwnVocab":
+        """Of the head as it rests, which is gathered here."""
+        axes = layout.rules.act.axes("vocab")
+        for dim, over in layout.gathered():
+            w = jax.lax.all_gather(w, over, axis=dim, tiled=True)
+        w = w.T if layout.vocab_dim == 0 else w
+        return cls(w, jax.lax.axis_index(axes) * w.shape[1] if axes else 0, axes, layout.logits)
+
+    def softmax(self, x: jax.Array, target: jax.Array) -> Softmax:
+        """x [n, D], target int32 [n]."""
+        logits = shaped(jnp.einsum("nd,dv->nv", x, self.w, preferred_element_type=jnp.float32), self.config)
+        largest = logits.max(axis=-1)
+        largest = jax.lax.pmax(largest, self.axes) if self.axes else largest
+        exp = jnp.exp(logits - largest[:, None])
+        hit = jnp.arange(self.w.shape[1]) == (target - self.first)[:, None]
+        partition, at_target = exp.sum(axis=-1), jnp.where(hit, logits, 0).sum(axis=-1)
+        if self.axes:
+            partition, at_target = jax.lax.psum((partition, at_target), self.axes)
+        return Softmax(logits, exp, hit, partition, largest + jnp.log(partition), at_target)
+
+
+def _chunk(carry, inputs, *, own: OwnVocab, z_loss, with_grads):
+    """Loss and gradients of n tokens against this device's vocabulary shard. x [n, D]."""
     sums, d_w = carry
     x, target, weight = inputs
-    logits = shaped(jnp.einsum("nd,dv->nv", x, w, preferred_element_type=jnp.float32), config)
-    largest = logits.max(axis=-1)
-    largest = jax.lax.pmax(largest, vocab_axes) if vocab_axes else largest
-    exp = jnp.exp(logits - largest[:, None])
-    hit = jnp.arange(w.shape[1]) == (target - first)[:, None]
-    partition, at_target = exp.sum(axis=-1), jnp.where(hit, logits, 0).sum(axis=-1)
-    if vocab_axes:
-        partition, at_target = jax.lax.psum((partition, at_target), vocab_axes)
-    lse = largest + jnp.log(partition)
-    sums = sums + jnp.stack([jnp.sum(weight * (lse - at_target)), jnp.sum(weight * z_loss * jnp.square(lse))])
+    found = own.softmax(x, target)
+    nll, lse = found.lse - found.at_target, found.lse
+    sums = sums + jnp.stack([jnp.sum(weight * nll), jnp.sum(weight * z_loss * jnp.square(lse))])
     if not with_grads:
         return (sums, None), None
-    softmax_scale = weight * (1 + 2 * z_loss * lse) / partition
-    d_logits = exp * softmax_scale[:, None] - jnp.where(hit, weight[:, None], 0)
-    d_products = (d_logits * slope(logits, config)).astype(x.dtype)
+    softmax_scale = weight * (1 + 2 * z_loss * lse) / found.partition
+    d_logits = found.exp * softmax_scale[:, None] - jnp.where(found.hit, weight[:, None], 0)
+    d_products = (d_logits * slope(found.logits, own.config)).astype(x.dtype)
     d_w = d_w + jnp.einsum("nd,nv->dv", x, d_products, preferred_element_type=jnp.float32)
-    return (sums, d_w), jnp.einsum("nv,dv->nd", d_products, w)
+    return (sums, d_w), jnp.einsum("nv,dv->nd", d_products, own.w)
 
 
-def _split(a, num_chunks):
-    """[n, ...] -> [num_chunks, ceil(n / num_chunks), ...], padded with zeros, which weigh nothing."""
-    size = math.ceil(a.shape[0] / num_chunks)
-    padding = num_chunks * size - a.shape[0]
-    return jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]).reshape(num_chunks, size, *a.shape[1:])
+def _chunks(arrays, vocab: int, chunk_bytes: int):
+    """Each [n, ...] -> [chunks, ceil(n / chunks), ...], padded with zeros, which weigh nothing: so many that the logits
+    of one over `vocab` tokens take `chunk_bytes` at most."""
+    tokens = arrays[0].shape[0]
+    chunks = math.ceil(tokens * vocab * 4 / chunk_bytes)
+    size = math.ceil(tokens / chunks)
+
+    def split(a):
+        padded = jnp.pad(a, [(0, chunks * size - tokens), *[(0, 0)] * (a.ndim - 1)])
+        return padded.reshape(chunks, size, *a.shape[1:])
+
+    return tuple(map(split, arrays))

@@ -115,6 +115,29 @@ class LocalSgdConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    """Direct preference optimisation of a checkpoint (train/preference.py), on pairs (data.packing).
+
+    beta             how strongly the model is held to the checkpoint: 0.1 is common; 0: training on next tokens
+    label_smoothing  probability that a pair's label is wrong (conservative DPO)
+    sft_weight       of the chosen answer's loss a token, added to the pair's (https://arxiv.org/abs/2404.19733)
+    """
+
+    beta: float = 0.0
+    label_smoothing: float = 0.0
+    sft_weight: float = 0.0
+
+    def __post_init__(self):
+        values = f"beta={self.beta}, label_smoothing={self.label_smoothing}, sft_weight={self.sft_weight}"
+        if self.beta < 0 or not 0 <= self.label_smoothing < 0.5 or self.sft_weight < 0:
+            raise ShardlmError(
+                f"preference.{values}: beta and sft_weight are at least 0, label_smoothing at least 0 and below 0.5"
+            )
+        if not self.beta and (self.label_smoothing or self.sft_weight):
+            raise ShardlmError(f"preference.{values}: without beta the others mean nothing; set beta, or both to 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class OffloadConfig:
     """What rests in the host's pinned memory between its uses in a step (train/offload.py). Blocks' inputs go there by
     remat="offload".
@@ -165,6 +188,7 @@ class RunConfig:
     context_attention  over mesh.context: "auto", "ring" or "ulysses" (ops/attention.py)
     matmul       numbers that projections multiply (ops/quantized_matmul.py)
     lora         adapters that are trained instead of the weights
+    preference   training on pairs of answers instead of next tokens
     offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
     slow_link    compression of what crosses mesh.data
@@ -185,6 +209,7 @@ class RunConfig:
     context_attention: ContextAttention = "auto"
     matmul: Matmul = "dtype"
     lora: LoraConfig = LoraConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1

@@ -25,15 +25,19 @@ class Evaluator:
     compiled: jax.stages.Compiled
 
     def __call__(self, params: Any, frozen: Any = None) -> dict[str, float]:
-        """validation_loss in nats a token, perplexity, and bits_per_byte of the validation text, with these weights of
-        a training state."""
+        """Means over the validation rows, with these weights of a training state: of next tokens validation_loss in
+        nats a token, perplexity, and bits_per_byte of the text; else what the objective reports, as validation_*."""
         train, sharding = self.program.config.train, self.program.batch_sharding
         rows = local_rows(sharding, self.program.slots, train.seq_len)
-        nll = tokens = 0.0
+        sums: dict[str, float] = {}
         for batch in self.batches(rows):
-            sums = self.compiled(params, frozen, to_devices(batch, rows, sharding, self.program.slots))
-            nll, tokens = nll + float(sums["nll"]), tokens + float(sums["tokens"])
-        return summary(nll / tokens, self.data)
+            found = self.compiled(params, frozen, to_devices(batch, rows, sharding, self.program.slots))
+            sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
+        count = sums.pop(self.program.objective.counted)
+        values = {f"validation_{name}": value / count for name, value in sums.items()}
+        if self.program.objective.counted == "tokens":
+            values |= text_measures(values["validation_loss"], self.data)
+        return values
 
     def batches(self, rows: tuple[int, ...] | None = None) -> Iterator[Batch]:
         """The validation rows, the same at every call; `rows` of each batch, all by default."""
@@ -52,9 +56,9 @@ class Evaluator:
         return ngram.evaluate(ngram.fit(self.data.train), self.batches())
 
 
-def summary(loss: float, data: Prepared) -> Mapping[str, float]:
-    """The ways to state a loss in nats a token of the validation text; bits per byte where all of it is scored."""
-    values = {"validation_loss": loss, "perplexity": float(np.exp(min(loss, 700)))}
+def text_measures(loss: float, data: Prepared) -> Mapping[str, float]:
+    """Other ways to state a loss in nats a token of the validation text; bits per byte where all of it is scored."""
+    values = {"perplexity": float(np.exp(min(loss, 700)))}
     if not data.validation.partly_scored:
         values["bits_per_byte"] = loss / math.log(2) / data.validation.bytes_per_token
     return values

@@ -13,7 +13,7 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.data.loader import Loader
 from shardlm.data.prepare import Prepared, prepare
 from shardlm.errors import ShardlmError
-from shardlm.flops import training_flops
+from shardlm.flops import forward_flops, training_flops
 from shardlm.metrics.goodput import Goodput
 from shardlm.metrics.log import MetricsLog
 from shardlm.metrics.progress import ProgressLine, RateMeter, Rates
@@ -214,7 +214,9 @@ class Run:
     def _flops(self, values: dict[str, float]) -> float:
         model = self.program.model.config
         macs = values["attention_pairs"] * model.attention_width()
-        return training_flops(model.parameters_per_token(), values["tokens"], macs)
+        args = model.parameters_per_token(), values["tokens"], macs
+        reference = forward_flops(*args) if self.program.config.preference.beta else 0
+        return training_flops(*args) + reference
 
     def _last_good(self) -> str:
         latest = self.checkpoints.latest()

@@ -30,8 +30,10 @@ from shardlm.train.batches import slots
 from shardlm.train.check import check_batch, check_matmul, check_model, check_pipeline
 from shardlm.train.config import OffloadConfig, RunConfig
 from shardlm.train.lora import check_lora
+from shardlm.train.preference import check_preference
+from shardlm.train.preference import objective as objective_of
 from shardlm.train.replicas import check_replicas, shares
-from shardlm.train.step import StepConfig, make_eval_step
+from shardlm.train.step import Objective, StepConfig, make_eval_step
 from shardlm.train.strategy import Step, Strategy
 from shardlm.train.strategy import choose as choose_strategy
 from shardlm.xla_options import XlaOptions, resolve_profile
@@ -46,6 +48,7 @@ class Program:
     rules: Rules
     model: ModelDef
     tx: optax.GradientTransformation
+    objective: Objective
     strategy: Strategy
 
     @classmethod
@@ -63,6 +66,7 @@ class Program:
         check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
         check_matmul(config.matmul, config.precision, mesh.devices.flat[0])
         check_lora(config)
+        check_preference(config)
         offload.check_offload(config.offload, spec, config.local_sgd, mesh.devices.flat[0])
         dtype = COMPUTE_DTYPE[config.precision]
         head_dim = max(block.attention.head_dim for block in shape.blocks())
@@ -86,8 +90,9 @@ class Program:
             model = ModelDef.make(shape, execution)
             tx = make_optimizer(config.optim, config.train.steps, model.names)
             rate = make_schedule(config.optim, config.train.steps)
-            strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec))
-        return cls(config, mesh, rules, model, tx, strategy)
+            objective = objective_of(config, model)
+            strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec, objective))
+        return cls(config, mesh, rules, model, tx, objective, strategy)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -110,8 +115,8 @@ class Program:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
         with jax.set_mesh(self.mesh):
-            shapes = dataclasses.replace(jax.eval_shape(self._make_state, 0), frozen=self.model.frozen_shapes)
-            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
+            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
+        shapes = dataclasses.replace(shapes, frozen=self.frozen_shapes())
         return offload.at_rest(shapes, self.config.offload, self.mesh)
 
     def init(self, params: Any = None, frozen: Any = None) -> TrainState:
@@ -121,17 +126,30 @@ class Program:
             state = jax.jit(self._make_state, donate_argnums=1)(self.config.train.seed, params)
         return dataclasses.replace(state, frozen=frozen)
 
+    def frozen_shapes(self) -> Any:
+        """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences are measured
+        from; None where there is neither."""
+        if self.config.lora.rank or self.config.preference.beta:
+            return self.model.held_at_rest(self.mesh)
+        return None
+
+    def frozen(self) -> Any:
+        """`TrainState.frozen`, read from the checkpoint that config.model names."""
+        shapes = self.frozen_shapes()
+        return None if shapes is None else self._read(shapes)
+
     def pretrained(self) -> Any:
-        """The parameters of the checkpoint that config.model names, each device reading its own: the frozen ones as
-        they are held, or all of them in float32; None for a model that begins anew."""
-        if not isinstance(self.config.model, Pretrained):
+        """The trained parameters of the checkpoint that config.model names, in float32; None for those that begin anew,
+        as adapters do."""
+        if self.config.lora.rank or not isinstance(self.config.model, Pretrained):
             return None
-        with jax.set_mesh(self.mesh):
-            shapes = self.model.shapes if self.model.frozen_shapes is None else self.model.frozen_shapes
-            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
-            folder = Folder.open(self.config.model.folder)
-            with bytes_bar("reading weights", jax.process_index() == 0) as progress:
-                return weights.load(self.model, folder, shapes, progress)
+        return self._read(jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes))
+
+    def _read(self, shapes: Any) -> Any:
+        """Parameters of config.model's checkpoint, each device reading its own."""
+        folder = Folder.open(self.config.model.folder)
+        with jax.set_mesh(self.mesh), bytes_bar("reading weights", jax.process_index() == 0) as progress:
+            return weights.load(self.model, folder, shapes, progress)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""
@@ -159,7 +177,9 @@ class Program:
         """(params, frozen, batch) -> sums of the batch's losses."""
         with jax.set_mesh(self.mesh), self._tracing():
             state = self.state_shapes()
-            return jax.jit(make_eval_step(self.model)).lower(state.params, state.frozen, self.batch_shapes())
+            return jax.jit(make_eval_step(self.model, self.objective)).lower(
+                state.params, state.frozen, self.batch_shapes()
+            )
 
     def schedule(self) -> Schedule:
         """When the stages of the mesh's pipeline run what; one stage where there is no pipeline."""
@@ -216,9 +236,9 @@ def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSp
     return "ring" if "ring" in ways else "ulysses"
 
 
-def _step_config(config: RunConfig, mesh: MeshSpec) -> StepConfig:
+def _step_config(config: RunConfig, mesh: MeshSpec, objective: Objective) -> StepConfig:
     train, optim = config.train, config.optim
     one_f_one_b = config.pipeline.schedule == "1f1b" and mesh.pipeline > 1
     microbatches = max(shares(train, mesh.data))
     elementwise = optim.name in ("adamw", "lion", "sgd")
-    return StepConfig(microbatches, optim.clip_norm, optim.ema_decay, train.z_loss, one_f_one_b, elementwise)
+    return StepConfig(microbatches, optim.clip_norm, optim.ema_decay, objective, one_f_one_b, elementwise)

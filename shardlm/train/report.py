@@ -17,7 +17,7 @@ from shardlm.generate import Sampling, generate
 from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
 from shardlm.run_files import CHECKPOINTS
-from shardlm.state import TrainState, joined
+from shardlm.state import TrainState
 from shardlm.train.offload import saving
 from shardlm.train.program import Program
 
@@ -83,6 +83,14 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
         f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
         f"{tokens / data.train.num_tokens:.2f} epochs",
     ]
+    if config.preference.beta:
+        pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
+        held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.frozen_shapes()))
+        where = "which adapters stand on" if config.lora.rank else f"{held / 2**30:,.3f} GiB over all devices"
+        lines.append(
+            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; beta {config.preference.beta}, "
+            f"reference {config.model.folder}, {where}"
+        )
     if program.rules.mesh.pipeline > 1:
         idle = program.schedule().bubble_fraction()
         lines.append(
@@ -104,8 +112,12 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
 def describe_validation(values: dict[str, float]) -> str:
     """One line of validation metrics."""
     ema = f", averaged weights {values['validation_loss_ema']:.4f}" if "validation_loss_ema" in values else ""
+    loss = values["validation_loss"]
+    if "validation_reward_accuracy" in values:
+        margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]
+        return f"validation loss {loss:.4f} nats/pair{ema}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
     bits = f", {values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else ""
-    loss, perplexity = values["validation_loss"], values["perplexity"]
+    perplexity = values["perplexity"]
     return f"validation loss {loss:.4f} nats/token{ema}, perplexity {perplexity:,.1f}{bits}"
 
 
@@ -131,7 +143,7 @@ def finished(run: "Run", state: TrainState, command: str) -> None:
         run.say(_comparison(baselines, run.validation["validation_loss"]))
     if sample is not None:
         run.say(f"sample:\n{sample}")
-    curve = plot_curves(config.run_dir, references)
+    curve = plot_curves(config.run_dir, references, run.program.objective.counted.removesuffix("s"))
     run.say(str(run.goodput.summary()))
     run_dir = pathlib.Path(config.run_dir)
     prompt = shlex.quote(config.train.sample_prompt or "Once upon a time")
@@ -157,7 +169,7 @@ def _sample(run: "Run", state: TrainState) -> str:
     tokenizer, prompt = run.data.tokenizer, run.program.config.train.sample_prompt
     tokens = generate(
         run.program.decoder(),
-        joined(state.params, state.frozen),
+        run.program.model.bound(state.frozen).whole(state.params),
         tokenizer.encode(prompt),
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(temperature=0.8, top_k=40),

@@ -11,6 +11,7 @@ from shardlm.data.chats import template_of
 from shardlm.data.loader import Loader
 from shardlm.data.prepare import Prepared
 from shardlm.errors import ShardlmError
+from shardlm.models.pretrained import Pretrained
 from shardlm.run_files import CONFIG, find_run, save_run_files
 from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
@@ -49,14 +50,16 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
 def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[TrainState, int, str]:
     """The state to start from, the number of steps it stands for, and a line that says where it came from."""
     if checkpoints.latest() is None:
-        params = program.pretrained()
-        origin = "new weights" if params is None else f"the weights of {program.config.model.folder}"
-        if program.config.lora.rank:
-            return program.init(None, params), 0, f"starting from {origin}, with new adapters"
-        return program.init(params), 0, f"starting from {origin}"
+        source = (
+            f"the weights of {program.config.model.folder}"
+            if isinstance(program.config.model, Pretrained)
+            else "new weights"
+        )
+        adapters = ", with new adapters" if program.config.lora.rank else ""
+        return program.init(program.pretrained(), program.frozen()), 0, f"starting from {source}{adapters}"
     restored = checkpoints.restore(dataclasses.replace(program.state_shapes(), frozen=None))
     loader.set_state(restored.data_state)
-    state = dataclasses.replace(restored.state, frozen=program.pretrained() if program.config.lora.rank else None)
+    state = dataclasses.replace(restored.state, frozen=program.frozen())
     left = f" (removed what an interrupted save left: {', '.join(checkpoints.removed)})" if checkpoints.removed else ""
     source = checkpoints.directory / str(restored.step)
     return state, restored.step, f"resuming after step {restored.step} from {source}{left}"

@@ -68,7 +68,7 @@ def score(
     data = prepare(config.data, progress)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
     with jax.set_mesh(program.mesh):
-        frozen = program.pretrained() if lora.rank else None
+        frozen = program.frozen()
         if files:
             with Checkpoints(files.checkpoints_dir) as reader:
                 params = reader.restore_params(program.state_shapes().params, files.step, "ema" if ema else "params")

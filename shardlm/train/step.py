@@ -3,7 +3,7 @@ pure function of state and batch; jit, donation and compiler options are train/p
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,51 @@ Gradient = Callable[[Any, Batch, jax.Array, Any], tuple[Any, dict[str, jax.Array
 """(params, batch, loss scale, the state's link) -> (gradients where the optimizer rests, losses, new link)."""
 
 
+class Objective(Protocol):
+    """What training makes smaller: a mean over the tokens of a batch, or over whatever else it counts.
+
+    counted   "tokens" or "pairs": what the mean is over
+    reported  the metrics that evaluations state, the loss first
+    """
+
+    counted: str
+    reported: tuple[str, ...]
+
+    def count(self, batch: Batch) -> jax.Array:
+        """How many of them are in the batch, a float32 scalar."""
+
+    def weights(self, batch: Batch, scale: jax.Array) -> Any:
+        """float32 [B, T], or a tree of them: what each token weighs in the sums, for a mean over this batch, times
+        `scale`. Parts of the batch keep their weights."""
+
+    def sums(self, model: ModelDef, params: Any, batch: Batch, weights: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(what is differentiated, with the layers' auxiliary losses, and what it is made of), by these weights."""
+
+    def metrics(self, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The metrics, "loss" among them, from what `sums` is made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """Cross-entropy of the next token; z_loss is the weight of the squared log-partition (ops/cross_entropy.py)."""
+
+    z_loss: float = 0.0
+    counted = "tokens"
+    reported = ("loss",)
+
+    def count(self, batch: Batch) -> jax.Array:
+        return jnp.sum(batch["loss_mask"])
+
+    def weights(self, batch: Batch, scale: jax.Array) -> jax.Array:
+        return batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
+
+    def sums(self, model: ModelDef, params: Any, batch: Batch, weights: jax.Array):
+        return loss_sums(model, params, batch, weights, self.z_loss)
+
+    def metrics(self, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return losses_and_loads(parts)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
     """What the step needs beyond the model and the optimizer.
@@ -33,7 +78,7 @@ class StepConfig:
     accumulation  microbatches per step; their gradients are summed before one update
     clip_norm     largest global gradient norm; 0 does not clip
     ema_decay     of the average of the weights
-    z_loss        weight of the squared log-partition (ops/cross_entropy.py)
+    objective     what is made smaller
     one_f_one_b   microbatches go through pipeline stages by one_f_one_b.py
     elementwise   whether the optimizer treats every element alone
     """
@@ -41,7 +86,7 @@ class StepConfig:
     accumulation: int = 1
     clip_norm: float = 1.0
     ema_decay: float = 0.0
-    z_loss: float = 0.0
+    objective: Objective = NextToken()
     one_f_one_b: bool = False
     elementwise: bool = False
 
@@ -70,15 +115,19 @@ def with_auxiliary(total: jax.Array, aux: dict[str, jax.Array]) -> jax.Array:
 
 
 def losses_and_loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A step's metrics from its parts: loss and z_loss and, of mixtures of experts, balance_loss and router_z_loss (all
-    in nats per counted token), expert_load [layers, E] as fractions of the pairs, load_imbalance (the busiest expert's
-    load over the mean, in the worst layer) and dropped_fraction of the pairs."""
-    metrics = {"loss": parts["nll"], "z_loss": parts["z_loss"]}
+    """A step's metrics from its parts: loss, z_loss and `loads`, in nats per counted token."""
+    return {"loss": parts["nll"], "z_loss": parts["z_loss"]} | loads(parts)
+
+
+def loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The metrics of mixtures of experts: balance_loss and router_z_loss (weighted means), expert_load [layers, E] as
+    fractions of the pairs, load_imbalance (the busiest expert's load over the mean, in the worst layer) and
+    dropped_fraction of the pairs; none of other models."""
     if "expert_load" not in parts:
-        return metrics
+        return {}
     load = parts["expert_load"]
     fractions = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1e-9)
-    metrics |= {name: jnp.sum(parts[name]) for name in LOSSES}
+    metrics = {name: jnp.sum(parts[name]) for name in LOSSES}
     dropped = jnp.sum(parts["dropped"]) / jnp.maximum(jnp.sum(load), 1e-9)
     imbalance = jnp.max(fractions) * load.shape[-1]
     return metrics | {"dropped_fraction": dropped, "load_imbalance": imbalance, "expert_load": fractions}
@@ -86,27 +135,30 @@ def losses_and_loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def token_losses(lm: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float):
     """hidden [B, T, D] and targets int32 [B, T] -> what `cross_entropy` returns for the model's output head."""
-    head = lm.head_param()
-    layout = HeadLayout(head.get_metadata("names"), lm.execution.rules, lm.config.logits)
-    return cross_entropy(hidden, head[...], targets, weights, layout=layout, z_loss=z_loss)
+    return cross_entropy(hidden, lm.head_param()[...], targets, weights, layout=head_layout(lm), z_loss=z_loss)
+
+
+def head_layout(lm: Transformer) -> HeadLayout:
+    """How the model's output head rests and what becomes of its products."""
+    return HeadLayout(lm.head_param().get_metadata("names"), lm.execution.rules, lm.config.logits)
 
 
 def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, config: StepConfig):
-    """Mean loss over the batch's counted tokens and its gradients times `scale`, over all microbatches.
+    """Mean loss over what the objective counts in the batch and its gradients times `scale`, over all microbatches.
 
     Each microbatch's tokens weigh the same wherever they fall, so the result does not depend on the accumulation.
-    Returns (gradients where the rules rest them, `losses_and_loads`).
+    Returns (gradients where the rules rest them, the objective's metrics).
     """
-    weights = batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
+    weights = config.objective.weights(batch, scale)
     grads, parts = accumulated(model, params, batch, weights, config, config.accumulation)
-    return grads, losses_and_loads(jax.tree.map(lambda a: a / scale, parts))
+    return grads, config.objective.metrics(jax.tree.map(lambda a: a / scale, parts))
 
 
-def accumulated(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, config: StepConfig, count):
+def accumulated(model: ModelDef, params: Any, batch: Batch, weights: Any, config: StepConfig, count):
     """Gradients of the weighted loss and its parts, summed over the first `count` (an int or int32 scalar) of the
     config's microbatches."""
     rules = model.execution.rules
-    grad = jax.value_and_grad(lambda p, b, w: loss_sums(model, p, b, w, config.z_loss), has_aux=True)
+    grad = jax.value_and_grad(lambda p, b, w: config.objective.sums(model, p, b, w), has_aux=True)
 
     def micro(i, carry):
         total, grads = carry
@@ -116,7 +168,8 @@ def accumulated(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, 
 
     if config.one_f_one_b:
         rows = in_order(batch | {"weights": weights}, model.execution)
-        (_, parts, aux), grads = one_f_one_b.loss_and_gradients(model, params, rows, _row_losses(config.z_loss))
+        losses = _row_losses(config.objective.z_loss)  # of next tokens, which all pipelines train on
+        (_, parts, aux), grads = one_f_one_b.loss_and_gradients(model, params, rows, losses)
         parts = parts | aux
         grads = model.place(grads, rules.grads)
     elif config.accumulation == 1 or rules.mesh.pipeline > 1:  # a pipeline takes the microbatches in one call
@@ -167,10 +220,10 @@ def make_train_step(
     """The step: (TrainState, Batch) -> (TrainState, metrics). `gradient` is where gradients come from: of the whole
     batch unless replicas exchange them in their own way (replicas.py).
 
-    A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are scalars: loss and
-    z_loss (nats per counted token), grad_norm (before clipping), learning_rate (`rate` of the updates made so far),
-    tokens, attention_pairs (query-key pairs attended, for the FLOP count), finite (1 or 0), the state's skipped and
-    bad_steps and, in fp16, loss_scale.
+    A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are scalars: the
+    objective's (`losses_and_loads`, preference.py), grad_norm (before clipping), learning_rate (`rate` of the updates
+    made so far), tokens, attention_pairs (query-key pairs attended, for the FLOP count), finite (1 or 0), the state's
+    skipped and bad_steps and, in fp16, loss_scale.
     """
     rules = model.execution.rules
 
@@ -221,13 +274,15 @@ def make_train_step(
     return step
 
 
-def make_eval_step(model: ModelDef):
-    """(params, frozen, Batch) -> {"nll": sum over counted tokens, "tokens": their number}, float32 scalars. `frozen` is
-    the training state's."""
+def make_eval_step(model: ModelDef, objective: Objective):
+    """(params, frozen, Batch) -> float32 scalars: sums of what the objective reports, and under the name of what it
+    counts their number. `frozen` is the training state's."""
 
     def evaluate(params, frozen, batch: Batch):
-        _, parts = loss_sums(model.bound(frozen), params, batch, batch["loss_mask"])
-        return {"nll": parts["nll"], "tokens": jnp.sum(batch["loss_mask"])}
+        count = objective.count(batch)
+        _, parts = objective.sums(model.bound(frozen), params, batch, objective.weights(batch, count))
+        metrics = objective.metrics(parts)
+        return {name: metrics[name] for name in objective.reported} | {objective.counted: count}
 
     return evaluate
 

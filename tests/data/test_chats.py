@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardlm.chat import ChatTemplate
-from shardlm.data.chats import template_of, write_chats
+from shardlm.data.chats import conversation, template_of, write_lines
 from shardlm.data.config import DataConfig
 from shardlm.data.corpus import find_sources
 from shardlm.data.packing import make_rows
@@ -37,7 +37,7 @@ def chats(tmp_path):
 
 
 def shards(path, directory):
-    return write_chats(find_sources([str(path)]), TEMPLATE, TOKENIZER, directory)
+    return write_lines(find_sources([str(path)]), TEMPLATE, TOKENIZER, directory, conversation)
 
 
 @pytest.mark.parametrize("packing,seq_len", [("cut", 16), ("whole", 64), ("whole", 9)])

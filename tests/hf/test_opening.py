@@ -238,6 +238,30 @@ def trained_on_chats(home, config):
         assert (home / "sft_hf" / name).read_text() == (template / name).read_text()
 
 
+def trained_on_preferences(home, config):
+    """The same folder on pairs, by all weights: a run begins at log 2, learns what is preferred, resumes bit for bit
+    and is written as any other is."""
+    pairs = [{"prompt": f"def f{i}", "chosen": f"return x * {i}", "rejected": f"y - {i}"} for i in range(40)]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    flags = (f"data.train={home}/pairs.jsonl", f"data.validation={home}/pairs.jsonl", "data.packing=pairs")
+    flags += (f"data.chat_template={home}/template", f"data.tokenizer={home}/hf", "preference.beta=0.1")
+    flags += ("optim.schedule=constant", "checkpoint.every_steps=2", "train.steps=4", "train.seq_len=128")
+    flags += ("train.accumulation=2", "train.eval_every=2", f"run_dir={home}/dpo")
+    done = tiny_run.train(config, *flags)
+    assert done.returncode == 0 and "40 pairs to train on" in done.stdout, done.stderr
+    expected = tiny_run.losses(home / "dpo")
+    assert abs(expected[1, "loss"] - math.log(2)) < 1e-6 and "averaged weights" in done.stdout
+    assert expected[4, "validation_loss"] < expected[2, "validation_loss"] < expected[1, "loss"]
+    lines = [json.loads(line) for line in (home / "dpo" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["validation_reward_accuracy"] > 0.9 and lines[-1]["validation_reward_margin"] > 0
+    shutil.rmtree(home / "dpo" / "checkpoints" / "4")
+    again = tiny_run.train(config, *flags)
+    assert again.returncode == 0 and "resuming after step 2" in again.stdout, again.stderr
+    assert tiny_run.losses(home / "dpo") == expected
+    exported = run("launch.convert", f"--checkpoint={home}/dpo", f"--output={home}/dpo_hf")
+    assert exported.returncode == 0, exported.stderr
+
+
 def trained_by_adapters(home, config):
     """The same folder by adapters on int4: a run resumes bit for bit, keeps its adapters only, and is what PEFT's files
     and the merged folder made of it are."""
@@ -301,6 +325,7 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     assert done.returncode == 0 and f"starting from the weights of {tmp_path}/hf" in done.stdout, done.stderr
     trained_on_chats(tmp_path, further)
     trained_by_adapters(tmp_path, further)
+    trained_on_preferences(tmp_path, further)
     shutil.rmtree(tmp_path / "hf")  # a run outlives the folder it began from
     assert not np.array_equal(logits_of(shardlm.load(tmp_path / "more", dtype="float32"), tokens), before)
     again = tiny_run.train(further, *flags[:1], "train.steps=6", *flags[2:])

@@ -7,7 +7,7 @@ import pytest
 from small import mesh_of, relative_error
 
 from shardlm.mesh import MeshSpec
-from shardlm.ops.cross_entropy import HeadLayout, cross_entropy, reference
+from shardlm.ops.cross_entropy import HeadLayout, LogitsConfig, cross_entropy, reference, token_nll
 from shardlm.rules import Rules
 
 B, T, D, V = 8, 16, 24, 64
@@ -63,6 +63,39 @@ def test_equals_reference(spec, chunk_tokens, tied):
     assert relative_error(found, expected(1e-2)) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("spec", "tied", "logits"),
+    [
+        (MeshSpec(), False, LogitsConfig()),
+        (MeshSpec(data=2, context=2, tensor=2), True, LogitsConfig(0.5, 2.0)),
+        (MeshSpec(fsdp=2, tensor=4), False, LogitsConfig()),
+    ],
+    ids=str,
+)
+def test_each_tokens_own_equals_the_reference(spec, tied, logits):
+    hidden, head, targets, _ = inputs()
+    rules = Rules.make("zero3", spec)
+    layout = HeadLayout(("vocab", "embed") if tied else ("embed", "vocab"), rules, logits)
+    power = jnp.linspace(0.5, 2.0, B * T).reshape(B, T)  # cotangents that depend on the losses
+
+    def loss(hidden, head):
+        nll = token_nll(hidden, head, targets, layout=layout, chunk_bytes=5 * V // spec.tensor * 4)
+        return jnp.sum(jnp.power(nll, jax.reshard(power, jax.typeof(nll).sharding.spec))), nll
+
+    def naive(hidden, head):
+        nll, _ = reference(hidden, head, targets, logits)
+        return jnp.sum(jnp.power(nll, power)), nll
+
+    (_, nll), grads = jax.value_and_grad(naive, (0, 1), has_aux=True)(hidden, head)
+    with jax.set_mesh(mesh_of(spec)):
+        targets = jax.device_put(targets, rules.act.spec("batch", "whole_seq"))
+        x = jax.device_put(hidden, rules.act.spec("batch", "seq", "embed"))
+        w = jax.device_put(head.T if tied else head, rules.rest.spec(*layout.names))
+        (_, found), (d_hidden, d_head) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, w)
+    found = {"nll": found, "hidden": d_hidden, "head": np.asarray(d_head).T if tied else d_head}
+    assert relative_error(found, {"nll": nll, "hidden": grads[0], "head": grads[1]}) < TOLERANCE
+
+
 def test_never_holds_all_logits():
     rules = Rules.make("zero3", MeshSpec())
     layout = HeadLayout(("embed", "vocab"), rules)
@@ -70,9 +103,13 @@ def test_never_holds_all_logits():
     shapes = [(1, tokens, width), (width, vocab), (1, tokens), (1, tokens)]
     args = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, ["float32", "float32", "int32", "float32"], strict=True)]
     with jax.set_mesh(mesh_of(MeshSpec())):
-        run = jax.grad(lambda *a: cross_entropy(*a, layout=layout, chunk_bytes=chunk_bytes)[0], (0, 1))
-        temporary = jax.jit(run).lower(*args).compile().memory_analysis().temp_size_in_bytes
-    assert temporary < 8 * chunk_bytes < tokens * vocab * 4 / 4
+        for loss in (
+            lambda *a: cross_entropy(*a, layout=layout, chunk_bytes=chunk_bytes)[0],
+            lambda *a: jnp.sum(jnp.square(token_nll(*a[:3], layout=layout, chunk_bytes=chunk_bytes) * a[3])),
+        ):
+            run = jax.jit(jax.grad(loss, (0, 1)))
+            temporary = run.lower(*args).compile().memory_analysis().temp_size_in_bytes
+            assert temporary < 8 * chunk_bytes < tokens * vocab * 4 / 4
 
 
 def test_gradient_of_the_head_is_kept_in_float32():

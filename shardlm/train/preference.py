@@ -1,0 +1,138 @@
+"""Training on preferences: direct preference optimisation (DPO, https://arxiv.org/abs/2305.18290) of a checkpoint, by
+all its weights or by adapters, against the checkpoint as it was. Rows are data/packing.py's pairs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.data.packing import MAX_PAIRS
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import Packed
+from shardlm.layers.lora import LoraConfig
+from shardlm.models.pretrained import Pretrained
+from shardlm.ops.cross_entropy import token_nll
+from shardlm.ops.preference import pair_sums, preference_loss
+from shardlm.state import ModelDef
+from shardlm.train.config import PreferenceConfig, RunConfig
+from shardlm.train.replicas import apart
+from shardlm.train.step import Batch, NextToken, Objective, head_layout, in_order, loads, with_auxiliary
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """The objective: the mean over pairs of `preference_loss` of beta times how much more likely the model makes each
+    answer than the reference does.
+
+    reference  the model as it was, whose weights are `TrainState.frozen`: without adapters the weights that training
+               began from, with adapters those that they stand on
+    """
+
+    config: PreferenceConfig
+    reference: ModelDef
+    counted = "pairs"
+    reported = ("loss", "reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
+
+    @classmethod
+    def make(cls, config: PreferenceConfig, model: ModelDef) -> "Preference":
+        """Of a model that is trained; under the run's mesh."""
+        plain = dataclasses.replace(model.execution, lora=LoraConfig())
+        return cls(config, ModelDef.make(model.config, plain))
+
+    def count(self, batch: Batch) -> jax.Array:
+        return jnp.sum(_begins(batch))
+
+    def weights(self, batch: Batch, scale: jax.Array) -> dict[str, jax.Array]:
+        """A pair's weight stands at its first token. Auxiliary losses weigh tokens as in `NextToken`."""
+        begins = _begins(batch)
+        pairs = begins * (scale / jnp.maximum(jnp.sum(begins), 1))
+        return {"pairs": pairs, "tokens": NextToken().weights(batch, scale)}
+
+    def sums(self, model: ModelDef, params: Any, batch: Batch, weights: dict[str, jax.Array]):
+        """Besides the auxiliary ones, the parts are sums over pairs of the metrics that `metrics` names."""
+        batch, weights = in_order((batch, weights), model.execution)
+        nll, aux = _token_nll(model, params, batch, weights["tokens"])
+        before, _ = _token_nll(self.reference, model.frozen, batch, weights["tokens"])
+        segments, scored = batch["segment_ids"], batch["loss_mask"]
+        sums = functools.partial(pair_sums, segment_ids=segments, most=MAX_PAIRS)
+        chosen, rejected = (self.config.beta * gain for gain in sums((before - nll) * scored))
+        weight, _ = sums(weights["pairs"])
+        losses = preference_loss(chosen - rejected, self.config.label_smoothing)
+        if self.config.sft_weight:
+            surprise, tokens = (sums(a)[0] for a in (nll * scored, scored))
+            losses = losses + self.config.sft_weight * surprise / jnp.maximum(tokens, 1)
+        of_pairs = {
+            "loss": losses,
+            "reward_margin": chosen - rejected,
+            "reward_accuracy": chosen > rejected,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+        parts = {name: jnp.sum(weight * values) for name, values in of_pairs.items()}
+        return with_auxiliary(parts["loss"], aux), jax.lax.stop_gradient(parts) | aux
+
+    def metrics(self, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Means over pairs: loss, reward_margin (the chosen answer's reward less the rejected one's), reward_accuracy
+        (the share of pairs in which it is positive), chosen_reward and rejected_reward; and `loads`."""
+        return {name: parts[name] for name in self.reported} | loads(parts)
+
+
+def objective(config: RunConfig, model: ModelDef) -> Objective:
+    """What a run makes smaller; under its mesh."""
+    if config.preference.beta:
+        return Preference.make(config.preference, model)
+    return NextToken(config.train.z_loss)
+
+
+def _token_nll(model: ModelDef, params: Any, batch: Batch, weights: jax.Array):
+    """([B, T] of the targets, the layers' auxiliary values)."""
+    lm = model.model(params)
+    ctx = Packed.make(batch["segment_ids"], weights, model.execution)
+    hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
+    return token_nll(hidden, lm.head_param()[...], batch["targets"], layout=head_layout(lm)), aux
+
+
+def _begins(batch: Batch) -> jax.Array:
+    """float32 [B, T], 1 at each pair's first token."""
+    return ((batch["positions"] == 0) & (batch["segment_ids"] % 2 == 1)).astype(jnp.float32)
+
+
+def check_preference(config: RunConfig) -> None:
+    """Refuses what does not go with config.preference, before anything compiles."""
+    beta, pairs = config.preference.beta, config.data.packing == "pairs"
+    if pairs and not beta:
+        raise ShardlmError(
+            "data.packing=pairs with preference.beta=0: pairs of answers are trained on by their preference; set "
+            "preference.beta, to 0.1 for instance, or data.packing to cut or whole"
+        )
+    if not beta:
+        return
+    what = f"preference.beta={beta}"
+    if not pairs:
+        raise ShardlmError(f"{what} with data.packing={config.data.packing}: preferences are pairs; set it to pairs")
+    if not isinstance(config.model, Pretrained):
+        raise ShardlmError(
+            f"{what} with new weights: the reference is a checkpoint as it was; set model to Pretrained(FOLDER)"
+        )
+    if apart(config):
+        raise ShardlmError(
+            f"{what} with replicas that exchange in their own way (slow_link, local_sgd or train.shares): pairs are "
+            "averaged over the whole batch every step; leave those as they are"
+        )
+    if config.mesh.pipeline != 1:
+        raise ShardlmError(
+            f"{what} with mesh.pipeline={config.mesh.pipeline}: stages do not run the reference; give the devices of "
+            "pipeline to fsdp or tensor"
+        )
+    if config.offload.params:
+        raise ShardlmError(
+            f"{what} with offload.params: the reference stays on the device as the weights would; set offload.params "
+            "to False (offload.optimizer works), or train adapters by lora.rank"
+        )
+    if config.train.z_loss or config.train.baselines:
+        raise ShardlmError(
+            f"{what} with train.z_loss={config.train.z_loss} and train.baselines={config.train.baselines}: both are of "
+            "next tokens; set train.z_loss to 0 and train.baselines to False"
+        )
