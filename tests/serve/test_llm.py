@@ -89,6 +89,6 @@ def write_task(file: pathlib.Path, data: pathlib.Path, kind: str, more: str, tar
     text = '""' if kind == "loglikelihood_rolling" else '"{{q}}"'
     file.write_text(
         f"task: {file.stem}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
-        f'output_type: {kind}\ndoc_to_text: {text}\ndoc_to_target: "{{{{{target}}}}}"\n{more}\n'
+        f'output_type: {kind}\ntarget_delimiter: ""\ndoc_to_text: {text}\ndoc_to_target: "{{{{{target}}}}}"\n{more}\n'
         f"metric_list:\n  - metric: {metric}\n"
     )
