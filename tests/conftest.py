@@ -7,7 +7,11 @@ import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The older emitters of fused loops make the same loops in half the time; XLA ignores the option where it has but one.
-COMPILE = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# Instructions before AVX2 round each product before it is added, so that numbers do not depend on how loops are cut.
+COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_max_isa=AVX"
+)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE}"
 CACHE = pathlib.Path(os.environ.get("SHARDLM_TEST_CACHE", pathlib.Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
