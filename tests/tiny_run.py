@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import commands
+
 CONFIG = """
 from shardlm.checkpoint import CheckpointConfig
 from shardlm.data.config import DataConfig
@@ -56,8 +58,7 @@ def environment() -> dict[str, str]:
 
 def train(config: pathlib.Path, *flags: str, extra: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """Runs to the end."""
-    words = [*command(config, *flags), *extra]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment())
+    return commands.run("launch.train", *command(config, *flags)[3:], *extra, env=environment())
 
 
 def start(config: pathlib.Path, *flags: str, extra: tuple[str, ...] = ()) -> subprocess.Popen:
