@@ -19,3 +19,29 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tracing makes many objects and hardly any cycles: looking for them after every 700 took a tenth of its time.
 gc.set_threshold(20_000, 20, 20)
+
+# The files that take longest, the longest first: a worker that begins one of these last leaves the others idle.
+LONGEST = (
+    "test_diloco",
+    "test_parallel_hybrid",
+    "test_resume",
+    "test_low_precision",
+    "test_parallel_moe",
+    "test_replicas",
+    "test_offload",
+    "test_parallel_context",
+    "test_families",
+    "test_opening",
+    "test_parallel_parity",
+    "test_parallel_pipeline",
+    "test_attention",
+    "test_one_forward",
+    "test_ring_attention",
+    "test_train_cli",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the longest files first; pytest-xdist hands files out in this order (--no-loadscope-reorder)."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
