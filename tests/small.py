@@ -1,6 +1,7 @@
 """A decoder small enough to compile in seconds, and batches for it: shared by tests of the model and the step."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ from jax.sharding import NamedSharding
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
+from shardlm.models.transformer import TransformerConfig
 from shardlm.rules import Rules
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, at_rest
 
 # 8 heads and 2 kv heads: tensor=2 splits the kv heads, tensor=4 and 8 hold them whole.
 LLAMA = LlamaConfig(
@@ -45,6 +47,22 @@ def model_on(spec: MeshSpec, preset: str = "zero3", config: LlamaConfig = LLAMA,
 
 
 def init(model: ModelDef, seed: int = 0):
+    """The weights of a seed, made on one device and put where the model's rules say: a mesh makes the same
+    (test_parallel_parity.py, test_parallel_hybrid.py), but compiles for as long as a forward pass takes."""
+    mesh = jax.sharding.get_mesh()
+    shardings = jax.tree.map(lambda shape: at_rest(shape, mesh).sharding, model.shapes)
+    return jax.device_put(whole_init(model.config, seed), shardings)
+
+
+@functools.cache
+def whole_init(config: TransformerConfig, seed: int):
+    spec = MeshSpec()
+    with jax.set_mesh(mesh_of(spec)):
+        model = ModelDef.make(config, Execution(Rules.make("replicated", spec)))
+        return jax.tree.map(np.asarray, init_on_mesh(model, seed))
+
+
+def init_on_mesh(model: ModelDef, seed: int = 0):
     return jax.jit(lambda s: model.init(jax.random.key(s)))(seed)
 
 

@@ -1,10 +1,8 @@
 """`python -m launch.generate` on a checkpoint: text, its seed, another mesh, and the refusals."""
 
-import subprocess
-import sys
-
 import jax
 import pytest
+from commands import run
 from small import LLAMA, init, mesh_of, model_on
 
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
@@ -30,8 +28,7 @@ def run_dir(tmp_path_factory):
 
 
 def generate(*flags):
-    command = [sys.executable, "-m", "launch.generate", "--max_new_tokens=12", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run("launch.generate", "--max_new_tokens=12", *flags)
 
 
 def test_text_depends_on_the_seed_and_not_on_the_mesh(run_dir):

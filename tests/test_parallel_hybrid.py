@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import init, mesh_of, model_on, on_devices, packed_batch, relative_error
+from small import init, init_on_mesh, mesh_of, model_on, on_devices, packed_batch, relative_error, whole_init
 from small_moe import DEEPSEEK
 
 from shardlm.mesh import AXES, MeshSpec
@@ -51,6 +51,16 @@ def test_every_pair_is_there():
 
     pairs = {frozenset(pair) for spec, _ in MESHES for pair in itertools.combinations(split(spec), 2)}
     assert pairs == {frozenset(pair) for pair in itertools.combinations(AXES, 2)}
+
+
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(pipeline=2, expert=2, tensor=2), MeshSpec(data=2, fsdp=2, context=2)], ids=str
+)
+def test_initial_weights_are_bitwise_the_same(spec):
+    with jax.set_mesh(mesh_of(spec)):
+        model = model_on(spec, "zero3", DEEPSEEK)
+        same = jax.tree.map(np.array_equal, init_on_mesh(model), whole_init(model.config, 0))
+    assert all(jax.tree.leaves(same))
 
 
 @pytest.mark.parametrize("spec,preset", MESHES, ids=str)

@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import LLAMA, TIED, init, mesh_of, model_on, on_devices, packed_batch, relative_error
+from small import (
+    LLAMA,
+    TIED,
+    init,
+    init_on_mesh,
+    mesh_of,
+    model_on,
+    on_devices,
+    packed_batch,
+    relative_error,
+    whole_init,
+)
 
 from shardlm.mesh import MeshSpec
 from shardlm.train.step import NextToken, StepConfig, gradients
@@ -72,9 +83,7 @@ def test_remat_changes_memory_only(remat):
 
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 def test_initial_weights_are_bitwise_the_same(spec):
-    def weights(spec, preset):
-        with jax.set_mesh(mesh_of(spec)):
-            return jax.tree.map(np.asarray, init(model_on(spec, preset)))
-
-    same = jax.tree.map(np.array_equal, weights(spec, "zero3"), weights(MeshSpec(), "replicated"))
+    with jax.set_mesh(mesh_of(spec)):
+        model = model_on(spec, "zero3")
+        same = jax.tree.map(np.array_equal, init_on_mesh(model), whole_init(model.config, 0))
     assert all(jax.tree.leaves(same))

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import commands
+
 CONFIG = """
 from shardlm.checkpoint import CheckpointConfig
 from shardlm.data.config import DataConfig
@@ -50,14 +52,13 @@ def command(config: pathlib.Path, *flags: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Without this process's virtual devices: the run makes its own."""
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return kept | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return os.environ | {"XLA_FLAGS": " ".join(flags)}
 
 
 def train(config: pathlib.Path, *flags: str, extra: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """Runs to the end."""
-    words = [*command(config, *flags), *extra]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment())
+    return commands.run("launch.train", *command(config, *flags)[3:], *extra, env=environment())
 
 
 def start(config: pathlib.Path, *flags: str, extra: tuple[str, ...] = ()) -> subprocess.Popen:

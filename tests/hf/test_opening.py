@@ -6,8 +6,6 @@ import mmap
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import tracemalloc
 
 import jax
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from commands import run
 from small import mesh_of
 
 import shardlm
@@ -201,10 +200,6 @@ def test_reading_and_writing_show_their_progress_on_a_terminal_only(monkeypatch,
     shardlm.load(REFERENCES / "llama")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
     assert re.search(r"reading weights .*?(\S+)/\1 KiB \d+\.\d\d GiB/s", shown), shown
-
-
-def run(module, *flags):
-    return subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=200)
 
 
 def logits_of(opened, tokens):
