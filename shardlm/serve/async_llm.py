@@ -163,7 +163,7 @@ class AsyncLLM:
     def _send(self, output: RequestOutput) -> None:
         stream = self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
         if stream is not None:
-            stream.put(_copied(output))
+            stream.put(EngineError(output.error) if output.error else _copied(output))
 
 
 def _copied(output: RequestOutput) -> RequestOutput:

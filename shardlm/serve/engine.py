@@ -3,6 +3,7 @@ text, and ends replies at stop strings and grammars' ends. One thread calls it (
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
 from shardlm.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 AHEAD = 2  # batches that are started before the first of them is waited for
 
@@ -183,10 +186,16 @@ class Engine:
             reply = self._replies.get(request.id)
             if reply is None:  # aborted while the batch was under way
                 continue
-            self._take(reply, tokens, lambda a, row=row: a[row], sampled)
             moved[reply.group.output.request_id] = reply.group.output
+            try:
+                self._take(reply, tokens, lambda a, row=row: a[row], sampled)
+            except Exception as error:  # this request's text, grammar or report: the others go on
+                log.exception("request %s failed", reply.group.output.request_id)
+                reply.group.output.error = f"{type(error).__name__}: {error}"
+                self.abort(reply.group.output.request_id)
         for output in moved.values():
-            self._finish(self._groups[output.request_id])
+            if not output.finished:
+                self._finish(self._groups[output.request_id])
         return list(moved.values())
 
     def _masks(self, rows) -> list[tuple[int, np.ndarray]]:

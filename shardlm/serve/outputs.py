@@ -42,7 +42,7 @@ class RequestOutput:
 
     prompt_logprobs: as `CompletionOutput.logprobs`, of the prompt; None for its first token, which nothing foretells.
     num_cached_tokens: of the prompt, found in the prefix cache. truncated: tokens of the prompt that were left out.
-    embedding: of the prompt, where that was asked for.
+    embedding: of the prompt, where that was asked for. error: what broke this request, where something of ours did.
     """
 
     request_id: str
@@ -54,6 +54,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     truncated: int = 0
     embedding: list[float] | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

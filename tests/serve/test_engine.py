@@ -170,6 +170,16 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(served):
     assert not engine.has_unfinished and not engine.scheduler.has_unfinished
 
 
+def test_a_request_that_breaks_leaves_the_others(served, directly, monkeypatch):
+    engine = served[0]
+    for id, prompt in (("broken", PROMPTS[0]), ("whole", PROMPTS[1])):
+        engine.add(id, prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    monkeypatch.setattr(engine._replies["broken"].detokenizer, "push", lambda tokens: 1 / 0)
+    done = finished(engine)
+    assert done["broken"].error.startswith("ZeroDivisionError") and done["broken"].outputs[0].finish_reason == "abort"
+    assert done["whole"].outputs[0].token_ids == directly[tuple(PROMPTS[1])][:9] and done["whole"].error is None
+
+
 def test_new_weights_are_served_at_once(served):
     engine, model, _ = served
     with jax.set_mesh(engine.runner.mesh):
