@@ -234,7 +234,7 @@ def test_all_ways_converge_as_synchronous_training_does():
             unseen = (learnable(16, seed) for seed in range(1000, 1008))
             batches = [to_devices(batch, rows, program.batch_sharding, program.slots) for batch in unseen]
             return np.mean(
-                [float(sums["nll"] / sums["tokens"]) for sums in (evaluate(state.params, None, b) for b in batches)]
+                [float(sums["loss"] / sums["tokens"]) for sums in (evaluate(state.params, None, b) for b in batches)]
             )
 
     synchronous = loss()
