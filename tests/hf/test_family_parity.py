@@ -1,0 +1,46 @@
+"""A law, for families with layers of their own: loss and gradients on a mesh equal those of one device. Llama's and
+DeepSeek V3's are tests/test_parallel_*.py's."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from small import mesh_of, on_devices, packed_batch, relative_error
+
+from shardlm import hf_files, weights
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models import registry
+from shardlm.rules import Rules
+from shardlm.state import ModelDef
+from shardlm.train.step import StepConfig, gradients
+
+REFERENCES = pathlib.Path(__file__).parent / "references"
+
+
+def loss_and_gradients(family: str, spec: MeshSpec):
+    folder = hf_files.Folder.open(REFERENCES / family)
+    mesh = mesh_of(spec)
+    with jax.set_mesh(mesh):
+        execution = Execution(Rules.make("zero3", spec), context_attention="ring")
+        model = ModelDef.make(registry.transformer(folder.config, 16), execution)
+        params = weights.load(model, folder, model.held_at_rest(mesh))
+        batch = on_devices(packed_batch(rows=8, vocab=96), model)
+        step = jax.jit(lambda p, b: gradients(model, p, b, np.float32(1), StepConfig()))
+        grads, metrics = step(params, batch)
+    return float(metrics["loss"]), jax.tree.map(np.asarray, grads)
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("qwen3_moe", MeshSpec(fsdp=2, expert=2, tensor=2)),
+        ("gemma3", MeshSpec(fsdp=2, context=2, tensor=2)),
+    ],
+)
+def test_a_mesh_gives_the_numbers_of_one_device(family, spec):
+    loss, grads = loss_and_gradients(family, MeshSpec())
+    found, others = loss_and_gradients(family, spec)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert relative_error(others, grads) < 1e-4
