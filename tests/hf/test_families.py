@@ -30,10 +30,10 @@ LOGITS, GRADIENTS = 1e-4, 1e-3
 class Reference:
     """A family's checkpoint opened on a mesh, and what transformers computes with it."""
 
-    def __init__(self, name: str, spec: MeshSpec):
-        self.folder = hf_files.Folder.open(REFERENCES / name)
-        self.facts = json.loads((REFERENCES / name / "expected.json").read_text())
-        stored = hf_files.header(REFERENCES / name / "expected.safetensors.reference")
+    def __init__(self, name: str, spec: MeshSpec, home: pathlib.Path = REFERENCES):
+        self.name, self.folder = name, hf_files.Folder.open(home / name)
+        self.facts = json.loads((home / name / "expected.json").read_text())
+        stored = hf_files.header(home / name / "expected.safetensors.reference")
         self.tokens, self.logits, self.greedy = (stored[key].read(...) for key in ("tokens", "logits", "greedy"))
         config = registry.transformer(self.folder.config, length=self.tokens.shape[1])
         self.mesh = mesh_of(spec)
@@ -61,12 +61,16 @@ def loss(model, tokens, params):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_computes_what_transformers_computes(name, tmp_path):
-    reference = Reference(name, MeshSpec())
+    check(Reference(name, MeshSpec()), tmp_path / "back")
+
+
+def check(reference: Reference, back: pathlib.Path) -> None:
+    """Logits, greedy tokens, the loss and its gradients, and the checkpoint written to `back`."""
     model, params, tokens = reference.model, reference.params, jnp.asarray(reference.tokens)
     with jax.set_mesh(reference.mesh):
         logits = np.asarray(jax.jit(partial(logits_of, model))(params, tokens))
         (value, _), gradient = jax.jit(jax.value_and_grad(partial(loss, model, tokens), has_aux=True))(params)
-        if name != "llama_dynamic":  # its rotation changes with every token that transformers appends
+        if reference.name != "llama_dynamic":  # its rotation changes with every token that transformers appends
             prompt = reference.tokens[0].tolist()
             greedy = list(generate(model, params, prompt, max_new_tokens=32, sampling=Sampling(temperature=0)))
             assert greedy == reference.greedy.tolist()
@@ -77,7 +81,7 @@ def test_a_family_computes_what_transformers_computes(name, tmp_path):
         a = found[path].astype(np.float64).ravel()
         assert np.linalg.norm(a) == pytest.approx(norm, rel=GRADIENTS, abs=1e-7), path
         assert a @ np.cos(np.arange(a.size)) == pytest.approx(product, rel=GRADIENTS, abs=GRADIENTS * norm + 1e-7), path
-    written_back(reference, tmp_path / "back")
+    written_back(reference, back)
 
 
 def written_back(reference: Reference, path: pathlib.Path) -> None:
