@@ -210,7 +210,8 @@ def test_greedy_rows_pay_for_no_noise_and_no_search():
     greedy, random = (set(primitives(branch.jaxpr, into_branches=True)) for branch in draw.params["branches"])
     assert not expensive & greedy and "random_bits" in random
     compiled = jax.jit(all_options).lower(logits, settings, counts, edits, allowed).compile()
-    assert compiled.as_text().count(" conditional(") == 4  # penalties, drawing, top_k, top_p: none became a select
+    # Masks, biases, penalties, drawing, top_k, top_p: none became a select.
+    assert compiled.as_text().count(" conditional(") == 6
 
 
 def test_a_mesh_gives_the_same_tokens():
