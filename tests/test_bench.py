@@ -159,11 +159,11 @@ def test_every_strategy_fits_its_configuration(variant):
     assert Program.make(config, mesh_of(config.mesh)).mesh.size == config.cpu_devices
 
 
-@pytest.mark.parametrize("word", ["", "trian", "serve"])
+@pytest.mark.parametrize("word", ["", "trian", "server"])
 def test_an_unknown_benchmark_lists_those_there_are(word):
     done = subprocess.run(
         [sys.executable, "-m", "launch.bench", *filter(None, [word])], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    known = "train: the training step of a configuration, on made-up tokens; strategies: the same in each way of "
+    known = "train: the training step of a configuration, on made-up tokens; serve: a configuration's model "
     assert done.stderr.startswith(f"error: there is no benchmark {word!r}; there is {known}")

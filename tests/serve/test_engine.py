@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pathlib
 import random
 
@@ -19,6 +20,7 @@ from shardlm.layers.context import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.serve.async_llm import AsyncLLM
+from shardlm.serve.bench import bench_serving
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
@@ -222,6 +224,17 @@ def test_many_clients_stream_and_some_leave(served, directly):
     asyncio.run(everybody())
     assert llm.stats().kv_usage == 0 and llm.stats().num_running == 0
     llm.shutdown()
+
+
+def test_the_benchmark_counts_what_was_asked_for(served):
+    found = bench_serving(served[0], prompt_len=9, output_len=6, shared=4, rates=[math.inf, 50.0])
+    assert json.loads(json.dumps(found))["benchmark"] == "serve" and found["weight_bytes"] == 4 * found["parameters"]
+    [alone] = found["offline"]
+    assert alone["batch"] == 1 and 0 < alone["prefill_seconds"] < alone["seconds"]
+    for row in found["online"]:
+        assert row["requests"] == 64 and row["output_tokens_per_second"] == 64 * 6 / row["seconds"]
+        assert 0 < row["ttft_seconds"]["p50"] <= row["e2e_seconds"]["p50"] <= row["e2e_seconds"]["p99"]
+    assert served[0].stats().prefix_hits > 0 and served[0].stats().kv_usage == 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
