@@ -38,7 +38,7 @@ class Sampling:
 
 def make_pages(model: ModelDef, num_pages: int, page_size: int = PAGE_SIZE) -> Pages:
     """An empty cache of `num_pages` pages a layer, in the compute dtype, split as the heads are; call inside jit."""
-    entries = model.model(model.shapes).segments[0].blocks[0].attention.cache_entries()
+    entries = model.outline().segments[0].blocks[0].attention.cache_entries()
     layers, act = model.config.num_layers, model.execution.rules.act
     return {
         name: jnp.zeros(

@@ -99,6 +99,10 @@ class ModelDef:
         """The model with these parameters, wherever they rest; for use inside jit."""
         return nnx.merge(self.graph, on_device(self.whole(params)))
 
+    def outline(self) -> Transformer:
+        """The model with shapes where its parameters stand."""
+        return nnx.merge(self.graph, joined(self.shapes, self.frozen_shapes))
+
     def whole(self, params: Tree) -> Tree:
         """All of the model's parameters, of those that are trained: with the frozen ones, where there are any."""
         return params if self.frozen_shapes is None else joined(params, self.frozen)

@@ -123,8 +123,7 @@ def longest_of(folder: pathlib.Path) -> int:
 def page_bytes(model: ModelDef, block_size: int) -> int:
     """Of one page in all layers, over all devices."""
     total = 0
-    lm = model.model(model.shapes)
-    for stack in lm.segments:
+    for stack in model.outline().segments:
         for block in stack.blocks:
             numbers = sum(heads * width for (heads, width), _ in block.attention.cache_entries().values())
             total += stack.repeats * numbers

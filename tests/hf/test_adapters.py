@@ -14,10 +14,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import shardlm
 from shardlm import hf_files, peft
 from shardlm.errors import ShardlmError
+from shardlm.generate import Sampling, generate
 from shardlm.layers.context import Packed
 from shardlm.merge import merged
 from shardlm.mesh import MeshSpec
 from shardlm.ops.grouped_weights import dequantised, group_of, quantised
+from shardlm.serve.build import page_bytes
 from shardlm.state import is_adapter
 from shardlm.train.convert import to_hf
 
@@ -56,6 +58,12 @@ def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
         assert np.abs(expected - base["logits"].read(...)).max() > 0.1  # the adapters do something
         plain, params = merged(opened.model, opened.params)
         np.testing.assert_allclose(run(plain, params, tokens), expected, atol=1e-4)
+
+        greedy = {"max_new_tokens": 6, "sampling": Sampling(temperature=0)}
+        prompt = tokens[0].tolist()
+        own = list(generate(opened.model, opened.params, prompt, **greedy))
+        assert own == list(generate(plain, params, prompt, **greedy))
+        assert page_bytes(opened.model, 16) == page_bytes(plain, 16) > 0
 
         adapters = unflatten_dict({p: a for p, a in flatten_dict(opened.params).items() if is_adapter(p)})
         peft.save(tmp_path / "written", opened.model, adapters, opened.source)
