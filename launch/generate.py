@@ -35,13 +35,14 @@ def main() -> int:
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
     prepare_for(_CHECKPOINT.value, _TENSOR.value)
     opened = load(_CHECKPOINT.value, mesh=MeshSpec(tensor=_TENSOR.value), ema=_EMA.value, decoding=True)
-    tokenizer, prompt = opened.tokenizer, _PROMPT.value
+    tokenizer = opened.tokenizer
     if _CHAT.value:
         system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
         messages = [*system, {"role": "user", "content": _PROMPT.value}]
-        prompt = ChatTemplate.load(opened.folder).render(messages, add_generation_prompt=True)
+        prompt = tokenizer.encode(ChatTemplate.load(opened.folder).render(messages, add_generation_prompt=True))
     else:
-        print(prompt, end="", flush=True)
+        prompt = tokenizer.encode_prompt(_PROMPT.value)
+        print(_PROMPT.value, end="", flush=True)
     what = (opened.model, opened.params, opened.mesh, tokenizer, prompt)
     for text in stream(*what, _MAX_NEW_TOKENS.value, sampling, opened.stop_ids):
         print(text, end="", flush=True)

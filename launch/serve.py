@@ -14,8 +14,12 @@ from absl import flags
 
 from launch.flags import run as run_main
 from shardlm.errors import ShardlmError
-from shardlm.serve.api.server import Listen, run
-from shardlm.serve.api.settings import Settings
+
+try:
+    from shardlm.serve.api.server import Listen, run
+    from shardlm.serve.api.settings import Settings
+except ModuleNotFoundError as error:
+    sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, adapters, or a run.")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices to split heads, MLPs and vocabulary over.", lower_bound=1)

@@ -26,9 +26,11 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(cls: type, data: Mapping[str, Any]) -> Any:
-    """The tree that `to_json` wrote, as a `cls`.
+    """The tree that `to_json` wrote, as a `cls`. A field that is not there has its default: it came after the tree was
+    saved, and by its default nothing changes.
 
-    Raises: ShardlmError for an unknown, missing or ill-typed field, and for a `_type` outside the package.
+    Raises: ShardlmError for an unknown or ill-typed field, for a missing one without a default, and for a `_type`
+    outside the package.
     """
     return _decode(data, cls, "")
 
@@ -75,7 +77,7 @@ def _decode_group(data: Mapping[str, Any], hint: Any, path: str) -> Any:
     for key in given:
         if key not in kinds:
             raise tree.unknown(tree.join(path, key), cls.__name__, kinds)
-    missing = [key for key in kinds if key not in given]
+    missing = [field.name for field in dataclasses.fields(cls) if _required(field) and field.name not in given]
     if missing:
         raise ShardlmError(f"{where}: {cls.__name__} needs {', '.join(missing)}, which is not there")
     values = {key: _decode(value, kinds[key], tree.join(path, key)) for key, value in given.items()}
@@ -83,6 +85,10 @@ def _decode_group(data: Mapping[str, Any], hint: Any, path: str) -> Any:
         return cls(**values)
     except (ValueError, TypeError) as error:
         raise ShardlmError(f"{where}: {error}") from error
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.init and field.default is field.default_factory is dataclasses.MISSING
 
 
 def _class(name: Any, path: str) -> type:

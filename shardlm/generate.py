@@ -90,7 +90,7 @@ def stream(
     params,
     mesh: Mesh,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Sequence[int],
     max_new_tokens: int,
     sampling: Sampling,
     stop_ids: Sequence[int],
@@ -99,7 +99,7 @@ def stream(
     pieces = tokenizer.stream()
     with jax.set_mesh(mesh):
         options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_ids": stop_ids}
-        for token in generate(model, params, tokenizer.encode(prompt), **options):
+        for token in generate(model, params, prompt, **options):
             yield pieces.step(token)
     yield pieces.finish()
 

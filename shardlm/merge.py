@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from shardlm.layers.lora import A, B, LoraConfig
-from shardlm.ops.grouped_weights import BITS, dequantised
+from shardlm.layers.lora import LoraConfig, beside
+from shardlm.ops.grouped_weights import BITS, dequantised, grouped_axis
 from shardlm.state import ModelDef
+from shardlm.weights import of_scale
 
 Tree = Any
 
@@ -23,14 +24,14 @@ def merged(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
     for path, shape in flatten_dict(plain.shapes).items():
         w = flat[path]
         if w.dtype == jnp.int8:
-            scale = flat[(*path[:-1], f"{path[-1]}_scale")]
-            axis = next(i for i, (n, m) in enumerate(zip(w.shape, scale.shape, strict=True)) if n != m)
+            scale = flat[of_scale(path)]
+            axis = grouped_axis(w.shape, scale.shape)
             whole = [None if i == axis else part for i, part in enumerate(_spec(w))]
             w, scale = (jax.reshard(a, jax.sharding.PartitionSpec(*whole)) for a in (w, scale))
             w = dequantised(w, scale, axis, BITS[execution.weights], execution.dtype)
             w = jax.reshard(w, shape.sharding.spec)
-        if (*path[:-1], path[-1] + A) in flat:
-            a, b = (flat[(*path[:-1], path[-1] + end)] for end in (A, B))
+        if beside(path)[0] in flat:
+            a, b = (flat[own] for own in beside(path))
             w = w + (execution.lora.alpha / execution.lora.rank * _product(a, b, path[0] == "segments")).astype(w.dtype)
         made[path] = w.astype(execution.dtype)
     return plain, unflatten_dict(made)

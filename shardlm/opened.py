@@ -26,11 +26,10 @@ from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
-from shardlm.run_files import CHECKPOINTS, find_run
+from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.state import ModelDef, at_rest, joined
 from shardlm.tokenizer import Tokenizer
 
-NO_ADAPTERS = LoraConfig()
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -66,6 +65,48 @@ class Opened:
         return tuple(found) if isinstance(found, list) else (found,)
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a path names, before anything is read of its weights.
+
+    source    the architecture's configuration
+    lora      its adapters
+    folder    tokenizer and templates are here
+    run       its files, where it is a run of shardlm
+    adapters  their folder, where it is adapters of PEFT
+    """
+
+    source: Any
+    lora: LoraConfig
+    folder: pathlib.Path
+    run: RunFiles | None = None
+    adapters: pathlib.Path | None = None
+
+    @property
+    def longest(self) -> int:
+        """Positions that the model was made for; 0: not said."""
+        if self.run:
+            return self.run.config_json["train"]["seq_len"]
+        options = registry.text_config(self.source.options)
+        return options.get("max_position_embeddings") or options.get("n_positions") or 0
+
+
+def describe(path: str | os.PathLike, length: int = 0) -> Found:
+    """What a path names: a Hugging Face folder or name, adapters of PEFT with the checkpoint that they stand on, or a
+    run or one of its checkpoints. `length` as in `load`. Raises ShardlmError where it is none of them."""
+    folder = find(path)
+    if is_hf(folder):
+        return Found(Pretrained(str(folder), length).pinned(), LoraConfig(), folder)
+    if peft.is_peft(folder):
+        base = find(peft.base_of(folder))
+        source = Pretrained(str(base), length).pinned()
+        beside = folder if (folder / "tokenizer.json").exists() else base
+        return Found(source, peft.lora_of(folder, source), beside, adapters=folder)
+    run = find_run(folder)
+    lora = from_json(LoraConfig, run.config_json.get("lora", {}))
+    return Found(from_json(Any, run.config_json["model"]), lora, run.run_dir, run=run)
+
+
 def load(
     path: str | os.PathLike,
     *,
@@ -76,7 +117,7 @@ def load(
     step: int | None = None,
     ema: bool = False,
     decoding: bool = False,
-    weights: WeightFormat = "dtype",
+    quantization: str | None = None,
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
     of shardlm (or one of its checkpoints).
@@ -88,11 +129,13 @@ def load(
     step      of a run's checkpoint; the latest by default
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows (Rules.for_decoding)
-    weights   that a Hugging Face checkpoint's projections are held in: `dtype`, "int8" or "int4"
+    quantization  "int8" or "int4": what a Hugging Face checkpoint's projections are held in (ops/grouped_weights.py)
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
-    folder = find(path)
+    found = describe(path, length)
+    if quantization and (found.run or found.adapters):
+        raise ShardlmError(f"quantization={quantization}: only a Hugging Face folder can be; convert {path} to one")
     spec = mesh or MeshSpec()
     if -1 in spec.sizes().values():
         spec = spec.resolve(jax.device_count())
@@ -103,15 +146,27 @@ def load(
     with jax.set_mesh(built):
         table = Rules.make(rules, spec)
         table = table.for_decoding() if decoding else table
-        if is_hf(folder):
-            return _from_hf(folder, table, dtype, length, built, weights)
-        if weights != "dtype":
-            raise ShardlmError(
-                f"weights={weights}: only a Hugging Face folder is held in few bits; convert {path} to one"
-            )
-        if peft.is_peft(folder):
-            return _from_peft(folder, table, dtype, length, built)
-        return _from_run(folder, table, dtype, built, step, "ema" if ema else "params")
+        model = _model(found, table, dtype or _published(found, built), built, quantization or "dtype")
+        held = model.held_at_rest(built)
+        shapes = jax.tree.map(lambda s: at_rest(s, built), model.shapes) if found.run or found.adapters else held
+        params = trained(found, model, shapes, built, step, "ema" if ema else "params")
+        if found.lora.rank:
+            params = joined(params, _from_folder(found, model, held))
+    return Opened(model, params, built, found.source, found.folder)
+
+
+def trained(
+    found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: int | None = None, name: str = "params"
+) -> Any:
+    """The weights that a run trained, adapters, or all weights of a Hugging Face folder, in the dtypes and at rest
+    where `shapes` says. Of a run it is the checkpoint that was named, else the latest; `name` is "params" or "ema"."""
+    if found.adapters:
+        return peft.load(model, found.adapters, found.source, mesh)
+    if not found.run:
+        return _from_folder(found, model, shapes)
+    checkpoints = Checkpoints(found.run.checkpoints_dir)
+    with waiting("reading the checkpoint", jax.process_index() == 0), checkpoints as reader:
+        return reader.restore_params(shapes, found.run.step if step is None else step, name)
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
@@ -151,61 +206,25 @@ def is_run(folder: pathlib.Path) -> bool:
     return not is_hf(folder) and not peft.is_peft(folder)
 
 
-def _from_hf(
-    folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh, held: WeightFormat
-) -> Opened:
-    source = Pretrained(str(folder), length).pinned()
-    model = _model(source, rules, dtype or _published(source, mesh), mesh, held=held)
-    return Opened(model, _read(model, folder, mesh), mesh, source, folder)
-
-
-def _from_run(folder: pathlib.Path, rules: Rules, dtype: str | None, mesh: Mesh, step: int | None, name: str) -> Opened:
-    files = find_run(folder)
-    source = from_json(Any, files.config_json["model"])
-    stored = jnp.dtype(COMPUTE_DTYPE[files.config_json["precision"]]).name
-    lora = from_json(LoraConfig, files.config_json["lora"]) if "lora" in files.config_json else NO_ADAPTERS
-    model = _model(source, rules, dtype or stored, mesh, lora)
-    shapes = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
-    with waiting("reading the checkpoint", jax.process_index() == 0), Checkpoints(files.checkpoints_dir) as reader:
-        params = reader.restore_params(shapes, files.step if step is None else step, name)
-    if lora.rank:
-        params = joined(params, _read(model, pathlib.Path(source.folder), mesh))
-    return Opened(model, params, mesh, source, files.run_dir)
-
-
-def _from_peft(folder: pathlib.Path, rules: Rules, dtype: str | None, length: int, mesh: Mesh) -> Opened:
-    base = find(peft.base_of(folder))
-    source = Pretrained(str(base), length).pinned()
-    model = _model(source, rules, dtype or _published(source, mesh), mesh, peft.lora_of(folder, source))
-    params = joined(peft.load(model, folder, source, mesh), _read(model, base, mesh))
-    beside = folder if (folder / "tokenizer.json").exists() else base
-    return Opened(model, params, mesh, source, beside)
-
-
-def _read(model: ModelDef, folder: pathlib.Path, mesh: Mesh) -> Any:
+def _from_folder(found: Found, model: ModelDef, shapes: Any) -> Any:
     with bytes_bar("reading weights", jax.process_index() == 0) as progress:
-        return weights.load(model, Folder.open(folder), model.held_at_rest(mesh), progress)
+        return weights.load(model, Folder.open(found.source.folder), shapes, progress)
 
 
-def _published(source: Pretrained, mesh: Mesh) -> str:
-    """The dtype of a checkpoint; float32 on a CPU, which is slow in others."""
-    stored = registry.text_config(source.options)
+def _published(found: Found, mesh: Mesh) -> str:
+    """The dtype that a run computed in, or that of a checkpoint; float32 on a CPU, which is slow in others."""
+    if found.run:
+        return jnp.dtype(COMPUTE_DTYPE[found.run.config_json["precision"]]).name
+    stored = registry.text_config(found.source.options)
     slow = mesh.devices.flat[0].platform == "cpu"
     return "float32" if slow else stored.get("dtype") or stored.get("torch_dtype") or "float32"
 
 
-def _model(
-    source: Any,
-    rules: Rules,
-    name: str,
-    mesh: Mesh,
-    lora: LoraConfig = NO_ADAPTERS,
-    held: WeightFormat = "dtype",
-) -> ModelDef:
+def _model(found: Found, rules: Rules, name: str, mesh: Mesh, held: WeightFormat) -> ModelDef:
     device = mesh.devices.flat[0]
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
-    shape = source.transformer()
+    shape = found.source.transformer()
     widest = max(block.attention.head_dim for block in shape.blocks())
     plain = not any(block.attention.soft for block in shape.blocks())
     experts = any(block.mlp.num_experts for block in shape.blocks())
@@ -214,7 +233,7 @@ def _model(
         DTYPES[name],
         attention=attention.choose("auto", device.platform, DTYPES[name], widest, plain),
         grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
-        lora=lora.of_model(experts),
-        weights=lora.base if lora.rank else held,
+        lora=found.lora,
+        weights=found.lora.base if found.lora.rank else held,
     )
     return ModelDef.make(shape, execution)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardlm import weights
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Planned, Stored, header, write_file
-from shardlm.layers.lora import MLP, TARGETS, A, B, LoraConfig
+from shardlm.layers.lora import MLP, TARGETS, LoraConfig, beside
 from shardlm.models import registry
 from shardlm.models.naming import Tensor, join, read, write
 from shardlm.models.pretrained import Pretrained
@@ -113,7 +113,7 @@ def load(model: ModelDef, folder: pathlib.Path, source: Pretrained, mesh: Mesh) 
         factor = _alpha(config, module, own) / (lora.alpha / lora.rank)
         for one in group:
             at = slice(None) if place is None else place
-            a, b = made[(*one.path[:-1], one.path[-1] + A)][at], made[(*one.path[:-1], one.path[-1] + B)][at]
+            a, b = (made[path][at] for path in beside(one.path))
             for ours, tensor, key, rank_axis in ((a, one.a, keys[0], -1), (b, one.b, keys[1], 0)):
                 shape = tuple(own if i == rank_axis % ours.ndim else n for i, n in enumerate(ours.shape))
                 whole = tuple(slice(None) for _ in shape)
@@ -131,7 +131,8 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
     """Writes adapters (a tree like model.shapes) on the checkpoint `source` as a new folder that PEFT opens. Raises
     ShardlmError where `output` exists."""
     output, lora = pathlib.Path(output), model.execution.lora
-    if any(block.mlp.num_experts for block in model.config.blocks()) and set(lora.targets) & set(MLP):
+    experts = any(block.mlp.num_experts for block in model.config.blocks())
+    if experts and set(lora.of_model(experts).targets) & set(MLP):
         # peft 0.21 (convert_peft_config_for_transformers) maps the names to the experts' fused tensors.
         raise ShardlmError(
             f"lora.targets={lora.targets} in a model with experts: PEFT takes adapters of gate, up and down there for "
@@ -145,8 +146,8 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
         a, b = [], []
         for one in (g for g in group if g.adapted):
             at = slice(None) if place is None else place
-            a.append(write(one.a, flat[(*one.path[:-1], one.path[-1] + A)][at]))
-            own = flat[(*one.path[:-1], one.path[-1] + B)][at]
+            of_a, own = (flat[path][at] for path in beside(one.path))
+            a.append(write(one.a, of_a))
             others = [(g.b, own if g is one else np.zeros((lora.rank, *g.out), np.float32)) for g in group]
             b.append(join(others))
         tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"] = np.concatenate(a), np.hstack(b)
@@ -184,11 +185,11 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
     for leaf in named:
         groups.setdefault((leaf.path[:4], leaf.tensor.name), []).append(leaf)
     for (_, name), group in groups.items():
-        adapted = [(*leaf.path[:-1], leaf.path[-1] + A) in trained for leaf in group]
+        adapted = [beside(leaf.path)[0] in trained for leaf in group]
         if not any(adapted):
             continue
         first = next(leaf for leaf, yes in zip(group, adapted, strict=True) if yes)
-        into = len(trained[(*first.path[:-1], first.path[-1] + A)].shape) - 1 - bool(first.layers)
+        into = len(trained[beside(first.path)[0]].shape) - 1 - bool(first.layers)
         made = []
         for leaf, yes in zip(group, adapted, strict=True):
             shape = flat[leaf.path].shape[bool(leaf.layers) :]

@@ -21,7 +21,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops.grouped_weights import BITS, quantised
+from shardlm.ops.grouped_weights import BITS, grouped_axis, quantised
 from shardlm.state import ModelDef
 
 Tree = Any
@@ -164,7 +164,7 @@ def _unpacked(shapes: Tree, bits: int | None) -> tuple[Tree, dict[tuple, _Packed
         if values.dtype != jnp.int8:
             continue
         scale = flat.pop(of_scale(path))
-        axis = next(i for i, (n, m) in enumerate(zip(values.shape, scale.shape, strict=True)) if n != m)
+        axis = grouped_axis(values.shape, scale.shape)
         packed[path] = _Packed(values, scale, axis, bits)
         full = (*values.shape[:axis], values.shape[axis] * 8 // bits, *values.shape[axis + 1 :])
         flat[path] = jax.ShapeDtypeStruct(full, jnp.float32, sharding=values.sharding)

@@ -51,3 +51,8 @@ class LoraConfig:
     def adapts(self, name: str) -> bool:
         """Whether this weight has an adapter."""
         return bool(self.rank) and name in self.targets
+
+
+def beside(path: tuple) -> tuple[tuple, tuple]:
+    """Where A and B of the weight at `path` are, in a tree of parameters."""
+    return (*path[:-1], path[-1] + A), (*path[:-1], path[-1] + B)

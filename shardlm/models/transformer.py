@@ -66,7 +66,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
-        params = Params(rngs, execution.rules, execution.lora, execution.weights)
+        lora = execution.lora.of_model(any(block.mlp.num_experts for block in config.blocks()))
+        params = Params(rngs, execution.rules, lora, execution.weights)
         self.config, self.execution = config, execution
         # Unit-variance logits at the start need D**-0.5 in the head; a tied embedding is that head.
         self.embedding = params((V, D), ("vocab", "embed"), normal(D**-0.5))

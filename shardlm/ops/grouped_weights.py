@@ -40,6 +40,11 @@ def scale_shape(shape: tuple[int, ...], axis: int, bits: int) -> tuple[int, ...]
     return (*shape[:axis], shape[axis] // group_of(shape[axis], bits), *shape[axis + 1 :])
 
 
+def grouped_axis(packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
+    """The dimension that is grouped, from the shapes of the bytes and of the scales."""
+    return next(i for i, (n, m) in enumerate(zip(packed, scale, strict=True)) if n != m)
+
+
 def quantised(w: np.ndarray, axis: int, group: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """(bytes int8, scales bfloat16) of a weight or of whole groups of it, on the host. Integers are rounded against the
     scale as it is stored, so that its own rounding adds no error."""

@@ -59,10 +59,11 @@ class AsyncLLM:
         self.check_health()
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        grammar = None
         if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
-            await asyncio.to_thread(self._engine.compile_grammar, params)
+            grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
         stream = _Stream(asyncio.get_running_loop())
-        options = {"text": text, "priority": priority, "embed": embed}
+        options = {"text": text, "priority": priority, "embed": embed, "grammar": grammar}
         self._do(lambda: self._add(request_id, tokens, params, options, stream))
         finished = False
         try:

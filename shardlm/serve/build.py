@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import read_config
 from shardlm.mesh import MeshSpec
-from shardlm.models import registry
-from shardlm.opened import Opened, find, is_run, load
-from shardlm.ops.grouped_weights import WeightFormat
-from shardlm.peft import base_of, is_peft
+from shardlm.opened import Opened, describe, load
 from shardlm.progress_bar import waiting
-from shardlm.run_files import find_run
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
@@ -75,14 +69,15 @@ def build(
 ) -> tuple[Engine, Opened]:
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
     or is not there."""
-    held: WeightFormat = config.quantization or "dtype"
-    longest = longest_of(find(path))
+    longest = describe(path).longest
     length = config.max_model_len or longest
     if longest and length > longest:
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
-    opened = load(path, mesh=config.mesh, dtype=config.dtype, decoding=True, weights=held, length=length)
+    opened = load(
+        path, mesh=config.mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length
+    )
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
@@ -109,15 +104,6 @@ def assemble(
     with waiting("compiling", jax.process_index() == 0):
         runner.compile(progress)
     return Engine(runner, scheduler, tokenizer, stop_ids)
-
-
-def longest_of(folder: pathlib.Path) -> int:
-    """Positions that the model in a folder was made for; 0: not said."""
-    if is_run(folder):
-        return find_run(folder).config_json["train"]["seq_len"]
-    base = find(base_of(folder)) if is_peft(folder) else folder
-    options = registry.text_config(read_config(base))
-    return options.get("max_position_embeddings") or options.get("n_positions") or 0
 
 
 def page_bytes(model: ModelDef, block_size: int) -> int:

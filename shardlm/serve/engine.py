@@ -4,12 +4,13 @@ text, and ends replies at stop strings and grammars' ends. One thread calls it (
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar, GrammarCompiler
 from shardlm.serve.outputs import CompletionOutput, RequestOutput, Stats, TokenLogprob
@@ -80,14 +81,16 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         embed: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
-        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. Raises
-        ShardlmError for what cannot be served; nothing is added then."""
+        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `grammar`:
+        that of `params`, where it was compiled before. Raises ShardlmError for what cannot be served; nothing is added
+        then."""
         check_prompt(prompt, self._vocab)
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
-        grammar = self.compile_grammar(params)
+        grammar = grammar or self.compile_grammar(params)
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
@@ -188,7 +191,7 @@ class Engine:
                 continue
             moved[reply.group.output.request_id] = reply.group.output
             try:
-                self._take(reply, tokens, lambda a, row=row: a[row], sampled)
+                self._take(reply, tokens, sampled, row)
             except Exception as error:  # this request's text, grammar or report: the others go on
                 log.exception("request %s failed", reply.group.output.request_id)
                 reply.group.output.error = f"{type(error).__name__}: {error}"
@@ -207,8 +210,8 @@ class Engine:
         self._grammars.fill(masks, [(i, reply.grammar) for i, reply in enumerate(replies)])
         return [(row.slot, masks[i]) for i, row in enumerate(rows)]
 
-    def _take(self, reply: Reply, tokens: list[int], of_row: Callable, sampled) -> None:
-        """Adds sampled tokens to a reply: text, log-probabilities, and its end."""
+    def _take(self, reply: Reply, tokens: list[int], sampled: Sampled, row: int) -> None:
+        """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and its end."""
         request, output = reply.request, reply.output
         ended_by_token = request.finish_reason == "stop"
         output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
@@ -220,14 +223,14 @@ class Engine:
             self.scheduler.finish(request, "stop", stop_reason=reason, num_generated=count)
         elif reply.grammar is not None and tokens:
             self._follow_grammar(reply, tokens)
-        logprobs = of_row(sampled.logprob)[:kept].tolist()
+        logprobs = sampled.logprob[row, :kept].tolist()
         output.token_ids += tokens[:kept]
         output.cumulative_logprob += sum(logprobs)
         self._generated_tokens += kept
         if output.logprobs is not None:
-            top_ids, top = of_row(sampled.top_ids), of_row(sampled.top_logprobs)
             for i in range(kept):
-                alternatives = zip(top_ids[i].tolist(), top[i].tolist(), strict=True)
+                ids, top = sampled.top_ids[row, i].tolist(), sampled.top_logprobs[row, i].tolist()
+                alternatives = zip(ids, top, strict=True)
                 output.logprobs.append(self._described(tokens[i], logprobs[i], alternatives, request.params.logprobs))
         if request.finished:
             if reply.detokenizer.stopped is None:

@@ -83,7 +83,7 @@ class Program:
             unroll=config.unroll,
             microbatches=max(shares(config.train, spec.data)),
             rounds=config.pipeline.laps,
-            lora=config.lora.of_model(any(block.mlp.num_experts for block in shape.blocks())),
+            lora=config.lora,
             weights=config.lora.base,
         )
         with jax.set_mesh(mesh):

@@ -6,18 +6,11 @@ from typing import Any
 
 import jax
 
-from shardlm.checkpoint import Checkpoints
-from shardlm.config_json import from_json
 from shardlm.data.config import DataConfig
 from shardlm.data.prepare import Progress, prepare
-from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.pretrained import Pretrained
-from shardlm.opened import find, is_run
-from shardlm.peft import base_of, is_peft, lora_of
-from shardlm.peft import load as load_adapters
+from shardlm.opened import describe, trained
 from shardlm.precision import Precision
-from shardlm.run_files import find_run
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.evaluate import Evaluator
@@ -42,24 +35,14 @@ def score(
 
     Raises ShardlmError for whatever does not fit.
     """
-    folder = find(checkpoint)
-    files, lora, home = None, LoraConfig(), folder
-    if is_run(folder):
-        files = find_run(folder)
-        source, home = from_json(Any, files.config_json["model"]), files.run_dir
-        lora = from_json(LoraConfig, files.config_json["lora"]) if "lora" in files.config_json else lora
-    elif is_peft(folder):
-        base = find(base_of(folder))
-        source, home = Pretrained(str(base), seq_len).pinned(), folder if (folder / "tokenizer.json").exists() else base
-        lora = lora_of(folder, source)
-    else:
-        source = Pretrained(str(folder), seq_len).pinned()
-    kept = files.config_json["precision"] if files else "fp32"
-    tokenizer = home / "tokenizer.json"
+    found = describe(checkpoint, seq_len)
+    kept = found.run.config_json["precision"] if found.run else "fp32"
     config = RunConfig(
-        source,
-        lora=lora,
-        data=DataConfig(tuple(text), tuple(text), str(tokenizer), text_key=text_key, cache_dir=cache_dir),
+        found.source,
+        lora=found.lora,
+        data=DataConfig(
+            tuple(text), tuple(text), str(found.folder / "tokenizer.json"), text_key=text_key, cache_dir=cache_dir
+        ),
         mesh=mesh,
         precision=precision or kept,
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),
@@ -68,13 +51,9 @@ def score(
     data = prepare(config.data, progress)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
     with jax.set_mesh(program.mesh):
-        frozen = program.frozen()
-        if files:
-            with Checkpoints(files.checkpoints_dir) as reader:
-                params = reader.restore_params(program.state_shapes().params, files.step, "ema" if ema else "params")
-        else:
-            params = load_adapters(program.model, folder, source, program.mesh) if lora.rank else program.pretrained()
+        shapes = program.state_shapes().params
+        params = trained(found, program.model, shapes, program.mesh, name="ema" if ema else "params")
         evaluator = Evaluator(program, data, program.lower_eval().compile())
-        values = evaluator(params, frozen)
+        values = evaluator(params, program.frozen())
     names = {"validation_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits_per_byte"}
     return {new: values[old] for old, new in names.items()} | {"tokens": data.validation.num_tokens}
