@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardlm.layers.context import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
@@ -44,6 +45,14 @@ def packed_batch(rows: int = 16, length: int = 16, vocab: int = 64, seed: int = 
 def model_on(spec: MeshSpec, preset: str = "zero3", config: LlamaConfig = LLAMA, **execution) -> ModelDef:
     """The model under a mesh that is already set."""
     return ModelDef.make(config.transformer(), Execution(Rules.make(preset, spec), **execution))
+
+
+def logits_of(model: ModelDef, params, tokens: jax.Array) -> jax.Array:
+    """[B, T, V] of rows of one document each, under a mesh that is set."""
+    lm = model.model(params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _, _ = lm(tokens, positions, Packed(jnp.ones_like(tokens), model.execution.rules))
+    return lm.logits(hidden)
 
 
 def init(model: ModelDef, seed: int = 0):

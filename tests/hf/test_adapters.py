@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from small import logits_of
 
 import shardlm
 from shardlm import hf_files, peft
 from shardlm.errors import ShardlmError
 from shardlm.generate import Sampling, generate
-from shardlm.layers.context import Packed
 from shardlm.merge import merged
 from shardlm.mesh import MeshSpec
 from shardlm.ops.grouped_weights import dequantised, group_of, quantised
@@ -31,13 +31,6 @@ NAMES = sorted(path.name for path in (HERE / "adapters").iterdir())
 def _at_root(monkeypatch):
     """adapter_config.json names its base from there."""
     monkeypatch.chdir(HERE.parent.parent)
-
-
-def logits_of(model, params, tokens):
-    lm = model.model(params)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _, _ = lm(tokens, positions, Packed(jnp.ones_like(tokens), model.execution.rules))
-    return lm.logits(hidden)
 
 
 def run(model, params, tokens):

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from small import mesh_of
+from small import logits_of, mesh_of
 
 from shardlm import hf_files, weights
 from shardlm.generate import Sampling, generate
-from shardlm.layers.context import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
@@ -44,13 +43,6 @@ class Reference:
 
     def names(self, block):
         return registry.names(self.folder.config, self.model.config, block)
-
-
-def logits_of(model, params, tokens):
-    lm = model.model(params)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _, _ = lm(tokens, positions, Packed(jnp.ones_like(tokens), model.execution.rules))
-    return lm.logits(hidden)
 
 
 def loss(model, tokens, params):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 import tiny_run
 from commands import run
 from small import mesh_of
@@ -203,13 +204,8 @@ def test_reading_and_writing_show_their_progress_on_a_terminal_only(monkeypatch,
 
 
 def logits_of(opened, tokens):
-    from shardlm.layers.context import Packed
-
     with jax.set_mesh(opened.mesh):
-        lm = opened.model.model(opened.params)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        ctx = Packed(jnp.ones_like(tokens), opened.model.execution.rules)
-        return np.asarray(jax.jit(lambda t: lm.logits(lm(t, positions, ctx)[0]))(tokens))
+        return np.asarray(jax.jit(lambda t: small.logits_of(opened.model, opened.params, t))(tokens))
 
 
 def trained_on_chats(home, config):
