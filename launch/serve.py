@@ -33,6 +33,7 @@ _CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default 
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
+_DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all of the machine's.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.", lower_bound=0, upper_bound=65535)
@@ -100,6 +101,7 @@ def main() -> int:
         max_num_seqs=_MAX_SEQS.value,
         max_num_batched_tokens=_MAX_TOKENS.value,
         enable_prefix_caching=_PREFIX.value,
+        deterministic=_DETERMINISTIC.value,
     )
     engine, opened = build(_MODEL.value, config)
     try:

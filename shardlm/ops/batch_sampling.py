@@ -107,8 +107,7 @@ def sample_rows(
         edited = jax.lax.cond(asked, lambda x: penalise(x, counts, *penalties), lambda x: x, edited)
     random = settings.temperature >= GREEDY_BELOW
     token = jax.lax.cond(jnp.any(random), lambda x: _draw(x, settings, random), _best, edited)
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    normaliser = highest + jnp.log(ordered_sum(jnp.exp(logits - highest)))[:, None]
+    normaliser = log_normaliser(logits)[:, None]
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)
 
     def select(x):
@@ -124,6 +123,12 @@ def sample_rows(
     else:
         top, top_ids = jax.lax.cond(jnp.any(top_rows), select, nothing, logits)
     return Sampled(token, (chosen - normaliser)[:, 0], top_ids, top)
+
+
+def log_normaliser(logits: jax.Array) -> jax.Array:
+    """log(sum(exp(logits))) of each row [..., V], to the bit the same in any batch."""
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    return highest[..., 0] + jnp.log(ordered_sum(jnp.exp(logits - highest)))
 
 
 def _best(logits: jax.Array) -> jax.Array:

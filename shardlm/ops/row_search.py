@@ -10,14 +10,14 @@ _FOLD = 32  # additions fused into one pass over the vocabulary; 262,144 tokens 
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:
-    """float32 [B, V] -> [B]: a balanced tree of additions, the same for every B."""
+    """float32 [..., V] -> [...]: a balanced tree of additions, the same whatever the other dimensions are."""
     while x.shape[-1] > 1:
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % _FOLD)))
+        x = jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, -x.shape[-1] % _FOLD)))
         parts = jnp.split(x, _FOLD, axis=-1)
         while len(parts) > 1:
             parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
         x = parts[0]
-    return x[:, 0]
+    return x[..., 0]
 
 
 def sortable(x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
 from shardlm.progress_bar import waiting
+from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
@@ -37,6 +38,7 @@ class EngineConfig:
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
     decode_steps            tokens that a request decodes between two looks of the host
     enable_prefix_caching   equal beginnings of prompts are computed once
+    deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
     """
 
     mesh: MeshSpec = MeshSpec()
@@ -50,6 +52,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     decode_steps: int = 8
     enable_prefix_caching: bool = True
+    deterministic: bool = False
 
     def __post_init__(self):
         if self.quantization not in (None, "int8", "int4"):
@@ -98,7 +101,8 @@ def assemble(
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
     pages = pages_of(model, config, cpu, rows * -(-length // config.block_size) + 1)
     sizes = RunnerConfig(pages, config.block_size, rows, tokens, length, config.decode_steps)
-    runner = Runner(model, params, opened.mesh, sizes)
+    make = DeterministicRunner if config.deterministic else Runner
+    runner = make(model, params, opened.mesh, sizes)
     table = PageTable(pages, config.block_size, caching=config.enable_prefix_caching)
     scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps)), table)
     with waiting("compiling", jax.process_index() == 0):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Paged, Pages
-from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, sample_rows
+from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, sample_rows
 from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
 from shardlm.serve.sampling_params import MAX_LOGPROBS
 from shardlm.serve.state import ServeState, Slots, put, take
@@ -73,8 +73,8 @@ def decode(model: ModelDef, num_pages: int, most: int, params, state: ServeState
         pages, own, found = carry
         active = i < samples
         position = start + i
-        logits, pages = _logits_of_one(model, num_pages, params, pages, table, own.last, position, active)
-        sampled, own = _sampled(logits, own, position + 1, active)
+        lm, hidden, pages = hidden_of_one(model, num_pages, params, pages, table, own.last, position, active)
+        sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
 
@@ -113,7 +113,7 @@ def chunk(model: ModelDef, num_pages: int, params, state: ServeState, rows: Chun
         top=state.slots.top.at[slot].set(rows.top),
     )
     own = take(slots, slot)
-    sampled, own = _sampled(logits, own, start + length, samples > 0)
+    sampled, own = sampled_of(logits, own, start + length, samples > 0)
     slots = dataclasses.replace(
         slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
     )
@@ -131,14 +131,20 @@ def _scores(lm, hidden: jax.Array, targets: jax.Array) -> Scores:
     def some(inputs):
         hidden, targets = inputs
         logits = jax.reshard(lm.logits(hidden), WHOLE)
-        logprobs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        top, ids = jax.lax.top_k(logprobs, MAX_LOGPROBS)
-        own = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)
-        return Scores(own[..., 0], 1 + jnp.sum(logprobs > own, axis=-1, dtype=jnp.int32), ids.astype(jnp.int32), top)
+        return scores_of(logits, targets)
 
     split = (jnp.moveaxis(a.reshape(R, C // size, size, *a.shape[2:]), 1, 0) for a in (hidden, targets))
     found = jax.lax.map(some, tuple(split))
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(R, C, *a.shape[3:]), found)
+
+
+def scores_of(logits: jax.Array, targets: jax.Array) -> Scores:
+    """Of targets int32 [...] under logits float32 [..., V], as a token that is sampled is scored."""
+    normaliser = log_normaliser(logits)[..., None]
+    top, ids = jax.lax.top_k(logits, MAX_LOGPROBS)
+    own = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    rank = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+    return Scores((own - normaliser)[..., 0], rank, ids.astype(jnp.int32), top - normaliser)
 
 
 def set_counts(state: ServeState, slot: jax.Array, prompt: jax.Array, reply: jax.Array) -> ServeState:
@@ -153,16 +159,17 @@ def set_allowed(state: ServeState, slot: jax.Array, allowed: jax.Array) -> Serve
     return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=new))
 
 
-def _logits_of_one(model: ModelDef, num_pages: int, params, pages: Pages, table, last, position, active):
-    """One token of each row: (logits float32 [B, V] whole on every device, pages)."""
+def hidden_of_one(model: ModelDef, num_pages: int, params, pages: Pages, table, token, position, active):
+    """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
     ctx = Paged(table, active[:, None], num_pages, model.execution.rules)
     lm = model.model(params)
-    hidden, pages, _ = lm(last[:, None], position[:, None], ctx, pages)
-    return jax.reshard(lm.logits(hidden)[:, 0], WHOLE), pages
+    hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
+    return lm, hidden, pages
 
 
-def _sampled(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
+def sampled_of(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
+    """The next token of rows with logits float32 [B, V], and their slots with it where the row is active."""
     settings = dataclasses.replace(own.settings, position=position)
     sampled = sample_rows(
         logits,

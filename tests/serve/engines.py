@@ -26,9 +26,21 @@ END = TOKENIZER.end_of_document_id
 CONFIG = dataclasses.replace(LLAMA, vocab_size=TOKENIZER.vocab_size + 4)
 
 
-def of_model(model: ModelDef, params, mesh, *, rows=3, tokens=32, length=64, pages=20, steps=4, caching=True) -> Engine:
+def of_model(
+    model: ModelDef,
+    params,
+    mesh,
+    *,
+    rows=3,
+    tokens=32,
+    length=64,
+    pages=20,
+    steps=4,
+    caching=True,
+    runner_of: type[Runner] = Runner,
+) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page."""
-    runner = Runner(model, params, mesh, RunnerConfig(pages, 4, rows, tokens, length, steps))
+    runner = runner_of(model, params, mesh, RunnerConfig(pages, 4, rows, tokens, length, steps))
     runner.compile()
     scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, steps)), PageTable(pages, 4, caching=caching))
     return Engine(runner, scheduler, TOKENIZER, [END])

@@ -1,0 +1,148 @@
+"""Runs batches so that a request's tokens and log-probabilities are the same bits alone, in any batch, in any order of
+arrival, with its prefix cached or not, preempted or not: every token is a row of one program, which has one shape.
+
+What that costs: a step is as wide as there may be requests, however few there are, and each token of a prompt gathers
+its past for itself.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlm.ops.batch_sampling import RowSettings, Sampled
+from shardlm.serve import token_rows
+from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.programs import Scores
+from shardlm.serve.runner import Runner
+from shardlm.serve.settings import RequestSettings
+from shardlm.serve.state import no_edits
+from shardlm.serve.token_rows import TokenRows
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One row of the program: of which row of the batch, and where in its chunk (0 where it decodes)."""
+
+    row: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The program under way once: its rows, what they sample, their scores, and what the model makes of them."""
+
+    tokens: tuple[Token, ...]
+    sampled: Sampled
+    scores: Scores
+    hidden: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A batch under way; as runner.Started."""
+
+    batch: ScheduledBatch
+    calls: tuple[Call, ...]
+
+    def sampled(self) -> Sampled:
+        """Waits; numpy arrays [rows of the batch, steps of the batch, ...]."""
+        host = [jax.tree.map(np.asarray, call.sampled) for call in self.calls]
+        found = [self._places[n, _last(row)] for n, row in enumerate(self.batch.rows)]
+        steps = self.batch.steps
+        return jax.tree.map(lambda *all: np.stack([all[call][place, :steps] for call, place in found]), *host)
+
+    def scores(self, row: int) -> Scores:
+        """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
+        places = [self._places[row, offset] for offset in range(len(self.batch.rows[row].tokens))]
+        host = [jax.tree.map(np.asarray, call.scores) for call in self.calls]
+        return jax.tree.map(lambda *all: np.stack([all[call][place] for call, place in places]), *host)
+
+    def hidden(self, row: int) -> np.ndarray:
+        """Of one chunk of the batch: float32 [D] of its last token."""
+        call, place = self._places[row, _last(self.batch.rows[row])]
+        return np.asarray(self.calls[call].hidden)[place]
+
+    @functools.cached_property
+    def _places(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(row of the batch, offset) -> (call, row of the program)."""
+        return {(t.row, t.offset): (n, i) for n, call in enumerate(self.calls) for i, t in enumerate(call.tokens)}
+
+
+class DeterministicRunner(Runner):
+    """As Runner, with one program for all tokens."""
+
+    def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
+        config, shared = self.config, super()._shapes()
+        run = functools.partial(token_rows.run, self.model, config.num_pages, config.decode_steps)
+        slot = np.zeros(1, np.int32)
+        settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
+        return {
+            "tokens": (run, (TokenRows(self._where()), np.int32(1))),
+            "begin": (lambda params, *rest: token_rows.begin(*rest), settings),
+            "counts": shared["counts"],
+            "allowed": shared["allowed"],
+        }
+
+    def start(
+        self,
+        batch: ScheduledBatch,
+        settings: Mapping[str, RequestSettings],
+        masks: Sequence[tuple[int, np.ndarray]] = (),
+    ) -> Started:
+        """As Runner.start."""
+        for row in batch.rows:
+            if row.fresh:
+                self._begin(row, settings[row.request.id])
+        self._allow(masks)
+        calls = []
+        for tokens in _in_parts(_tokens(batch), self.config.max_rows):
+            where = self._where()
+            for i, token in enumerate(tokens):
+                row, pages = batch.rows[token.row], batch.page_table[token.row]
+                where[i, :6] = _described(row, token.offset)
+                where[i, 6 : 6 + len(pages)] = pages
+            calls.append(Call(tokens, *self._run("tokens", TokenRows(where), np.int32(batch.steps))))
+        return Started(batch, tuple(calls))
+
+    def _begin(self, row: Row, settings: RequestSettings) -> None:
+        super()._begin(row, settings)
+        defaults, edits, top = RowSettings.defaults(1), no_edits(1), np.zeros(1, bool)
+        settings.fill(defaults, edits, top, 0)
+        self._state = self._programs["begin"](
+            self.params, self._state, np.array([row.slot], np.int32), defaults, edits, top
+        )
+
+    def _where(self) -> np.ndarray:
+        """Rows of padding."""
+        where = np.zeros((self.config.max_rows, 6 + self.config.row_pages), np.int32)
+        where[:, 0], where[:, 3] = self.config.max_rows, -1
+        return where
+
+
+def _last(row: Row) -> int:
+    """The offset of its last token."""
+    return 0 if row.tokens is None else len(row.tokens) - 1
+
+
+def _tokens(batch: ScheduledBatch) -> Iterable[Token]:
+    for n, row in enumerate(batch.rows):
+        yield from (Token(n, offset) for offset in range(_last(row) + 1))
+
+
+def _in_parts(tokens: Iterable[Token], size: int) -> list[tuple[Token, ...]]:
+    all = tuple(tokens)
+    return [all[first : first + size] for first in range(0, len(all), size)]
+
+
+def _described(row: Row, offset: int) -> tuple[int, ...]:
+    """slot, position, samples, token, target, scored: see TokenRows."""
+    if row.tokens is None:
+        return row.slot, row.start, row.samples, -1, 0, 0
+    position, last = row.start + offset, offset == _last(row)
+    following = row.request.tokens[position + 1 : position + 2]
+    scored = row.request.params.prompt_logprobs is not None
+    return row.slot, position, row.samples * last, row.tokens[offset], (*following, 0)[0], scored

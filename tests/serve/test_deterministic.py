@@ -1,0 +1,99 @@
+"""The deterministic mode: whatever else runs, however prompts are cut, cached, preempted or read again, a reply and
+its log-probabilities are the same bits."""
+
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+import small_moe
+from engines import CONFIG, TOKENIZER, finished, of_model
+from small import init, mesh_of
+
+from shardlm.generate import Sampling, generate
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.rules import Rules
+from shardlm.serve.deterministic import DeterministicRunner
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.state import ModelDef
+
+# So wide that XLA:CPU cuts products of one row, of few and of many into other sums.
+WIDE = dataclasses.replace(CONFIG, embed_dim=512, mlp_dim=768, num_layers=2, head_dim=32)
+MIXED = dataclasses.replace(small_moe.DEEPSEEK, vocab_size=CONFIG.vocab_size, embed_dim=384)
+TEXT = "né日🙂 true " * 6
+PROMPTS = [TOKENIZER.encode(text) for text in (TEXT[:9], TEXT[:22], TEXT[:40], '{"name": "ab"' * 3)]
+
+
+def made(config, spec: MeshSpec):
+    mesh = mesh_of(spec)
+    with jax.set_mesh(mesh):
+        model = ModelDef.make(config.transformer(), Execution(Rules.make("zero3", spec).for_decoding()))
+        return (*taken_apart(model, init(model)), mesh), model, init(model)
+
+
+def request(number: int) -> tuple[list[int], SamplingParams]:
+    rng = random.Random(number)
+    sampled = {"temperature": 0.9, "top_p": 0.9, "seed": number, "presence_penalty": 0.3} if number % 2 else {}
+    params = SamplingParams(
+        **({"temperature": 0} | sampled),
+        max_tokens=rng.randint(1, 14),
+        logprobs=2 * (number % 3 == 0),
+        prompt_logprobs=1 if number % 4 == 0 else None,
+        ignore_eos=True,
+    )
+    return rng.choice(PROMPTS), params
+
+
+def bits(output) -> tuple:
+    """All that a client sees."""
+    reply = output.outputs[0]
+    scores = [entry and [(t.token_id, t.logprob) for t in entry] for entry in output.prompt_logprobs or []]
+    chosen = [[(t.token_id, t.logprob) for t in entry] for entry in reply.logprobs or []]
+    return reply.text, reply.token_ids, reply.cumulative_logprob, chosen, scores
+
+
+@pytest.mark.parametrize(
+    ("config", "spec"), [(WIDE, MeshSpec()), (WIDE, MeshSpec(tensor=2)), (MIXED, MeshSpec(expert=2))]
+)
+def test_a_reply_is_the_same_bits_whatever_else_runs(config, spec):
+    parts, model, params = made(config, spec)
+    numbers = range(16)
+    alone, sizes = {}, {"rows": 5, "runner_of": DeterministicRunner}
+    engine = of_model(*parts, caching=False, tokens=64, pages=40, **sizes)
+    for number in numbers:
+        engine.add(str(number), *request(number))
+        alone |= {id: bits(output) for id, output in finished(engine).items()}
+    with jax.set_mesh(parts[-1]):
+        prompt, length = request(0)[0], len(alone["0"][1])
+        direct = generate(model, params, prompt, max_new_tokens=length, sampling=Sampling(temperature=0))
+        assert list(direct) == alone["0"][1]
+
+    crowded, rng, done = of_model(*parts, tokens=7, pages=22, **sizes), random.Random(1), {}
+    for number in [*numbers, *numbers]:  # and again, with what was cached
+        id = f"{number}.{len(done)}.{rng.random()}"
+        crowded.add(id, *request(number))
+        for _ in range(rng.randrange(3)):
+            done |= {output.request_id: output for output in crowded.step() if output.finished}
+    done |= finished(crowded)
+    assert crowded.scheduler.preemptions and crowded.stats().prefix_hits
+    assert len(done) == 2 * len(numbers)
+    for id, output in done.items():
+        assert bits(output) == alone[id.split(".")[0]], id
+
+
+def test_a_generated_token_has_the_score_it_has_in_a_prompt():
+    parts, _, _ = made(WIDE, MeshSpec())
+    engine = of_model(*parts, rows=5, tokens=64, pages=40, runner_of=DeterministicRunner)
+    engine.add("said", PROMPTS[1], SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True))
+    said = finished(engine)["said"].outputs[0]
+    whole = [*PROMPTS[1], *said.token_ids]
+    engine.add("scored", whole, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    engine.add("embedded", whole, SamplingParams(max_tokens=0), embed=True)
+    engine.add("other", PROMPTS[2], SamplingParams(max_tokens=3))
+    done = finished(engine)
+    scored = [entry[0].logprob for entry in done["scored"].prompt_logprobs[len(PROMPTS[1]) :]]
+    assert scored == [entry[0].logprob for entry in said.logprobs]
+    assert np.isclose(np.linalg.norm(done["embedded"].embedding), 1)
