@@ -11,20 +11,16 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
+from shardlm.serve.api.errors import ApiError, as_api_error, unforeseen
+from shardlm.serve.api.http import Gone, encode, error_response, json_response, read_body, send_within, until_gone
 from shardlm.serve.api.protocol import parse
 from shardlm.serve.api.service import Call, Service
 
-encode = msgspec.json.Encoder().encode
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class Gone(Exception):
-    """Nobody reads the answer any more."""
 
 
 class Events:
@@ -44,14 +40,6 @@ def data(value: Any) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 Handler = Callable[[Call, Any], Awaitable[Mapping[str, Any] | Events]]
-
-
-def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encode(body), status, headers, "application/json")
-
-
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
 
 
 class Endpoint:
@@ -76,7 +64,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(self.service.settings.request_seconds), call.stack:
                 request = await self._request(scope, receive)
-                await _until_gone(receive, self._respond(call, request, answer))
+                await until_gone(receive, self._respond(call, request, answer))
         except Gone:
             raise
         except Exception as error:
@@ -86,14 +74,8 @@ class Endpoint:
 
     async def _request(self, scope: Scope, receive: Receive) -> msgspec.Struct:
         settings = self.service.settings
-        if self.service.draining:
-            raise unavailable("this server takes no new requests, since it is about to end")
-        try:
-            async with asyncio.timeout(settings.read_seconds):
-                body = await _body(scope, receive, settings.max_body)
-        except TimeoutError:
-            message = f"the body had not come after {settings.read_seconds:g} seconds"
-            raise ApiError(message, 408, code="timeout") from None
+        self.service.check_open()
+        body = await read_body(scope, receive, settings.max_body, settings.read_seconds)
         request, ignored = parse(body, self.model)
         self.service.metrics.ignored_fields += ignored
         self.service.check_model(request.model)
@@ -117,11 +99,7 @@ class _Answer:
     async def _send(self, message: Mapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message["headers"].append((b"x-request-id", self._id.encode()))
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._plain_send(message)
-        except (TimeoutError, OSError):
-            raise Gone from None
+        await send_within(self._seconds, self._plain_send, message)
 
     async def whole(self, response: Response) -> None:
         await response(self._scope, self._receive, self._send)
@@ -141,44 +119,6 @@ class _Answer:
         else:
             last = self._events.error(error)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _body(scope: Scope, receive: Receive, most: int) -> bytes:
-    """Raises ApiError for a body over the limit, Gone where the client goes first."""
-    told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    length, parts = 0, []
-    too_long = told.isdigit() and int(told) > most
-    while not too_long:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Gone
-        parts.append(message.get("body", b""))
-        length += len(parts[-1])
-        too_long = length > most
-        if not message.get("more_body"):
-            break
-    if too_long:
-        raise ApiError(f"the body is above {most} bytes; send less at once", 413, code="request_too_large")
-    return b"".join(parts)
-
-
-async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Awaits `work`, or cancels it when the client disconnects and raises Gone."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Gone
-        working.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def events_of(values: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:

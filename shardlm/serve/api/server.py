@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
-from shardlm.serve.api.settings import Settings
+from shardlm.serve.api.settings import HttpSettings, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=listen.private_key,
                 timeout_graceful_shutdown=1,  # all streams have ended, or had their time
                 server_header=False,
-                lifespan="off",
+                lifespan="on",
                 ws="none",
             )
         )
@@ -77,9 +77,7 @@ class Server(uvicorn.Server):
     async def _drained(self) -> None:
         try:
             async with asyncio.timeout(self._listen.drain_seconds):
-                while self._service.active:
-                    await asyncio.sleep(0.05)
-                await self._service.llm.drain()
+                await self._service.drain()
         except TimeoutError:
             logging.warning("%g seconds are over; the rest is cut off", self._listen.drain_seconds)
         finally:
@@ -87,11 +85,16 @@ class Server(uvicorn.Server):
 
 
 def run(llm, settings: Settings, listen: Listen) -> None:
-    """Serves an AsyncLLM; returns after a signal, when what was under way has ended.
+    """Serves an AsyncLLM, as `run_app` does."""
+    run_app(make_app(llm, settings), settings, listen)
+
+
+def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
+    """Serves an application of `http.application`; returns after a signal, when what was under way has ended.
 
     Raises: ShardlmError where the address is taken or a file for https cannot be used.
     """
-    server = Server(make_app(llm, settings), listen)
+    server = Server(app, listen)
     try:
         server.config.load()
     except OSError as error:  # ssl's errors are of this class too

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.outputs import RequestOutput
@@ -15,17 +16,20 @@ from shardlm.serve.sampling_params import SamplingParams
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
 
 
-class Service:
+class Service(Serving):
     """The engine, the settings and the counts. `llm` is an AsyncLLM."""
 
     def __init__(self, llm, settings: Settings):
+        super().__init__()
         self.llm, self.settings = llm, settings
         self.names = settings.model_names or (llm.model_name,)
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
-        self.draining = False  # nothing new is taken
-        self.active = 0  # requests whose answers are not all written
         self.unanswered = 0  # prompts in the engine that have had no output yet
+
+    async def drain(self) -> None:
+        await super().drain()
+        await self.llm.drain()
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that is not here; none named is this one."""

@@ -1,0 +1,157 @@
+"""What every HTTP process of ours does alike, the server and the router before it: bodies with a limit, clients that go
+or take nothing, answers in JSON, and who may call."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardlm.serve.api.errors import ApiError, unavailable, unforeseen
+from shardlm.serve.api.settings import HttpSettings
+
+encode = msgspec.json.Encoder().encode
+
+
+class Gone(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Serving:
+    """What a process that listens says of itself, and how it ends: `draining`, nothing new is taken; `active`, requests
+    whose answers are not all written."""
+
+    def __init__(self):
+        self.draining = False
+        self.active = 0
+
+    def check_open(self) -> None:
+        """Raises ApiError (503) where the process is about to end."""
+        if self.draining:
+            raise unavailable("this server takes no new requests, since it is about to end")
+
+    async def drain(self) -> None:
+        """Returns when nothing is under way."""
+        while self.active:
+            await asyncio.sleep(0.05)
+
+
+def application(
+    serving: Serving, routes: Sequence[BaseRoute], settings: HttpSettings, open_paths: Collection[str], **options: Any
+) -> Starlette:
+    """Keys, CORS and errors in OpenAI's form around `routes`; `app.state.service` is `serving`."""
+    middleware = [Middleware(_Guard, keys=settings.api_keys, open_paths=open_paths)]
+    if origins := settings.cors_origins:
+        middleware.insert(
+            0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _unforeseen}
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, **options)
+    app.state.service = serving
+    return app
+
+
+class _Guard:
+    """Asks for a key, where there are any."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]):
+        self._app, self._keys, self._open = app, keys, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._open and not bears(scope, self._keys):
+            message = "this server asks for a key it knows: Authorization: Bearer KEY"
+            await error_response(ApiError(message, 401, code="invalid_api_key"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def bears(scope: Scope, keys: Sequence[str]) -> bool:
+    """Whether a request has one of the keys, compared in a time that does not tell how much of one is right."""
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    return any(hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys)
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """No such path, or not by this method."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(ApiError(message, error.status_code, headers=error.headers))
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return error_response(unforeseen())
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers)
+
+
+async def read_body(scope: Scope, receive: Receive, most: int, seconds: float) -> bytes:
+    """Raises ApiError for a body over `most` bytes or later than `seconds`, Gone where the client goes first."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await _body(scope, receive, most)
+    except TimeoutError:
+        raise ApiError(f"the body had not come after {seconds:g} seconds", 408, code="timeout") from None
+
+
+async def _body(scope: Scope, receive: Receive, most: int) -> bytes:
+    told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    length, parts = 0, []
+    too_long = told.isdigit() and int(told) > most
+    while not too_long:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        parts.append(message.get("body", b""))
+        length += len(parts[-1])
+        too_long = length > most
+        if not message.get("more_body"):
+            break
+    if too_long:
+        raise ApiError(f"the body is above {most} bytes; send less at once", 413, code="request_too_large")
+    return b"".join(parts)
+
+
+async def send_within(seconds: float, send: Send, message: Message) -> None:
+    """Raises Gone where the client takes nothing for so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await send(message)
+    except (TimeoutError, OSError):
+        raise Gone from None
+
+
+async def until_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Awaits `work`, or cancels it when the client disconnects and raises Gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        working.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
