@@ -1,0 +1,93 @@
+"""What of a request's body decides its way: the model, and the beginning of the text that the model will read.
+
+Bodies that make no sense have no beginning; they go to some replica, which says what is wrong with them.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+BLOCK = 256  # characters: some 64 tokens, four pages of a server
+MOST_BLOCKS = 256  # of one prompt; where 64k characters are equal, the rest decides little
+
+
+class _Body(msgspec.Struct):
+    """Fields of /v1/chat/completions, /v1/completions and /v1/responses, of any type: the replicas check them."""
+
+    model: Any = None
+    tools: Any = None
+    messages: Any = None
+    prompt: Any = None
+    instructions: Any = None
+    input: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hints:
+    """model: that is asked for. blocks: a hash for each beginning of the prompt, of 1, 2, ... blocks."""
+
+    model: str | None = None
+    blocks: tuple[bytes, ...] = ()
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+_ENCODE = msgspec.json.Encoder(order="sorted").encode
+
+
+def hints(body: bytes) -> Hints:
+    try:
+        found = _DECODER.decode(body)
+        return Hints(found.model if isinstance(found.model, str) else None, tuple(_blocks(found)))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return Hints()
+
+
+def _blocks(body: _Body) -> Iterator[bytes]:
+    """A model's pages are its own, so its name is hashed first."""
+    hashed = hashlib.blake2b(_ENCODE(body.model), digest_size=16)
+    waiting, count = "", 0
+    for piece in _pieces(body):
+        waiting += piece
+        whole = len(waiting) - len(waiting) % BLOCK
+        for start in range(0, whole, BLOCK):
+            hashed.update(waiting[start : start + BLOCK].encode("utf-8", "surrogatepass"))
+            yield hashed.digest()
+            count += 1
+            if count == MOST_BLOCKS:
+                return
+        waiting = waiting[whole:]
+
+
+def _pieces(body: _Body) -> Iterator[str]:
+    """The text in the order in which chat templates write it: tools and instructions, then the messages."""
+    if body.tools:
+        yield _ENCODE(body.tools).decode()
+    if body.messages is not None:
+        yield from _turns(body.messages)
+        return
+    if isinstance(body.instructions, str):
+        yield body.instructions
+    prompt = body.prompt if body.prompt is not None else body.input
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        yield from _turns(prompt)
+    elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        yield from _pieces(_Body(prompt=prompt[0]))  # of several prompts the first stands for all
+    elif isinstance(prompt, list):
+        yield " ".join(map(str, prompt[: BLOCK * MOST_BLOCKS]))
+
+
+def _turns(messages: Any) -> Iterator[str]:
+    """Each message without what clients write differently, such as the order of its fields."""
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict):
+            return
+        content = message.get("content")
+        text = content if isinstance(content, str) else _ENCODE(content).decode()
+        yield f"\x1e{message.get('role')}\x1f{text}"
+        if calls := message.get("tool_calls"):
+            yield _ENCODE(calls).decode()

@@ -1,0 +1,129 @@
+"""Which replica is chosen: the rule by hand, and what holds whatever comes."""
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlm.serve.router.policy import Policy, PrefixMemory
+from shardlm.serve.router.prompt import BLOCK, MOST_BLOCKS, hints
+
+
+def blocks(*names):
+    return [name.encode() for name in names]
+
+
+def test_the_replica_with_the_beginning_unless_it_is_too_busy():
+    policy = Policy(threshold=2, least_match=0.5)
+    talk = blocks("a", "ab", "abc", "abcd")
+    assert [policy.choose({"x": 0, "y": 0}, talk).replica for _ in range(3)] == ["x", "y", "x"]  # in turn
+    policy.sent(talk, "y")
+    assert policy.choose({"x": 0, "y": 2}, talk) == policy.choose({"x": 5, "y": 7}, talk)
+    chosen = policy.choose({"x": 0, "y": 2}, [*talk, *blocks("abcde")])
+    assert (chosen.replica, chosen.match) == ("y", 4)
+    assert policy.choose({"x": 0, "y": 3}, talk).replica == "x"
+    # Less than half of it is there: the least loaded, and of equals who has it.
+    other = blocks("a", "ab", "abz", "abzz", "abzzz")
+    assert policy.choose({"x": 0, "y": 1}, other).replica == "x"
+    assert [policy.choose({"x": 1, "y": 1}, other).replica for _ in range(3)] == ["y"] * 3
+    # Two have it: the longer match, then the less loaded.
+    policy.sent(talk[:3], "x")
+    assert policy.choose({"x": 0, "y": 2}, talk).replica == "y"
+    policy.sent(talk, "x")
+    assert policy.choose({"x": 0, "y": 2}, talk).replica == "x"
+    policy.forget("x")
+    assert policy.choose({"x": 0, "y": 2}, talk).replica == "y"
+    assert policy.choose({"x": 0}, talk) == policy.choose({"x": 9}, talk)
+    assert policy.choose({"x": 0, "y": 0}, []).match == 0
+
+
+def test_memory_keeps_what_was_used_last():
+    memory = PrefixMemory(3)
+    memory.add(blocks("a", "ab", "abc"), "x")
+    memory.add(blocks("q"), "y")
+    assert len(memory) == 3 and memory.matches(blocks("a", "ab", "abc")) == {"x": 2}
+    memory.add(blocks("1", "2", "3", "4"), "y")  # of a prompt above it the beginning
+    assert len(memory) == 3 and memory.matches(blocks("1", "2", "3", "4")) == {"y": 3}
+    memory.add(blocks("1"), "x")
+    assert memory.matches(blocks("1", "2")) == {"x": 1, "y": 2}
+    memory.forget("y")
+    assert len(memory) == 1 and memory.matches(blocks("2")) == {}
+
+
+NAMES = st.sampled_from("wxyz")
+PROMPTS = st.lists(st.sampled_from("ab"), max_size=6).map(
+    lambda p: blocks(*("".join(p[: i + 1]) for i in range(len(p))))
+)
+LOADS = st.dictionaries(NAMES, st.integers(0, 9), min_size=1)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(LOADS, PROMPTS, st.booleans()), max_size=40),
+    st.integers(0, 4),
+    st.floats(0, 1),
+    st.integers(1, 8),
+)
+def test_whatever_comes(steps, threshold, least_match, capacity):
+    """Only who may be taken; never busier than the threshold allows; the match is what was sent; memory is bounded."""
+    policy = Policy(threshold, least_match, capacity)
+    sent = {name: set() for name in "wxyz"}
+    for loads, prompt, restarts in steps:
+        choice = policy.choose(loads, prompt)
+        assert choice.replica in loads
+        assert loads[choice.replica] <= min(loads.values()) + threshold
+        assert set(prompt[: choice.match]) <= sent[choice.replica]
+        if choice.match < least_match * len(prompt):
+            assert loads[choice.replica] == min(loads.values())
+        policy.sent(prompt, choice.replica)
+        sent[choice.replica] |= set(prompt)
+        assert len(policy.memory) <= capacity
+        if prompt and len(prompt) <= capacity:
+            again = policy.choose(dict.fromkeys(loads, 0), prompt)
+            assert again.match == len(prompt)
+        if restarts:
+            policy.forget(choice.replica)
+            sent[choice.replica] = set()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=100), st.integers(1, 5))
+def test_load_is_bounded_when_all_ask_the_same(held, threshold):
+    """Requests with one beginning that stay: the loads never differ by more than the threshold and one."""
+    policy = Policy(threshold)
+    loads = dict.fromkeys("wxyz"[: 1 + max(held)], 0)
+    for _ in held * 2:
+        choice = policy.choose(loads, blocks("a", "ab"))
+        policy.sent(blocks("a", "ab"), choice.replica)
+        loads[choice.replica] += 1
+        assert max(loads.values()) - min(loads.values()) <= threshold + 1
+
+
+def of(**body):
+    return hints(json.dumps(body).encode())
+
+
+def test_beginnings_of_requests():
+    system = {"role": "system", "content": "s" * BLOCK * 2}
+    first = [system, {"role": "user", "content": "q" * 300}]
+    more = [*first, {"role": "assistant", "content": "r" * 300}, {"content": "t" * 300, "role": "user"}]
+    one, two = of(model="m", messages=first).blocks, of(messages=more, model="m").blocks
+    assert len(one) == 3 and len(two) == 5 and two[:3] == one
+    assert of(model="other", messages=first).blocks[0] != one[0] and of(model="m", messages=first).model == "m"
+    assert of(model="m", messages=first, tools=[{"a": 1}]).blocks[0] != one[0]
+    parts = [{"role": "system", "content": [{"type": "text", "text": "s" * 600}]}]
+    assert len(of(messages=parts).blocks) == 2
+    # Texts, several, token ids; instructions come before the input.
+    text = "word " * 200
+    assert of(prompt=text).blocks == of(prompt=[text, "other"]).blocks == of(input=text).blocks
+    assert of(prompt=list(range(500))).blocks[:3] == of(prompt=[[*range(500), 7]]).blocks[:3] != ()
+    assert of(instructions=text, input="x").blocks == of(instructions=text, input=[first[1]]).blocks[:3]
+    assert len(of(prompt="a" * 10**6).blocks) == MOST_BLOCKS
+
+
+def test_bodies_that_make_no_sense_have_no_beginning():
+    for body in (b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 10**5):
+        assert hints(body) == hints(b"{}")
+    for wrong in (5, [None], [["x"], 5], {"a": 1}, [[[[]]]]):
+        for field in ("prompt", "messages", "input", "instructions", "tools"):
+            assert of(**{field: wrong, "model": wrong}).model is None
