@@ -83,7 +83,7 @@ def test_imports_only_from_below(path):
 
 
 HOST_FILES = [p for p in FILES if room_of(p) in NO_JAX] + [ROOT / "shardlm/serve" / name for name in NO_JAX_IN_SERVE]
-HOST_FILES += sorted((ROOT / "shardlm/serve/api").rglob("*.py"))
+HOST_FILES += [path for folder in ("api", "router") for path in sorted((ROOT / "shardlm/serve" / folder).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("path", HOST_FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -29,10 +29,10 @@ class Histogram:
         self.sum += value * times
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        below = 0
+        below, more = 0, f"{labels}," if labels else ""
         for bound, count in zip((*map(float, self.bounds), "+Inf"), self.counts, strict=True):
             below += count
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {below}'
+            yield f'{name}_bucket{{{more}le="{bound}"}} {below}'
         yield f"{name}_sum{{{labels}}} {self.sum}"
         yield f"{name}_count{{{labels}}} {below}"
 
@@ -41,8 +41,7 @@ class Metrics:
     """What the server sees itself; the engine's `Stats` come in when the text is asked for. Times are in seconds."""
 
     def __init__(self, model_name: str):
-        quoted = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        self._labels = f'model_name="{quoted}",engine="0"'
+        self._labels = f'model_name="{quoted(model_name)}",engine="0"'
         self.first_token = Histogram(_FIRST)
         self.between_tokens = Histogram(_BETWEEN)
         self.per_token = Histogram(_BETWEEN)  # one value a request
@@ -71,11 +70,11 @@ class Metrics:
             yield from self._one(name, "counter", value, meaning)
 
     def _requests(self) -> Iterator[str]:
-        yield from _head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")
+        yield from head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")
         for reason in sorted({"stop", "length", "abort", *self.finished}):
             yield f'vllm:request_success_total{{{self._labels},finished_reason="{reason}"}} {self.finished[reason]}'
         meaning = "Fields of requests that the server does not know and left aside."
-        yield from _head("shardlm:ignored_fields_total", "counter", meaning)
+        yield from head("shardlm:ignored_fields_total", "counter", meaning)
         yield f"shardlm:ignored_fields_total{{{self._labels}}} {self.ignored_fields}"
 
     def _histograms(self) -> Iterator[str]:
@@ -89,15 +88,20 @@ class Metrics:
             "request_generation_tokens": (self.generated_tokens, "Tokens of a request's replies."),
         }
         for name, (histogram, meaning) in histograms.items():
-            yield from _head(f"vllm:{name}", "histogram", meaning)
+            yield from head(f"vllm:{name}", "histogram", meaning)
             yield from histogram.lines(f"vllm:{name}", self._labels)
 
     def _one(self, name: str, kind: str, value: float, meaning: str) -> Iterator[str]:
-        yield from _head(f"vllm:{name}", kind, meaning)
+        yield from head(f"vllm:{name}", kind, meaning)
         yield f"vllm:{name}{{{self._labels}}} {value}"
 
 
-def _head(name: str, kind: str, meaning: str) -> tuple[str, str]:
+def quoted(value: str) -> str:
+    """A label's value, between its quotes."""
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def head(name: str, kind: str, meaning: str) -> tuple[str, str]:
     return f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"
 
 

@@ -25,12 +25,8 @@ class HttpSettings:
     write_seconds: float = 60
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and value <= 0:
-                raise ShardlmError(f"{field.name}={value} must be above 0")
-            if isinstance(value, tuple) and "" in value:
-                raise ShardlmError(f"{field.name} must hold no empty text")
+        above_zero(self, "max_body", "read_seconds", "write_seconds")
+        no_empty_text(self, "api_keys", "cors_origins")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +44,23 @@ class Settings(HttpSettings):
     max_queue: int = 1024
     max_replies: int = 1024
     request_seconds: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        above_zero(self, "max_queue", "max_replies", "request_seconds")
+        no_empty_text(self, "model_names")
+
+
+def above_zero(settings: HttpSettings, *names: str) -> None:
+    """Raises ShardlmError for the first that is not; None is no number and passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise ShardlmError(f"{name}={value} must be above 0")
+
+
+def no_empty_text(settings: HttpSettings, *names: str) -> None:
+    """Raises ShardlmError for the first of these tuples with one."""
+    for name in names:
+        if "" in getattr(settings, name):
+            raise ShardlmError(f"{name} must hold no empty text")

@@ -1,14 +1,11 @@
 """A server that listens, and OpenAI's own client."""
 
-import contextlib
 import json
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
-import threading
-import time
 import urllib.request
 
 import openai
@@ -17,31 +14,21 @@ import pytest
 from client import Client
 from fake_llm import FakeLLM
 from prometheus_client.parser import text_string_to_metric_families
+from sockets import listens, until
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
-from shardlm.serve.api.server import Listen, Server, listening, run
+from shardlm.serve.api.server import Listen, listening, run
 from shardlm.serve.api.settings import Settings
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 USER = [{"role": "user", "content": "hi"}]
 
 
-@contextlib.contextmanager
 def serving(llm, *, listen=None, **settings):
     """(the server, its address), in a thread."""
-    listen = listen or Listen(port=0)
     settings = Settings(**settings)
-    with listening(listen, settings.write_seconds) as sock:
-        server = Server(make_app(llm, settings), listen)
-        thread = threading.Thread(target=server.run, args=([sock],))
-        thread.start()
-        try:
-            yield server, f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.handle_exit(signal.SIGTERM, None)
-            thread.join(10)
-            assert not thread.is_alive()
+    return listens(make_app(llm, settings), listen=listen, write_seconds=settings.write_seconds)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +51,6 @@ def post(sock, body):
     """A request without a client that would read its answer."""
     body = json.dumps(body).encode()
     sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-
-
-def until(condition):
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not come to that in five seconds")
 
 
 def test_models_and_chat(client):

@@ -1,0 +1,152 @@
+"""One request: to a replica, on to another where it produced nothing, and its answer back as it comes."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from shardlm.serve.api.endpoint import DONE, data
+from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
+from shardlm.serve.api.http import Gone, encode, error_response, read_body, send_within, until_gone
+from shardlm.serve.router.fleet import Replica
+from shardlm.serve.router.prompt import Hints, hints
+from shardlm.serve.router.service import Router
+from shardlm.serve.router.upstream import Answer, Asked, Broken, Header, Nothing, ask
+
+_MODEL = "/v1/models/"
+_FULL = (429, 503)  # answers of a replica that has done nothing with a request
+_MOST_KEPT = 2**16  # bytes of such an answer
+
+
+class Proxy:
+    """The ASGI application of all paths that the replicas answer."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        router, settings = self._router, self._router.settings
+        passage = _Passage(router, send)
+        router.active += 1
+        try:
+            router.check_open()
+            body = await read_body(scope, receive, settings.max_body, settings.read_seconds)
+            asked = Asked(scope["method"], _target(scope), scope["headers"], body)
+            wish = hints(body) if body else Hints(_model_of(scope["path"]))
+            await until_gone(receive, passage.run(asked, wish))
+        except Gone:
+            return
+        except Exception as error:
+            if (known := as_api_error(error)) is None:
+                logging.exception("a request failed")
+            if not passage.begun:
+                known = known or unforeseen()
+                router.metrics.answers["", known.status] += 1
+                await error_response(known)(scope, receive, send)
+        finally:
+            router.active -= 1
+
+
+def _target(scope: Scope) -> str:
+    query = scope["query_string"].decode("latin-1")
+    return scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+
+
+def _model_of(path: str) -> str | None:
+    return path.removeprefix(_MODEL) if path.startswith(_MODEL) else None
+
+
+class _Passage:
+    """There and back. begun: the client has been sent something."""
+
+    def __init__(self, router: Router, send: Send):
+        self._router, self._plain_send = router, send
+        self._arrival = time.perf_counter()
+        self.begun = False
+
+    async def run(self, asked: Asked, wish: Hints) -> None:
+        """Raises ApiError where no replica answered, Gone where the client takes nothing."""
+        fleet, metrics = self._router.fleet, self._router.metrics
+        tried: list[Replica] = []
+        kept: tuple[Replica, int, Sequence[Header], bytes] | None = None  # the last answer that says to try later
+        problem: ApiError | None = None
+        while len(tried) <= self._router.settings.max_retries:
+            try:
+                replica, choice = fleet.choose(wish, tried)
+            except ApiError as error:
+                problem = problem or error
+                break
+            tried.append(replica)
+            fleet.policy.sent(wish.blocks, replica.url)
+            try:
+                with fleet.sending(replica):
+                    async with ask(self._router.client, replica, asked) as answer:
+                        if answer.status not in _FULL:
+                            metrics.blocks += len(wish.blocks)
+                            metrics.found += choice.match
+                            await self._hand_on(answer, replica, asked)
+                            return
+                        kept = (replica, answer.status, answer.headers, await _little(answer))
+                        metrics.retries[replica.url, str(answer.status)] += 1
+            except (Nothing, Broken) as error:
+                problem = unavailable(f"a replica was lost before it answered ({error}); try again")
+                if refused := isinstance(error, Nothing) and error.refused:
+                    fleet.failed(replica, str(error), refused=True)
+                metrics.retries[replica.url, "refused" if refused else "lost"] += 1
+            fleet.wake.set()
+        if kept is None:
+            raise problem
+        replica, status, headers, body = kept
+        await self._start(replica, status, headers, body, more=False)
+
+    async def _start(
+        self, replica: Replica, status: int, headers: Sequence[Header], first: bytes, *, more: bool
+    ) -> None:
+        metrics = self._router.metrics
+        metrics.answers[replica.url, status] += 1
+        metrics.first.observe(time.perf_counter() - self._arrival)
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self._send({"type": "http.response.body", "body": first, "more_body": more})
+
+    async def _send(self, message: dict) -> None:
+        await send_within(self._router.settings.write_seconds, self._plain_send, message)
+
+    async def _hand_on(self, answer: Answer, replica: Replica, asked: Asked) -> None:
+        """As the bytes come. An answer that breaks off ends with an error, where that can be said, or is cut off."""
+        await self._start(replica, answer.status, answer.headers, answer.first, more=True)
+        last = answer.first
+        try:
+            async for chunk in answer.rest():
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+                last = chunk
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._router.metrics.whole.observe(time.perf_counter() - self._arrival)
+        except Broken as error:
+            logging.warning("replica %s broke off an answer: %s", replica.url, error)
+            self._router.metrics.broken[replica.url] += 1
+            self._router.fleet.wake.set()
+            if not answer.events or not last.endswith(b"\n\n"):
+                return  # the server closes a connection whose answer has no end
+            ending = _last_event(asked)
+            await self._send({"type": "http.response.body", "body": ending, "more_body": False})
+
+
+async def _little(answer: Answer) -> bytes:
+    """The whole of an answer that is an error. Raises Broken for one that has no end."""
+    body = answer.first
+    async for chunk in answer.rest():
+        body += chunk
+        if len(body) > _MOST_KEPT:
+            raise Broken(f"an answer with status {answer.status} is above {_MOST_KEPT} bytes")
+    return body
+
+
+def _last_event(asked: Asked) -> bytes:
+    """What the server itself writes where an error ends a stream."""
+    error = ApiError("the replica was lost; ask again", 502, type="server_error", code="replica_lost")
+    if not asked.target.startswith("/v1/responses"):
+        return data(error.body()) + DONE
+    event = {"type": "error", "code": error.code, "message": error.message, "param": None}
+    return b"event: error\ndata: " + encode(event) + b"\n\n"

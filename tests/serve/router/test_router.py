@@ -1,0 +1,286 @@
+"""The router over sockets, in front of servers over a fake engine and of replicas that misbehave."""
+
+import asyncio
+import dataclasses
+import json
+import signal
+import socket
+import threading
+
+import openai
+import pytest
+from fake_llm import FakeLLM
+from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two
+from sockets import until
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.router.fleet import Fleet, address
+from shardlm.serve.router.policy import Policy
+from shardlm.serve.router.prompt import Hints
+from shardlm.serve.router.settings import RouterSettings
+from shardlm.serve.router.watch import Watch
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    llms = FakeLLM(), FakeLLM()
+    with two(*llms) as (routed, *_):
+        yield routed, llms
+
+
+def test_openais_client(pair):
+    routed, _ = pair
+    with client_of(routed) as client:
+        assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve("fake").id == "fake"
+        whole = client.chat.completions.create(model="fake", messages=USER)
+        assert whole.choices[0].message.content == "the quick brown fox"
+        stream = client.chat.completions.create(model="fake", messages=USER, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "the quick brown fox"
+        assert client.completions.create(model="fake", prompt="a", max_tokens=2).choices[0].text == "the quick"
+        assert client.responses.create(model="fake", input="hi").output_text == "the quick brown fox"
+        assert list(client.embeddings.create(model="fake", input=["the lazy dog"]).data[0].embedding) == [3, 0.5, -1.25]
+        with pytest.raises(openai.BadRequestError, match="temperature=-1") as info:
+            client.chat.completions.create(model="fake", messages=USER, temperature=-1)
+        assert info.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError, match="the model 'other' is not here; here is fake"):
+            client.chat.completions.create(model="other", messages=USER)
+        with pytest.raises(openai.NotFoundError, match="'other' is not here"):
+            client.models.retrieve("other")
+    assert json.loads(routed.ask("/tokenize", {"prompt": "the"})[2])["count"] == 1
+    for path in ("/nowhere", "/"):
+        status, _, body = routed.ask(path)
+        assert status == 404 and path in json.loads(body)["error"]["message"]
+    assert routed.ask("/v1/nowhere")[0] == 404 and routed.ask("/v1/completions")[0] == 405
+
+
+def test_a_conversation_stays_where_its_beginning_is(pair):
+    routed, llms = pair
+    with client_of(routed) as client:
+        for talk in range(4):
+            before = [len(llm.seen) for llm in llms]
+            messages = [{"role": "system", "content": f"{talk}" + "the lazy dog " * 100}]
+            for turn in range(4):
+                messages.append({"role": "user", "content": f"{turn}"})
+                reply = client.chat.completions.create(model="fake", messages=messages)
+                messages.append(reply.choices[0].message)
+            added = [len(llm.seen) - old for llm, old in zip(llms, before, strict=True)]
+            assert sorted(added) == [0, 4]
+    found = metrics_of(routed)
+    assert found["prefix_blocks_total",] >= 16 * 5 and found["prefix_hits_total",] >= 12 * 5
+    assert found["prefix_hit_ratio",] == found["prefix_hits_total",] / found["prefix_blocks_total",] > 0.7
+
+
+def test_bytes_and_headers_pass_unchanged_and_at_once():
+    seen = threading.Event()
+    parts = [b": ping\r\n\r\n", b'data: {"a":', b'"\xc3', b'\xa9"}\n\n', b"data: [DONE]\n\n"]
+
+    async def behave(head, body, writer):
+        writer.write(f"HTTP/1.1 200 OK\r\n{SSE}\r\nX-Request-Id: 7\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        for part in parts:
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+            await writer.drain()
+            assert await asyncio.to_thread(seen.wait, 5)  # the client has it before there is more
+            seen.clear()
+        writer.write(b"0\r\n\r\n")
+
+    rude = Rude(behave)
+    with rude.listens() as url, routing(url) as routed, socket.socket() as sock:
+        sock.settimeout(5)
+        sock.connect(("127.0.0.1", int(routed.address.rsplit(":", 1)[1])))
+        sock.sendall(
+            b"POST /v1/any%2Fthing?a=%20b&c HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer k\r\nX-Mine: 1\r\n"
+            b"x-mine: 2\r\nAccept-Encoding: gzip\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\n"
+            b"Content-Length: 3\r\n\r\n\x00{\xff"
+        )
+        got = b""
+        for part in parts:
+            while not got.endswith(part + b"\r\n"):
+                got += sock.recv(4096)
+            seen.set()
+        while not got.endswith(b"0\r\n\r\n"):
+            got += sock.recv(4096)
+        head, _, chunks = got.partition(b"\r\n\r\n")
+        assert chunks == b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+        assert b"x-request-id: 7" in head.lower() and SSE.encode() in head and head.lower().count(b"\r\ndate:") == 1
+    (head, body), *more = rude.asked
+    lines = head.lower().split("\r\n")
+    assert head.startswith("POST /v1/any%2Fthing?a=%20b&c HTTP/1.1") and body == b"\x00{\xff" and not more
+    assert {"authorization: bearer k", "x-mine: 1", "x-mine: 2", "accept-encoding: gzip"} <= set(lines)
+    assert not [
+        line for line in lines if line.startswith(("x-hop", "user-agent", "accept:", "connection: keep-alive, x"))
+    ]
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_replica():
+    llm = FakeLLM(reply="word " * 1000, delay=0.005)
+    silent = FakeLLM(delay=5)
+    with serving(llm) as (_, a), routing(a) as routed, client_of(routed) as client:
+        stream = client.completions.create(model="fake", prompt="a", max_tokens=1000, stream=True)
+        next(iter(stream))
+        assert llm.running and routed.service.active == 1
+        stream.close()
+        until(lambda: not llm.running and not routed.service.active)
+    with serving(silent) as (_, a), routing(a) as routed, client_of(routed) as client:
+        with pytest.raises(openai.APITimeoutError):  # before there is an answer
+            client.with_options(timeout=0.3).completions.create(model="fake", prompt="a")
+        until(lambda: not silent.running and not routed.service.active and not routed.replica(a).in_flight)
+    assert len(llm.aborted) == len(silent.aborted) == 1
+
+
+def test_models_are_merged_and_decide_the_way():
+    llms = FakeLLM(), FakeLLM(reply="lazy dog")
+    with (
+        serving(llms[0], model_names=("one", "both")) as (_, a),
+        serving(llms[1], model_names=("two", "both")) as (_, b),
+        routing(a, b) as routed,
+        client_of(routed) as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["both", "one", "two"]
+        assert client.models.retrieve("two").id == "two"
+        for name, text in (("one", "the quick brown fox"), ("two", "lazy dog")) * 2:
+            assert client.completions.create(model=name, prompt="a").choices[0].text == text
+        llms[1].ready = False
+        until(lambda: not routed.replica(b).takes)
+        with pytest.raises(openai.InternalServerError, match="of 1, 0 are ready"):  # not: no such model
+            client.completions.create(model="two", prompt="a")
+        with pytest.raises(openai.NotFoundError, match="here is both, one, two"):
+            client.completions.create(model="three", prompt="a")
+        assert client.completions.create(model="both", prompt="a").choices[0].text == "the quick brown fox"
+
+
+def test_keys_limits_and_other_origins():
+    llm = FakeLLM()
+    keys = {"api_keys": ("secret",), "admin_keys": ("root",)}
+    with (
+        serving(llm, api_keys=("secret",)) as (_, a),
+        routing(a, cors_origins=("http://page",), max_body=999, **keys) as r,
+    ):
+        with client_of(r, "secret") as client:
+            assert r.replica(a).models == {"fake"} and [model.id for model in client.models.list()] == ["fake"]
+            with pytest.raises(openai.AuthenticationError, match="asks for a key"):
+                client.with_options(api_key="wrong").completions.create(model="fake", prompt="a")
+            with pytest.raises(openai.APIStatusError, match="above 999 bytes"):
+                client.completions.create(model="fake", prompt="a" * 999)
+            raw = client.completions.with_raw_response.create(
+                model="fake", prompt="a", extra_headers={"origin": "http://page"}
+            )
+        assert raw.headers.get_list("access-control-allow-origin") == ["http://page"]
+        assert r.ask("/admin/replicas", key="secret")[0] == 401 and r.ask("/admin/replicas", key="root")[0] == 200
+        assert [r.ask(path)[0] for path in ("/health", "/ready", "/metrics", "/v1/models")] == [200, 200, 200, 401]
+    # Only the replicas have keys: theirs decide, and without one for the router any model may be anywhere.
+    with serving(llm, api_keys=("secret",)) as (_, a), routing(a) as r:
+        assert r.replica(a).models is None and r.ask("/v1/models")[0] == r.ask("/v1/models/fake")[0] == 401
+        assert r.ask("/v1/models", key="secret")[0] == r.ask("/v1/models/fake", key="secret")[0] == 200
+        assert r.ask("/admin/replicas", key="secret")[0] == 403
+
+
+def test_an_administrator_drains_adds_and_removes():
+    llms = FakeLLM(reply="word " * 100, delay=0.01), FakeLLM()
+
+    def admin(what, url, method="POST"):
+        status, _, body = routed.ask(f"/admin/{what}", {"url": url}, "root", method)
+        return status, json.loads(body)
+
+    with two(*llms, admin_keys=("root",)) as (routed, a, b), client_of(routed) as client:
+        stream = client.completions.create(model="fake", prompt="a", max_tokens=100, stream=True)
+        next(iter(stream))
+        status, body = admin("drain", a)
+        assert (status, body["data"][0]["drained"], body["data"][0]["in_flight"]) == (200, True, 1)
+        for _ in range(3):
+            client.completions.create(model="fake", prompt="a")
+        assert len(llms[1].seen) == 3
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert admin("remove", a)[0] == 404 and admin("replicas", a, "DELETE")[0] == 200
+        assert [one["url"] for one in json.loads(routed.ask("/admin/replicas", key="root")[2])["data"]] == [b]
+        assert not [key for key in metrics_of(routed) if a in key]
+        assert admin("drain", a)[0] == 404 and admin("replicas", b)[0] == 400
+        assert "must be like http://HOST:PORT" in admin("replicas", "ftp://a")[1]["error"]["message"]
+        assert routed.ask("/admin/drain", {"uri": a}, "root")[0] == 400
+        assert admin("replicas", a)[0] == 200
+        until(lambda: routed.replica(a).takes)
+        assert admin("drain", b)[1]["data"][0]["models"] == ["fake"]
+        client.completions.create(model="fake", prompt="a", max_tokens=1)
+        assert len(llms[0].seen) == 2
+        assert admin("undrain", b)[1]["data"][0]["drained"] is False and len(routed.service.fleet.taking()) == 2
+
+
+def test_what_is_under_way_is_finished_before_the_end():
+    llm = FakeLLM(reply="word " * 30, delay=0.01)
+    with serving(llm) as (_, a), routing(a) as routed, client_of(routed) as client:
+        stream = client.completions.create(model="fake", prompt="a", max_tokens=30, stream=True)
+        next(iter(stream))
+        routed.server.handle_exit(signal.SIGTERM, None)
+        assert routed.ask("/ready")[0] == 503 and routed.ask("/health")[0] == 200
+        with pytest.raises(openai.InternalServerError, match="takes no new requests"):
+            client.completions.create(model="fake", prompt="a")
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        until(lambda: routed.server.should_exit)
+
+
+def test_sequences_of_others_count_as_load():
+    class Busy(FakeLLM):
+        def stats(self):
+            return dataclasses.replace(super().stats(), num_waiting=7)
+
+    llms = Busy(), FakeLLM()
+    with two(*llms) as (routed, a, b):
+        until(lambda: routed.replica(a).load == 7)
+        for _ in range(3):
+            assert routed.ask("/v1/completions", {"prompt": "a"})[0] == 200
+        assert len(llms[1].seen) == 3 and metrics_of(routed)["load", b] == 0
+
+
+def test_names_are_looked_up():
+    llm = FakeLLM()
+    with serving(llm) as (_, a):
+        port = a.rsplit(":", 1)[1]
+        with routing(replica_dns=(f"localhost:{port}",), admin_keys=("root",)) as routed:
+            until(lambda: routed.service.fleet.taking())
+            assert routed.ask("/v1/completions", {"prompt": "a"})[0] == 200
+            assert routed.ask("/admin/replicas", {"url": a}, "root", "DELETE")[0] == 409
+
+    async def resolved(monkeypatch, *answers):
+        fleet = Fleet(Policy())
+        watch = Watch(fleet, RouterSettings(replica_dns=("pods:80",)), None)
+        fleet.add("http://1.1.1.1:80", "admin")
+        for answer in answers:
+
+            async def looked_up(host, port, type, answer=answer):
+                if answer is None:
+                    raise socket.gaierror("no such name")
+                return [(None, None, None, "", (where, port)) for where in answer]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", looked_up)
+            await watch.resolve("pods:80")
+            yield sorted(fleet.replicas)
+
+    async def collected():
+        with pytest.MonkeyPatch.context() as patch:
+            return [here async for here in resolved(patch, ["2.2.2.2", "::1"], None, ["1.1.1.1", "2.2.2.2"])]
+
+    kept = ["http://1.1.1.1:80", "http://2.2.2.2:80"]
+    assert asyncio.run(collected()) == [[*kept, "http://[::1]:80"]] * 2 + [kept]
+
+
+def test_settings_and_addresses_that_make_no_sense():
+    for wrong in ("ftp://a", "http://", "a:80", "http://a:x", "http://a?b", "http://u@a"):
+        with pytest.raises(ShardlmError, match="must be like http://HOST:PORT"):
+            address(wrong)
+    for words, match in (
+        ({}, "the router has no replicas"),
+        ({"replica_dns": ("pods",)}, "replica_dns=pods must be NAME:PORT"),
+        ({"replicas": ("http://a",), "least_match": 2.0}, "between 0 and 1"),
+        ({"replicas": ("http://a",), "max_retries": -1}, "max_retries=-1"),
+        ({"replicas": ("http://a",), "poll_seconds": 0}, "poll_seconds=0 must be above 0"),
+    ):
+        with pytest.raises(ShardlmError, match=match):
+            RouterSettings(**words)
+    fleet = Fleet(Policy())
+    with pytest.raises(ApiError, match="there is none"):
+        fleet.choose(Hints("any"))
+    fleet.add("http://a/", "flag")
+    with pytest.raises(ShardlmError, match="http://a is there already"):
+        fleet.add("http://a", "flag")

@@ -1,0 +1,145 @@
+"""Replicas that refuse, break off, hang, die and come back."""
+
+import asyncio
+import json
+import socket
+import threading
+
+import openai
+import pytest
+from fake_llm import FakeLLM
+from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two, whole
+from sockets import until
+
+
+async def cut_before(head, body, writer):
+    """Nothing at all."""
+
+
+async def cut_after_head(head, body, writer):
+    writer.write(f"HTTP/1.1 200 OK\r\n{SSE}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+
+
+async def full(head, body, writer):
+    writer.write(whole(429, b'{"error": {"message": "full"}}', "retry-after: 9", "content-type: application/json"))
+
+
+async def about_to_end(head, body, writer):
+    writer.write(whole(503, b'{"error": {"message": "draining"}}'))
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"), [(cut_before, "lost"), (cut_after_head, "lost"), (full, "429"), (about_to_end, "503")]
+)
+def test_what_has_produced_nothing_is_asked_of_another(behave, reason):
+    rude = Rude(behave)
+    with rude.listens() as bad, serving(FakeLLM()) as (_, good), routing(bad, good) as routed:
+        with client_of(routed) as client:
+            for _ in range(4):
+                assert client.completions.create(model="fake", prompt="a").choices[0].text == "the quick brown fox"
+        found = metrics_of(routed)
+        assert found["retries_total", bad, reason] == len(rude.asked) >= 1
+        assert found["requests_total", good, "200"] == 4 and ("requests_total", bad, "200") not in found
+    with Rude(behave).listens() as bad, Rude(behave).listens() as worse, routing(bad, worse) as routed:
+        with client_of(routed) as client, pytest.raises(openai.APIStatusError) as info:
+            client.completions.create(model="fake", prompt="a")
+        error = info.value
+        if reason == "lost":
+            assert error.status_code == 503 and error.response.headers["retry-after"] == "1"
+            assert "a replica was lost before it answered" in error.message and error.code == "unavailable"
+        else:
+            assert error.status_code == int(reason) and error.response.headers.get("retry-after") == (
+                "9" if reason == "429" else None
+            )
+
+
+def test_what_is_no_reason_to_ask_another():
+    async def fails(head, body, writer):
+        writer.write(whole(500, b'{"error": {"message": "engine"}}'))
+
+    bad, worse = Rude(fails), Rude(fails)
+    with bad.listens() as a, worse.listens() as b, routing(a, b) as routed:
+        assert routed.ask("/v1/completions", {"prompt": "a"})[0] == 500
+        assert len(bad.asked) + len(worse.asked) == 1
+    limited = Rude(cut_before)
+    with limited.listens() as a, serving(FakeLLM()) as (_, b), routing(a, b, max_retries=0) as routed:
+        assert sorted(routed.ask("/v1/completions", {"prompt": "a"})[0] for _ in range(2)) == [200, 503]
+
+
+def test_an_answer_that_breaks_off():
+    async def behave(head, body, writer):
+        path = head.split()[1]
+        event = b'data: {"choices": [{"text": "one", "index": 0}]}\n\n'
+        if path == "/v1/responses":
+            event = b'event: x\ndata: {"type": "x"}\n\n'
+        if b"half" in body:
+            event = event[:20]
+        if path == "/v1/embeddings":
+            writer.write(whole(200, b'{"data": [1, 2, 3]}')[:-3])
+        else:
+            await cut_after_head(head, body, writer)
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+
+    with Rude(behave).listens() as a, Rude(behave).listens() as b, routing(a, b) as routed:
+        with client_of(routed) as client:
+            stream = iter(client.completions.create(model="fake", prompt="a", stream=True))
+            assert next(stream).choices[0].text == "one"
+            with pytest.raises(openai.APIError, match="the replica was lost; ask again"):
+                next(stream)
+            with pytest.raises(openai.APIConnectionError):
+                list(client.completions.create(model="fake", prompt="half", stream=True))
+            *_, last = client.responses.create(model="fake", input="hi", stream=True)
+            assert (last.type, last.code) == ("error", "replica_lost")
+            with pytest.raises(openai.APIConnectionError):
+                client.embeddings.create(model="fake", input="a")
+        found = metrics_of(routed)
+        assert sum(value for (name, *_), value in found.items() if name == "broken_total") == 4
+        assert sum(value for (name, *_), value in found.items() if name == "retries_total") == 0
+
+
+def test_replicas_that_fail_and_come_back():
+    llms = FakeLLM(), FakeLLM()
+    with two(*llms) as (routed, a, b), client_of(routed) as client:
+        llms[0].died = "the device is lost"
+        until(lambda: not routed.replica(a).takes)
+        assert not routed.replica(a).alive and "/health 503" in routed.replica(a).problem
+        for _ in range(3):
+            client.completions.create(model="fake", prompt="a")
+        assert len(llms[1].seen) == 3
+        llms[1].ready = False
+        until(lambda: not routed.replica(b).takes)
+        assert routed.replica(b).alive
+        status, headers, body = routed.ask("/v1/completions", {"prompt": "a"})
+        assert status == 503 and headers["retry-after"] == "1"
+        assert "of 2, 0 are ready" in json.loads(body)["error"]["message"]
+        assert routed.ask("/ready")[0] == routed.ask("/v1/models")[0] == 503 and routed.ask("/health")[0] == 200
+        found = metrics_of(routed)
+        assert [found[name, url] for url in (a, b) for name in ("replica_up", "replica_ready")] == [0, 0, 1, 0]
+        llms[0].died, llms[1].ready = "", True
+        until(lambda: len(routed.service.fleet.taking()) == 2)
+        assert routed.ask("/ready")[0] == 200
+
+
+def test_a_replica_that_hangs_is_given_up():
+    async def hangs(head, body, writer):
+        await asyncio.sleep(100)
+
+    rude, llm = Rude(hangs), FakeLLM()
+    with rude.listens() as a, serving(llm) as (_, b), routing(a, b, timeout_seconds=0.1) as routed:
+        asked = [threading.Thread(target=routed.ask, args=("/v1/completions", {"prompt": "a"})) for _ in range(4)]
+        for thread in asked:
+            thread.start()
+        until(lambda: rude.asked and routed.replica(a).in_flight)
+        rude.status = None
+        for thread in asked:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert len(llm.seen) == 4 and "no answer in 0.1 seconds" in routed.replica(a).problem
+    with socket.socket() as nobody:  # an address that nobody listens at
+        nobody.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with serving(llm) as (_, b), routing(gone, b, ready=1, poll_seconds=50) as routed:
+            replica = routed.replica(gone)
+            replica.alive = replica.ready = True  # it went after the last look
+            assert [routed.ask("/v1/completions", {"prompt": "a"})[0] for _ in range(3)] == [200] * 3
+            assert not replica.alive and metrics_of(routed)["retries_total", gone, "refused"] == 1
