@@ -49,7 +49,7 @@ class Routing:
 @contextlib.contextmanager
 def routing(*urls, ready=None, listen=None, **settings):
     """Once `ready` of the replicas take requests; by default all."""
-    settings = {"poll_seconds": 0.05, "timeout_seconds": 0.5, **settings}
+    settings = {"poll_seconds": 0.05, "timeout_seconds": 5, **settings}
     with listens(make_app(RouterSettings(replicas=urls, **settings)), listen=listen) as where:
         made = Routing(*where)
         wanted = len(urls) if ready is None else ready

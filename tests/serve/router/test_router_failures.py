@@ -101,8 +101,8 @@ def test_replicas_that_fail_and_come_back():
     llms = FakeLLM(), FakeLLM()
     with two(*llms) as (routed, a, b), client_of(routed) as client:
         llms[0].died = "the device is lost"
-        until(lambda: not routed.replica(a).takes)
-        assert not routed.replica(a).alive and "/health 503" in routed.replica(a).problem
+        until(lambda: not routed.replica(a).alive)
+        assert "/health 503" in routed.replica(a).problem
         for _ in range(3):
             client.completions.create(model="fake", prompt="a")
         assert len(llms[1].seen) == 3
@@ -125,7 +125,7 @@ def test_a_replica_that_hangs_is_given_up():
         await asyncio.sleep(100)
 
     rude, llm = Rude(hangs), FakeLLM()
-    with rude.listens() as a, serving(llm) as (_, b), routing(a, b, timeout_seconds=0.1) as routed:
+    with rude.listens() as a, serving(llm) as (_, b), routing(a, b, timeout_seconds=0.5) as routed:
         asked = [threading.Thread(target=routed.ask, args=("/v1/completions", {"prompt": "a"})) for _ in range(4)]
         for thread in asked:
             thread.start()
@@ -134,7 +134,7 @@ def test_a_replica_that_hangs_is_given_up():
         for thread in asked:
             thread.join(5)
             assert not thread.is_alive()
-        assert len(llm.seen) == 4 and "no answer in 0.1 seconds" in routed.replica(a).problem
+        assert len(llm.seen) == 4 and "no answer in 0.5 seconds" in routed.replica(a).problem
     with socket.socket() as nobody:  # an address that nobody listens at
         nobody.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
