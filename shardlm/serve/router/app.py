@@ -1,6 +1,7 @@
 """The router's application: what it answers itself, what its administrator may do, and what the replicas answer."""
 
 import asyncio
+import logging
 
 import aiohttp
 import msgspec
@@ -85,8 +86,9 @@ class _Own:
             async with client.get(f"{replica.url}/v1/models", headers=headers, timeout=timeout) as response:
                 return response.status, msgspec.json.decode(await response.read(), type=dict)
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            logging.warning("replica %s did not tell its models: %s", replica.url, error)
             self._router.fleet.wake.set()
-            return 503, unavailable(f"a replica did not tell its models: {error}").body()
+            return 503, unavailable("a replica did not tell its models; try again").body()
 
 
 class _Named(msgspec.Struct):

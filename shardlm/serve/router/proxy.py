@@ -90,7 +90,8 @@ class _Passage:
                         kept = (replica, answer.status, answer.headers, await _little(answer))
                         metrics.retries[replica.url, str(answer.status)] += 1
             except (Nothing, Broken) as error:
-                problem = unavailable(f"a replica was lost before it answered ({error}); try again")
+                logging.info("replica %s produced nothing: %s", replica.url, error)
+                problem = unavailable("a replica was lost before it answered; try again")
                 if refused := isinstance(error, Nothing) and error.refused:
                     fleet.failed(replica, str(error), refused=True)
                 metrics.retries[replica.url, "refused" if refused else "lost"] += 1
