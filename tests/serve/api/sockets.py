@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import subprocess
 import threading
 import time
 
@@ -31,3 +32,12 @@ def until(condition):
             return
         time.sleep(0.01)
     raise AssertionError("it did not come to that in five seconds")
+
+
+def made_certificate(folder):
+    """(certificate, private key) of 127.0.0.1, files that openssl makes."""
+    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key

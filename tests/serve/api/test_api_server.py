@@ -5,7 +5,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import urllib.request
 
 import openai
@@ -14,7 +13,7 @@ import pytest
 from client import Client
 from fake_llm import FakeLLM
 from prometheus_client.parser import text_string_to_metric_families
-from sockets import listens, until
+from sockets import listens, made_certificate, until
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
@@ -207,19 +206,16 @@ def test_a_limit_to_what_is_finished():
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate with openssl")
 def test_https(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    listen = Listen(port=0, certificate=str(certificate), private_key=str(key))
+    certificate, key = made_certificate(tmp_path)
+    listen = Listen(port=0, certificate=certificate, private_key=key)
     with serving(FakeLLM(), listen=listen) as (_, address):
-        trusted = ssl.create_default_context(cafile=str(certificate))
+        trusted = ssl.create_default_context(cafile=certificate)
         url = address.replace("http", "https") + "/health"
         assert urllib.request.urlopen(url, context=trusted).read() == b"ok"
     with pytest.raises(ShardlmError, match=r"https with .* does not work: .* Give a certificate chain"):
-        run(FakeLLM(), Settings(), Listen(port=0, certificate=str(key), private_key=str(key)))
+        run(FakeLLM(), Settings(), Listen(port=0, certificate=key, private_key=key))
     with pytest.raises(ShardlmError, match="give both or none"):
-        Listen(certificate=str(certificate))
+        Listen(certificate=certificate)
 
 
 def test_addresses_that_are_taken_and_settings_that_make_no_sense():

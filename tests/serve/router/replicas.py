@@ -17,9 +17,9 @@ from shardlm.serve.router.app import make_app
 from shardlm.serve.router.settings import RouterSettings
 
 
-def serving(llm, **settings):
+def serving(llm, *, listen=None, **settings):
     """A server over a fake engine: (it, its address)."""
-    return listens(server_app.make_app(llm, Settings(**settings)))
+    return listens(server_app.make_app(llm, Settings(**settings)), listen=listen)
 
 
 SSE = "content-type: text/event-stream; charset=utf-8"

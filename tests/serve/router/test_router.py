@@ -3,18 +3,23 @@
 import asyncio
 import dataclasses
 import json
+import shutil
 import signal
 import socket
+import ssl
 import threading
+import urllib.request
 
 import openai
 import pytest
 from fake_llm import FakeLLM
 from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two
-from sockets import until
+from sockets import made_certificate, until
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.server import Listen
+from shardlm.serve.router.app import make_app
 from shardlm.serve.router.fleet import Fleet, address
 from shardlm.serve.router.policy import Policy
 from shardlm.serve.router.prompt import Hints
@@ -263,6 +268,23 @@ def test_names_are_looked_up():
 
     kept = ["http://1.1.1.1:80", "http://2.2.2.2:80"]
     assert asyncio.run(collected()) == [[*kept, "http://[::1]:80"]] * 2 + [kept]
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate with openssl")
+def test_https_on_both_sides(tmp_path):
+    certificate, key = made_certificate(tmp_path)
+    listen = Listen(port=0, certificate=certificate, private_key=key)
+    with serving(FakeLLM(), listen=listen) as (_, plain):
+        a = plain.replace("http:", "https:")
+        with routing(a, replica_ca=certificate, listen=listen) as routed:
+            trusted = ssl.create_default_context(cafile=certificate)
+            address = routed.address.replace("http:", "https:")
+            with urllib.request.urlopen(f"{address}/v1/models", context=trusted, timeout=5) as response:
+                assert json.load(response)["data"][0]["id"] == "fake"
+        with routing(a, ready=0) as routed:  # of an authority that nobody knows
+            until(lambda: "certificate verify failed" in routed.replica(a).problem)
+    with pytest.raises(ShardlmError, match="is no file of certificates in PEM"):
+        make_app(RouterSettings(replicas=(a,), replica_ca=key))
 
 
 def test_settings_and_addresses_that_make_no_sense():
