@@ -7,15 +7,23 @@ A page holds `page_size` consecutive tokens of one sequence. A full page is know
 the hash of the page before it, so that equal hashes mean equal prefixes (vLLM's automatic prefix caching,
 docs.vllm.ai/en/stable/design/prefix_caching). Only full pages are shared and nobody writes into a full page, so that
 there is no copy on write. Page 0 is scrap: padded rows write there, and it is never given away.
+
+Layers come in groups (layers/page_layout.py), and an owner has pages in each. In a group with a window it gives back
+those that no token to come can see. All groups take their pages from the one pool, so that no share of memory is set
+aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
+docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager).
 """
 
 import collections
 import dataclasses
 import hashlib
+import itertools
+import math
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.page_layout import seen_pages
 
 _DIGEST = 16  # bytes of a page's hash: a collision would show one user another's text
 
@@ -43,15 +51,30 @@ class Statistics:
 
 @dataclasses.dataclass(slots=True)
 class _Held:
-    pages: list[int]
+    """What one owner has. Of each group its pages in the order of their tokens, 0 where they were given back, and how
+    many leading ones those are; the position at which the next can be given back."""
+
+    pages: list[list[int]]
+    behind: list[int]
+    drops_at: float
     known: int  # leading pages that are registered under their hash, or whose hash another page had already
 
 
 class PageTable:
     """The pages of one pool. Owners are any hashable names; every operation costs the pages it touches, no more."""
 
-    def __init__(self, num_pages: int, page_size: int, *, caching: bool = True):
-        """A pool of `num_pages` pages, scrap page 0 included. Without `caching` no page is ever shared.
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        windows: Sequence[int] = (0,),
+        longest_step: int = 1,
+        caching: bool = True,
+    ):
+        """A pool of `num_pages` pages, scrap page 0 included, for groups that see back as far as their window (0: to
+        the start) and owners that grow by at most `longest_step` tokens before `drop` is called. Without `caching` no
+        page is ever shared.
 
         Raises:
             ShardlmError: there is no page beside the scrap page, or no token in a page.
@@ -62,11 +85,12 @@ class PageTable:
                 "2 pages of at least 1 token"
             )
         self.num_pages, self.page_size, self.caching = num_pages, page_size, caching
+        self.windows, self.longest_step = tuple(windows), longest_step
         self.statistics = Statistics()
         self._held: dict[Hashable, _Held] = {}
         self._references = [0] * num_pages
-        self._hash_of: list[bytes | None] = [None] * num_pages
-        self._page_of: dict[bytes, int] = {}
+        self._hash_of: list[tuple[int, bytes] | None] = [None] * num_pages  # (group, hash)
+        self._page_of: list[dict[bytes, int]] = [{} for _ in self.windows]  # of each group
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last is used first
         # Pages that nobody holds but whose contents may be asked for again, the least recently used first.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
@@ -81,28 +105,71 @@ class PageTable:
         """Pages that some owner holds."""
         return self.num_pages - 1 - self.num_free
 
-    def pages(self, owner: Hashable) -> Sequence[int]:
-        """The pages of `owner` in the order of their tokens. A view: do not change it, and copy it to keep it."""
-        return self._held[owner].pages
+    def pages(self, owner: Hashable, group: int = 0) -> Sequence[int]:
+        """The pages of `owner` in the order of their tokens, 0 for those given back. A view: do not change it, and copy
+        it to keep it."""
+        return self._held[owner].pages[group]
+
+    def num_held(self, owner: Hashable) -> int:
+        """Pages of `owner` in all groups."""
+        held = self._held[owner]
+        return sum(map(len, held.pages)) - sum(held.behind)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold `num_tokens` tokens."""
+        """How many pages hold `num_tokens` tokens, in one group."""
         return -(-num_tokens // self.page_size)
 
+    def most(self, num_tokens: int) -> int:
+        """How many pages an owner of `num_tokens` tokens ever holds, in all groups."""
+        return sum(seen_pages(window, num_tokens, self.page_size, self.longest_step) for window in self.windows)
+
+    def first(self, group: int, position: int) -> int:
+        """The first page of a sequence that the token at `position`, and so any after it, sees."""
+        window = self.windows[group]
+        return max(0, position - window + 1) // self.page_size if window else 0
+
     def find(self, hashes: Sequence[bytes]) -> int:
-        """How many leading pages of a sequence with these hashes are cached."""
-        for count, digest in enumerate(hashes):
-            if digest not in self._page_of:
-                return count
-        return len(hashes)
+        """How many leading pages of a sequence with these hashes are cached, as far as the token after them sees them:
+        all in a group without a window, the last ones in the others."""
+        count = len(hashes)
+        for window, cached in zip(self.windows, self._page_of, strict=True):
+            if not window:
+                count = next((i for i, digest in enumerate(hashes[:count]) if digest not in cached), count)
+        while count and (gap := self._gap(hashes, count)) is not None:
+            count = gap
+        return count
+
+    def _gap(self, hashes: Sequence[bytes], count: int) -> int | None:
+        """A page that lacks in some window before the end of `count` pages; the last one of its group."""
+        for group, (window, cached) in enumerate(zip(self.windows, self._page_of, strict=True)):
+            if window:
+                for index in range(count - 1, self.first(group, count * self.page_size) - 1, -1):
+                    if hashes[index] not in cached:
+                        return index
+        return None
+
+    def _shared(self, hashes: Sequence[bytes], found: int) -> Iterator[tuple[int, list[int]]]:
+        """Of each group, the first of the `found` leading pages that is still seen, and the cached pages from there."""
+        for group, cached in enumerate(self._page_of):
+            first = self.first(group, found * self.page_size)
+            yield first, [cached[digest] for digest in hashes[first:found]]
+
+    def _ends(self, num_tokens: int, found: int) -> list[int]:
+        """How many pages a new owner gets in each group, those before the first included: those of all its tokens or,
+        in a group with a window, as many as it will hold at most, so that a long prompt that was begun can go on."""
+        reach = (max(found * self.page_size, w) + self.longest_step if w else num_tokens for w in self.windows)
+        return [self.pages_for(min(num_tokens, tokens)) for tokens in reach]
 
     def missing(self, num_tokens: int, hashes: Sequence[bytes] = ()) -> int:
         """How many of `num_free` an `allocate` of the same arguments would use up."""
-        shared = (self._page_of[digest] for digest in hashes[: self.find(hashes)])
-        return self.pages_for(num_tokens) - sum(self._references[page] > 0 for page in shared)
+        found, count = self.find(hashes), 0
+        for end, (first, pages) in zip(self._ends(num_tokens, found), self._shared(hashes, found), strict=True):
+            count += end - first - sum(self._references[page] > 0 for page in pages)
+        return count
 
     def allocate(self, owner: Hashable, num_tokens: int, hashes: Sequence[bytes] = ()) -> int | None:
-        """Gives a new owner pages for `num_tokens` tokens, the leading ones shared where `hashes` are cached.
+        """Gives a new owner pages for `num_tokens` tokens (in a group with a window for the first of them; `append`
+        adds the others), the leading ones shared where `hashes` are cached.
 
         Returns how many tokens are there already, or None, and changes nothing, where pages are lacking. A caller
         that needs the last token's output leaves the page of that token out of `hashes`.
@@ -111,25 +178,32 @@ class PageTable:
             raise ValueError(f"{owner!r} has pages already; append to them")
         if self.missing(num_tokens, hashes) > self.num_free:
             return None
-        pages = [self._page_of[digest] for digest in hashes[: self.find(hashes)]]
-        found = len(pages)
-        for page in pages:
+        found = self.find(hashes)
+        shared = list(self._shared(hashes, found))
+        for page in itertools.chain.from_iterable(pages for _, pages in shared):
             self._references[page] += 1
             self._idle.pop(page, None)
-        pages.extend(self._take() for _ in range(self.pages_for(num_tokens) - found))
-        self._held[owner] = _Held(pages, found)
+        every = []
+        for end, (first, pages) in zip(self._ends(num_tokens, found), shared, strict=True):
+            every.append([0] * first + pages + [self._take() for _ in range(end - first - len(pages))])
+        behind = [first for first, _ in shared]
+        self._held[owner] = _Held(every, behind, self._drops_at(behind), found)
         self.statistics.queried += num_tokens
         self.statistics.found += found * self.page_size
         return found * self.page_size
 
+    def lacking(self, owner: Hashable, num_tokens: int) -> int:
+        """How many pages an `append` of the same arguments would add."""
+        end = self.pages_for(num_tokens)
+        return sum(max(0, end - len(pages)) for pages in self._held[owner].pages)
+
     def append(self, owner: Hashable, num_tokens: int) -> bool:
         """Makes the pages of `owner` hold `num_tokens` tokens in all; False, and nothing changed, if pages lack."""
-        pages = self._held[owner].pages
-        lacking = self.pages_for(num_tokens) - len(pages)
-        if lacking > self.num_free:
+        if self.lacking(owner, num_tokens) > self.num_free:
             return False
-        for _ in range(lacking):
-            pages.append(self._take())
+        end = self.pages_for(num_tokens)
+        for pages in self._held[owner].pages:
+            pages.extend(self._take() for _ in range(end - len(pages)))
         return True
 
     def register(self, owner: Hashable, hashes: Sequence[bytes], num_tokens: int) -> None:
@@ -141,21 +215,46 @@ class PageTable:
             return
         held = self._held[owner]
         for index in range(held.known, num_tokens // self.page_size):
-            page, digest = held.pages[index], hashes[index]
-            if self._page_of.setdefault(digest, page) == page:  # else an equal page was first; this one stays private
-                self._hash_of[page] = digest
+            for group, (pages, cached) in enumerate(zip(held.pages, self._page_of, strict=True)):
+                # Else an equal page was first, and this one stays private; or it was given back before it was known.
+                if (page := pages[index]) and cached.setdefault(hashes[index], page) == page:
+                    self._hash_of[page] = group, hashes[index]
             held.known = index + 1
+
+    def drops(self, owner: Hashable, position: int) -> bool:
+        """Whether `drop` would give anything back."""
+        return position >= self._held[owner].drops_at
+
+    def drop(self, owner: Hashable, position: int) -> None:
+        """Takes back those pages of `owner` that no token from `position` on sees. Those with a hash stay cached."""
+        held = self._held[owner]
+        for group, pages in enumerate(held.pages):
+            first = self.first(group, position)
+            for index in range(held.behind[group], first):
+                self._release(pages[index])
+                pages[index] = 0
+            held.behind[group] = max(first, held.behind[group])
+        held.drops_at = self._drops_at(held.behind)
+
+    def _drops_at(self, behind: Sequence[int]) -> float:
+        pairs = zip(self.windows, behind, strict=True)
+        return min(((n + 1) * self.page_size + window - 1 for window, n in pairs if window), default=math.inf)
 
     def free(self, owner: Hashable) -> None:
         """Takes back the pages of `owner`. Those with a hash stay cached until their room is needed."""
-        for page in reversed(self._held.pop(owner).pages):  # a prefix is worth more than what follows it
-            self._references[page] -= 1
-            if self._references[page]:
-                continue
-            if self._hash_of[page] is None:
-                self._free.append(page)
-            else:
-                self._idle[page] = None
+        held = self._held.pop(owner)
+        for pages, behind in zip(held.pages, held.behind, strict=True):
+            for page in reversed(pages[behind:]):  # a prefix is worth more than what follows it
+                self._release(page)
+
+    def _release(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page]:
+            return
+        if self._hash_of[page] is None:
+            self._free.append(page)
+        else:
+            self._idle[page] = None
 
     def forget(self) -> None:
         """Empties the prefix cache, for new weights. Only pages that nobody holds are touched beyond that.
@@ -164,7 +263,8 @@ class PageTable:
         """
         if self._held:
             raise ValueError(f"{len(self._held)} owners hold pages; free them first")
-        self._page_of.clear()
+        for cached in self._page_of:
+            cached.clear()
         self._hash_of = [None] * self.num_pages
         self._free.extend(self._idle)
         self._idle.clear()
@@ -175,7 +275,8 @@ class PageTable:
             page = self._free.pop()
         else:
             page, _ = self._idle.popitem(last=False)
-            del self._page_of[self._hash_of[page]]
+            group, digest = self._hash_of[page]
+            del self._page_of[group][digest]
             self._hash_of[page] = None
             self.statistics.evictions += 1
         self._references[page] = 1
@@ -184,18 +285,25 @@ class PageTable:
     def check_invariants(self) -> None:
         """AssertionError where a page is lost, held wrongly or known wrongly. Costs the whole table: for tests."""
         counts: collections.Counter[int] = collections.Counter()
-        place: dict[int, int] = {}  # of each held page in its owners' sequences
+        place: dict[int, tuple[int, int]] = {}  # of each held page: group, and index in its owners' sequences
         for owner, held in self._held.items():
-            assert len(set(held.pages)) == len(held.pages), f"{owner!r} holds a page twice: {held.pages}"
-            assert 0 <= held.known <= len(held.pages)
-            counts.update(held.pages)
-            for index, page in enumerate(held.pages):
-                assert place.setdefault(page, index) == index, f"page {page} is in two places of sequences"
+            pages = [page for group, n in zip(held.pages, held.behind, strict=True) for page in group[n:]]
+            assert len(set(pages)) == len(pages) and 0 not in pages, f"{owner!r} holds a page twice, or scrap: {pages}"
+            counts.update(pages)
+            for group, (pages, behind) in enumerate(zip(held.pages, held.behind, strict=True)):
+                assert not any(pages[:behind]) and 0 <= held.known <= max(len(pages), behind)
+                size = self.page_size
+                most = seen_pages(self.windows[group], len(pages) * size, size, self.longest_step)
+                assert len(pages) - behind <= most, f"{owner!r} holds too much in group {group}"
+                for index in range(behind, len(pages)):
+                    where = place.setdefault(pages[index], (group, index))
+                    assert where == (group, index), f"page {pages[index]} is in two places of sequences"
         assert self._references == [counts[page] for page in range(self.num_pages)], "references do not match owners"
         every = sorted([*counts, *self._free, *self._idle])
         assert every == list(range(1, self.num_pages)), f"pages are lost or in two states: {every}"
         known = {page: digest for page, digest in enumerate(self._hash_of) if digest is not None}
-        assert {digest: page for page, digest in known.items()} == self._page_of, "hashes and pages disagree"
+        cached = {(g, digest): page for g, pages in enumerate(self._page_of) for digest, page in pages.items()}
+        assert {digest: page for page, digest in known.items()} == cached, "hashes and pages disagree"
         assert not known.keys() & set(self._free), "a free page has a hash"
         assert self._idle.keys() <= known.keys(), "an idle page has no hash"
         assert all(page in known for page, count in counts.items() if count > 1), "a page without hash is shared"

@@ -116,17 +116,51 @@ def test_forgetting_and_doing_without_a_cache():
             PageTable(num_pages, page_size)
 
 
-KINDS = st.sampled_from(("allocate", "allocate", "append", "free"))
+def test_a_window_gives_back_what_no_token_to_come_sees():
+    """Pages of 4 in two groups, the second with a window of 6: the token at 13 sees positions 8 to 13."""
+    table = PageTable(20, 4, windows=(0, 6), longest_step=4)
+    tokens = list(range(16))
+    hashes = hashes_of(tokens)
+    assert table.most(16) == 4 + 4 and table.most(40) == 10 + 4
+    assert table.allocate("a", 16, hashes) == 0
+    assert len(table.pages("a", 0)) == 4 and len(table.pages("a", 1)) == 3  # of 6 + 4 tokens
+    assert table.lacking("a", 16) == 1 and table.append("a", 16)
+    table.register("a", hashes, 16)
+    assert not table.drops("a", 8) and table.drops("a", 9)
+    table.drop("a", 13)
+    assert table.pages("a", 1)[:2] == [0, 0] and table.num_held("a") == table.num_used == 6
+    table.check_invariants()
+    # Four pages are there of both groups; of a shorter beginning the window's pages are cached as well.
+    assert table.find(hashes) == 4 and table.missing(20, hashes) == 2
+    assert table.allocate("b", 20, hashes) == 16 and table.pages("b", 1)[:2] == [0, 0]
+    assert list(table.pages("b", 1)[2:4]) == list(table.pages("a", 1)[2:4])
+    assert table.find(hashes[:2]) == 2
+    table.check_invariants()
+    # Whoever takes all free pages takes those: then the first two pages are no longer a beginning, all four are.
+    assert table.allocate("c", 32) == 0 and table.num_free == 0 and table.statistics.evictions == 2
+    assert table.find(hashes[:2]) == table.find(hashes[:3]) == 0 and table.find(hashes) == 4
+    for owner in "abc":
+        table.free(owner)
+    table.check_invariants()
+    assert table.num_used == 0
+
+
+KINDS = st.sampled_from(("allocate", "allocate", "append", "drop", "free"))
 ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 4), st.lists(st.integers(0, 1), max_size=9)), max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
-@given(num_pages=st.integers(2, 12), page_size=st.integers(1, 3), actions=ACTIONS)
-def test_pages_hold_what_their_owners_wrote(num_pages, page_size, actions):
+@settings(max_examples=200, deadline=None)
+@given(
+    num_pages=st.integers(2, 20),
+    page_size=st.integers(1, 3),
+    windows=st.sampled_from(((0,), (0,), (3,), (0, 4), (0, 1, 5))),
+    actions=ACTIONS,
+)
+def test_pages_hold_what_their_owners_wrote(num_pages, page_size, windows, actions):
     """Owners of random binary sequences; each knows what its pages must hold, and nobody's pages are written but by
-    their one owner."""
-    table, tokens = PageTable(num_pages, page_size), {}
-    contents: dict[int, tuple] = {}  # page -> the prefix that ends with its last token
+    their one owner. A page that was found must hold what the tokens after it see."""
+    table, tokens = PageTable(num_pages, page_size, windows=windows, longest_step=9), {}
+    contents: dict[int, tuple] = {}  # page -> its group, and the prefix that ends with its last token
     for action, owner, new in actions:
         if action == "free" and owner in tokens:
             table.free(owner)
@@ -140,20 +174,36 @@ def test_pages_hold_what_their_owners_wrote(num_pages, page_size, actions):
                 assert table.num_free == free - missing
                 tokens[owner] = list(new)
                 write(table, owner, tokens[owner], found, contents)
-        elif action == "append" and owner in tokens and table.append(owner, len(tokens[owner]) + len(new)):
-            start = len(tokens[owner])
-            tokens[owner] += new
-            write(table, owner, tokens[owner], start, contents)
+        elif action == "append" and owner in tokens:
+            table.drop(owner, len(tokens[owner]))
+            free, lacking = table.num_free, table.lacking(owner, len(tokens[owner]) + len(new))
+            assert table.append(owner, len(tokens[owner]) + len(new)) == (lacking <= free)
+            if lacking <= free:
+                assert table.num_free == free - lacking
+                start = len(tokens[owner])
+                tokens[owner] += new
+                write(table, owner, tokens[owner], start, contents)
+        elif action == "drop" and owner in tokens:
+            held, would = table.num_held(owner), table.drops(owner, len(tokens[owner]))
+            table.drop(owner, len(tokens[owner]))
+            assert (table.num_held(owner) < held) == would
         table.check_invariants()
         for owner, known in tokens.items():
-            for index, page in enumerate(table.pages(owner)):
-                assert contents[page] == tuple(known[: (index + 1) * page_size])
-    assert table.num_used == len({page for owner in tokens for page in table.pages(owner)})
+            for group, window in enumerate(windows):
+                pages = table.pages(owner, group)
+                first = max(0, len(known) - window + 1) // page_size if window else 0
+                assert len(pages) == table.pages_for(len(known)) and 0 not in pages[first:]
+                for index, page in enumerate(pages):
+                    assert page == 0 or contents[page] == (group, tuple(known[: (index + 1) * page_size]))
+    held = {page for owner in tokens for group in range(len(windows)) for page in table.pages(owner, group)}
+    assert table.num_used == len(held - {0})
 
 
 def write(table, owner, tokens, start, contents):
-    for index in range(start // table.page_size, table.pages_for(len(tokens))):
-        page = table.pages(owner)[index]
-        assert sum(page in held.pages for held in table._held.values()) == 1, f"page {page} is written while shared"
-        contents[page] = tuple(tokens[: (index + 1) * table.page_size])
+    for group in range(len(table.windows)):
+        for index in range(start // table.page_size, table.pages_for(len(tokens))):
+            page = table.pages(owner, group)[index]
+            holders = sum(page in held.pages[group] for held in table._held.values())
+            assert page and holders == 1, f"page {page} is written while shared, or scrap"
+            contents[page] = group, tuple(tokens[: (index + 1) * table.page_size])
     table.register(owner, hashes_of(tokens, table.page_size), len(tokens))

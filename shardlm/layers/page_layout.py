@@ -1,0 +1,69 @@
+"""Which layers share page numbers: how a pool of pages serves layers that see all positions and layers with a window.
+
+Layers with equal windows form groups of about equal size, and a page belongs to one group at a time: it holds keys and
+values of some tokens in all layers of that group. So every page is of the same size and any group may take any page.
+(vLLM's hybrid KV cache manager, docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager.) Which pages those are is
+serve/page_table.py's. No jax.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+MOST_GROUPS = 8  # each has its own columns of the page table, which the host fills and sends with every batch
+
+
+@dataclasses.dataclass(frozen=True)
+class PageLayout:
+    """num_pages  of the pool, scrap page 0 included
+    windows    of each group, how many positions its layers see; 0: all
+    places     of each layer, (group, place among the group's layers)
+    """
+
+    num_pages: int
+    windows: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, num_layers: int, num_pages: int) -> "PageLayout":
+        """One group, whose pages hold all layers and are kept whatever the layers see."""
+        return cls(num_pages, (0,), tuple((0, layer) for layer in range(num_layers)))
+
+    @property
+    def layers(self) -> int:
+        """That a page has room for."""
+        return 1 + max(place for _, place in self.places)
+
+    def pages_of(self, length: int, page_size: int, steps: int) -> int:
+        """That a request of `length` tokens holds at most, in all groups, going on by `steps` tokens at a time."""
+        return sum(seen_pages(window, length, page_size, steps) for window in self.windows)
+
+
+def seen_pages(window: int, length: int, page_size: int, steps: int) -> int:
+    """How many pages hold what the next `steps` tokens see and write, wherever among `length` tokens they stand."""
+    every = -(-length // page_size)
+    return min(every, -(-(window + steps) // page_size) + 1) if window else every
+
+
+def layout_of(windows: Sequence[int], num_pages: int, length: int, page_size: int, steps: int) -> PageLayout:
+    """For layers with these windows, the layout in which a request of `length` tokens that decodes `steps` tokens at a
+    time needs least memory: few layers a page leave little of it empty, many mean few page tables."""
+    whole = PageLayout.whole(len(windows), num_pages)
+    choices = [_grouped(windows, num_pages, size) for size in range(1, len(windows) + 1)]
+    few = max(MOST_GROUPS, len(set(windows)))
+    return min(
+        (layout for layout in (whole, *choices) if len(layout.windows) <= few),
+        key=lambda layout: (layout.layers * layout.pages_of(length, page_size, steps), len(layout.windows)),
+    )
+
+
+def _grouped(windows: Sequence[int], num_pages: int, size: int) -> PageLayout:
+    """Groups of at most `size` layers."""
+    groups: list[int] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(windows)
+    for window in sorted(set(windows)):
+        layers = [layer for layer, own in enumerate(windows) if own == window]
+        count = -(-len(layers) // size)
+        for index, layer in enumerate(layers):
+            places[layer] = len(groups) + index % count, index // count
+        groups += [window] * count
+    return PageLayout(num_pages, tuple(groups), tuple(places))
