@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Paged, Pages
+from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.sampling import sample
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
@@ -36,13 +37,13 @@ class Sampling:
             )
 
 
-def make_pages(model: ModelDef, num_pages: int, page_size: int = PAGE_SIZE) -> Pages:
-    """An empty cache of `num_pages` pages a layer, in the compute dtype, split as the heads are; call inside jit."""
+def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) -> Pages:
+    """An empty cache in the compute dtype, split as the heads are; call inside jit."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
-    layers, act = model.config.num_layers, model.execution.rules.act
+    act = model.execution.rules.act
     return {
         name: jnp.zeros(
-            (layers * num_pages, page_size, *shape),
+            (layout.layers * layout.num_pages, page_size, *shape),
             model.execution.dtype,
             out_sharding=act.spec("pages", None, kv_name, "head_dim"),
         )
@@ -73,8 +74,9 @@ def generate(
         )
     num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
     table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
-    pages = jax.jit(partial(make_pages, model, num_pages + 1))()
-    step = jax.jit(partial(_next_token, model, sampling), donate_argnums=1)
+    layout = PageLayout.whole(model.config.num_layers, num_pages + 1)
+    pages = jax.jit(partial(make_pages, model, layout))()
+    step = jax.jit(partial(_next_token, model, layout, sampling), donate_argnums=1)
     tokens, start = _padded(prompt), 0
     for _ in range(max_new_tokens):
         token, pages = step(params, pages, table, tokens, np.int32(start), np.int32(start + len(prompt)))
@@ -110,11 +112,13 @@ def _padded(prompt: Sequence[int]) -> np.ndarray:
     return np.array([[*prompt, *[0] * (length - len(prompt))]], np.int32)
 
 
-def _next_token(model: ModelDef, sampling: Sampling, params, pages: Pages, table, tokens, start, end):
+def _next_token(
+    model: ModelDef, layout: PageLayout, sampling: Sampling, params, pages: Pages, table, tokens, start, end
+):
     """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = table.shape[1] * PAGE_SIZE - 1
-    ctx = Paged(table, positions < end, pages["k"].shape[0] // model.config.num_layers, model.execution.rules)
+    ctx = Paged(table, positions < end, layout, model.execution.rules)
     lm = model.model(params)
     hidden, pages, _ = lm(tokens, jnp.minimum(positions, last), ctx, pages)
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start - 1, 1, axis=1)

@@ -12,6 +12,7 @@ import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
@@ -35,11 +36,12 @@ def decoding(tensor: int):
     with jax.set_mesh(mesh):
         execution = Execution(Rules.make("zero3", spec).for_decoding(), jnp.bfloat16)
         model = ModelDef.make(apart(LLAMA.transformer()), execution)
-        state = jax.eval_shape(lambda: empty_state(model, PAGES, 16, ROWS))
+        layout = PageLayout.whole(LAYERS, PAGES)
+        state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         whole = NamedSharding(mesh, jax.P())
         rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 256), jnp.int32, sharding=whole))
-        step = jax.jit(functools.partial(programs.decode, model, PAGES, 8), donate_argnums=1)
+        step = jax.jit(functools.partial(programs.decode, model, layout, 8), donate_argnums=1)
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
         return step.lower(model.held_at_rest(mesh), state, rows, steps).compile(), state
 

@@ -12,6 +12,7 @@ from small_moe import DEEPSEEK, MOE
 from shardlm.errors import ShardlmError
 from shardlm.generate import PAGE_SIZE, Sampling, generate, make_pages
 from shardlm.layers.context import Packed, Paged
+from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
@@ -36,10 +37,10 @@ def packed_logits(model, params, tokens):
 
 
 @jax.jit(static_argnums=(0, 6))
-def paged_logits(model, params, pages, table, tokens, start, num_pages):
+def paged_logits(model, params, pages, table, tokens, start, layout):
     positions = start + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     lm = model.model(params)
-    ctx = Paged(table, jnp.ones(tokens.shape, bool), num_pages, model.execution.rules)
+    ctx = Paged(table, jnp.ones(tokens.shape, bool), layout, model.execution.rules)
     hidden, pages, _ = lm(tokens, positions, ctx, pages)
     return lm.logits(hidden), pages
 
@@ -53,13 +54,13 @@ def test_training_forward_is_prefill_then_decode(spec, config):
     table = jnp.asarray(rng.permutation(np.arange(1, num_pages)).reshape(ROWS, pages_per_row), jnp.int32)
     with jax.set_mesh(mesh_of(spec)):
         model = decoder_on(spec, config)
-        params = init(model)
+        params, layout = init(model), PageLayout.whole(model.config.num_layers, num_pages)
         expected = np.asarray(packed_logits(model, params, tokens))
-        pages = jax.jit(lambda: make_pages(model, num_pages))()
+        pages = jax.jit(lambda: make_pages(model, layout))()
         parts = []
         for start, stop in [(0, 7), (7, 32), *[(i, i + 1) for i in range(32, LENGTH)]]:
             chunk = tokens[:, start:stop]
-            logits, pages = paged_logits(model, params, pages, table, chunk, jnp.int32(start), num_pages)
+            logits, pages = paged_logits(model, params, pages, table, chunk, jnp.int32(start), layout)
             parts.append(np.asarray(logits))
     assert np.abs(np.concatenate(parts, axis=1) - expected).max() < TOLERANCE
     assert np.abs(expected - on_one_device(config)).max() < TOLERANCE

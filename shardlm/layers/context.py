@@ -7,13 +7,14 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import packed_attention
 from shardlm.rules import Rules
 
-Pages = dict[str, jax.Array]  # entry name -> [layers * num_pages, page_size, K, H]
+Pages = dict[str, jax.Array]  # entry name -> [layers of a page * num_pages, page_size, K, H]
 
 
 class Context(Protocol):
@@ -97,13 +98,14 @@ class Packed:
 class Paged:
     """Prefill (T > 1) and decode (T = 1): write k and v into pages, then attend to all positions so far.
 
-    page_table int32 [B, pages_per_row], page 0 is scrap; valid bool [B, T] is False for padding.
+    page_table int32 [B, groups * W], of each group of layers the pages of a row's tokens, page 0 is scrap; valid bool
+    [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees.
     """
 
     absorbs: ClassVar[bool] = True
     page_table: jax.Array
     valid: jax.Array
-    num_pages: int = dataclasses.field(metadata={"static": True})
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
     rules: Rules = dataclasses.field(metadata={"static": True})
     weights: None = None
 
@@ -118,9 +120,10 @@ class Paged:
         pool = act.spec("pages", None, kv_name, "head_dim")
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
         new = {"k": k} if v is None else {"k": k, "v": v}
+        page_table, place = self._of_layer(layer)
 
-        def local(q, new, pages, page_table, positions, valid, layer, sinks):
-            first = layer * self.num_pages
+        def local(q, new, pages, page_table, positions, valid, place, sinks):
+            first = place * self.layout.num_pages
             where = (page_table, positions, valid, first)
             pages = {name: paged_attention.write_pages(pages[name], new[name], *where) for name in new}
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
@@ -142,7 +145,16 @@ class Paged:
                 act.spec("heads"),
             ),
             out_specs=(heads, dict.fromkeys(new, pool)),
-        )(q, new, pages, self.page_table, positions, self.valid, layer, sinks)
+        )(q, new, pages, page_table, positions, self.valid, place, sinks)
+
+    def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page table [B, W] of a layer, and its place among the layers that share it."""
+        groups = len(self.layout.windows)
+        if groups == 1:  # whose layers are all there are, in order
+            return self.page_table, layer
+        group, place = jnp.asarray(self.layout.places, jnp.int32)[layer]
+        width = self.page_table.shape[1] // groups
+        return jax.lax.dynamic_slice_in_dim(self.page_table, group * width, width, axis=1), place
 
     def _own_head(self, num_kv_heads: int, local_heads: int) -> jax.Array:
         """Which of the kv heads, held whole, this device's query heads share."""

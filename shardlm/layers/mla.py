@@ -41,6 +41,7 @@ class MlaConfig:
         self.rope.check(self.rope_dim)
 
     soft = False  # weights are the softmax of the scores
+    window = 0  # a token sees all before it
 
     @property
     def num_kv_heads(self) -> int:

@@ -44,7 +44,8 @@ class ScheduledBatch:
     number: int
     steps: int
     rows: tuple[Row, ...]
-    page_table: np.ndarray  # int32 [rows, pages of the longest row], 0 (scrap) beyond a row's pages
+    # int32 [rows, groups of layers, pages of the longest row], 0 (scrap) beyond a row's pages and behind a window
+    page_table: np.ndarray
 
     @property
     def num_tokens(self) -> int:

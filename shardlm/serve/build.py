@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
 from shardlm.progress_bar import waiting
@@ -99,43 +100,49 @@ def assemble(
     cpu = opened.mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
-    pages = pages_of(model, config, cpu, rows * -(-length // config.block_size) + 1)
-    sizes = RunnerConfig(pages, config.block_size, rows, tokens, length, config.decode_steps)
+    windows = [block.attention.window for block in model.config.blocks()]
+    layout = layout_of(windows, 0, length, config.block_size, config.decode_steps)
+    step = max(tokens, config.decode_steps)
+    usable = 1 + rows * layout.pages_of(length, config.block_size, step)
+    layout = dataclasses.replace(layout, num_pages=min(pages_of(model, layout, config, cpu), usable))
+    sizes = RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps)
     make = DeterministicRunner if config.deterministic else Runner
     runner = make(model, params, opened.mesh, sizes)
-    table = PageTable(pages, config.block_size, caching=config.enable_prefix_caching)
+    table = PageTable(
+        layout.num_pages,
+        config.block_size,
+        windows=layout.windows,
+        longest_step=step,
+        caching=config.enable_prefix_caching,
+    )
     scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps)), table)
     with waiting("compiling", jax.process_index() == 0):
         runner.compile(progress)
     return Engine(runner, scheduler, tokenizer, stop_ids)
 
 
-def page_bytes(model: ModelDef, block_size: int) -> int:
-    """Of one page in all layers, over all devices."""
-    total = 0
-    for stack in model.outline().segments:
-        for block in stack.blocks:
-            numbers = sum(heads * width for (heads, width), _ in block.attention.cache_entries().values())
-            total += stack.repeats * numbers
-    return total * block_size * jnp.dtype(model.execution.dtype).itemsize
+def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
+    """Of one page in the layers that it has room for, over all devices."""
+    entries = model.outline().segments[0].blocks[0].attention.cache_entries()
+    numbers = sum(heads * width for (heads, width), _ in entries.values())
+    return layout.layers * numbers * block_size * jnp.dtype(model.execution.dtype).itemsize
 
 
-def pages_of(model: ModelDef, config: EngineConfig, cpu: bool, most: int) -> int:
-    """How many pages there are, scrap page included, and no more than can be used. Raises ShardlmError where the memory
-    holds none."""
+def pages_of(model: ModelDef, layout: PageLayout, config: EngineConfig, cpu: bool) -> int:
+    """How many pages the memory holds, scrap page included. Raises ShardlmError where it holds none."""
     if config.kv_cache_bytes:
         nbytes = config.kv_cache_bytes
     elif cpu:
         nbytes = 2**30
     else:
         nbytes = free_bytes(config)
-    count = nbytes // page_bytes(model, config.block_size)
-    if count < 2:
+    each = page_bytes(model, layout, config.block_size)
+    if nbytes < 2 * each:
         raise ShardlmError(
-            f"{nbytes / 2**30:.2f} GiB hold no page of {page_bytes(model, config.block_size):,} bytes: raise "
-            "kv_cache_bytes or gpu_memory_utilization, split the model over more devices, or quantise it"
+            f"{nbytes / 2**30:.2f} GiB hold no page of {each:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "
+            "split the model over more devices, or quantise it"
         )
-    return min(count, most)
+    return nbytes // each
 
 
 def free_bytes(config: EngineConfig) -> int:
@@ -150,7 +157,9 @@ def free_bytes(config: EngineConfig) -> int:
 def described(opened: Opened, engine: Engine) -> str:
     """One line on what is ready."""
     config: Any = engine.runner.config
+    layout, longest = config.layout, config.max_model_len
+    fit = (layout.num_pages - 1) / layout.pages_of(longest, config.page_size, config.decode_steps)
     return (
-        f"serving {json.dumps(opened.folder.name)}: {config.num_pages - 1:,} pages of {config.page_size} tokens, "
-        f"{config.max_rows} requests at once, up to {config.max_model_len:,} tokens each"
+        f"serving {json.dumps(opened.folder.name)}: {layout.num_pages - 1:,} pages of {config.page_size} tokens in "
+        f"{layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; {config.max_rows} requests at once"
     )

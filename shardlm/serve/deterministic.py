@@ -77,7 +77,7 @@ class DeterministicRunner(Runner):
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         config, shared = self.config, super()._shapes()
-        run = functools.partial(token_rows.run, self.model, config.num_pages, config.decode_steps)
+        run = functools.partial(token_rows.run, self.model, config.layout, config.decode_steps)
         slot = np.zeros(1, np.int32)
         settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
         return {
@@ -104,7 +104,7 @@ class DeterministicRunner(Runner):
             for i, token in enumerate(tokens):
                 row, pages = batch.rows[token.row], batch.page_table[token.row]
                 where[i, :6] = _described(row, token.offset)
-                where[i, 6 : 6 + len(pages)] = pages
+                self._fill(where[i, 6:], pages)
             calls.append(Call(tokens, *self._run("tokens", TokenRows(where), np.int32(batch.steps))))
         return Started(batch, tuple(calls))
 

@@ -51,12 +51,12 @@ class Statistics:
 
 @dataclasses.dataclass(slots=True)
 class _Held:
-    """What one owner has. Of each group its pages in the order of their tokens, 0 where they were given back, and how
-    many leading ones those are; the position at which the next can be given back."""
+    """What one owner has."""
 
-    pages: list[list[int]]
-    behind: list[int]
-    drops_at: float
+    pages: list[list[int]]  # of each group in the order of tokens, 0 where they were given back
+    count: int  # of pages that every group has, those given back included
+    behind: list[int]  # of each group, leading pages that were given back
+    drops_at: float  # the position from which the next one can be
     known: int  # leading pages that are registered under their hash, or whose hash another page had already
 
 
@@ -187,23 +187,26 @@ class PageTable:
         for end, (first, pages) in zip(self._ends(num_tokens, found), shared, strict=True):
             every.append([0] * first + pages + [self._take() for _ in range(end - first - len(pages))])
         behind = [first for first, _ in shared]
-        self._held[owner] = _Held(every, behind, self._drops_at(behind), found)
+        self._held[owner] = _Held(every, min(map(len, every)), behind, self._drops_at(behind), found)
         self.statistics.queried += num_tokens
         self.statistics.found += found * self.page_size
         return found * self.page_size
 
     def lacking(self, owner: Hashable, num_tokens: int) -> int:
         """How many pages an `append` of the same arguments would add."""
-        end = self.pages_for(num_tokens)
-        return sum(max(0, end - len(pages)) for pages in self._held[owner].pages)
+        held, end = self._held[owner], self.pages_for(num_tokens)
+        if end <= held.count:  # most often
+            return 0
+        return sum(max(0, end - len(pages)) for pages in held.pages)
 
     def append(self, owner: Hashable, num_tokens: int) -> bool:
         """Makes the pages of `owner` hold `num_tokens` tokens in all; False, and nothing changed, if pages lack."""
         if self.lacking(owner, num_tokens) > self.num_free:
             return False
-        end = self.pages_for(num_tokens)
-        for pages in self._held[owner].pages:
+        held, end = self._held[owner], self.pages_for(num_tokens)
+        for pages in held.pages:
             pages.extend(self._take() for _ in range(end - len(pages)))
+        held.count = max(held.count, end)
         return True
 
     def register(self, owner: Hashable, hashes: Sequence[bytes], num_tokens: int) -> None:
@@ -284,15 +287,15 @@ class PageTable:
 
     def check_invariants(self) -> None:
         """AssertionError where a page is lost, held wrongly or known wrongly. Costs the whole table: for tests."""
-        counts: collections.Counter[int] = collections.Counter()
+        size, counts = self.page_size, collections.Counter[int]()
         place: dict[int, tuple[int, int]] = {}  # of each held page: group, and index in its owners' sequences
         for owner, held in self._held.items():
             pages = [page for group, n in zip(held.pages, held.behind, strict=True) for page in group[n:]]
             assert len(set(pages)) == len(pages) and 0 not in pages, f"{owner!r} holds a page twice, or scrap: {pages}"
             counts.update(pages)
+            assert held.count == min(map(len, held.pages))
             for group, (pages, behind) in enumerate(zip(held.pages, held.behind, strict=True)):
                 assert not any(pages[:behind]) and 0 <= held.known <= max(len(pages), behind)
-                size = self.page_size
                 most = seen_pages(self.windows[group], len(pages) * size, size, self.longest_step)
                 assert len(pages) - behind <= most, f"{owner!r} holds too much in group {group}"
                 for index in range(behind, len(pages)):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Paged, Pages
+from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, sample_rows
 from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
 from shardlm.serve.sampling_params import MAX_LOGPROBS
@@ -24,7 +25,7 @@ SCORED_AT_ONCE = 32  # positions of each row whose logits are there at one time
 class DecodeRows:
     """Rows that decode. Padding has the last slot and no samples.
 
-    where   int32 [B, 3 + W]: slot, position of its last token, samples, and the row's pages
+    where   int32 [B, 3 + W]: slot, position of its last token, samples, and the row's pages in each group
     """
 
     where: jax.Array
@@ -36,7 +37,7 @@ class ChunkRows:
     """Chunks of prompts, all as long as the longest bucket. Padding has the last slot and no tokens.
 
     where     int32 [R, 5 + W]: slot, first position, tokens, samples (0 or 1), whether scores are wanted (0 or 1), and
-              the row's pages
+              the row's pages in each group
     tokens    int32 [R, C]
     targets   int32 [R, C], the token that follows each, where scores are wanted
     settings, edits, top  of the row's request, which its slot takes over (state.py)
@@ -62,7 +63,9 @@ class Scores:
     top_logprobs: jax.Array
 
 
-def decode(model: ModelDef, num_pages: int, most: int, params, state: ServeState, rows: DecodeRows, steps: jax.Array):
+def decode(
+    model: ModelDef, layout: PageLayout, most: int, params, state: ServeState, rows: DecodeRows, steps: jax.Array
+):
     """`steps` (int32, at most `most`) tokens for every row, each fed to the next step; a row with fewer samples idles.
     Returns (state, Sampled of [B, most, ...])."""
     slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
@@ -73,7 +76,7 @@ def decode(model: ModelDef, num_pages: int, most: int, params, state: ServeState
         pages, own, found = carry
         active = i < samples
         position = start + i
-        lm, hidden, pages = hidden_of_one(model, num_pages, params, pages, table, own.last, position, active)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, table, own.last, position, active)
         sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
@@ -93,7 +96,7 @@ def decode(model: ModelDef, num_pages: int, most: int, params, state: ServeState
     return ServeState(pages, slots), found
 
 
-def chunk(model: ModelDef, num_pages: int, params, state: ServeState, rows: ChunkRows):
+def chunk(model: ModelDef, layout: PageLayout, params, state: ServeState, rows: ChunkRows):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
     Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D])."""
     slot, start, length, samples, scored = (rows.where[:, i] for i in range(5))
@@ -101,7 +104,7 @@ def chunk(model: ModelDef, num_pages: int, params, state: ServeState, rows: Chun
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    ctx = Paged(table, index < length[:, None], num_pages, model.execution.rules)
+    ctx = Paged(table, index < length[:, None], layout, model.execution.rules)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
@@ -159,10 +162,10 @@ def set_allowed(state: ServeState, slot: jax.Array, allowed: jax.Array) -> Serve
     return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=new))
 
 
-def hidden_of_one(model: ModelDef, num_pages: int, params, pages: Pages, table, token, position, active):
+def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
-    ctx = Paged(table, active[:, None], num_pages, model.execution.rules)
+    ctx = Paged(table, active[:, None], layout, model.execution.rules)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

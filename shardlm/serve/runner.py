@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import RowSettings, Sampled
 from shardlm.ops.penalties import counts_of
 from shardlm.serve import programs
@@ -33,10 +34,9 @@ MASKS = 8  # rows of grammars' masks that one call sets
 
 @dataclasses.dataclass(frozen=True)
 class RunnerConfig:
-    """num_pages: of the pool, scrap page included. max_rows: slots. max_batch_tokens: of one chunk program.
-    decode_steps: the most a decode program runs."""
+    """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs."""
 
-    num_pages: int
+    layout: PageLayout
     page_size: int
     max_rows: int
     max_batch_tokens: int
@@ -45,8 +45,8 @@ class RunnerConfig:
 
     @property
     def row_pages(self) -> int:
-        """Of the longest request."""
-        return -(-self.max_model_len // self.page_size)
+        """Columns of the page table: those of the longest request in each group."""
+        return len(self.layout.windows) * -(-self.max_model_len // self.page_size)
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class Runner:
     def __init__(self, model: ModelDef, params: Any, mesh: Mesh, config: RunnerConfig):
         """Makes the empty state; `compile` comes next."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
-        make = functools.partial(empty_state, model, config.num_pages, config.page_size, config.max_rows)
+        make = functools.partial(empty_state, model, config.layout, config.page_size, config.max_rows)
         with jax.set_mesh(mesh):
             self._state = jax.jit(make)()
         self._programs: dict[Any, jax.stages.Compiled] = {}
@@ -136,8 +136,8 @@ class Runner:
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, example arguments after the weights and the state)."""
         config, vocab = self.config, self.model.config.vocab_size
-        decode = functools.partial(programs.decode, self.model, config.num_pages, config.decode_steps)
-        chunk = functools.partial(programs.chunk, self.model, config.num_pages)
+        decode = functools.partial(programs.decode, self.model, config.layout, config.decode_steps)
+        chunk = functools.partial(programs.chunk, self.model, config.layout)
         work: dict[Any, tuple] = {}
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
@@ -236,12 +236,16 @@ class Runner:
 
     # Inputs.
 
+    def _fill(self, columns: np.ndarray, pages: np.ndarray) -> None:
+        """A row's pages [groups, width] into its columns of the page table, int32 [row_pages]."""
+        columns.reshape(len(pages), -1)[:, : pages.shape[1]] = pages
+
     def _decode_rows(self, rows: Sequence[tuple[Row, np.ndarray]], size: int) -> DecodeRows:
         where = np.zeros((size, 3 + self.config.row_pages), np.int32)
         where[:, 0] = self.config.max_rows  # the slot for padding
         for i, (row, pages) in enumerate(rows):
             where[i, :3] = row.slot, row.start, row.samples
-            where[i, 3 : 3 + len(pages)] = pages
+            self._fill(where[i, 3:], pages)
         return DecodeRows(where)
 
     def _chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
@@ -253,7 +257,7 @@ class Runner:
         for i, (row, pages, settings) in enumerate(rows):
             scored = settings.params.prompt_logprobs is not None
             where[i, :5] = row.slot, row.start, len(row.tokens), row.samples, scored
-            where[i, 5 : 5 + len(pages)] = pages
+            self._fill(where[i, 5:], pages)
             tokens[i, : len(row.tokens)] = row.tokens
             following = row.request.tokens[row.start + 1 : row.end + 1]
             targets[i, : len(following)] = following

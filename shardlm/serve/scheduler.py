@@ -64,9 +64,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pages: PageTable):
         """Takes over an empty page table. Raises ShardlmError where the longest request could never run."""
-        needed = pages.pages_for(config.max_model_len)
+        needed = pages.most(config.max_model_len)
         if needed > pages.num_pages - 1:
-            room = (pages.num_pages - 1) * pages.page_size
+            room = bisect.bisect_right(range(config.max_model_len), pages.num_pages - 1, key=pages.most) - 1
             raise ShardlmError(
                 f"a request of max_model_len={config.max_model_len} tokens needs {needed} pages of {pages.page_size}, "
                 f"and the pool has {pages.num_pages - 1}, for {room} tokens. Enlarge the pool, or lower max_model_len "
@@ -80,7 +80,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_rows - 1, -1, -1))
         self._in_flight: collections.deque[ScheduledBatch] = collections.deque()
         self._arrivals, self._numbers = itertools.count(), itertools.count()
-        self._table = np.zeros((config.max_rows, needed), np.int32)  # the pages of each slot, 0 where it has none
+        # The pages of each slot in each group of layers, 0 where it has none.
+        self._table = np.zeros((config.max_rows, len(pages.windows), pages.pages_for(config.max_model_len)), np.int32)
 
     @property
     def num_waiting(self) -> int:
@@ -162,7 +163,10 @@ class Scheduler:
             row.request.in_flight += row.samples
             row.request.batches_in_flight += 1
         width = self.pages.pages_for(max(row.end for row in rows))
-        table = self._table[[row.slot for row in rows], :width]  # a copy
+        table = self._table[[row.slot for row in rows], :, :width]  # a copy
+        if any(self.pages.windows):
+            for row in rows:
+                self._drop(row.request)
         batch = ScheduledBatch(kind, next(self._numbers), steps, tuple(rows), table)
         self._in_flight.append(batch)
         return batch
@@ -182,17 +186,21 @@ class Scheduler:
                 if not (first and budget > 0 and self._admit(request)):
                     continue
             if request.computed < request.prefill_end:
-                if budget > 0:
-                    chunks.append(self._chunk_row(request, budget))
+                end = min(request.computed + budget, request.prefill_end)
+                if budget > 0 and self._make_pages(request, end):
+                    chunks.append(self._chunk_row(request, end))
                     budget -= len(chunks[-1].tokens)
-            elif request.remaining > 0 and not (request.lockstep and request.in_flight) and self._make_page(request):
+            elif (
+                request.remaining > 0
+                and not (request.lockstep and request.in_flight)
+                and self._make_pages(request, request.computed + 1)
+            ):
                 decodes.append(request)
         return decodes, chunks
 
-    def _chunk_row(self, request: Request, budget: int) -> Row:
+    def _chunk_row(self, request: Request, end: int) -> Row:
         """The next tokens of a prompt, or of what is computed anew after a preemption."""
         start = request.computed
-        end = min(start + budget, request.prefill_end)
         samples = int(end == request.prefill_end and request.remaining > 0)
         row = Row(request, request.slot, start, samples, request.tokens[start:end], request.fresh)
         request.fresh = False
@@ -212,7 +220,7 @@ class Scheduler:
         for steps in reversed(self.config.decode_steps[1:]):
             samples = [self._samples(request, steps) for request in decodes]
             lacking = sum(
-                max(0, self.pages.pages_for(request.computed + new) - len(self.pages.pages(request.id)))
+                self.pages.lacking(request.id, request.computed + new)
                 for request, new in zip(decodes, samples, strict=True)
             )
             if steps in samples and lacking <= self.pages.num_free:
@@ -233,8 +241,9 @@ class Scheduler:
         request.slot, request.fresh, request.status = self._free_slots.pop(), True, Status.RUNNING
         if not request.preemptions:
             request.cached_tokens = request.computed
-        pages = self.pages.pages(request.id)
-        self._table[request.slot, : len(pages)] = pages
+        for group, row in enumerate(self._table[request.slot]):
+            pages = self.pages.pages(request.id, group)
+            row[: len(pages)] = pages
         self._waiting.remove(request)
         bisect.insort(self._running, request, key=_turn)
         return True
@@ -247,17 +256,18 @@ class Scheduler:
         return request.page_hashes[: (len(request.tokens) - 1) // self.pages.page_size]
 
     def _lacking(self, request: Request) -> int:
-        """How many pages are too few for a waiting request, with one kept for each that runs: without those, whoever
-        came last would soon be preempted."""
+        """How many pages are too few for a waiting request, with one a group kept for each that runs: without those,
+        whoever came last would soon be preempted."""
         needed = self.pages.missing(len(request.tokens), self._shareable(request))
-        return needed + len(self._running) - self.pages.num_free
+        return needed + len(self._running) * len(self.pages.windows) - self.pages.num_free
 
     def _make_room(self, request: Request) -> bool:
         """Finds a slot and pages for a waiting request, by preempting worse priorities unless that would not do."""
         worse = [other for other in self._running if other.priority > request.priority]
         if not self._free_slots and not worse:
             return False
-        if self._lacking(request) > sum(len(self.pages.pages(other.id)) + 1 for other in worse):
+        kept = len(self.pages.windows)
+        if self._lacking(request) > sum(self.pages.num_held(other.id) + kept for other in worse):
             return False
         while not self._free_slots or self._lacking(request) > 0:
             if not worse:
@@ -265,10 +275,10 @@ class Scheduler:
             self._preempt(worse.pop())
         return True
 
-    def _make_page(self, request: Request) -> bool:
-        """Makes the pages of a running request hold its next token, by preempting from the end of the order where
+    def _make_pages(self, request: Request, num_tokens: int) -> bool:
+        """Makes the pages of a running request hold its next tokens, by preempting from the end of the order where
         pages lack; False where that was its own turn."""
-        while not self._grow(request, request.computed + 1):
+        while not self._grow(request, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
@@ -276,13 +286,23 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        pages = self.pages.pages(request.id)
-        held = len(pages)
+        if not self.pages.lacking(request.id, num_tokens):
+            return True
+        every = [self.pages.pages(request.id, group) for group in range(len(self.pages.windows))]
+        held = [len(pages) for pages in every]
         if not self.pages.append(request.id, num_tokens):
             return False
-        if len(pages) > held:
-            self._table[request.slot, held : len(pages)] = pages[held:]
+        for row, pages, before in zip(self._table[request.slot], every, held, strict=True):
+            row[before : len(pages)] = pages[before:]
         return True
+
+    def _drop(self, request: Request) -> None:
+        """Gives on the pages that only tokens up to the batch just made can see; the next batch may write them."""
+        if self.pages.drops(request.id, request.computed):
+            self._remember(request)
+            self.pages.drop(request.id, request.computed)
+            for group, row in enumerate(self._table[request.slot]):
+                row[: self.pages.first(group, request.computed)] = 0
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue. Tokens in flight still land; keys and values are computed anew, as far as not cached."""
@@ -294,14 +314,18 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Gives the slot and the pages of a running request on; full pages of known tokens stay cached."""
-        known = min(request.computed, len(request.tokens))
-        extend_hashes(request.page_hashes, request.tokens, known, self.pages.page_size, request.salt)
-        self._register(request, known)
+        self._remember(request)
         self.pages.free(request.id)
         self._table[request.slot] = 0
         self._free_slots.append(request.slot)
         self._running.remove(request)
         request.slot, request.computed, request.prefill_end = -1, 0, 0
+
+    def _remember(self, request: Request) -> None:
+        """Lets others share the full pages of what is computed and known."""
+        known = min(request.computed, len(request.tokens))
+        extend_hashes(request.page_hashes, request.tokens, known, self.pages.page_size, request.salt)
+        self._register(request, known)
 
     def _register(self, request: Request, num_tokens: int) -> None:
         self.pages.register(request.id, request.page_hashes, num_tokens)

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardlm.generate import make_pages
 from shardlm.layers.context import Pages
+from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Edits, RowSettings
 from shardlm.ops.penalties import TokenCounts, empty_counts
 from shardlm.state import ModelDef
@@ -44,8 +45,8 @@ class ServeState:
     slots: Slots
 
 
-def empty_state(model: ModelDef, num_pages: int, page_size: int, max_rows: int) -> ServeState:
-    """Inside jit, under the model's mesh. `num_pages` counts the scrap page."""
+def empty_state(model: ModelDef, layout: PageLayout, page_size: int, max_rows: int) -> ServeState:
+    """Inside jit, under the model's mesh."""
     rows, vocab = max_rows + 1, model.config.vocab_size
     slots = Slots(
         last=jnp.zeros(rows, jnp.int32),
@@ -55,7 +56,7 @@ def empty_state(model: ModelDef, num_pages: int, page_size: int, max_rows: int) 
         allowed=jnp.full((rows, -(-vocab // 32)), -1, jnp.int32),
         counts=empty_counts(rows, vocab),
     )
-    return ServeState(make_pages(model, num_pages, page_size), slots)
+    return ServeState(make_pages(model, layout, page_size), slots)
 
 
 def no_edits(rows: int) -> Edits:

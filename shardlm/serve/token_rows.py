@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled
 from shardlm.serve.programs import WHOLE, Scores, hidden_of_one, sampled_of, scores_of
 from shardlm.serve.sampling_params import MAX_LOGPROBS
@@ -22,13 +23,13 @@ class TokenRows:
     the last slot, no samples and no token.
 
     where   int32 [M, 6 + W]: slot, position, samples, the token or -1 for the slot's last one, the token whose score is
-            wanted, whether it is (0 or 1), and the row's pages
+            wanted, whether it is (0 or 1), and the row's pages in each group
     """
 
     where: jax.Array
 
 
-def run(model: ModelDef, num_pages: int, most: int, params, state: ServeState, rows: TokenRows, steps: jax.Array):
+def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeState, rows: TokenRows, steps: jax.Array):
     """`steps` (int32, at most `most`) tokens for every row that samples, each fed to the next step; a row with fewer
     samples idles. Returns (state, Sampled of [M, most, ...], Scores of [M], float32 [M, D] of the first step after the
     last norm)."""
@@ -43,7 +44,7 @@ def run(model: ModelDef, num_pages: int, most: int, params, state: ServeState, r
         sampling = i < samples
         position = start + i
         read = jnp.where(given, token, own.last)
-        lm, hidden, pages = hidden_of_one(model, num_pages, params, pages, table, read, position, given | sampling)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, table, read, position, given | sampling)
         logits = jax.reshard(lm.logits(hidden)[:, 0], WHOLE)
         sampled, own = sampled_of(logits, own, position + 1, sampling)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)

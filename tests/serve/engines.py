@@ -9,6 +9,7 @@ import numpy as np
 from small import LLAMA, init, mesh_of
 
 from shardlm import hf_files, weights
+from shardlm.layers.page_layout import layout_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
@@ -40,10 +41,12 @@ def of_model(
     runner_of: type[Runner] = Runner,
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page."""
-    runner = runner_of(model, params, mesh, RunnerConfig(pages, 4, rows, tokens, length, steps))
+    windows = [block.attention.window for block in model.config.blocks()]
+    layout = layout_of(windows, pages, length, 4, steps)
+    runner = runner_of(model, params, mesh, RunnerConfig(layout, 4, rows, tokens, length, steps))
     runner.compile()
-    scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, steps)), PageTable(pages, 4, caching=caching))
-    return Engine(runner, scheduler, TOKENIZER, [END])
+    table = PageTable(pages, 4, windows=layout.windows, longest_step=max(tokens, steps), caching=caching)
+    return Engine(runner, Scheduler(SchedulerConfig(rows, tokens, length, (1, steps)), table), TOKENIZER, [END])
 
 
 def random_engine(spec: MeshSpec, seed: int = 0, **options) -> tuple[Engine, ModelDef, object]:

@@ -6,7 +6,6 @@ import zlib
 import numpy as np
 
 from shardlm.serve.page_table import PageTable
-from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 
 VOCAB, EOS = 7, 0
@@ -49,54 +48,64 @@ class FakeDevice:
 
     def check_owners(self, batch) -> None:
         """No page is written that anybody else holds, but for rows after the one that writes it."""
-        holders: dict[int, list[int]] = {}
+        holders: dict[int, list[int]] = {}  # of each page, the rows that have it in their tables
         for index, row in enumerate(batch.rows):
-            table = batch.page_table[index]
-            assert list(table[table > 0]) == list(self.pages.pages(row.request.id))[: len(table[table > 0])]
-            for page in self.pages.pages(row.request.id):
-                holders.setdefault(page, []).append(index)
+            for group, table in enumerate(batch.page_table[index]):
+                pages = self.pages.pages(row.request.id, group)[: len(table)]
+                assert all(page in (0, given) for page, given in zip(pages, table, strict=False)), "not its pages"
+                for page in table[table > 0]:
+                    holders.setdefault(page, []).append(index)
         for index, row in enumerate(batch.rows):
-            for position in range(row.start, row.end):
-                page = batch.page_table[index, position // self.pages.page_size]
-                assert page != 0, f"{row} writes to scrap"
-                assert holders[page][0] == index, f"{row} writes page {page}, which rows {holders[page]} hold"
-                others = self.pages._references[page] - len(holders[page])
-                assert others == 0, f"{row} writes page {page}, which {others} requests outside the batch hold"
+            for group, table in enumerate(batch.page_table[index]):
+                for page in {table[position // self.pages.page_size] for position in range(row.start, row.end)}:
+                    assert page != 0, f"{row} writes to scrap"
+                    assert holders[page][0] == index, f"{row} writes page {page}, which rows {holders[page]} hold"
+                    inside = sum(page in self.pages.pages(batch.rows[i].request.id, group) for i in holders[page])
+                    others = self.pages._references[page] - inside
+                    assert others == 0, f"{row} writes page {page}, which {others} requests outside the batch hold"
 
     def run(self):
-        """(batch, tokens) of the oldest batch dispatched."""
+        """(batch, tokens) of the oldest batch dispatched. A step writes what all rows have to before any row reads."""
         batch, known, attempts = self.queue.pop(0)
         out = np.full((len(batch.rows) + 1, batch.steps), -1)  # a padded row, as buckets have
         for index, row in enumerate(batch.rows):
-            table, attempt = batch.page_table[index], attempts[index]
             if row.tokens is not None:
                 assert list(row.tokens) == known[index][row.start :]
                 if row.fresh:
                     self.slots[row.slot] = []
-                self.slots[row.slot] = sequence = known[index]
-                self._write(row.request, sequence, range(row.start, row.end), table, attempt)
-                if row.samples:
-                    out[index, 0] = self._sample(row.request, sequence, table)
-                continue
-            sequence = self.slots[row.slot]
-            assert len(sequence) == row.start + 1, f"{row}: the slot's last token has position {len(sequence) - 1}"
-            for step in range(row.samples):
-                position = len(sequence) - 1
-                self._write(row.request, sequence, range(position, position + 1), table, attempt)
-                out[index, step] = self._sample(row.request, sequence, table)
+                self.slots[row.slot] = known[index]
+            length = len(self.slots[row.slot])
+            assert length == (row.start + 1 if row.tokens is None else row.end), f"{row}: the slot has {length} tokens"
+        for step in range(batch.steps):
+            active = [i for i, row in enumerate(batch.rows) if row.tokens is not None or step < row.samples]
+            for index in active:
+                self._write(batch.rows[index], step, batch.page_table[index], attempts[index])
+            for index in active:
+                self._read(batch.rows[index], step, batch.page_table[index])
+            for index in active:
+                if (row := batch.rows[index]).samples:
+                    sequence, request = self.slots[row.slot], row.request
+                    sequence.append(next_token(request.salt, request.params.seed, sequence))
+                    out[index, step] = sequence[-1]
         return batch, out
 
-    def _write(self, request: Request, sequence, positions, table, attempt) -> None:
-        for position in positions:
-            place = table[position // self.pages.page_size], position % self.pages.page_size
-            assert self.writer[place] != attempt, f"{request} writes position {position} twice"
-            self.writer[place] = attempt
-            self.pool[place] = (request.salt, tuple(sequence[: position + 1]))
+    def _written(self, row, step: int) -> range:
+        return range(row.start + step, row.start + step + 1) if row.tokens is None else range(row.start, row.end)
 
-    def _sample(self, request: Request, sequence, table) -> int:
-        read = [self.pool[table[i // self.pages.page_size], i % self.pages.page_size] for i in range(len(sequence))]
-        for position, found in enumerate(read):
-            want = (request.salt, tuple(sequence[: position + 1]))
-            assert found == want, f"{request} attends to {found} at position {position}, not to {want}"
-        sequence.append(next_token(request.salt, request.params.seed, sequence))
-        return sequence[-1]
+    def _write(self, row, step: int, tables, attempt) -> None:
+        sequence = self.slots[row.slot]
+        for group, table in enumerate(tables):
+            for position in self._written(row, step):
+                place = table[position // self.pages.page_size], position % self.pages.page_size
+                assert self.writer[place] != (attempt, position), f"{row.request} writes position {position} twice"
+                self.writer[place] = attempt, position
+                self.pool[place] = (group, row.request.salt, tuple(sequence[: position + 1]))
+
+    def _read(self, row, step: int, tables) -> None:
+        """What the queries of a step see, the first of them back to its window."""
+        sequence, written = self.slots[row.slot], self._written(row, step)
+        for group, (table, window) in enumerate(zip(tables, self.pages.windows, strict=True)):
+            for position in range(max(0, written.start - window + 1) if window else 0, written.stop):
+                found = self.pool[table[position // self.pages.page_size], position % self.pages.page_size]
+                want = (group, row.request.salt, tuple(sequence[: position + 1]))
+                assert found == want, f"{row.request} attends to {found} at position {position}, not to {want}"

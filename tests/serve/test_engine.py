@@ -245,7 +245,7 @@ def test_families_give_the_tokens_of_transformers(family):
     opened = load(REFERENCES / family, mesh=MeshSpec(tensor=2), dtype="float32", decoding=True, length=56)
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params)
-    engine = of_model(model, params, opened.mesh, rows=1, length=60)
+    engine = of_model(model, params, opened.mesh, rows=1, length=60, pages=40)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     for id in ("first", "cached"):
         engine.add(id, tokens[0].tolist(), params)

@@ -53,8 +53,8 @@ def test_prompts_run_in_chunks_beside_decodes_and_then_several_steps_at_once():
     batch, landed = step(scheduler)
     assert (batch.kind, batch.steps, shown(batch)) == ("decode", 4, [("a", 6, 10, 4), ("b", 20, 21, 1)])
     assert landed[1].request.finish_reason == "length" and landed[1].tokens == [7]
-    assert batch.page_table.dtype == np.int32 and batch.page_table.shape == (2, 6)
-    assert np.count_nonzero(batch.page_table, axis=1).tolist() == [3, 6]  # scrap beyond a row's pages
+    assert batch.page_table.dtype == np.int32 and batch.page_table.shape == (2, 1, 6)
+    assert np.count_nonzero(batch.page_table[:, 0], axis=1).tolist() == [3, 6]  # scrap beyond a row's pages
     batch, _ = step(scheduler)
     assert batch.steps == 1 and not batch.rows[0].fresh  # a needs two more: a program of four would be idle for half
 
@@ -106,7 +106,7 @@ def test_equal_prompts_share_pages_also_in_the_batch_that_writes_them():
     told = add(scheduler, "told", distinct(1, 10), max_tokens=4, prompt_logprobs=1)
     batch, _ = step(scheduler)
     assert shown(batch) == [("a", 0, 10, 1), ("b", 8, 10, 1), ("exact", 4, 8, 1)]  # the last token always runs
-    table = batch.page_table
+    table = batch.page_table[:, 0]
     assert (table[0, :2] == table[1, :2]).all() and table[0, 2] != table[1, 2]
     assert table[2, 0] == table[0, 0] and table[2, 1] != table[0, 1]
     assert (a.cached_tokens, b.cached_tokens, exact.cached_tokens) == (0, 8, 4)

@@ -6,6 +6,7 @@ from fake_device import EOS, VOCAB, FakeDevice, reply
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -43,10 +44,12 @@ class Serving(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         decode_steps=st.sampled_from(((1,), (1, 4), (1, 2, 8))),
         caching=st.sampled_from((True, True, True, False)),
+        windows=st.sampled_from(((0,), (0,), (0, 3), (5,), (0, 2, 2, 7))),
     )
-    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching):
-        least = -(-MAX_MODEL_LEN // page_size)
-        self.pages = PageTable(1 + least + spare_pages, page_size, caching=caching)
+    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows):
+        step = max(max_rows + budget, *decode_steps)
+        least = PageLayout(0, windows, ()).pages_of(MAX_MODEL_LEN, page_size, step)
+        self.pages = PageTable(1 + least + spare_pages, page_size, windows=windows, longest_step=step, caching=caching)
         config = SchedulerConfig(max_rows, max_rows + budget, MAX_MODEL_LEN, decode_steps)
         self.scheduler = Scheduler(config, self.pages)
         self.device = FakeDevice(self.pages, max_rows)
