@@ -39,7 +39,7 @@ class Sampling:
 def make_pages(model: ModelDef, num_pages: int, page_size: int = PAGE_SIZE) -> Pages:
     """An empty cache of `num_pages` pages a layer, in the compute dtype, split as the heads are; call inside jit."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
-    layers, act = model.config.num_layers, model.execution.rules.act
+    layers, act = model.config.cached_layers, model.execution.rules.act
     return {
         name: jnp.zeros(
             (layers * num_pages, page_size, *shape),
@@ -114,7 +114,7 @@ def _next_token(model: ModelDef, sampling: Sampling, params, pages: Pages, table
     """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = table.shape[1] * PAGE_SIZE - 1
-    ctx = Paged(table, positions < end, pages["k"].shape[0] // model.config.num_layers, model.execution.rules)
+    ctx = Paged(table, positions < end, pages["k"].shape[0] // model.config.cached_layers, model.execution.rules)
     lm = model.model(params)
     hidden, pages, _ = lm(tokens, jnp.minimum(positions, last), ctx, pages)
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start - 1, 1, axis=1)

@@ -112,11 +112,12 @@ def assemble(
 
 def page_bytes(model: ModelDef, block_size: int) -> int:
     """Of one page in all layers, over all devices."""
-    total = 0
-    for stack in model.outline().segments:
-        for block in stack.blocks:
-            numbers = sum(heads * width for (heads, width), _ in block.attention.cache_entries().values())
-            total += stack.repeats * numbers
+    outline, total = model.outline(), 0
+    counted = [(stack.repeats, block) for stack in outline.segments for block in stack.blocks]
+    if model.config.mtp:
+        counted.append((model.config.mtp.depth, outline.mtp.block))
+    for layers, block in counted:
+        total += layers * sum(heads * width for (heads, width), _ in block.attention.cache_entries().values())
     return total * block_size * jnp.dtype(model.execution.dtype).itemsize
 
 
