@@ -1,5 +1,5 @@
 """Modules that predict further tokens: their loss in packed rows against the formula on each text alone, meshes against
-one device, chunks and decoding against whole rows, and what is refused. Against torch: tests/hf/test_mtp.py."""
+one device, chunks and decoding against whole rows, and what is refused. Against torch: hf/test_mtp_reference.py."""
 
 import dataclasses
 from functools import partial
