@@ -19,7 +19,7 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -236,12 +236,19 @@ class Checkpoints:
         self._step = step
         return Restored(step, state, data_state, manifest(path)["metrics"])
 
-    def restore_params(self, abstract_params: Tree, step: int | None = None, name: str = "params") -> Tree:
-        """Loads one part of the state and reads nothing else: the parameters, or their average as "ema".
+    def restore_params(
+        self,
+        abstract_params: Tree,
+        step: int | None = None,
+        name: str = "params",
+        optional: Collection[str] = (),
+    ) -> Tree:
+        """Loads one part of the state and reads nothing else: the parameters, or their average as "ema". What is saved
+        under the names `optional` and not asked for is left out.
 
         As `restore`, except that values are cast to the dtypes of `abstract_params`.
         """
-        return self._load(self._find(step), {name: abstract_params}, part=name)[name]
+        return self._load(self._find(step), {name: abstract_params}, part=name, optional=optional)[name]
 
     def _find(self, step: int | None) -> int:
         self.wait()
@@ -253,7 +260,7 @@ class Checkpoints:
             raise ShardlmError(f"There is no checkpoint at step {step} in {self.directory}; there are {there}.")
         return steps[-1] if step is None else step
 
-    def _load(self, step: int, abstract: Tree, part: str | None = None) -> Tree:
+    def _load(self, step: int, abstract: Tree, part: str | None = None, optional: Collection[str] = ()) -> Tree:
         path = self.directory / str(step)
         if any(leaf.sharding is None for leaf in jax.tree.leaves(abstract)):
             raise ValueError("every array to restore needs a sharding")
@@ -263,7 +270,11 @@ class Checkpoints:
         if saved is not None:  # else damage that only loading will name
             if part and part not in saved:
                 raise ShardlmError(f"Checkpoint {path} has no {part!r}; it has {', '.join(sorted(saved))}.")
-            check_fit(path, {part: saved[part]} if part else saved, abstract, same_dtype=part is None)
+            saved = {part: saved[part]} if part else saved
+            if part and optional:
+                asked = {k: a for k, a in saved[part].items() if k in abstract[part] or k not in optional}
+                saved = {part: asked}
+            check_fit(path, saved, abstract, same_dtype=part is None)
         return self._read(step, lambda: ocp.load(path, abstract))
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:

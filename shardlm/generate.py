@@ -74,7 +74,7 @@ def generate(
         )
     num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
     table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
-    layout = PageLayout.whole(model.config.num_layers, num_pages + 1)
+    layout = PageLayout.whole(model.config.cached_layers, num_pages + 1)
     pages = jax.jit(partial(make_pages, model, layout))()
     step = jax.jit(partial(_next_token, model, layout, sampling), donate_argnums=1)
     tokens, start = _padded(prompt), 0

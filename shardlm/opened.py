@@ -118,6 +118,7 @@ def load(
     ema: bool = False,
     decoding: bool = False,
     quantization: str | None = None,
+    mtp: bool = False,
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
     of shardlm (or one of its checkpoints).
@@ -130,6 +131,7 @@ def load(
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows (Rules.for_decoding)
     quantization  "int8" or "int4": what a Hugging Face checkpoint's projections are held in (ops/grouped_weights.py)
+    mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
@@ -146,7 +148,7 @@ def load(
     with jax.set_mesh(built):
         table = Rules.make(rules, spec)
         table = table.for_decoding() if decoding else table
-        model = _model(found, table, dtype or _published(found, built), built, quantization or "dtype")
+        model = _model(found, table, dtype or _published(found, built), built, quantization or "dtype", mtp)
         held = model.held_at_rest(built)
         shapes = jax.tree.map(lambda s: at_rest(s, built), model.shapes) if found.run or found.adapters else held
         params = trained(found, model, shapes, built, step, "ema" if ema else "params")
@@ -166,7 +168,8 @@ def trained(
         return _from_folder(found, model, shapes)
     checkpoints = Checkpoints(found.run.checkpoints_dir)
     with waiting("reading the checkpoint", jax.process_index() == 0), checkpoints as reader:
-        return reader.restore_params(shapes, found.run.step if step is None else step, name)
+        # Of modules that predict further tokens as many are read as `shapes` has.
+        return reader.restore_params(shapes, found.run.step if step is None else step, name, optional=("mtp",))
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
@@ -220,14 +223,15 @@ def _published(found: Found, mesh: Mesh) -> str:
     return "float32" if slow else stored.get("dtype") or stored.get("torch_dtype") or "float32"
 
 
-def _model(found: Found, rules: Rules, name: str, mesh: Mesh, held: WeightFormat) -> ModelDef:
+def _model(found: Found, rules: Rules, name: str, mesh: Mesh, held: WeightFormat, mtp: bool) -> ModelDef:
     device = mesh.devices.flat[0]
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
     shape = found.source.transformer()
-    widest = max(block.attention.head_dim for block in shape.blocks())
-    plain = not any(block.attention.soft for block in shape.blocks())
-    experts = any(block.mlp.num_experts for block in shape.blocks())
+    shape = shape if mtp else shape.without_mtp()
+    widest = max(block.attention.head_dim for block in shape.all_blocks())
+    plain = not any(block.attention.soft for block in shape.all_blocks())
+    experts = any(block.mlp.num_experts for block in shape.all_blocks())
     execution = Execution(
         rules,
         DTYPES[name],

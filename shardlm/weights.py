@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
@@ -23,6 +22,7 @@ from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.grouped_weights import BITS, grouped_axis, quantised
 from shardlm.state import ModelDef
+from shardlm.weight_copies import check_copies, copies
 
 Tree = Any
 # In published checkpoints, and not part of the language model: buffers, and the halves of what also sees.
@@ -38,6 +38,13 @@ class Leaf:
     path: tuple
     tensor: Tensor
     layers: tuple[int, ...]
+
+    @property
+    def block(self) -> tuple:
+        """Where the weights are that may share a tensor with this one."""
+        if not self.layers:
+            return ()
+        return self.path[:4] if self.path[0] == "segments" else self.path[:1]
 
     def names(self, shape: tuple[int, ...]) -> list[str]:
         """The tensors of theirs that it is read from."""
@@ -59,6 +66,9 @@ def leaves(config: TransformerConfig, shapes: Tree, names: Callable[[BlockConfig
             period = len(segment.pattern)
             block = segment.pattern[offset]
             layers = tuple(first[number] + repeat * period + offset for repeat in range(segment.repeats))
+        elif keys[0] == "mtp":
+            layers, block = tuple(range(config.num_layers, config.num_layers + config.mtp.depth)), config.mtp.block
+            own = keys[2:] if keys[1] == "block" else keys
         dotted = ".".join(map(str, own))
         known = names(block)
         if dotted not in known:
@@ -74,23 +84,20 @@ def load(
     what is in few bits there is made so on the host, slice by slice. `progress` is called with (bytes read, bytes to
     read) of the files.
 
-    Layers that predict further tokens are left out, which a warning says. Raises ShardlmError for tensors that are
-    missing, left over or of another shape, all named.
+    Layers that predict further tokens are left alone by a model without them. Raises ShardlmError for tensors that are
+    missing, left over, of another shape, or copies that differ from what they repeat, all named.
     """
     stored = _own(folder)
-    further = _further(model.config, folder.config, stored)
-    if further and jax.process_index() == 0:
-        logging.warning(
-            "%s: %d tensors of layers that predict further tokens (%s ...) are left out",
-            folder.path,
-            len(further),
-            further[0],
-        )
-    for name in further:
-        del stored[name]
+    if not model.config.mtp:
+        for name in _further(model.config, folder.config, stored):
+            del stored[name]
     whole, packed = _unpacked(shapes, BITS.get(model.execution.weights))
     named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
-    _check(model.config, named, whole, stored)
+    originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
+    known = registry.names(folder.config, model.config, next(model.config.blocks()))
+    repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
+    _check(model.config, named, whole, {name: a for name, a in stored.items() if name not in repeated})
+    check_copies(repeated, stored)
     flat, work = flatten_dict(shapes), []
     for leaf, shape in zip(named, jax.tree.leaves(whole), strict=True):
         parts = packed[leaf.path].parts(leaf.path, shape.shape) if leaf.path in packed else _parts(leaf.path, shape)
@@ -220,7 +227,7 @@ def _groups(named: list[Leaf], flat: list) -> dict[str, list[tuple[Leaf, tuple[i
     """The leaves that share a tensor, by its name before layers and experts are filled in, segment by segment."""
     groups: dict[str, list] = {}
     for leaf, shape in zip(named, flat, strict=True):
-        groups.setdefault(f"{leaf.path[:4] if leaf.layers else ()} {leaf.tensor.name}", []).append((leaf, shape.shape))
+        groups.setdefault(f"{leaf.block} {leaf.tensor.name}", []).append((leaf, shape.shape))
     return groups
 
 
@@ -343,3 +350,11 @@ def planned(
 
                 name = first.tensor.name.format(layer=layer, expert=expert)
                 yield Planned(name, dtype, shape, make)
+    of_all = {leaf.path: leaf for leaf in named if not leaf.layers}
+    for name, ours in copies(config, names(next(config.blocks()))):
+        leaf, a = of_all[ours,], arrays[ours,]
+
+        def repeat(leaf=leaf, a=a) -> np.ndarray:
+            return join([(leaf.tensor, np.asarray(a).astype(dtype))])
+
+        yield Planned(name, dtype, shape_of([(leaf.tensor, a.shape)]), repeat)

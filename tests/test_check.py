@@ -1,10 +1,14 @@
 """What is refused before anything compiles: each message has the values and choices that work."""
 
+import dataclasses
+
 import pytest
+from small import LLAMA
+from small_moe import DEEPSEEK
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.train.check import check_pipeline
+from shardlm.train.check import check_outside_stages, check_pipeline
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
@@ -38,3 +42,14 @@ def test_microbatches_fill_the_stages_in_whole_groups():
 def test_rounds_are_positive():
     with pytest.raises(ShardlmError, match=r"pipeline.rounds=0: it must be at least 1"):
         PipelineConfig(rounds=0)
+
+
+def test_a_ring_in_layers_that_one_stage_runs_is_refused():
+    one_f_one_b, mesh = PipelineConfig("1f1b"), MeshSpec(pipeline=2, context=2)
+    further = dataclasses.replace(DEEPSEEK, num_layers=2, dense_layers=0, mtp=1)
+    for config in (DEEPSEEK, further):
+        with pytest.raises(ShardlmError, match=r"schedule=1f1b with context=2: 1 of the model's layers are outside"):
+            check_outside_stages(config.transformer(), one_f_one_b, mesh, "ring")
+    check_outside_stages(LLAMA.transformer(), one_f_one_b, mesh, "ring")
+    check_outside_stages(further.transformer(), one_f_one_b, mesh, "ulysses")
+    check_outside_stages(further.transformer(), PipelineConfig(), mesh, "ring")

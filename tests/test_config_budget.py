@@ -12,12 +12,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 COMMON = {"vocab_size", "embed_dim", "num_layers", "num_heads", "rope_theta", "norm_eps", "tie_embeddings"}
 EXPERTS = {"num_experts", "top_k", "expert_dim", "balance_loss", "capacity_factor"}
 MODELS = {
-    "Pretrained": {"folder", "length", "config"},
+    "Pretrained": {"folder", "length", "config", "mtp"},
     "LlamaConfig": COMMON | {"num_kv_heads", "head_dim", "mlp_dim"},
     "MixtralConfig": COMMON | EXPERTS | {"num_kv_heads", "head_dim", "router_z_loss"},
     "DeepseekConfig": COMMON | EXPERTS | {
         "dense_layers", "mlp_dim", "q_latent_dim", "kv_latent_dim", "nope_dim", "rope_dim", "value_dim", "num_shared",
-        "scoring", "groups", "top_groups", "routed_scale", "load_bias",
+        "scoring", "groups", "top_groups", "routed_scale", "load_bias", "mtp",
     },
 }  # fmt: skip
 FIELDS = {
@@ -30,8 +30,8 @@ FIELDS = {
         "clip_norm", "ema_decay", "load_bias_rate",
     },
     "train": {
-        "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "seed", "log_every", "eval_every",
-        "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
+        "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "mtp_loss", "seed", "log_every",
+        "eval_every", "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
     },
     "pipeline": {"schedule", "rounds"},
     "lora": {"rank", "alpha", "targets", "base"},

@@ -37,6 +37,7 @@ FLOORS = [
         "generate",
         "hlo",
         "weights",
+        "weight_copies",
         *("merge", "peft"),
         "opened",
     },

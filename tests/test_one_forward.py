@@ -54,7 +54,7 @@ def test_training_forward_is_prefill_then_decode(spec, config):
     table = jnp.asarray(rng.permutation(np.arange(1, num_pages)).reshape(ROWS, pages_per_row), jnp.int32)
     with jax.set_mesh(mesh_of(spec)):
         model = decoder_on(spec, config)
-        params, layout = init(model), PageLayout.whole(model.config.num_layers, num_pages)
+        params, layout = init(model), PageLayout.whole(model.config.cached_layers, num_pages)
         expected = np.asarray(packed_logits(model, params, tokens))
         pages = jax.jit(lambda: make_pages(model, layout))()
         parts = []

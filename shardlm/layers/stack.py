@@ -126,12 +126,12 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
 
-def rematerialised(layer, remat: Remat):
-    """The scan body under a remat policy by name. Raises ShardlmError for an unknown name."""
+def rematerialised(layer, remat: Remat, prevent_cse: bool = False):
+    """A layer under a remat policy by name. Raises ShardlmError for an unknown name."""
     if remat == "none":
         return layer
-    # The scan already keeps XLA from merging the recomputation with the forward pass.
-    return jax.checkpoint(layer, policy=kept(remat), prevent_cse=False)
+    # A scan already keeps XLA from merging the recomputation with the forward pass.
+    return jax.checkpoint(layer, policy=kept(remat), prevent_cse=prevent_cse)
 
 
 def kept(remat: Remat):

@@ -8,6 +8,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
 from shardlm.models import hf_decoder
@@ -26,6 +27,7 @@ class DeepseekConfig:
     num_shared    experts that every token goes through
     groups, top_groups, scoring, routed_scale  see ops/routing.py
     load_bias     even the load by a bias instead of a loss
+    mtp           modules that predict further tokens (layers/mtp.py); the published V3 has one
     """
 
     vocab_size: int = 129_280
@@ -53,6 +55,7 @@ class DeepseekConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    mtp: int = 0
 
     def transformer(self) -> TransformerConfig:
         """The decoder these sizes describe."""
@@ -85,6 +88,7 @@ class DeepseekConfig:
             segments=(dense, sparse) if self.dense_layers else (sparse,),
             norm=NormConfig(eps=self.norm_eps),
             tie_embeddings=self.tie_embeddings,
+            mtp=MtpConfig(sparse.pattern[0], self.mtp) if self.mtp else None,
         )
 
     def to_hf(self) -> dict:
@@ -126,6 +130,7 @@ class DeepseekConfig:
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tie_embeddings,
+            "num_nextn_predict_layers": self.mtp,
         }
 
 
@@ -144,7 +149,9 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
     options("mlp_bias", False), options("qk_head_dim", 0), options("head_dim", 0)  # repeated from other options
     options("num_key_value_heads", 0)
-    return hf_decoder.decoder(options, block, hf_decoder.rms(options))
+    further = options("num_nextn_predict_layers", 0)
+    mtp = MtpConfig(block(options("num_hidden_layers")), further) if further else None
+    return hf_decoder.decoder(options, block, hf_decoder.rms(options), mtp=mtp)
 
 
 def _latent(options: Options, length: int) -> MlaConfig:
@@ -194,7 +201,7 @@ def _experts(options: Options, kind: str) -> MoeConfig:
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
-    found = standard()
+    found = standard() | (_further_names(config) if config.mtp else {})
     if isinstance(block.attention, MlaConfig):
         found |= _latent_names(block.attention)
     if isinstance(block.mlp, MoeConfig):
@@ -203,6 +210,22 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         found["mlp.shared.down"] = Tensor(f"{LAYER}mlp.shared_experts.down_proj.weight", "D F -> F D")
         found["mlp.router_bias"] = Tensor(f"{LAYER}mlp.gate.e_score_correction_bias")
     return found
+
+
+def _further_names(config: TransformerConfig) -> Names:
+    """Of the layers after the last. The last two are copies of what all share (weight_copies.py)."""
+    D = config.embed_dim
+    norms = {"embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+    halves = {"from_embedding": 0, "from_hidden": D}
+    return {
+        **{f"mtp.{ours}.scale": Tensor(f"{LAYER}{theirs}.weight") for ours, theirs in norms.items()},
+        **{
+            f"mtp.{ours}": Tensor(f"{LAYER}eh_proj.weight", "O I -> I O", part=(1, first, first + D, 1))
+            for ours, first in halves.items()
+        },
+        "mtp.copy.embedding": Tensor(f"{LAYER}embed_tokens.weight"),
+        "mtp.copy.head": Tensor(f"{LAYER}shared_head.head.weight", "V D -> D V"),
+    }
 
 
 def _latent_names(config: MlaConfig) -> Names:

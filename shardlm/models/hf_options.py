@@ -41,7 +41,6 @@ HARMLESS = frozenset(
         "max_window_layers",
         "model_type",
         "n_ctx",
-        "num_nextn_predict_layers",
         "original_max_position_embeddings",
         "output_attentions",
         "output_hidden_states",

@@ -5,7 +5,7 @@ import functools
 import json
 import pathlib
 
-from shardlm.hf_files import read_config
+from shardlm.hf_files import Folder, read_config
 from shardlm.models import registry
 from shardlm.models.transformer import TransformerConfig
 
@@ -16,26 +16,35 @@ class Pretrained:
     length  longest row of this use, which decides the rotation of some stretched models (ops/rope.py); 0: the length
             that the model was first trained with
     config  the text of its config.json, kept with a run so that its checkpoints outlive the folder; "": read it
+    mtp     whether the modules that predict further tokens are trained and kept, where the checkpoint has any
     """
 
     folder: str
     length: int = 0
     config: str = ""
+    mtp: bool = True
 
     @functools.cached_property
     def options(self) -> dict:
-        """config.json. Raises ShardlmError where the folder has none."""
-        return json.loads(self.config) if self.config else dict(read_config(pathlib.Path(self.folder)))
+        """config.json, with as many modules that predict further tokens as there are: transformers keeps their number
+        and leaves them out. Raises ShardlmError where the folder has none."""
+        found = json.loads(self.config) if self.config else dict(read_config(pathlib.Path(self.folder)))
+        if found.get("num_nextn_predict_layers") and not (self.mtp and (self.config or self._holds_further(found))):
+            found["num_nextn_predict_layers"] = 0
+        return found
+
+    def _holds_further(self, options: dict) -> bool:
+        """Whether the folder has a layer after the last."""
+        prefix = f"model.layers.{options.get('num_hidden_layers')}."
+        return any(name.startswith(prefix) for name in Folder.open(pathlib.Path(self.folder)).tensors)
 
     def transformer(self) -> TransformerConfig:
         """The decoder it describes."""
         return registry.transformer(self.options, self.length)
 
     def to_hf(self) -> dict:
-        """config.json, for writing a checkpoint of the same architecture; not quantised, and without the layers that
-        predict further tokens (weights.py leaves them out)."""
-        changed = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in self.options else {}
-        return {name: value for name, value in self.options.items() if name != "quantization_config"} | changed
+        """config.json, for writing a checkpoint of the same architecture; not quantised."""
+        return {name: value for name, value in self.options.items() if name != "quantization_config"}
 
     def pinned(self) -> "Pretrained":
         """With its options inside."""

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.flops import attention_width
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.layers.stack import Segment, Stack
@@ -23,6 +24,7 @@ class TransformerConfig:
     embed_scale    factor on the embedding (Gemma, Granite)
     logits         what becomes of the output head's products
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
+    mtp            modules that predict further tokens (layers/mtp.py)
     """
 
     vocab_size: int
@@ -33,40 +35,59 @@ class TransformerConfig:
     embed_scale: float = 1.0
     logits: LogitsConfig = LogitsConfig()
     max_positions: int = 0
+    mtp: MtpConfig | None = None
 
     @property
     def num_layers(self) -> int:
         return sum(segment.num_layers for segment in self.segments)
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers that keep keys and values: those of the modules behind the decoder are the last."""
+        return self.num_layers + (self.mtp.depth if self.mtp else 0)
 
     def blocks(self):
         """The configuration of each layer, first to last."""
         for segment in self.segments:
             yield from segment.pattern * segment.repeats
 
+    def all_blocks(self):
+        """The same, and then of the modules that predict further tokens."""
+        yield from self.blocks()
+        yield from (self.mtp.block,) * self.mtp.depth if self.mtp else ()
+
+    def without_mtp(self) -> "TransformerConfig":
+        """The decoder alone."""
+        return dataclasses.replace(self, mtp=None)
+
     def pipelined_segment(self) -> int:
         """Index of the segment with the most repeats: the one that runs in pipeline stages."""
         return max(range(len(self.segments)), key=lambda i: self.segments[i].repeats)
 
     def parameters_per_token(self) -> int:
-        """Weights that take part in a matmul for each token: all layers and the output head, not the embedding."""
+        """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and
+        the same of modules that predict further tokens."""
         layers = sum(
             b.attention.parameters_per_token(self.embed_dim) + b.mlp.parameters_per_token(self.embed_dim)
             for b in self.blocks()
         )
-        return layers + self.vocab_size * self.embed_dim
+        head = self.vocab_size * self.embed_dim
+        further = self.mtp.depth * (self.mtp.parameters_per_token(self.embed_dim) + head) if self.mtp else 0
+        return layers + head + further
 
     def attention_width(self) -> int:
         """Multiply-adds of one (query, key) pair in all layers together (flops.py)."""
-        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in (b.attention for b in self.blocks()))
+        layers = (block.attention for block in self.all_blocks())
+        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in layers)
 
 
 class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
-    with learned positions "positions" (P, D)."""
+    with learned positions "positions" (P, D); "mtp" where there are modules that predict further tokens."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
-        lora = execution.lora.of_model(any(block.mlp.num_experts for block in config.blocks()))
+        lora = execution.lora.of_model(any(block.mlp.num_experts for block in config.all_blocks()))
         params = Params(rngs, execution.rules, lora, execution.weights)
         self.config, self.execution = config, execution
         # Unit-variance logits at the start need D**-0.5 in the head; a tied embedding is that head.
@@ -82,6 +103,8 @@ class Transformer(nnx.Module):
         self.final_norm = Norm(config.norm, D, params)
         if not config.tie_embeddings:
             self.head = params((D, V), ("embed", "vocab"), normal(D**-0.5))
+        if config.mtp:
+            self.mtp = Mtp(config.mtp, D, out_scale, config.norm, params)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None = None
@@ -120,6 +143,32 @@ class Transformer(nnx.Module):
     def finish(self, x: jax.Array) -> jax.Array:
         """The norm after the last block: x [B, T, D] -> hidden [B, T, D]."""
         return self.final_norm(x, self.execution)
+
+    def predict_next(
+        self,
+        hidden: jax.Array,
+        next_tokens: jax.Array,
+        positions: jax.Array,
+        ctx: Context,
+        pages: Pages | None = None,
+        depth: int = 0,
+    ) -> tuple[jax.Array, Pages | None]:
+        """What module `depth`, from 0, makes of each token and the one that follows the last it knows of: hidden [B, T,
+        D] of module 0 is what the model returned, of the next ones and of module 0 run again what this returned;
+        next_tokens int32 [B, T] are the tokens depth + 1 places after each; positions int32 [B, T] are hidden's. The
+        module's keys and values are layer num_layers + depth of the pages. Returns (hidden for `logits_of_next` and for
+        what predicts the token after that, pages)."""
+        hidden, pages, _ = self.run_mtp(hidden, next_tokens, positions, ctx, pages, depth)
+        return hidden, pages
+
+    def run_mtp(self, hidden, next_tokens, positions, ctx: Context, pages: Pages | None, depth: int):
+        """As `predict_next`, with the block's auxiliary values."""
+        embedded, layer = self.embed(next_tokens, positions), self.config.num_layers + depth
+        return self.mtp(depth, hidden, embedded, positions, ctx, pages, layer, self.execution)
+
+    def logits_of_next(self, hidden: jax.Array, depth: int = 0) -> jax.Array:
+        """hidden [B, T, D] from `predict_next` -> float32 [B, T, V]: of the token depth + 2 places after each."""
+        return self.logits(self.mtp.head_norm(depth, hidden, self.execution))
 
     def head_param(self) -> nnx.Param:
         """The output head at rest: (D, V), or (V, D) when it is the embedding."""

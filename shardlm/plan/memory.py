@@ -42,7 +42,7 @@ def least_temporaries(program: Any) -> Least:
     rows = train.global_batch / train.accumulation / mesh.size("data", "fsdp", "expert")
     stream = rows * train.seq_len / mesh.size("context", "tensor") * shape.embed_dim * WEIGHT
     segment = shape.segments[shape.pipelined_segment()]
-    outside = shape.num_layers - segment.num_layers
+    outside = shape.cached_layers - segment.num_layers
     used = resting = 0.0
     for leaf, (_, names) in zip(
         jax.tree.leaves(program.model.shapes),
@@ -53,7 +53,7 @@ def least_temporaries(program: Any) -> Least:
         used += math.prod(leaf.shape) / mesh.size(*use)
         resting += math.prod(leaf.shape) / mesh.size(*(grads - {"pipeline"}))
     gathered = rules.rest.axes("embed") not in ((), ("pipeline",))
-    layer = used / shape.num_layers
+    layer = used / shape.cached_layers
     under_way = train.accumulation if mesh.pipeline > 1 else 1
     if config.pipeline.schedule == "1f1b" and mesh.pipeline > 1:
         inputs = (2 * mesh.pipeline - 1 + segment.repeats / mesh.pipeline) * stream  # of stages, and of one's blocks

@@ -97,12 +97,12 @@ def _layers(program: Any) -> Iterator[Sent]:
     if mesh.tensor > 1:
         # Two layers, each a gather and a scatter: forward, backward; again all but the last scatter.
         times = 8 + 3 * again
-        yield Sent(("tensor",), "the sequence", times * stream * _share(mesh.tensor) * layers * shape.num_layers)
+        yield Sent(("tensor",), "the sequence", times * stream * _share(mesh.tensor) * layers * shape.cached_layers)
     if mesh.pipeline > 1:
         laps = config.pipeline.laps
         edges = (mesh.pipeline * laps - 1) / mesh.pipeline
         yield Sent(("pipeline",), "between stages", 2 * edges * train.accumulation * stream / mesh.tensor)
-    for block in shape.blocks():
+    for block in shape.all_blocks():
         if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
             yield _experts(block.mlp, stream / mesh.tensor, mesh.expert, layers, again)
         if mesh.context > 1:

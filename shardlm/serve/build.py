@@ -100,7 +100,7 @@ def assemble(
     cpu = opened.mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
-    windows = [block.attention.window for block in model.config.blocks()]
+    windows = [block.attention.window for block in model.config.all_blocks()]
     layout = layout_of(windows, 0, length, config.block_size, config.decode_steps)
     step = max(tokens, config.decode_steps)
     usable = 1 + rows * layout.pages_of(length, config.block_size, step)

@@ -82,18 +82,31 @@ def check_pipeline(layers: int, train: TrainConfig, pipeline: PipelineConfig, me
         )
 
 
+def check_outside_stages(model: TransformerConfig, pipeline: PipelineConfig, mesh: MeshSpec, context: str) -> None:
+    """Refuses 1F1B with a ring in layers that only the first or the last stage runs: a collective-permute waits for all
+    devices of the program, and they would wait for ever. `context` is how attention crosses the context axis."""
+    outside = model.cached_layers - model.segments[model.pipelined_segment()].num_layers
+    if pipeline.schedule == "1f1b" and mesh.pipeline > 1 and mesh.context > 1 and context == "ring" and outside:
+        raise ShardlmError(
+            f"pipeline.schedule=1f1b with context={mesh.context}: {outside} of the model's layers are outside the "
+            "stages (before or behind the longest run of equal layers, or predicting further tokens), and a ring in "
+            "them would wait for stages that do not run them; set pipeline.schedule to circular or gpipe, "
+            "context_attention to ulysses, or mesh.context to 1"
+        )
+
+
 def _fills(layers: int, places: int) -> bool:
     return math.ceil(layers / places) * (places - 1) < layers
 
 
 def check_model(model: TransformerConfig, rules: Rules, context_attention: str = "auto") -> None:
     """Refuses a model whose dimensions do not divide over the mesh."""
-    if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.blocks()):
+    if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.all_blocks()):
         raise ShardlmError(
             f"mesh.expert={rules.mesh.expert}: the model has no experts to split; set mesh.expert=1 and give its "
             "devices to data, fsdp or tensor"
         )
-    for block in dict.fromkeys(model.blocks()):
+    for block in dict.fromkeys(model.all_blocks()):
         kv_heads_name(block.attention.num_kv_heads, block.attention.num_heads, rules.mesh.tensor)
         rules.act.check("heads", block.attention.num_heads)
         if block.attention.soft and rules.mesh.context > 1:

@@ -28,6 +28,7 @@ class TrainConfig:
     shares         of replicas that differ in speed: the microbatches of each in a step, for instance (1, 3); empty:
                    train.accumulation for all
     z_loss         weight of the squared log-partition; 1e-4 where logits drift
+    mtp_loss       weight of the loss of modules that predict further tokens, where the model has any (mtp.py)
     seed           of the initial weights
     log_every      steps between metric lines
     eval_every     steps between evaluations
@@ -43,6 +44,7 @@ class TrainConfig:
     accumulation: int = 1
     shares: tuple[int, ...] = ()
     z_loss: float = 0.0
+    mtp_loss: float = 0.3
     seed: int = 0
     log_every: int = 10
     eval_every: int = 250
@@ -55,6 +57,8 @@ class TrainConfig:
         for name in ("steps", "global_batch", "seq_len", "accumulation", "log_every", "eval_every", "max_bad_steps"):
             if getattr(self, name) < 1:
                 raise ShardlmError(f"train.{name}={getattr(self, name)}: it must be at least 1")
+        if self.mtp_loss < 0:
+            raise ShardlmError(f"train.mtp_loss={self.mtp_loss}: it must be at least 0")
         if any(share < 1 for share in self.shares):
             raise ShardlmError(f"train.shares={self.shares}: each replica takes at least 1 microbatch")
 

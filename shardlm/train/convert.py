@@ -38,7 +38,7 @@ def to_hf(
     where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
-    opened = load(checkpoint, ema=ema)
+    opened = load(checkpoint, ema=ema, mtp=True)
     if opened.model.execution.lora.rank:
         if not merge:
             _adapters_to_hf(opened, pathlib.Path(output))
@@ -84,7 +84,7 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
     run_dir = pathlib.Path(output)
     if run_dir.exists():
         raise ShardlmError(f"{run_dir} exists; choose another output folder or remove it")
-    opened = load(checkpoint, dtype="float32")
+    opened = load(checkpoint, dtype="float32", mtp=True)
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(opened.source.options.get("dtype"), "fp32")
     tokenizer = opened.folder / "tokenizer.json"
     checkpointing = Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig())

@@ -16,6 +16,7 @@ from shardlm.layers.context import Packed
 from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
 from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
+from shardlm.train.mtp import together
 
 Tree = Any
 
@@ -27,7 +28,7 @@ class Stages:
     model: ModelDef
     schedule: Schedule
     body: int
-    losses: tuple[Callable, Callable]  # (lm, hidden, rows) -> (total, parts) and (total, aux) -> total
+    losses: tuple[Callable, Callable]  # (lm, hidden, rows) -> (total, parts, aux) and (total, aux) -> total
 
     def join(self, own: Tree, shared: Tree) -> Tree:
         return shared | {"segments": shared["segments"] | {self.body: own}}
@@ -69,11 +70,7 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
     inside = jax.tree.map(lambda a: to_layers(a, schedule.num_layers), inside)
     inside = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), inside)
-    aux = {
-        name: jnp.concatenate([found[name] for found in (before, inside, behind) if name in found])
-        for name in before | inside | behind
-    }
-    return (total, parts, aux), stages.join(d_own, d_shared)
+    return (total, parts, together(before, inside, behind)), stages.join(d_own, d_shared)
 
 
 def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
@@ -139,7 +136,8 @@ def _stage(stages: Stages, me, own, shared, x, rows, losses: bool = True):
 
     def last(x):
         x, aux = layers(x, slice(k + 1, None))
-        total, parts = token_losses(lm, lm.finish(x), rows)
+        total, parts, further = token_losses(lm, lm.finish(x), rows)
+        aux = together(aux, further)
         return with_auxiliary(total, aux), parts, aux
 
     first = lambda x: layers(lm.embed(rows["tokens"], rows["positions"]), slice(0, k))  # noqa: E731

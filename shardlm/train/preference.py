@@ -83,7 +83,7 @@ def objective(config: RunConfig, model: ModelDef) -> Objective:
     """What a run makes smaller; under its mesh."""
     if config.preference.beta:
         return Preference.make(config.preference, model)
-    return NextToken(config.train.z_loss)
+    return NextToken(config.train.z_loss, config.train.mtp_loss)
 
 
 def _token_nll(model: ModelDef, params: Any, batch: Batch, weights: jax.Array):

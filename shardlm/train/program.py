@@ -27,9 +27,10 @@ from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
 from shardlm.train.batches import slots
-from shardlm.train.check import check_batch, check_matmul, check_model, check_pipeline
+from shardlm.train.check import check_batch, check_matmul, check_model, check_outside_stages, check_pipeline
 from shardlm.train.config import OffloadConfig, RunConfig
 from shardlm.train.lora import check_lora
+from shardlm.train.mtp import check_mtp
 from shardlm.train.preference import check_preference
 from shardlm.train.preference import objective as objective_of
 from shardlm.train.replicas import check_replicas, shares
@@ -52,32 +53,38 @@ class Program:
     strategy: Strategy
 
     @classmethod
-    def make(cls, config: RunConfig, mesh: Mesh) -> "Program":
-        """Checks the configuration against the mesh and traces the model; compiles nothing.
+    def make(cls, config: RunConfig, mesh: Mesh, mtp: bool = True) -> "Program":
+        """Checks the configuration against the mesh and traces the model; compiles nothing. Without `mtp` the model is
+        held without the modules that predict further tokens, as it is under adapters, which leave those as they are.
 
         Raises ShardlmError for whatever does not divide or does not exist.
         """
         spec = MeshSpec(**dict(mesh.shape))
         rules = Rules.make(config.rules, spec)
         shape = config.model.transformer()
+        if config.lora.rank or not mtp:
+            shape = shape.without_mtp()
+        check_mtp(config, shape)
         check_batch(config.train, rules)
         check_model(shape, rules, config.context_attention)
         check_replicas(config, rules)
         check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
+        context = _context_attention(config, shape, spec)
+        check_outside_stages(shape, config.pipeline, spec, context)
         check_matmul(config.matmul, config.precision, mesh.devices.flat[0])
         check_lora(config)
         check_preference(config)
         offload.check_offload(config.offload, spec, config.local_sgd, mesh.devices.flat[0])
         dtype = COMPUTE_DTYPE[config.precision]
-        head_dim = max(block.attention.head_dim for block in shape.blocks())
-        plain = not any(block.attention.soft for block in shape.blocks())
+        head_dim = max(block.attention.head_dim for block in shape.all_blocks())
+        plain = not any(block.attention.soft for block in shape.all_blocks())
         attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim, plain)
         execution = Execution(
             rules=rules,
             dtype=dtype,
             remat=config.remat,
             attention=attention,
-            context_attention=_context_attention(config, shape, spec),
+            context_attention=context,
             matmul=config.matmul,
             grouped_matmul=_grouped_matmul(shape, mesh.devices.flat[0].platform),
             unroll=config.unroll,
@@ -226,12 +233,12 @@ class Program:
 
 def _grouped_matmul(shape: TransformerConfig, platform: str) -> str:
     """Chosen only where there are experts: a GPU needs an extra package for them."""
-    return grouped_matmul.choose(platform) if any(block.mlp.num_experts for block in shape.blocks()) else "blocked"
+    return grouped_matmul.choose(platform) if any(block.mlp.num_experts for block in shape.all_blocks()) else "blocked"
 
 
 def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
     """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
-    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.blocks()}
+    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.all_blocks()}
     ways = {choose_context(config.context_attention, *pair, config.train.seq_len, mesh) for pair in heads}
     return "ring" if "ring" in ways else "ulysses"
 

@@ -47,7 +47,7 @@ def score(
         precision=precision or kept,
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),
     )
-    program = Program.make(config, mesh.build())
+    program = Program.make(config, mesh.build(), mtp=False)
     data = prepare(config.data, progress)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
     with jax.set_mesh(program.mesh):

@@ -19,6 +19,7 @@ from shardlm.optim import weight_gradients
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState
 from shardlm.train import offload, one_f_one_b
+from shardlm.train.mtp import further_rows, mtp_losses, together
 
 Batch = dict[str, jax.Array]
 """tokens, targets, segment_ids, positions int32 [B, T] and loss_mask float32 [B, T] (data/loader.py)."""
@@ -52,9 +53,11 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class NextToken:
-    """Cross-entropy of the next token; z_loss is the weight of the squared log-partition (ops/cross_entropy.py)."""
+    """Cross-entropy of the next token; z_loss is the weight of the squared log-partition (ops/cross_entropy.py),
+    mtp_loss that of the mean loss of the modules that predict further tokens (mtp.py), where the model has any."""
 
     z_loss: float = 0.0
+    mtp_loss: float = 0.0
     counted = "tokens"
     reported = ("loss",)
 
@@ -65,7 +68,7 @@ class NextToken:
         return batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
 
     def sums(self, model: ModelDef, params: Any, batch: Batch, weights: jax.Array):
-        return loss_sums(model, params, batch, weights, self.z_loss)
+        return loss_sums(model, params, batch, weights, self.z_loss, self.mtp_loss)
 
     def metrics(self, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return losses_and_loads(parts)
@@ -91,15 +94,27 @@ class StepConfig:
     elementwise: bool = False
 
 
-def loss_sums(model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_loss: float = 0.0):
+def loss_sums(
+    model: ModelDef, params: Any, batch: Batch, weights: jax.Array, z_loss: float = 0.0, mtp_loss: float = 0.0
+):
     """Weighted sum of the tokens' losses with the layers' auxiliary ones, and what it is made of: {"nll", "z_loss"} and
     the auxiliary values [layers, ...]. weights float32 [B, T]."""
     lm = model.model(params)
-    batch, weights = in_order((batch, weights), model.execution)
-    ctx = Packed.make(batch["segment_ids"], weights, model.execution)
-    hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
-    total, parts = token_losses(lm, hidden, batch["targets"], weights, z_loss)
+    rows = training_rows(model, batch, weights, mtp_loss)
+    ctx = Packed.make(rows["segment_ids"], rows["weights"], model.execution)
+    hidden, _, aux = lm(rows["tokens"], rows["positions"], ctx)
+    total, parts, further = row_losses(z_loss, mtp_loss)(lm, hidden, rows)
+    aux = together(aux, further)
     return with_auxiliary(total, aux), parts | aux
+
+
+def training_rows(model: ModelDef, batch: Batch, weights: jax.Array, mtp_loss: float) -> Any:
+    """The batch with its tokens' "weights" and, where there are modules that predict further tokens, what they see as
+    "further", in the order in which rows are attended to."""
+    mtp, rows = model.config.mtp, batch | {"weights": weights}
+    if mtp and mtp_loss:
+        rows["further"] = further_rows(batch, weights, mtp.depth, mtp_loss, model.execution.rules)
+    return in_order(rows, model.execution)
 
 
 def in_order(rows: Any, execution: Execution) -> Any:
@@ -115,8 +130,10 @@ def with_auxiliary(total: jax.Array, aux: dict[str, jax.Array]) -> jax.Array:
 
 
 def losses_and_loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A step's metrics from its parts: loss, z_loss and `loads`, in nats per counted token."""
-    return {"loss": parts["nll"], "z_loss": parts["z_loss"]} | loads(parts)
+    """A step's metrics from its parts: loss, z_loss, mtp_loss where further tokens are predicted, and `loads`, in nats
+    per counted token."""
+    further = {name: parts[name] for name in ("mtp_loss",) if name in parts}
+    return {"loss": parts["nll"], "z_loss": parts["z_loss"]} | further | loads(parts)
 
 
 def loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -167,8 +184,9 @@ def accumulated(model: ModelDef, params: Any, batch: Batch, weights: Any, config
         return jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)
 
     if config.one_f_one_b:
-        rows = in_order(batch | {"weights": weights}, model.execution)
-        losses = _row_losses(config.objective.z_loss)  # of next tokens, which all pipelines train on
+        # Of next tokens, which all pipelines train on.
+        rows = training_rows(model, batch, weights, config.objective.mtp_loss)
+        losses = row_losses(config.objective.z_loss, config.objective.mtp_loss), with_auxiliary
         (_, parts, aux), grads = one_f_one_b.loss_and_gradients(model, params, rows, losses)
         parts = parts | aux
         grads = model.place(grads, rules.grads)
@@ -194,13 +212,18 @@ def whole_batch(model: ModelDef, config: StepConfig) -> Gradient:
     return gradient
 
 
-def _row_losses(z_loss: float):
-    """(tokens' losses of one microbatch's rows, adding the auxiliary ones), for one_f_one_b.py."""
+def row_losses(z_loss: float, mtp_loss: float):
+    """Of hidden [B, T, D] and `training_rows`: (the tokens' losses, what they are made of, auxiliary values of modules
+    that predict further tokens)."""
 
-    def tokens(lm, hidden, rows):
-        return token_losses(lm, hidden, rows["targets"], rows["weights"], z_loss)
+    def losses(lm: Transformer, hidden: jax.Array, rows: Any):
+        total, parts = token_losses(lm, hidden, rows["targets"], rows["weights"], z_loss)
+        if "further" not in rows:
+            return total, parts, {}
+        weighted, value, aux = mtp_losses(lm, hidden, rows["further"])
+        return total + weighted, parts | {"mtp_loss": value / mtp_loss}, aux
 
-    return tokens, with_auxiliary
+    return losses
 
 
 def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:

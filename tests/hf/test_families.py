@@ -17,6 +17,7 @@ from shardlm.generate import Sampling, generate
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, at_rest
 
@@ -34,7 +35,7 @@ class Reference:
         self.facts = json.loads((home / name / "expected.json").read_text())
         stored = hf_files.header(home / name / "expected.safetensors.reference")
         self.tokens, self.logits, self.greedy = (stored[key].read(...) for key in ("tokens", "logits", "greedy"))
-        config = registry.transformer(self.folder.config, length=self.tokens.shape[1])
+        config = Pretrained(str(home / name), length=self.tokens.shape[1]).transformer()
         self.mesh = mesh_of(spec)
         with jax.set_mesh(self.mesh):
             self.model = ModelDef.make(config, Execution(Rules.make("zero3", spec).for_decoding()))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import test_mtp_reference
 from test_families import NAMES, Reference, check
 
 from shardlm.mesh import MeshSpec
@@ -41,6 +42,11 @@ def made(tmp_path_factory) -> pathlib.Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fresh_checkpoint(made, name):
     check(Reference(name, MeshSpec(), made / "originals"), made / "written" / name)
+
+
+def test_a_fresh_checkpoint_that_predicts_further_tokens(tmp_path):
+    run("make_mtp_reference.py", str(tmp_path / "f"))
+    test_mtp_reference.check(tmp_path / "f")
 
 
 def test_transformers_opens_what_was_written(made):

@@ -25,7 +25,6 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, at_rest
-from shardlm.train import convert
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 
@@ -86,30 +85,6 @@ def test_tensors_that_do_not_fit_are_all_named(llama):
     for part in ("lm_head.weight is [95, 32] and the model needs [96, 32]", "model.norm.weight is missing"):
         assert part in str(refused.value)
     assert "model.surprise is not known" in str(refused.value)
-
-
-def test_layers_that_predict_further_tokens_are_left_out_and_said_to_be(tmp_path, caplog):
-    """DeepSeek V3's layer 61, here 3: opened as if it were not there, and not promised by what is written."""
-    folder = shutil.copytree(REFERENCES / "deepseek_v3", tmp_path / "f")
-    tensors = hf_files.Folder.open(folder).tensors
-    last = [name for name in tensors if name.startswith("model.layers.2.")]
-    more = {name.replace("layers.2.", "layers.3."): tensors[name].read(...) for name in last}
-    change_tensors(folder, **more, **{"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)})
-    opened = shardlm.load(folder)
-    (line,) = (record.getMessage() for record in caplog.records if "left out" in record.getMessage())
-    assert re.search(
-        rf"{folder}: {len(last) + 1} tensors of layers that predict further tokens \(model.layers.3.", line
-    )
-    caplog.clear()
-    plain = shardlm.load(REFERENCES / "deepseek_v3")
-    assert jax.tree.all(jax.tree.map(np.array_equal, opened.params, plain.params)) and not caplog.records
-    convert.to_run(folder, tmp_path / "run")
-    convert.to_hf(tmp_path / "run", tmp_path / "hf")
-    written = hf_files.Folder.open(tmp_path / "hf")
-    assert written.config["num_nextn_predict_layers"] == 0 and set(written.tensors) == set(tensors)
-    change_config(folder, num_nextn_predict_layers=0)
-    with pytest.raises(ShardlmError, match=r"model\.layers\.3\.\S+ is not known"):
-        shardlm.load(folder)
 
 
 def test_what_is_not_there_is_said(tmp_path):
