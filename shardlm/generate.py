@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Paged, Pages
+from shardlm.ops.kv_format import held
 from shardlm.ops.sampling import sample
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
@@ -37,16 +38,17 @@ class Sampling:
 
 
 def make_pages(model: ModelDef, num_pages: int, page_size: int = PAGE_SIZE) -> Pages:
-    """An empty cache of `num_pages` pages a layer, in the compute dtype, split as the heads are; call inside jit."""
+    """An empty cache of `num_pages` pages a layer, in what the execution says, split as the heads are; call inside
+    jit."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
     layers, act = model.config.num_layers, model.execution.rules.act
     return {
         name: jnp.zeros(
             (layers * num_pages, page_size, *shape),
-            model.execution.dtype,
+            dtype,
             out_sharding=act.spec("pages", None, kv_name, "head_dim"),
         )
-        for name, (shape, kv_name) in entries.items()
+        for name, (shape, kv_name, dtype) in held(entries, model.execution.kv_cache, model.execution.dtype).items()
     }
 
 
@@ -114,7 +116,7 @@ def _next_token(model: ModelDef, sampling: Sampling, params, pages: Pages, table
     """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = table.shape[1] * PAGE_SIZE - 1
-    ctx = Paged(table, positions < end, pages["k"].shape[0] // model.config.num_layers, model.execution.rules)
+    ctx = Paged.make(table, positions < end, pages["k"].shape[0] // model.config.num_layers, model.execution)
     lm = model.model(params)
     hidden, pages, _ = lm(tokens, jnp.minimum(positions, last), ctx, pages)
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start - 1, 1, axis=1)

@@ -11,6 +11,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import packed_attention
+from shardlm.ops.kv_format import SCALE
 from shardlm.rules import Rules
 
 Pages = dict[str, jax.Array]  # entry name -> [layers * num_pages, page_size, K, H]
@@ -105,7 +106,13 @@ class Paged:
     valid: jax.Array
     num_pages: int = dataclasses.field(metadata={"static": True})
     rules: Rules = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(default="blocked", metadata={"static": True})
     weights: None = None
+
+    @classmethod
+    def make(cls, page_table: jax.Array, valid: jax.Array, num_pages: int, execution: Execution) -> "Paged":
+        """The context of a batch, as a model with this execution runs it."""
+        return cls(page_table, valid, num_pages, execution.rules, execution.paged_attention)
 
     @property
     def real(self) -> jax.Array:
@@ -122,26 +129,28 @@ class Paged:
         def local(q, new, pages, page_table, positions, valid, layer, sinks):
             first = layer * self.num_pages
             where = (page_table, positions, valid, first)
-            pages = {name: paged_attention.write_pages(pages[name], new[name], *where) for name in new}
+            pages = paged_attention.write(pages, new, *where)
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
+            options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
                 options["head"] = self._own_head(pages["k"].shape[2], q.shape[2])
             where = (page_table, positions, first)
-            return paged_attention.blocked(q, pages["k"], pages.get("v"), *where, **options), pages
+            attend = paged_attention.implementation(self.implementation)
+            return attend(q, pages["k"], pages.get("v"), *where, **options), pages
 
         return shard_map(
             local,
             in_specs=(
                 heads,
                 dict.fromkeys(new, kv),
-                dict.fromkeys(new, pool),
+                dict.fromkeys(pages, pool),
                 tokens,
                 tokens,
                 tokens,
                 scalar,
                 act.spec("heads"),
             ),
-            out_specs=(heads, dict.fromkeys(new, pool)),
+            out_specs=(heads, dict.fromkeys(pages, pool)),
         )(q, new, pages, self.page_table, positions, self.valid, layer, sinks)
 
     def _own_head(self, num_kv_heads: int, local_heads: int) -> jax.Array:
