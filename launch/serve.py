@@ -26,6 +26,9 @@ _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices to split heads, MLPs and vo
 _EXPERT = flags.DEFINE_integer("expert", 1, "Devices to split experts over.", lower_bound=1)
 _DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the checkpoint's, on a CPU float32.")
 _QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int8", "int4"], "Of weights; by default none.")
+_KV_CACHE = flags.DEFINE_enum(
+    "kv_cache_dtype", "auto", ["auto", "bfloat16", "fp8", "int8"], "Of keys and values that are kept; auto: dtype."
+)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a page.", lower_bound=1)
 _MEMORY = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of a GPU's memory that is used.")
@@ -74,6 +77,7 @@ def main() -> int:
         mesh=MeshSpec(tensor=_TENSOR.value, expert=_EXPERT.value),
         dtype=_DTYPE.value,
         quantization=_QUANTIZATION.value,
+        kv_cache_dtype=_KV_CACHE.value,
         max_model_len=_MAX_MODEL_LEN.value,
         block_size=_BLOCK_SIZE.value,
         gpu_memory_utilization=_MEMORY.value,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Paged, Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.ops.kv_format import held
 from shardlm.ops.sampling import sample
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
@@ -38,16 +39,16 @@ class Sampling:
 
 
 def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) -> Pages:
-    """An empty cache in the compute dtype, split as the heads are; call inside jit."""
+    """An empty cache in what the execution says, split as the heads are; call inside jit."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
     act = model.execution.rules.act
     return {
         name: jnp.zeros(
             (layout.layers * layout.num_pages, page_size, *shape),
-            model.execution.dtype,
+            dtype,
             out_sharding=act.spec("pages", None, kv_name, "head_dim"),
         )
-        for name, (shape, kv_name) in entries.items()
+        for name, (shape, kv_name, dtype) in held(entries, model.execution.kv_cache, model.execution.dtype).items()
     }
 
 
@@ -118,7 +119,7 @@ def _next_token(
     """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = table.shape[1] * PAGE_SIZE - 1
-    ctx = Paged(table, positions < end, layout, model.execution.rules)
+    ctx = Paged.make(table, positions < end, layout, model.execution)
     lm = model.model(params)
     hidden, pages, _ = lm(tokens, jnp.minimum(positions, last), ctx, pages)
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start - 1, 1, axis=1)

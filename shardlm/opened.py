@@ -21,7 +21,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.ops import attention, grouped_matmul
+from shardlm.ops import attention, grouped_matmul, paged_attention
 from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
@@ -239,5 +239,6 @@ def _model(found: Found, rules: Rules, name: str, mesh: Mesh, held: WeightFormat
         grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
         lora=found.lora,
         weights=found.lora.base if found.lora.rank else held,
+        paged_attention=paged_attention.choose(device.platform),
     )
     return ModelDef.make(shape, execution)

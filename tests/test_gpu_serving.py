@@ -1,6 +1,7 @@
 """What XLA makes of the serving programs for NVIDIA GPUs, compiled without one: nothing large is copied, the pool of
 pages stays where it is, and a layer has the collectives it needs. Every figure is read from the program (compiled)."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -15,7 +16,10 @@ from jax.sharding import NamedSharding
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
+from shardlm.ops.kv_format import KvFormat
+from shardlm.ops.paged_attention import choose
 from shardlm.rules import Rules
 from shardlm.serve import programs
 from shardlm.serve.layers import apart
@@ -27,16 +31,20 @@ pytestmark = MARKS
 
 LAYERS, ROWS, PAGES = 3, 64, 4097
 LLAMA = dataclasses.replace(LlamaConfig(), num_layers=LAYERS, vocab_size=32_768)
+NARROW = {"embed_dim": 512, "mlp_dim": 512, "vocab_size": 2048, "num_layers": 2}
+SMALL = dataclasses.replace(LLAMA, **NARROW)
+LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, **NARROW)
 
 
-def decoding(tensor: int):
-    """(the compiled decode program of Llama 3 8B's layers, its state's shapes)."""
+def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = "auto"):
+    """(the compiled decode program of Llama 3 8B's layers or others, its state's shapes)."""
     spec = MeshSpec(tensor=tensor)
-    mesh = spec.build(topology("h100", 1, tensor))
+    mesh = spec.build(topology(gpu, 1, tensor))
     with jax.set_mesh(mesh):
-        execution = Execution(Rules.make("zero3", spec).for_decoding(), jnp.bfloat16)
-        model = ModelDef.make(apart(LLAMA.transformer()), execution)
-        layout = PageLayout.whole(LAYERS, PAGES)
+        rules = Rules.make("zero3", spec).for_decoding()
+        execution = Execution(rules, jnp.bfloat16, paged_attention=choose("gpu"), kv_cache=kv_cache)
+        model = ModelDef.make(apart(config.transformer()), execution)
+        layout = PageLayout.whole(model.config.num_layers, PAGES)
         state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         whole = NamedSharding(mesh, jax.P())
@@ -64,3 +72,25 @@ def test_decoding_copies_neither_weights_nor_pages(tensor):
     else:
         # After attention, after the MLP, and of the embedding; the logits.
         assert sorted(kinds) == ["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1), kinds
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "tensor", "kv_cache"),
+    [(SMALL, "a100", 4, "int8"), (LATENT, "h100", 1, "auto"), (LATENT, "a100", 4, "fp8")],
+)
+def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
+    """By the kernel, twice a layer: parts of the rows, and their merge. Of arrays made of pages, the program has the
+    pools alone, and writes into them; `blocked` has gathers too."""
+    compiled, state = decoding(tensor, config, gpu, kv_cache)
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2 * config.num_layers
+    split = 1 if config is LATENT else tensor
+    pools = [(a.dtype.name, a.shape[1], a.shape[2] // split, a.shape[3]) for a in state.pages.values()]
+    own = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values()) // split
+    assert compiled.memory_analysis().alias_size_in_bytes >= own
+    for dtype, *page in set(pools):
+        kind = {"int16": "s16", "bfloat16": "bf16", "float32": "f32"}[dtype]
+        made = re.findall(rf" = {kind}\[[\d,]+,{','.join(map(str, page))}\]\S* ([\w-]+)\(", text)
+        made = collections.Counter(made)
+        assert set(made) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
+        assert made["scatter"] == pools.count((dtype, *page)) * config.num_layers

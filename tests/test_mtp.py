@@ -15,6 +15,7 @@ from small_mtp import further_logits
 from shardlm.errors import ShardlmError
 from shardlm.generate import PAGE_SIZE, make_pages
 from shardlm.layers.context import Paged
+from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
@@ -96,14 +97,15 @@ def test_chunks_and_decoding_are_the_whole_row():
     @jax.jit
     def paged(params, pages, start, tokens):
         positions = start + jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32), tokens[:, 1:].shape)
-        lm, ctx = model.model(params), Paged(table, positions >= 0, 3, model.execution.rules)
+        lm, ctx = model.model(params), Paged.make(table, positions >= 0, layout, model.execution)
         hidden, pages, _ = lm(tokens[:, :-1], positions, ctx, pages)
         hidden, pages = lm.predict_next(hidden, tokens[:, 1:], positions, ctx, pages)
         return lm.logits_of_next(hidden), pages
 
     with jax.set_mesh(mesh_of(spec)):
         model = ModelDef.make(ONE.transformer(), Execution(Rules.make("zero3", spec).for_decoding()))
-        params, pages, found = init(model), jax.jit(lambda: make_pages(model, 3))(), []
+        layout = PageLayout.whole(model.config.cached_layers, 3)
+        params, pages, found = init(model), jax.jit(lambda: make_pages(model, layout))(), []
         assert pages["k"].shape[:2] == (3 * 3, PAGE_SIZE)
         for start, stop in [(0, 8), *[(i, i + 1) for i in range(8, length)]]:
             logits, pages = paged(params, pages, jnp.int32(start), tokens[:, start : stop + 1])

@@ -40,7 +40,7 @@ def packed_logits(model, params, tokens):
 def paged_logits(model, params, pages, table, tokens, start, layout):
     positions = start + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     lm = model.model(params)
-    ctx = Paged(table, jnp.ones(tokens.shape, bool), layout, model.execution.rules)
+    ctx = Paged.make(table, jnp.ones(tokens.shape, bool), layout, model.execution)
     hidden, pages, _ = lm(tokens, positions, ctx, pages)
     return lm.logits(hidden), pages
 

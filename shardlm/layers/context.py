@@ -12,6 +12,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import packed_attention
+from shardlm.ops.kv_format import SCALE
 from shardlm.rules import Rules
 
 Pages = dict[str, jax.Array]  # entry name -> [layers of a page * num_pages, page_size, K, H]
@@ -107,7 +108,13 @@ class Paged:
     valid: jax.Array
     layout: PageLayout = dataclasses.field(metadata={"static": True})
     rules: Rules = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(default="blocked", metadata={"static": True})
     weights: None = None
+
+    @classmethod
+    def make(cls, page_table: jax.Array, valid: jax.Array, layout: PageLayout, execution: Execution) -> "Paged":
+        """The context of a batch, as a model with this execution runs it."""
+        return cls(page_table, valid, layout, execution.rules, execution.paged_attention)
 
     @property
     def real(self) -> jax.Array:
@@ -125,26 +132,28 @@ class Paged:
         def local(q, new, pages, page_table, positions, valid, place, sinks):
             first = place * self.layout.num_pages
             where = (page_table, positions, valid, first)
-            pages = {name: paged_attention.write_pages(pages[name], new[name], *where) for name in new}
+            pages = paged_attention.write(pages, new, *where)
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
+            options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
                 options["head"] = self._own_head(pages["k"].shape[2], q.shape[2])
             where = (page_table, positions, first)
-            return paged_attention.blocked(q, pages["k"], pages.get("v"), *where, **options), pages
+            attend = paged_attention.implementation(self.implementation)
+            return attend(q, pages["k"], pages.get("v"), *where, **options), pages
 
         return shard_map(
             local,
             in_specs=(
                 heads,
                 dict.fromkeys(new, kv),
-                dict.fromkeys(new, pool),
+                dict.fromkeys(pages, pool),
                 tokens,
                 tokens,
                 tokens,
                 scalar,
                 act.spec("heads"),
             ),
-            out_specs=(heads, dict.fromkeys(new, pool)),
+            out_specs=(heads, dict.fromkeys(pages, pool)),
         )(q, new, pages, page_table, positions, self.valid, place, sinks)
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:

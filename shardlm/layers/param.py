@@ -11,6 +11,7 @@ from flax import nnx
 
 from shardlm.layers.lora import A, B, LoraConfig
 from shardlm.ops.grouped_weights import BITS, WeightFormat, dequantised, packed_shape, scale_shape
+from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
 from shardlm.rules import Rules
 
@@ -32,6 +33,8 @@ class Execution:
     microbatches, rounds  of a pipeline (layers/pipeline.py)
     lora       adapters beside the projections
     weights    what projections and experts are held in (ops/grouped_weights.py)
+    paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
+    kv_cache   what keys and values are held in (ops/kv_format.py)
     """
 
     rules: Rules
@@ -46,6 +49,8 @@ class Execution:
     rounds: int = 1
     lora: LoraConfig = LoraConfig()
     weights: WeightFormat = "dtype"
+    paged_attention: str = "blocked"
+    kv_cache: KvFormat = "auto"
 
 
 def normal(std: float) -> Initializer:

@@ -1,13 +1,51 @@
 """Attention over a paged KV cache: write this step's keys and values into pages, then attend to all of a row's
-pages. The reference gathers all pages; page 0 is scrap and takes the writes of padding."""
+pages. The reference gathers all pages; page 0 is scrap and takes the writes of padding. Implementations are chosen by
+platform: a block of gathered pages at a time, and a kernel that reads them where they lie (paged_kernel.py)."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from shardlm.ops.attention import MASKED, attend
+from shardlm.ops.kv_format import SCALE, numbers_each, packed, unpacked
+
+PagedAttention = Literal["blocked", "pallas"]
 
 # Positions that are gathered and attended to at a time.
 BLOCK = 128
+
+
+def choose(platform: str) -> PagedAttention:
+    """The implementation for a platform."""
+    chosen: PagedAttention = "pallas" if platform in ("gpu", "cuda") else "blocked"
+    logging.vlog(1, "attention over pages: %s, because platform is %s", chosen, platform)
+    return chosen
+
+
+def implementation(name: PagedAttention) -> Callable[..., jax.Array]:
+    """`blocked`, or what does the same."""
+    if name == "blocked":
+        return blocked
+    from shardlm.ops.paged_kernel import pallas  # Pallas takes a while to import
+
+    return pallas
+
+
+def write(pages: Mapping[str, jax.Array], new: Mapping[str, jax.Array], *where: jax.Array) -> dict[str, jax.Array]:
+    """The pools with each entry of `new` [B, T, K, H] written as they hold it (kv_format.py); `where` are the last four
+    arguments of `write_pages`."""
+    found = dict(pages)
+    for name, numbers in new.items():
+        if numbers_each(pages[name]) > 1:
+            scaled = name + SCALE in pages
+            numbers, scale = packed(numbers, "int8" if scaled else "fp8")
+            if scaled:
+                found[name + SCALE] = write_pages(pages[name + SCALE], scale, *where)
+        found[name] = write_pages(pages[name], numbers, *where)
+    return found
 
 
 def write_pages(
@@ -40,15 +78,26 @@ def reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Each query attends to the positions up to its own, of which it sees the last `window` (0: all). q [B, T, N, H],
-    positions int32 [B, T]; `softcap` and `sinks` as in `attend`; returns q's shape."""
+    positions int32 [B, T]; `softcap` and `sinks` as in `attend`; the scales are those of pools of int8; returns q's
+    shape."""
     B = q.shape[0]
     table = page_table + first_page
-    k, v = (pool[table].reshape(B, -1, *pool.shape[2:]) for pool in (k_pool, v_pool))  # [B, S, K, H]
+    pools = ((k_pool, k_scale), (v_pool, v_scale))
+    k, v = (_numbers(p[table], None if s is None else s[table], q.dtype) for p, s in pools)
+    k, v = (a.reshape(B, -1, *a.shape[3:]) for a in (k, v))  # [B, S, K, H]
     distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [B, T, S]
     mask = (distance >= 0) & (distance < (window or k.shape[1]))
-    return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, scale, softcap, sinks)
+    return attend(q, k, v, mask, scale, softcap, sinks)
+
+
+def _numbers(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Pages [..., K, H], as a pool holds them, in the dtype that is computed in."""
+    return held.astype(dtype) if numbers_each(held) == 1 else unpacked(held, scale, dtype)
 
 
 def blocked(
@@ -63,6 +112,8 @@ def blocked(
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
     *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     value_dim: int = 0,
     head: jax.Array | None = None,
 ) -> jax.Array:
@@ -79,21 +130,21 @@ def blocked(
     size = per_block * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
     K = 1 if head is not None else k_pool.shape[2]
-    Hv = value_dim if v_pool is None else v_pool.shape[3]
+    Hv = value_dim if v_pool is None else v_pool.shape[3] * numbers_each(v_pool)
     grouped = q.reshape(B, T, K, N // K, q.shape[3])
 
-    def gathered(pool, pages):
-        if head is not None:
-            pool = jnp.take(pool[pages], head[None], axis=3)
-        else:
-            pool = pool[pages]
-        return pool.reshape(B, size, K, pool.shape[-1]).astype(q.dtype)
+    def taken(pool, pages):
+        return pool[pages] if head is None else jnp.take(pool[pages], head[None], axis=3)
+
+    def gathered(pool, scale, pages):
+        found = _numbers(taken(pool, pages), None if scale is None else taken(scale, pages), q.dtype)
+        return found.reshape(B, size, K, found.shape[-1])
 
     def block(i, carry):
         largest, total, out = carry
         pages = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
-        k = gathered(k_pool, pages)
-        v = k[..., :value_dim] if v_pool is None else gathered(v_pool, pages)
+        k = gathered(k_pool, k_scale, pages)
+        v = k[..., :value_dim] if v_pool is None else gathered(v_pool, v_scale, pages)
         scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)

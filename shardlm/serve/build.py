@@ -4,15 +4,15 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
+from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
@@ -31,6 +31,7 @@ class EngineConfig:
     mesh                    of the devices; its tensor and expert axes split the model
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
     quantization            weights in "int8" or "int4" (ops/grouped_weights.py); None: in dtype
+    kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
     gpu_memory_utilization  share of a GPU's memory for weights, pages and what programs need
@@ -45,6 +46,7 @@ class EngineConfig:
     mesh: MeshSpec = MeshSpec()
     dtype: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: KvFormat = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
@@ -58,6 +60,8 @@ class EngineConfig:
     def __post_init__(self):
         if self.quantization not in (None, "int8", "int4"):
             raise ShardlmError(f"quantization={self.quantization!r}; choose from int8, int4, or None")
+        if self.kv_cache_dtype not in get_args(KvFormat):
+            raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ShardlmError(f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above 0, at most 1")
         split = [axis for axis in ("data", "fsdp", "context", "pipeline") if getattr(self.mesh, axis) > 1]
@@ -96,7 +100,7 @@ def assemble(
 ) -> Engine:
     """The engine of a model that is opened for decoding, whose parameters it takes over."""
     with jax.set_mesh(opened.mesh):
-        model, params = taken_apart(opened.model, opened.params)
+        model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
     cpu = opened.mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
@@ -124,8 +128,9 @@ def assemble(
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     """Of one page in the layers that it has room for, over all devices."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
-    numbers = sum(heads * width for (heads, width), _ in entries.values())
-    return layout.layers * numbers * block_size * jnp.dtype(model.execution.dtype).itemsize
+    pools = held(entries, model.execution.kv_cache, model.execution.dtype).values()
+    position = sum(heads * width * dtype.itemsize for (heads, width), _, dtype in pools)
+    return layout.layers * block_size * position
 
 
 def pages_of(model: ModelDef, layout: PageLayout, config: EngineConfig, cpu: bool) -> int:

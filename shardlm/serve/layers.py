@@ -10,6 +10,7 @@ import jax
 
 from shardlm.layers.stack import Segment
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.kv_format import KvFormat
 from shardlm.state import ModelDef
 
 Tree = Any
@@ -20,9 +21,9 @@ def apart(config: TransformerConfig) -> TransformerConfig:
     return dataclasses.replace(config, segments=tuple(Segment((block,), 1) for block in config.blocks()))
 
 
-def taken_apart(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
-    """(the model with its layers apart, its parameters); call under the mesh. Each stacked parameter is let go of once
-    its layers are copied, so that the device holds one parameter twice at most."""
+def taken_apart(model: ModelDef, params: Tree, kv_cache: KvFormat = "auto") -> tuple[ModelDef, Tree]:
+    """(the model with its layers apart and such a cache, its parameters); call under the mesh. Each stacked parameter
+    is let go of once its layers are copied, so that the device holds one parameter twice at most."""
     segments, layers = dict(params["segments"]), {}
     first = 0
     for number, segment in enumerate(model.config.segments):
@@ -41,5 +42,5 @@ def taken_apart(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
                 block = jax.tree.unflatten(tree, [parts[repeat] for parts in split])
                 layers[first + repeat * period + offset] = {"blocks": {0: block}}
         first += segment.num_layers
-    execution = dataclasses.replace(model.execution, unroll=1)
+    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache)
     return ModelDef.make(apart(model.config), execution), {**params, "segments": dict(sorted(layers.items()))}

@@ -104,7 +104,7 @@ def chunk(model: ModelDef, layout: PageLayout, params, state: ServeState, rows: 
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    ctx = Paged(table, index < length[:, None], layout, model.execution.rules)
+    ctx = Paged.make(table, index < length[:, None], layout, model.execution)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
@@ -165,7 +165,7 @@ def set_allowed(state: ServeState, slot: jax.Array, allowed: jax.Array) -> Serve
 def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
-    ctx = Paged(table, active[:, None], layout, model.execution.rules)
+    ctx = Paged.make(table, active[:, None], layout, model.execution)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

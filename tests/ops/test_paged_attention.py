@@ -1,63 +1,92 @@
-"""Attention over pages against its reference, and what a row's output depends on."""
+"""Attention over pages against its reference, and what a row's output depends on. One list of shapes for all
+implementations; the kernel for GPUs is interpreted."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.ops.paged_attention import blocked, reference, write_pages
+from shardlm.ops.kv_format import packed, unpacked
+from shardlm.ops.paged_attention import blocked, choose, implementation, reference, write, write_pages
+from shardlm.ops.paged_kernel import pallas
 
-PAGE, WIDTH = 4, 40  # 160 positions: two blocks
+PAGE, WIDTH = 4, 160  # 640 positions: five blocks of a loop, two parts of the kernel's
+IMPLEMENTATIONS = {"blocked": blocked, "pallas": functools.partial(pallas, interpret=True)}
 
 
-def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], seed: int = 0):
+def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], width: int = 8, seed: int = 0):
     """Queries at the last `length` positions of rows that end at `ends`, and pools filled with noise."""
     rng = np.random.default_rng(seed)
     rows, pages = len(ends), len(ends) * WIDTH + 1
-    q = rng.normal(size=(rows, length, heads, 8)).astype(np.float32)
-    k, v = (rng.normal(size=(2 * pages, PAGE, kv_heads, 8)).astype(np.float32) for _ in range(2))
+    q = rng.normal(size=(rows, length, heads, width)).astype(np.float32)
+    k, v = (rng.normal(size=(2 * pages, PAGE, kv_heads, width)).astype(np.float32) for _ in range(2))
     table = rng.permutation(np.arange(1, pages)).reshape(rows, WIDTH).astype(np.int32)
-    positions = np.stack([np.arange(end - length, end) for end in ends]).astype(np.int32)
+    positions = np.stack([np.maximum(np.arange(end - length, end), 0) for end in ends]).astype(np.int32)
     return q, k, v, table, positions, np.int32(pages)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "length", "options"),
-    [
-        (4, 2, 1, {}),
-        (6, 6, 5, {"window": 7}),
-        (4, 1, 17, {"softcap": 3.0, "window": 130}),
-        (4, 2, 3, {"sinks": True}),
-    ],
-)
-def test_blocks_equal_the_reference(heads, kv_heads, length, options):
-    sinks = jnp.linspace(-1, 2, heads) if options.pop("sinks", False) else None
-    args = inputs(heads, kv_heads, length, (160, 20, 129))
-    found = jax.jit(lambda *a: blocked(*a, 0.3, sinks=sinks, **options))(*args)
-    expected = reference(*args, 0.3, sinks=sinks, **options)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+# heads, kv heads, tokens, width of a head, options. Rows of 640, 20, 300 positions, and one of padding.
+SHAPES = {
+    "decode": (4, 2, 1, 8, {"sinks": True}),
+    "chunk": (4, 1, 17, 16, {"softcap": 3.0, "window": 130}),
+    "latents": (3, 1, 2, 24, {"value_dim": 18}),
+    "one head of two": (4, 2, 1, 8, {"head": 1, "window": 7}),
+    "int8": (6, 3, 3, 20, {"how": "int8", "softcap": 30.0}),
+    "fp8 latents": (2, 1, 1, 24, {"how": "fp8", "value_dim": 18}),
+    "int8 latents of a head": (4, 2, 1, 8, {"how": "int8", "value_dim": 4, "head": 0}),
+}
 
 
-def test_values_inside_keys_and_one_head_of_a_whole_pool():
-    q, k, _, *rest = map(jnp.asarray, inputs(4, 2, 2, (30, 150)))
-    for head in range(2):
-        own = k[:, :, head : head + 1]
-        found = blocked(q, k, None, *rest, 0.3, value_dim=5, head=jnp.int32(head))
-        np.testing.assert_allclose(found, reference(q, own, own[..., :5], *rest, 0.3), atol=2e-6)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_implementations_equal_the_reference(shape, name):
+    heads, kv_heads, length, width, options = SHAPES[shape]
+    options = dict(options)
+    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, (640, 20, 300, 0), width))
+    how, head, value_dim = (options.pop(key, None) for key in ("how", "head", "value_dim"))
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.linspace(-1, 2, heads)
+    scales = {}
+    held = {"k": k} if value_dim else {"k": k, "v": v}
+    if how:
+        for entry, pool in held.items():
+            held[entry], scales[f"{entry}_scale"] = packed(pool, how)
+        k, v = (unpacked(*packed(pool, how), jnp.float32) for pool in (k, v))
+    if value_dim:
+        v = k[..., :value_dim]
+    own = slice(None) if head is None else slice(head, head + 1)
+    expected = reference(q, k[:, :, own], v[:, :, own], *rest, 0.3, **options)
+    if head is not None:
+        options["head"] = jnp.int32(head)
+    options |= scales | ({"value_dim": value_dim} if value_dim else {})
+    found = jax.jit(lambda q, held: IMPLEMENTATIONS[name](q, held["k"], held.get("v"), *rest, 0.3, **options))(q, held)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, atol=2e-6)  # sums in another order
 
 
-def test_a_row_does_not_depend_on_the_others():
-    """Bit for bit: beside longer rows, in another place of the batch, and over other pages."""
+def test_what_is_chosen():
+    assert choose("cpu") == "blocked" and choose("cuda") == choose("gpu") == "pallas"
+    assert implementation("blocked") is blocked and implementation("pallas") is pallas
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_row_does_not_depend_on_the_others(name):
+    """Bit for bit: beside longer rows, in another place of the batch, over other pages; the kernel's also in a batch of
+    another size."""
     q, k, v, table, positions, first = inputs(4, 2, 3, (20, 21, 22, 23))
-    run = jax.jit(lambda *a: blocked(*a, 0.3))
+    run = jax.jit(lambda *a: IMPLEMENTATIONS[name](*a, 0.3))
     alone = run(q, k, v, table, positions, first)
     longer = positions.copy()
-    longer[1:] += 130
+    longer[1:] += 530
     beside = run(q, k, v, table, longer, first)
     assert np.array_equal(alone[0], beside[0]) and not np.array_equal(alone[1], beside[1])
     order = np.array([3, 1, 2, 0])
     moved = run(q[order], k, v, table[order], longer[order], first)
     assert np.array_equal(moved[3], alone[0])
+    if name == "pallas":
+        assert np.array_equal(run(q[:2], k, v, table[:2], longer[:2], first), beside[:2])
 
 
 def test_padding_is_written_to_the_scrap_page():
@@ -67,3 +96,24 @@ def test_padding_is_written_to_the_scrap_page():
     written = np.asarray(write_pages(pool, new, table, positions, np.array([[True, True, False]]), jnp.int32(0)))
     assert written[2, 3, 0].tolist() == [1, 2] and written[1, 0, 0].tolist() == [3, 4]
     assert written[0, 1, 0].tolist() == [5, 6] and np.count_nonzero(written) == 6
+
+
+@pytest.mark.parametrize("how", ["int8", "fp8"])
+def test_eight_bits(how):
+    """Numbers are within half a step of their format, zeros and those beyond its range too; pools hold what an array
+    would."""
+    rng = np.random.default_rng(0)
+    new = rng.normal(size=(1, 2, 3, 64)) * np.array([1.0, 1e-3, 600.0])[:, None]
+    new = jnp.asarray(new, jnp.float32).at[0, 0, 0].set(0)
+    kept = np.clip(new, -448, 448) if how == "fp8" else np.asarray(new)
+    largest = np.abs(new).max(axis=-1, keepdims=True)
+    half_step = np.maximum(np.abs(kept) / 16, 2**-10) if how == "fp8" else largest / 254 * 1.001
+    numbers = unpacked(*packed(new, how), jnp.float32)
+    assert (np.abs(numbers - kept) <= half_step).all() and np.abs(new).max() > 448
+    pages = {"k": jnp.zeros((2, PAGE, 3, 32), jnp.int16)}
+    if how == "int8":
+        pages["k_scale"] = jnp.zeros((2, PAGE, 3, 1))
+    where = (np.array([[1]], np.int32), np.array([[0, 2]], np.int32), np.ones((1, 2), bool), jnp.int32(0))
+    pages = write(pages, {"k": new}, *where)
+    found = unpacked(pages["k"], pages.get("k_scale"), jnp.float32)
+    np.testing.assert_array_equal(found[1, jnp.array([0, 2])], numbers[0])

@@ -1,0 +1,63 @@
+"""What a cache of keys and values holds its numbers in: the dtype that is computed in (auto), bfloat16, or 8 bits each:
+
+fp8   e4m3, as they are, values beyond 448 cut to it (scale 1, as vLLM's default)
+int8  with a scale for each token and head, in pages of their own: the entry's name with "_scale" behind it
+
+Two 8-bit numbers are held as one int16. Pallas's Triton lowering counts elements in signed 32 bits in arrays of up to
+4 GiB, so that of a pool of bytes it would read what lies beyond 2 GiB from wrong places; and Triton converts no fp8 on
+an A100, where its bits are taken apart instead (paged_kernel.py).
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.errors import ShardlmError
+
+KvFormat = Literal["auto", "bfloat16", "fp8", "int8"]
+SCALE = "_scale"
+_LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+Entry = tuple[tuple[int, int], str, jnp.dtype]  # (K, numbers a head), name of the K dimension, dtype
+
+
+def held(entries: dict[str, tuple[tuple[int, int], str]], how: KvFormat, dtype: jnp.dtype) -> dict[str, Entry]:
+    """The pools of a layer's cache entries ({name: ((K, H), name of the K dimension)}). Raises ShardlmError for heads
+    that cannot be held so."""
+    found: dict[str, Entry] = {}
+    for name, ((heads, width), kv_name) in entries.items():
+        if how in ("auto", "bfloat16"):
+            found[name] = (heads, width), kv_name, jnp.dtype(dtype if how == "auto" else jnp.bfloat16)
+            continue
+        if width % 2:
+            raise ShardlmError(f"kv_cache_dtype={how}: heads of {width} numbers are not in pairs; choose auto")
+        found[name] = (heads, width // 2), kv_name, jnp.dtype(jnp.int16)
+        if how == "int8":
+            found[name + SCALE] = (heads, 1), kv_name, jnp.dtype(jnp.float32)
+    return found
+
+
+def numbers_each(pool: jax.Array) -> int:
+    """Numbers in one element of a pool."""
+    return 2 if pool.dtype == jnp.int16 else 1
+
+
+def packed(new: jax.Array, how: KvFormat) -> tuple[jax.Array, jax.Array | None]:
+    """new [..., H] as int16 [..., H / 2] and, of int8, the scale float32 [..., 1]."""
+    new, scale = new.astype(jnp.float32), None
+    if how == "int8":
+        largest = jnp.max(jnp.abs(new), axis=-1, keepdims=True)
+        scale = jnp.maximum(largest, 1e-30) / _LARGEST["int8"]
+        small = jnp.round(new / scale).astype(jnp.int8)
+    else:
+        small = jnp.clip(new, -_LARGEST["fp8"], _LARGEST["fp8"]).astype(jnp.float8_e4m3fn)
+    pairs = small.reshape(*small.shape[:-1], small.shape[-1] // 2, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.int16), scale
+
+
+def unpacked(words: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """What `packed` took, rounded: words int16 [..., H / 2] -> [..., H]."""
+    pairs = jax.lax.bitcast_convert_type(words, jnp.float8_e4m3fn if scale is None else jnp.int8)
+    small = pairs.reshape(*words.shape[:-1], 2 * words.shape[-1]).astype(jnp.float32)
+    return (small if scale is None else small * scale).astype(dtype)
