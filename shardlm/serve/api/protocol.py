@@ -133,6 +133,13 @@ class DetokenizeRequest(Common, kw_only=True):
     tokens: list[int]
 
 
+class UpdateWeightsRequest(Common, kw_only=True):
+    """model_path: SGLang's name for path."""
+
+    path: str | None = None
+    model_path: str | None = None
+
+
 def parse(body: bytes, model: type[T]) -> tuple[T, int]:
     """(the request, how many of its fields are not known). Raises ApiError for what is no JSON or has wrong types."""
     try:

@@ -26,6 +26,7 @@ class Service(Serving):
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.unanswered = 0  # prompts in the engine that have had no output yet
+        self.updating: asyncio.Future | None = None  # the last reading of other weights
 
     async def drain(self) -> None:
         await super().drain()
