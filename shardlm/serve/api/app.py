@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shardlm.serve.api import metrics
 from shardlm.serve.api.chat import chat
 from shardlm.serve.api.completions import completions
-from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize
+from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, tokenizer_info
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response
@@ -59,6 +59,7 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
     routes += [
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
+        Route("/tokenizer_info", about.tokenizer_info),
         Route("/health", about.health),
         Route("/ready", about.ready),
         Route("/metrics", about.metrics),
@@ -85,6 +86,9 @@ class _About:
     def _model(self, name: str) -> dict:
         about = {"id": name, "object": "model", "created": self._service.created, "owned_by": "shardlm"}
         return {**about, "root": self._service.llm.model_name, "max_model_len": self._service.llm.max_model_len}
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return json_response(tokenizer_info(self._service.llm))
 
     async def health(self, request: Request) -> Response:
         try:

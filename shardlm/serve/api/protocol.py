@@ -125,6 +125,7 @@ class TokenizeRequest(Common, kw_only=True):
     messages: list[Json] | None = None
     tools: list[Json] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: Json | None = None
     return_token_strs: bool | None = None
 
