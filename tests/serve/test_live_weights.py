@@ -23,7 +23,7 @@ from client import Client, error
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 4}
 PROMPT = '{"name": "ab", "age": 12'
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-KEY = {"authorization": "Bearer admin"}
+KEY, USER = {"authorization": "Bearer admin"}, {"authorization": "Bearer user"}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_over_http_while_requests_run(llm, folders, expected):
     async def all_of_it():
         outputs = served.generate(PROMPT, dataclasses.replace(GREEDY, max_tokens=40), request_id="long")
         before = (await anext(outputs)).outputs[0].token_ids
-        assert "asks for an administrator" in await refused(second, 401, {"authorization": "Bearer user"})
+        assert "asks for an administrator" in await refused(second, 401, USER)
         assert "another architecture" in await refused({"path": str(folders["wider"])}, 400)
         assert "no folder" in await refused({"model_path": "nowhere"}, 400, path="/update_weights_from_disk")
         assert "give the path" in await refused({}, 400) and "give the path" in await refused(
@@ -111,9 +111,10 @@ def test_over_http_while_requests_run(llm, folders, expected):
         answers = await asyncio.gather(post("/update_weights", second), post("/update_weights", second))
         last = [output async for output in outputs][-1].outputs[0].token_ids
         after = [output async for output in served.generate(PROMPT, GREEDY, request_id="new")][-1]
-        text = (
-            await post("/v1/completions", {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True})
-        ).json()
+        greedy = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        text = (await post("/v1/completions", greedy, USER)).json()
+        models = (await client.send("GET", "/v1/models", None, USER)).json()["data"]
+        assert models[0]["id"] == "tiny" and models[0]["root"] == second["path"]
         return before, answers, last, after, text["choices"][0]["text"]
 
     before, (done, busy), last, after, text = asyncio.run(all_of_it())

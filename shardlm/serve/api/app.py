@@ -85,7 +85,7 @@ class _About:
 
     def _model(self, name: str) -> dict:
         about = {"id": name, "object": "model", "created": self._service.created, "owned_by": "shardlm"}
-        return {**about, "root": self._service.llm.model_name, "max_model_len": self._service.llm.max_model_len}
+        return {**about, "root": self._service.root, "max_model_len": self._service.llm.max_model_len}
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(tokenizer_info(self._service.llm))

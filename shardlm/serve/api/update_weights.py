@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import UpdateWeightsRequest
-from shardlm.serve.api.service import Call
+from shardlm.serve.api.service import Call, Service
 
 
 async def update_weights(call: Call, request: UpdateWeightsRequest) -> dict[str, Any]:
@@ -17,8 +17,13 @@ async def update_weights(call: Call, request: UpdateWeightsRequest) -> dict[str,
     if service.updating is not None and not service.updating.done():
         raise ApiError("other weights are being read; ask again when that has ended", 409, code="update_under_way")
     started = time.perf_counter()
-    service.updating = asyncio.ensure_future(service.llm.update_weights(path))
+    service.updating = asyncio.ensure_future(_swap(service, path))
     await asyncio.shield(service.updating)
     seconds, running = time.perf_counter() - started, service.llm.stats().num_running
     message = f"{path} is served; the prefix cache is empty and {running} requests go on with the new weights"
     return {"success": True, "message": message, "path": path, "seconds": seconds, "num_running": running}
+
+
+async def _swap(service: Service, path: str) -> None:
+    await service.llm.update_weights(path)
+    service.root = path
