@@ -166,5 +166,6 @@ def described(opened: Opened, engine: Engine) -> str:
     fit = (layout.num_pages - 1) / layout.pages_of(longest, config.page_size, config.decode_steps)
     return (
         f"serving {json.dumps(opened.folder.name)}: {layout.num_pages - 1:,} pages of {config.page_size} tokens in "
-        f"{layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; {config.max_rows} requests at once"
+        f"{layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; {config.max_rows} requests at once; "
+        f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,18 +121,24 @@ class Runner:
         with jax.set_mesh(mesh):
             self._state = jax.jit(make)()
         self._programs: dict[Any, jax.stages.Compiled] = {}
+        self.compile_seconds = 0.0
         self._masked: set[int] = set()  # slots whose masks are not all ones
 
     # Programs.
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program, several at a time; `progress` is called with (programs done, of how many)."""
-        work = self._shapes()
+        work, started = self._shapes(), time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
             made = {pool.submit(self._compile, *what): key for key, what in work.items()}
             for done, future in enumerate(concurrent.futures.as_completed(made), 1):
                 self._programs[made[future]] = future.result()
                 progress(done, len(work))
+        self.compile_seconds = time.perf_counter() - started
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._programs)
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, example arguments after the weights and the state)."""
