@@ -71,6 +71,10 @@ class SpeculationStats:
         """Tokens that a step with drafts brings: the accepted ones and the model's own."""
         return 1 + sum(self.accepted) / max(1, self.steps)
 
+    def since(self, before: "SpeculationStats") -> "SpeculationStats":
+        accepted = tuple(new - old for new, old in zip(self.accepted, before.accepted, strict=True))
+        return SpeculationStats(self.steps - before.steps, self.drafted - before.drafted, accepted)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
