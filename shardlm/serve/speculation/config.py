@@ -1,6 +1,7 @@
 """How speculative decoding is asked for: vLLM's `speculative_config`, checked. No jax."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,18 @@ class SpeculativeConfig:
         if method not in METHODS:
             raise ShardlmError(f"speculative_config: method={method!r}; choose from {', '.join(METHODS)}")
         return (_ngram if method == "ngram" else _draft_model)(options, _count(options, "num_speculative_tokens"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpeculativeConfig":
+        """Of a command line. Raises ShardlmError."""
+        try:
+            options = json.loads(text)
+        except ValueError as error:
+            raise ShardlmError(
+                f"speculative_config={text} is no JSON ({error}); give for example "
+                '\'{"method": "ngram", "num_speculative_tokens": 4}\''
+            ) from None
+        return cls.parse(options)
 
 
 def _ngram(options: Mapping[str, Any], count: int) -> SpeculativeConfig:
