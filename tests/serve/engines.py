@@ -77,12 +77,12 @@ def finished(engine: Engine) -> dict:
     return done
 
 
-def folder_of(path: pathlib.Path) -> pathlib.Path:
+def folder_of(path: pathlib.Path, shape=CONFIG, seed: int = 0) -> pathlib.Path:
     """A Hugging Face folder of a random model, with tokenizer and chat template."""
     with jax.set_mesh(mesh_of(MeshSpec())):
-        model = ModelDef.make(CONFIG.transformer(), Execution(Rules.make("zero3", MeshSpec())))
-        params = init(model, 0)
-    config = {**CONFIG.to_hf(), "max_position_embeddings": 64, "eos_token_id": END, "dtype": "float32"}
+        model = ModelDef.make(shape.transformer(), Execution(Rules.make("zero3", MeshSpec())))
+        params = init(model, seed)
+    config = {**shape.to_hf(), "max_position_embeddings": 64, "eos_token_id": END, "dtype": "float32"}
     named = functools.partial(registry.names, config, model.config)
     tensors = weights.planned(model.config, params, named, np.dtype("float32"))
     hf_files.write_folder(path, tensors, config)
