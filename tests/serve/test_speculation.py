@@ -221,6 +221,8 @@ def test_what_cannot_draft_is_refused(tmp_path):
     ):
         with pytest.raises(ShardlmError, match=re.escape(message)):
             EngineConfig(speculative_config=options)
+    with pytest.raises(ShardlmError, match="deterministic=True computes each token alone"):
+        EngineConfig(speculative_config=NGRAM, deterministic=True)
     with pytest.raises(ShardlmError, match="is no JSON"):
         SpeculativeConfig.from_json("{method: ngram}")
     parsed = SpeculativeConfig.from_json('{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}')
