@@ -14,6 +14,7 @@ from small import init, mesh_of
 
 from shardlm import LLM
 from shardlm.errors import ShardlmError
+from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
@@ -76,7 +77,7 @@ def from_folders(model, draft):
     options = {"max_model_len": 48, "block_size": 4, "kv_cache_bytes": 13 * 4 * layers, "decode_steps": 4}
     speculative = {"model": str(draft), "num_speculative_tokens": 3}
     llm = LLM(model, max_num_seqs=2, max_num_batched_tokens=32, speculative_config=speculative, **options)
-    assert llm.engine.runner.config == RunnerConfig(13, 4, 2, 32, 48, 4)
+    assert llm.engine.runner.config == RunnerConfig(PageLayout.whole(3, 13), 4, 2, 32, 48, 4)
     return llm.engine
 
 
