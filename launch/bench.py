@@ -37,6 +37,7 @@ _STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies to co
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
 _SHARED = flags.DEFINE_integer("shared_prefix", 0, "serve: tokens that all prompts begin with.", lower_bound=0)
+_SPECULATIVE = flags.DEFINE_string("speculative_config", None, "serve: JSON of drafts, as launch.serve takes it.")
 _RATES = flags.DEFINE_list("rates", [], "serve: requests a second, each measured in turn; inf: all at once.")
 _CONCURRENCY = flags.DEFINE_list("concurrency", [], "serve: requests at once, each measured in turn.")
 _REQUESTS = flags.DEFINE_integer("requests", 64, "serve: requests of each rate and concurrency.", lower_bound=1)
@@ -61,11 +62,14 @@ def serve(config) -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
     from shardlm.serve.build import EngineConfig
+    from shardlm.serve.speculation.config import SpeculativeConfig
 
     mesh = MeshSpec(tensor=config.mesh.tensor, expert=config.mesh.expert)
     use_cpu_devices(config.cpu_devices and mesh.tensor * mesh.expert)
     prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
-    engine = random_engine(config.model.transformer(), EngineConfig(mesh=mesh), prompt + output)
+    speculative = SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None
+    options = EngineConfig(mesh=mesh, speculative_config=speculative)
+    engine = random_engine(config.model.transformer(), options, prompt + output)
     found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value)
     if _RATES.value or _CONCURRENCY.value:
         with tempfile.TemporaryDirectory() as folder:

@@ -37,6 +37,9 @@ _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by def
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
+_SPECULATIVE = flags.DEFINE_string(
+    "speculative_config", None, "JSON of drafts to verify: {method: ngram or draft_model, num_speculative_tokens, ...}."
+)
 
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
 _ADMIN_KEY = flags.DEFINE_list("admin_key", [], "Keys for /update_weights. Also from SHARDLM_ADMIN_KEY.")
@@ -74,6 +77,7 @@ def main() -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.async_llm import AsyncLLM
     from shardlm.serve.build import EngineConfig, build, described
+    from shardlm.serve.speculation.config import SpeculativeConfig
 
     config = EngineConfig(
         mesh=MeshSpec(tensor=_TENSOR.value, expert=_EXPERT.value),
@@ -88,6 +92,7 @@ def main() -> int:
         max_num_batched_tokens=_MAX_TOKENS.value,
         enable_prefix_caching=_PREFIX.value,
         deterministic=_DETERMINISTIC.value,
+        speculative_config=SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
     )
     engine, opened = build(_MODEL.value, config)
     try:

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
 from shardlm.ops.kv_format import KvFormat, held
@@ -20,6 +20,8 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner import Runner, RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.speculation.build import DraftModel, layouts_of, make_proposer, open_draft_model
+from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
@@ -41,6 +43,7 @@ class EngineConfig:
     decode_steps            tokens that a request decodes between two looks of the host
     enable_prefix_caching   equal beginnings of prompts are computed once
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
+    speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
     """
 
     mesh: MeshSpec = MeshSpec()
@@ -56,8 +59,15 @@ class EngineConfig:
     decode_steps: int = 8
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
 
     def __post_init__(self):
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.parse(self.speculative_config))
+            if self.deterministic:
+                raise ShardlmError(
+                    "deterministic=True computes each token alone and speculative_config several at once; choose one"
+                )
         if self.quantization not in (None, "int8", "int4"):
             raise ShardlmError(f"quantization={self.quantization!r}; choose from int8, int4, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
@@ -77,16 +87,19 @@ def build(
 ) -> tuple[Engine, Opened]:
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
     or is not there."""
-    longest = describe(path).longest
+    found = describe(path)
+    longest = found.longest
     length = config.max_model_len or longest
     if longest and length > longest:
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
+    vocab = found.source.transformer().vocab_size
+    draft = open_draft_model(config.speculative_config, vocab, config.mesh, config.dtype, length)
     opened = load(
         path, mesh=config.mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length
     )
-    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress)
+    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
 
@@ -97,21 +110,28 @@ def assemble(
     length: int,
     config: EngineConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    draft: DraftModel | None = None,
 ) -> Engine:
-    """The engine of a model that is opened for decoding, whose parameters it takes over."""
+    """The engine of a model that is opened for decoding, whose parameters it takes over, and of its draft model."""
+    speculative = config.speculative_config
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
     cpu = opened.mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
-    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
-    windows = [block.attention.window for block in model.config.all_blocks()]
-    layout = layout_of(windows, 0, length, config.block_size, config.decode_steps)
-    step = max(tokens, config.decode_steps)
-    usable = 1 + rows * layout.pages_of(length, config.block_size, step)
-    layout = dataclasses.replace(layout, num_pages=min(pages_of(model, layout, config, cpu), usable))
+    drafts = speculative.num_speculative_tokens if speculative else 0
+    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + drafts) + 1)
+    decoded = config.decode_steps * (1 + drafts)
+    layouts = layouts_of(model, draft, length, config.block_size, decoded)
+    models = [model, draft.model] if draft else [model]
+    each = sum(page_bytes(*one, config.block_size) for one in zip(models, layouts, strict=True))
+    step = max(tokens, decoded)
+    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, step)
+    count = min(pages_of(each, config, cpu), usable)
+    layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
     sizes = RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps)
     make = DeterministicRunner if config.deterministic else Runner
-    runner = make(model, params, opened.mesh, sizes)
+    proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
+    runner = make(model, params, opened.mesh, sizes, *proposer)
     table = PageTable(
         layout.num_pages,
         config.block_size,
@@ -119,7 +139,7 @@ def assemble(
         longest_step=step,
         caching=config.enable_prefix_caching,
     )
-    scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps)), table)
+    scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps), drafts), table)
     with waiting("compiling", jax.process_index() == 0):
         runner.compile(progress)
     return Engine(runner, scheduler, tokenizer, stop_ids)
@@ -133,15 +153,14 @@ def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     return layout.layers * block_size * position
 
 
-def pages_of(model: ModelDef, layout: PageLayout, config: EngineConfig, cpu: bool) -> int:
-    """How many pages the memory holds, scrap page included. Raises ShardlmError where it holds none."""
+def pages_of(each: int, config: EngineConfig, cpu: bool) -> int:
+    """How many pages of `each` bytes the memory holds, scrap page included. Raises ShardlmError where it holds none."""
     if config.kv_cache_bytes:
         nbytes = config.kv_cache_bytes
     elif cpu:
         nbytes = 2**30
     else:
         nbytes = free_bytes(config)
-    each = page_bytes(model, layout, config.block_size)
     if nbytes < 2 * each:
         raise ShardlmError(
             f"{nbytes / 2**30:.2f} GiB hold no page of {each:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "

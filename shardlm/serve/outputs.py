@@ -58,9 +58,29 @@ class RequestOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class SpeculationStats:
+    """From the engine's start: steps that verified drafts, drafted tokens, and those of them that the model sampled
+    too, by place in their step."""
+
+    steps: int
+    drafted: int
+    accepted: tuple[int, ...]
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a step with drafts brings: the accepted ones and the model's own."""
+        return 1 + sum(self.accepted) / max(1, self.steps)
+
+    def since(self, before: "SpeculationStats") -> "SpeculationStats":
+        accepted = tuple(new - old for new, old in zip(self.accepted, before.accepted, strict=True))
+        return SpeculationStats(self.steps - before.steps, self.drafted - before.drafted, accepted)
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
-    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written."""
+    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, and what
+    came of drafts, None where there are none."""
 
     num_running: int
     num_waiting: int
@@ -70,3 +90,4 @@ class Stats:
     preemptions: int
     generation_tokens: int
     prompt_tokens: int
+    speculation: SpeculationStats | None = None

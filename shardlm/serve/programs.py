@@ -3,6 +3,8 @@ and what they are called with is runner.py's."""
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +65,18 @@ class Scores:
     top_logprobs: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Chunks of prompts that the model has just read, for what else reads them. slot int32 [R]; tokens, positions int32
+    [R, C]; hidden [R, C, D], after the last norm."""
+
+    slot: jax.Array
+    ctx: Paged
+    tokens: jax.Array
+    positions: jax.Array
+    hidden: jax.Array
+
+
 def decode(
     model: ModelDef, layout: PageLayout, most: int, params, state: ServeState, rows: DecodeRows, steps: jax.Array
 ):
@@ -81,24 +95,40 @@ def decode(
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
 
-    B = slot.shape[0]
-    found = Sampled(
-        jnp.zeros((B, most), jnp.int32),
-        jnp.zeros((B, most), jnp.float32),
-        jnp.zeros((B, most, MAX_LOGPROBS), jnp.int32),
-        jnp.zeros((B, most, MAX_LOGPROBS), jnp.float32),
+    start_with = (state.pages, own, none_sampled(slot.shape[0], most))
+    pages, own, found = jax.lax.fori_loop(0, steps, step, start_with)
+    return dataclasses.replace(state, pages=pages, slots=keep_slots(state.slots, slot, own)), found
+
+
+def none_sampled(rows: int, columns: int) -> Sampled:
+    """Of [rows, columns, ...], to be filled in."""
+    shape = (rows, columns)
+    return Sampled(
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32),
     )
-    pages, own, found = jax.lax.fori_loop(0, steps, step, (state.pages, own, found))
-    slots = state.slots
-    slots = dataclasses.replace(
+
+
+def keep_slots(slots: Slots, slot: jax.Array, own: Slots) -> Slots:
+    """All slots, with what sampling has changed of rows `own`."""
+    return dataclasses.replace(
         slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
     )
-    return ServeState(pages, slots), found
 
 
-def chunk(model: ModelDef, layout: PageLayout, params, state: ServeState, rows: ChunkRows):
+def chunk(
+    model: ModelDef,
+    layout: PageLayout,
+    params,
+    state: ServeState,
+    rows: ChunkRows,
+    also: Callable[[Any, Chunk], Any] = lambda drafts, chunk: drafts,
+):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
-    Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D])."""
+    Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D]).
+    `also`: what a proposer of drafts makes of the chunks."""
     slot, start, length, samples, scored = (rows.where[:, i] for i in range(5))
     table = rows.where[:, 5:]
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
@@ -117,13 +147,12 @@ def chunk(model: ModelDef, layout: PageLayout, params, state: ServeState, rows: 
     )
     own = take(slots, slot)
     sampled, own = sampled_of(logits, own, start + length, samples > 0)
-    slots = dataclasses.replace(
-        slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
-    )
+    slots = keep_slots(slots, slot, own)
+    drafts = also(state.drafts, Chunk(slot, ctx, rows.tokens, positions, hidden))
     score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
     none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(score))
     scores = jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
-    return ServeState(pages, slots), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
+    return ServeState(pages, slots, drafts), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
 
 
 def _scores(lm, hidden: jax.Array, targets: jax.Array) -> Scores:

@@ -27,6 +27,9 @@ from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.programs import ChunkRows, DecodeRows, Scores
 from shardlm.serve.request import Request
 from shardlm.serve.settings import RequestSettings
+from shardlm.serve.speculation import programs as speculation
+from shardlm.serve.speculation.programs import Tally
+from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef
 
@@ -67,12 +70,13 @@ class RunnerConfig:
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One program under way: the batch's rows in it, what it samples and, of chunks, the scores of their tokens and
-    what the model makes of the last one."""
+    what the model makes of the last one; of drafts, what came of them."""
 
     rows: tuple[int, ...]
     sampled: Sampled
     scores: Scores | None = None
     hidden: jax.Array | None = None
+    tally: Tally | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +87,23 @@ class Started:
     calls: tuple[Call, ...]
 
     def sampled(self) -> Sampled:
-        """Waits; numpy arrays [rows of the batch, steps of the batch, ...]."""
-        rows, steps = len(self.batch.rows), self.batch.steps
+        """Waits; numpy arrays [rows of the batch, width of the batch, ...]."""
+        rows, width = len(self.batch.rows), self.batch.width
         found = []
         for call in self.calls:
             host = jax.tree.map(np.asarray, call.sampled)
             # Of a chunk: one step.
             found.append(jax.tree.map(lambda a: a[:, None], host) if call.scores is not None else host)
-        whole = jax.tree.map(lambda a: np.zeros((rows, steps, *a.shape[2:]), a.dtype), found[0])
+        whole = jax.tree.map(lambda a: np.zeros((rows, width, *a.shape[2:]), a.dtype), found[0])
         for call, host in zip(self.calls, found, strict=True):
             for all_rows, own in zip(jax.tree.leaves(whole), jax.tree.leaves(host), strict=True):
-                all_rows[list(call.rows)] = own[: len(call.rows), :steps]
+                all_rows[list(call.rows), : own.shape[1]] = own[: len(call.rows), :width]
         return whole
+
+    def tally(self) -> Tally | None:
+        """Waits; numpy arrays of the rows of the batch whose drafts were verified, which are its first."""
+        call = self.calls[0]
+        return call.tally and jax.tree.map(lambda a: np.asarray(a)[: len(call.rows)], call.tally)
 
     def scores(self, row: int) -> Scores:
         """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
@@ -114,10 +123,20 @@ class Started:
 class Runner:
     """The model, its weights and the state on one mesh. Calls come from one thread."""
 
-    def __init__(self, model: ModelDef, params: Any, mesh: Mesh, config: RunnerConfig):
-        """Makes the empty state; `compile` comes next."""
+    def __init__(
+        self,
+        model: ModelDef,
+        params: Any,
+        mesh: Mesh,
+        config: RunnerConfig,
+        proposer: Proposer | None = None,
+        proposer_params: Any = (),
+    ):
+        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
-        make = functools.partial(empty_state, model, config.layout, config.page_size, config.max_rows)
+        self.proposer, self._proposer_params = proposer, proposer_params
+        sizes = (config.layout, config.page_size, config.max_rows)
+        make = functools.partial(empty_state, model, *sizes, proposer.empty if proposer else tuple)
         with jax.set_mesh(mesh):
             self._state = jax.jit(make)()
         self._programs: dict[Any, jax.stages.Compiled] = {}
@@ -146,6 +165,14 @@ class Runner:
         decode = functools.partial(programs.decode, self.model, config.layout, config.decode_steps)
         chunk = functools.partial(programs.chunk, self.model, config.layout)
         work: dict[Any, tuple] = {}
+        if self.proposer:
+            sizes = (self.model, config.layout, config.decode_steps, self.proposer)
+            decode = functools.partial(speculation.decode, *sizes)
+            chunk = functools.partial(speculation.chunk, self.model, config.layout, self.proposer)
+            if self.proposer.reads_text:
+                begin = functools.partial(speculation.begin, self.proposer)
+                text = (np.zeros(1, np.int32), np.zeros((1, config.max_model_len), np.int32))
+                work["text"] = (lambda params, *rest: begin(*rest), text)
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
         for size in config.chunk_sizes:
@@ -159,7 +186,11 @@ class Runner:
 
     def _compile(self, function: Callable, arguments: tuple) -> jax.stages.Compiled:
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
-            return jax.jit(function, donate_argnums=1).lower(self.params, self._state, *arguments).compile()
+            return jax.jit(function, donate_argnums=1).lower(self._weights, self._state, *arguments).compile()
+
+    @property
+    def _weights(self) -> Any:
+        return (self.params, self._proposer_params) if self.proposer else self.params
 
     @property
     def _precision(self) -> str:
@@ -186,8 +217,8 @@ class Runner:
         if decodes:
             size = next(size for size in self.config.decode_sizes if size >= len(decodes))
             rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
-            sampled = self._run(("decode", size), rows, np.int32(batch.steps))
-            calls.append(Call(tuple(n for n, _ in decodes), *sampled))
+            sampled, *tally = self._run(("decode", size), rows, np.int32(batch.steps))
+            calls.append(Call(tuple(n for n, _ in decodes), sampled, tally=tally[0] if tally else None))
         for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
             sampled = self._run(("chunk", size), self._chunk_rows(own, size))
@@ -202,7 +233,7 @@ class Runner:
             allowed = np.full((MASKS, words), -1, np.int32)
             for i, (slot, mask) in enumerate(some):
                 slots[i], allowed[i] = slot, mask
-            self._state = self._programs["allowed"](self.params, self._state, slots, allowed)
+            self._run("allowed", slots, allowed)
             self._masked |= {slot for slot, _ in some}
 
     def update_weights(self, params: Any) -> None:
@@ -211,7 +242,8 @@ class Runner:
 
     def _run(self, key: Any, *arguments) -> list:
         """What a program gives besides the state."""
-        self._state, *found = self._programs[key](self.params, self._state, *arguments)
+        made = self._programs[key](self._weights, self._state, *arguments)
+        self._state, *found = made if isinstance(made, tuple) else (made,)
         return found
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
@@ -225,7 +257,11 @@ class Runner:
             prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len : row.end]
             said = counts_of(prompt, reply, self.model.config.vocab_size)
             one = (np.array([row.slot], np.int32), *(a[None] for a in said))
-            self._state = self._programs["counts"](self.params, self._state, *one)
+            self._run("counts", *one)
+        if self.proposer and self.proposer.reads_text:
+            text = np.zeros((1, self.config.max_model_len), np.int32)
+            text[0, : len(row.request.tokens)] = row.request.tokens
+            self._run("text", np.array([row.slot], np.int32), text)
 
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows), in the batch's order where a later chunk may share an earlier one's pages.

@@ -7,7 +7,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from shardlm.serve.outputs import RequestOutput, Stats
+from shardlm.serve.outputs import RequestOutput, SpeculationStats, Stats
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -68,6 +68,17 @@ class Metrics:
         }
         for name, (value, meaning) in counters.items():
             yield from self._one(name, "counter", value, meaning)
+        if stats.speculation is not None:
+            yield from self._drafts(stats.speculation)
+
+    def _drafts(self, stats: SpeculationStats) -> Iterator[str]:
+        yield from self._one("spec_decode_num_drafts_total", "counter", stats.steps, "Steps that verified drafts.")
+        yield from self._one("spec_decode_num_draft_tokens_total", "counter", stats.drafted, "Tokens drafted.")
+        accepted = "spec_decode_num_accepted_tokens"
+        yield from self._one(f"{accepted}_total", "counter", sum(stats.accepted), "Drafted tokens that the model said.")
+        yield from head(f"vllm:{accepted}_per_pos_total", "counter", "The same, by their place among a step's drafts.")
+        for place, count in enumerate(stats.accepted):
+            yield f'vllm:{accepted}_per_pos_total{{{self._labels},position="{place}"}} {count}'
 
     def _requests(self) -> Iterator[str]:
         yield from head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")

@@ -27,7 +27,9 @@ from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bench.workload import prompts
 from shardlm.serve.build import EngineConfig, assemble
 from shardlm.serve.engine import Engine
+from shardlm.serve.outputs import SpeculationStats
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.speculation.build import open_draft_model
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -44,7 +46,8 @@ def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -
         model = ModelDef.make(shape, Execution(Rules.make("zero3", config.mesh).for_decoding(), dtype))
         make = jax.jit(lambda seed: jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(seed))))
         opened = Opened(model, make(0), mesh, None, pathlib.Path())
-    return assemble(opened, tokenizer, (), length, config)
+    draft = open_draft_model(config.speculative_config, shape.vocab_size, config.mesh, config.dtype, length)
+    return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 
 def bench_serving(engine: Engine, *, prompt_len: int, output_len: int, shared: int) -> dict:
@@ -73,11 +76,13 @@ def bench_serving(engine: Engine, *, prompt_len: int, output_len: int, shared: i
 
 def offline(engine: Engine, batch: int, prompt_len: int, output_len: int, shared: int = 0) -> dict[str, Any]:
     """`batch` requests together, after a first round that is not counted: seconds to the first and to the last token of
-    all, and new tokens a second from then to then and over the whole time."""
+    all, and new tokens a second from then to then and over the whole time. Of drafts: how many were right, and how
+    many tokens a step with drafts brought."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     report: dict[str, Any] = {}
     for round in range(2):
         work = prompts(batch, prompt_len, shared, engine.runner.model.config.vocab_size, seed=round)
+        before = engine.stats().speculation
         started = time.perf_counter()
         for i, prompt in enumerate(work):
             engine.add(f"bench-{round}-{i}", prompt, params)
@@ -98,7 +103,18 @@ def offline(engine: Engine, batch: int, prompt_len: int, output_len: int, shared
             "decode_tokens_per_second": batch * (output_len - 1) / (seconds - prefill),
             "output_tokens_per_second": batch * output_len / seconds,
         }
+        if before is not None:
+            report |= _drafts(before, engine.stats().speculation)
     return report
+
+
+def _drafts(before: SpeculationStats, after: SpeculationStats) -> dict[str, float]:
+    """What came of drafts between two looks at the engine."""
+    found = after.since(before)
+    return {
+        "draft_acceptance_rate": sum(found.accepted) / max(1, found.drafted),
+        "mean_acceptance_length": found.mean_length,
+    }
 
 
 async def serve_to(engine: Engine, command: Sequence[str]) -> None:
