@@ -18,7 +18,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
-from shardlm.serve.bench import offline
+from shardlm.serve.bench.engine import offline
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.outputs import SpeculationStats
