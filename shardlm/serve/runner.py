@@ -113,25 +113,26 @@ class Started:
 class Runner:
     """The model, its weights and the state on one mesh. Calls come from one thread."""
 
-    def __init__(self, model: ModelDef, params: Any, mesh: Mesh, config: RunnerConfig):
-        """Makes the empty state; `compile` comes next."""
+    def __init__(self, model: ModelDef, params: Any, mesh: Mesh, config: RunnerConfig, like: "Runner | None" = None):
+        """Makes the empty state; `compile` comes next. `like`: a runner of the same model on other devices, whose
+        programs are traced for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
-        make = functools.partial(empty_state, model, config.layout, config.page_size, config.max_rows)
-        with jax.set_mesh(mesh):
-            self._state = jax.jit(make)()
-        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._state = self._empty()
+        self._jitted: dict[Any, Any] = {} if like is None else like._jitted
+        self._programs: dict[Any, Callable] = {}
         self._masked: set[int] = set()  # slots whose masks are not all ones
+
+    def _empty(self) -> Any:
+        config = self.config
+        make = functools.partial(empty_state, self.model, config.layout, config.page_size, config.max_rows)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(make)()
 
     # Programs.
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program, several at a time; `progress` is called with (programs done, of how many)."""
-        work = self._shapes()
-        with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
-            made = {pool.submit(self._compile, *what): key for key, what in work.items()}
-            for done, future in enumerate(concurrent.futures.as_completed(made), 1):
-                self._programs[made[future]] = future.result()
-                progress(done, len(work))
+        compile_all([self], progress)
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, example arguments after the weights and the state)."""
@@ -145,14 +146,16 @@ class Runner:
             work["chunk", size] = (chunk, (self._chunk_rows((), size),))
         words = -(-vocab // 32)
         counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
-        work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
+        work["counts"] = (lambda params, *rest: (programs.set_counts(*rest),), counts)
         masks = (np.zeros(MASKS, np.int32), np.zeros((MASKS, words), np.int32))
-        work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
+        work["allowed"] = (lambda params, *rest: (programs.set_allowed(*rest),), masks)
         return work
 
-    def _compile(self, function: Callable, arguments: tuple) -> jax.stages.Compiled:
+    def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
+        """The program of a key of `_shapes`, not compiled yet."""
+        jitted = self._jitted.setdefault(key, jax.jit(function, donate_argnums=1))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
-            return jax.jit(function, donate_argnums=1).lower(self.params, self._state, *arguments).compile()
+            return jitted.lower(self.params, self._state, *arguments)
 
     @property
     def _precision(self) -> str:
@@ -177,15 +180,18 @@ class Runner:
         decodes = [(n, row) for n, row in numbered if row.tokens is None]
         calls = []
         if decodes:
-            size = next(size for size in self.config.decode_sizes if size >= len(decodes))
-            rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
-            sampled = self._run(("decode", size), rows, np.int32(batch.steps))
-            calls.append(Call(tuple(n for n, _ in decodes), *sampled))
+            calls += self._decode(batch, decodes)
         for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
             sampled = self._run(("chunk", size), self._chunk_rows(own, size))
             calls.append(Call(tuple(n for n, _ in group), *sampled))
         return Started(batch, tuple(calls))
+
+    def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
+        size = next(size for size in self.config.decode_sizes if size >= len(decodes))
+        rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
+        sampled = self._run(("decode", size), rows, np.int32(batch.steps))
+        return [Call(tuple(n for n, _ in decodes), *sampled)]
 
     def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
         words = -(-self.model.config.vocab_size // 32)
@@ -195,7 +201,7 @@ class Runner:
             allowed = np.full((MASKS, words), -1, np.int32)
             for i, (slot, mask) in enumerate(some):
                 slots[i], allowed[i] = slot, mask
-            self._state = self._programs["allowed"](self.params, self._state, slots, allowed)
+            self._run("allowed", slots, allowed)
             self._masked |= {slot for slot, _ in some}
 
     def update_weights(self, params: Any) -> None:
@@ -218,7 +224,7 @@ class Runner:
             prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len : row.end]
             said = counts_of(prompt, reply, self.model.config.vocab_size)
             one = (np.array([row.slot], np.int32), *(a[None] for a in said))
-            self._state = self._programs["counts"](self.params, self._state, *one)
+            self._run("counts", *one)
 
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows), in the batch's order where a later chunk may share an earlier one's pages.
@@ -263,3 +269,23 @@ class Runner:
             targets[i, : len(following)] = following
             settings.fill(defaults, edits, top, i)
         return ChunkRows(where, tokens, targets, defaults, edits, top)
+
+
+def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None]) -> None:
+    """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of
+    each, as what XLA makes is bound to its devices."""
+    work = [runner._shapes() for runner in runners]
+
+    def lower(key) -> list[jax.stages.Lowered]:
+        return [runner.lower(key, *own[key]) for runner, own in zip(runners, work, strict=True)]
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+        lowering = {pool.submit(lower, key): key for key in work[0]}
+        compiling = {}
+        for future in concurrent.futures.as_completed(lowering):
+            for runner, lowered in zip(runners, future.result(), strict=True):
+                compiling[pool.submit(lowered.compile)] = runner, lowering[future]
+        for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+            runner, key = compiling[future]
+            runner._programs[key] = future.result()
+            progress(done, len(compiling))
