@@ -60,7 +60,8 @@ class RequestOutput:
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
-    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written."""
+    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written.
+    replicas: the same of each, where there are several."""
 
     num_running: int
     num_waiting: int
@@ -70,3 +71,4 @@ class Stats:
     preemptions: int
     generation_tokens: int
     prompt_tokens: int
+    replicas: tuple["Stats", ...] = ()

@@ -41,7 +41,8 @@ class Metrics:
     """What the server sees itself; the engine's `Stats` come in when the text is asked for. Times are in seconds."""
 
     def __init__(self, model_name: str):
-        self._labels = f'model_name="{quoted(model_name)}",engine="0"'
+        self._model = f'model_name="{quoted(model_name)}"'
+        self._labels = f'{self._model},engine="0"'
         self.first_token = Histogram(_FIRST)
         self.between_tokens = Histogram(_BETWEEN)
         self.per_token = Histogram(_BETWEEN)  # one value a request
@@ -56,18 +57,23 @@ class Metrics:
         return "\n".join([*self._engine(stats), *self._requests(), *self._histograms()]) + "\n"
 
     def _engine(self, stats: Stats) -> Iterator[str]:
-        yield from self._one("num_requests_running", "gauge", stats.num_running, "Requests that hold pages.")
-        yield from self._one("num_requests_waiting", "gauge", stats.num_waiting, "Requests that wait for their turn.")
-        yield from self._one("kv_cache_usage_perc", "gauge", stats.kv_usage, "Share of the pages in use, 0 to 1.")
-        counters = {
-            "prefix_cache_queries_total": (stats.prefix_queries, "Tokens looked up in the prefix cache."),
-            "prefix_cache_hits_total": (stats.prefix_hits, "Tokens found in the prefix cache."),
-            "num_preemptions_total": (stats.preemptions, "Requests that gave up their pages to others."),
-            "prompt_tokens_total": (stats.prompt_tokens, "Tokens of prompts."),
-            "generation_tokens_total": (stats.generation_tokens, "Tokens of replies."),
+        """A line for each replica: their sum is Prometheus's to make."""
+        gauges = {
+            "num_requests_running": ("num_running", "Requests that hold pages."),
+            "num_requests_waiting": ("num_waiting", "Requests that wait for their turn."),
+            "kv_cache_usage_perc": ("kv_usage", "Share of the pages in use, 0 to 1."),
         }
-        for name, (value, meaning) in counters.items():
-            yield from self._one(name, "counter", value, meaning)
+        counters = {
+            "prefix_cache_queries_total": ("prefix_queries", "Tokens looked up in the prefix cache."),
+            "prefix_cache_hits_total": ("prefix_hits", "Tokens found in the prefix cache."),
+            "num_preemptions_total": ("preemptions", "Requests that gave up their pages to others."),
+            "prompt_tokens_total": ("prompt_tokens", "Tokens of prompts."),
+            "generation_tokens_total": ("generation_tokens", "Tokens of replies."),
+        }
+        for name, (field, meaning) in (gauges | counters).items():
+            yield from head(f"vllm:{name}", "gauge" if name in gauges else "counter", meaning)
+            for number, one in enumerate(stats.replicas or (stats,)):
+                yield f'vllm:{name}{{{self._model},engine="{number}"}} {getattr(one, field)}'
 
     def _requests(self) -> Iterator[str]:
         yield from head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")
@@ -90,10 +96,6 @@ class Metrics:
         for name, (histogram, meaning) in histograms.items():
             yield from head(f"vllm:{name}", "histogram", meaning)
             yield from histogram.lines(f"vllm:{name}", self._labels)
-
-    def _one(self, name: str, kind: str, value: float, meaning: str) -> Iterator[str]:
-        yield from head(f"vllm:{name}", kind, meaning)
-        yield f"vllm:{name}{{{self._labels}}} {value}"
 
 
 def quoted(value: str) -> str:
