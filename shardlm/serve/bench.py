@@ -23,7 +23,9 @@ from shardlm.rules import Rules
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble
 from shardlm.serve.engine import Engine
+from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.submeshes import of_replica
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -32,13 +34,14 @@ BATCHES = (1, 8, 32)
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax")
 
 
-def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -> Engine:
+def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -> Engine | EngineGroup:
     """An engine of random weights: how fast a model is does not depend on what it says."""
-    mesh = config.mesh.build(jax.devices()[: config.mesh.size(*config.mesh.sizes())])
+    one = of_replica(config.mesh)
+    mesh = one.build(jax.devices()[: one.size(*one.sizes())])
     dtype = DTYPES[config.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")]
     tokenizer = train_bpe(["a model to be timed"], 300)
     with jax.set_mesh(mesh):
-        model = ModelDef.make(shape, Execution(Rules.make("zero3", config.mesh).for_decoding(), dtype))
+        model = ModelDef.make(shape, Execution(Rules.make("zero3", one).for_decoding(), dtype))
         make = jax.jit(lambda seed: jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(seed))))
         opened = Opened(model, make(0), mesh, None, pathlib.Path())
     return assemble(opened, tokenizer, (), length, config)
