@@ -1,6 +1,7 @@
 """Random models of any shape on any mesh, and what they say: one row at a time, by the model's forward pass over all
 tokens so far and a sampler in numpy. No cache, no batch."""
 
+import copy
 import dataclasses
 import pathlib
 import zlib
@@ -68,6 +69,12 @@ class Oracle:
         self.opened = opened
         self._run = jax.jit(self._forward)
         self._known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(self, params) -> "Oracle":
+        """The same with other weights."""
+        other = copy.copy(self)
+        other.opened, other._known = dataclasses.replace(self.opened, params=params), {}
+        return other
 
     def _forward(self, params, tokens, length):
         model = self.opened.model

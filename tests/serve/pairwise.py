@@ -31,7 +31,10 @@ def covering(
             fits = [value for value in factors[name] if possible({**case, name: value})]
             if not fits:
                 raise ValueError(f"no value of {name} goes with {case}")
-            case[name] = max(fits, key=lambda value: len(pairs_of({**case, name: value}) & missing))
+            turn = len(cases) % len(fits)  # of values that are as good as each other, another one in each case
+            case[name] = max(
+                fits[turn:] + fits[:turn], key=lambda value: len(pairs_of({**case, name: value}) & missing)
+            )
         missing -= pairs_of(case)
         cases.append(case)
     return cases, never
