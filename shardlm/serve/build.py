@@ -208,5 +208,6 @@ def described(opened: Opened, engine: Engine | EngineGroup) -> str:
     replicas = f"{len(engine.engines)} replicas of " if isinstance(engine, EngineGroup) else ""
     return (
         f"serving {json.dumps(opened.folder.name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
-        f"tokens in {layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; {config.max_rows} requests at once"
+        f"tokens in {layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; "
+        f"{config.max_rows} requests at once"
     )

@@ -20,13 +20,11 @@ from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened
-from shardlm.serve.build import EngineConfig, assemble
+from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
-from shardlm.serve.page_table import PageTable
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
-from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.stages import cut
 from shardlm.serve.submeshes import of_replica, submeshes
 
@@ -103,12 +101,14 @@ def runners_of(build: dict) -> list:
 
 def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
     """Another scheduler over the same programs."""
-    pages = LENGTH // PAGE + 1 if case["few_pages"] else runners[0].config.num_pages
-    limits = SchedulerConfig(2, 8 if case["chunked"] else 32, LENGTH, (1, 4))
-    engines = [
-        Engine(runner, Scheduler(limits, PageTable(pages, PAGE, caching=case["caching"])), TOKENIZER, [END])
-        for runner in runners
-    ]
+    sizes = runners[0].config
+    if case["chunked"]:
+        sizes = dataclasses.replace(sizes, max_batch_tokens=8)
+    if case["few_pages"]:
+        longest = sizes.layout.pages_of(LENGTH, PAGE, sizes.max_batch_tokens)
+        sizes = dataclasses.replace(sizes, layout=dataclasses.replace(sizes.layout, num_pages=1 + longest))
+    config = EngineConfig(enable_prefix_caching=case["caching"])
+    engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END]) for runner in runners]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
 
