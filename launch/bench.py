@@ -2,9 +2,11 @@
 
 python -m launch.bench train --config=configs/bench_768x12.py --steps=20 --output=bench.json
 python -m launch.bench strategies --config=configs/bench_strategies.py --output=benchmarks/results/strategies.json
-python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --output=serve.json
+python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --concurrency=1,8,32 --output=serve.json
+python -m launch.bench serve --url=http://HOST:PORT --rates=2,4 --file=chats.jsonl --goodput=ttft:0.5,tpot:0.05
 """
 
+import asyncio
 import json
 import math
 import os
@@ -22,7 +24,7 @@ from shardlm.files import write_atomically
 
 BENCHMARKS = {
     "train": "the training step of a configuration, on made-up tokens",
-    "serve": "a configuration's model with random weights, served: all requests at once, and at given rates",
+    "serve": "a configuration's model with random weights, or whatever answers at --url: under load over HTTP",
     "strategies": "the same in each way of shardlm/train/strategies.py, one process after another, as one table",
 }
 
@@ -30,11 +32,20 @@ _WARMUP = flags.DEFINE_integer("warmup", 3, "Steps before the clock starts.", lo
 _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps, at most.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", math.inf, "Start no timed step after this long.", lower_bound=0.001)
 _OUTPUT = flags.DEFINE_string("output", "", "File for the JSON, besides standard output.")
+_QUIET = flags.DEFINE_bool("quiet", False, "Print nothing besides --output.")
 _STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies to compare; empty: all.")
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
 _SHARED = flags.DEFINE_integer("shared_prefix", 0, "serve: tokens that all prompts begin with.", lower_bound=0)
+_SPECULATIVE = flags.DEFINE_string("speculative_config", None, "serve: JSON of drafts, as launch.serve takes it.")
 _RATES = flags.DEFINE_list("rates", [], "serve: requests a second, each measured in turn; inf: all at once.")
+_CONCURRENCY = flags.DEFINE_list("concurrency", [], "serve: requests at once, each measured in turn.")
+_REQUESTS = flags.DEFINE_integer("requests", 64, "serve: requests of each rate and concurrency.", lower_bound=1)
+_FILE = flags.DEFINE_string("file", None, "serve: JSONL of prompts, messages or ShareGPT's conversations, over HTTP.")
+_GOODPUT = flags.DEFINE_list("goodput", [], "serve: limits in seconds, as ttft:0.5,tpot:0.05,itl:0.2,e2e:9.")
+_URL = flags.DEFINE_string("url", None, "serve: a server with OpenAI's API, instead of --config. Key: SHARDLM_API_KEY.")
+_VOCAB = flags.DEFINE_integer("vocab", 256, "serve --url: random prompts are of token ids below this.", lower_bound=1)
+_PLOT = flags.DEFINE_string("plot", None, "serve: a PNG of the latencies and the throughput over the load.")
 
 
 def main(resolved: Resolved, benchmark: str) -> int:
@@ -46,25 +57,80 @@ def main(resolved: Resolved, benchmark: str) -> int:
 
 
 def serve(config) -> int:
+    """Offline in this process, then over HTTP from another one."""
     from launch.devices import use_cpu_devices
     from shardlm.mesh import MeshSpec
-    from shardlm.serve.bench import bench_serving, random_engine
+    from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
     from shardlm.serve.build import EngineConfig
+    from shardlm.serve.speculation.config import SpeculativeConfig
 
     mesh = MeshSpec(tensor=config.mesh.tensor, expert=config.mesh.expert)
     use_cpu_devices(config.cpu_devices and mesh.tensor * mesh.expert)
     prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
-    rates = [float(rate) for rate in _RATES.value]
-    engine = random_engine(config.model.transformer(), EngineConfig(mesh=mesh), prompt + output)
-    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value, rates=rates)
+    speculative = SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None
+    options = EngineConfig(mesh=mesh, speculative_config=speculative)
+    engine = random_engine(config.model.transformer(), options, prompt + output)
+    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value)
+    if _RATES.value or _CONCURRENCY.value:
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "online.json")
+            asyncio.run(serve_to(engine, _client_command(file, engine.runner.model.config.vocab_size)))
+            found |= {name: value for name, value in json.loads(file.read_text()).items() if name not in found}
     write(found)
     return 0
 
 
+def _client_command(file: pathlib.Path, vocab: int) -> list[str]:
+    """`load` with the same flags as here, for a server of this process."""
+    shared = [_RATES, _CONCURRENCY, _GOODPUT]
+    flags = [f"--{flag.name}={','.join(map(str, flag.value))}" for flag in shared if flag.value]
+    given = [_REQUESTS, _PROMPT_LEN, _OUTPUT_LEN, _SHARED, _FILE, _PLOT]
+    flags += [f"--{flag.name}={flag.value}" for flag in given if flag.value]
+    return [sys.executable, "-m", "launch.bench", "serve", *flags, f"--vocab={vocab}", f"--output={file}", "--quiet"]
+
+
+def load(benchmark: str) -> int:
+    """What answers at --url, under load. Imports no jax."""
+    from shardlm.serve.bench import online, workload
+    from shardlm.serve.bench.client import Client
+    from shardlm.serve.bench.picture import plot_load
+
+    count, new = _REQUESTS.value, _OUTPUT_LEN.value
+    rates, limits = numbers("rates", _RATES.value, float), online.limits_of(_GOODPUT.value)
+    concurrency = numbers("concurrency", _CONCURRENCY.value, int)
+    if not rates and not concurrency:
+        raise ShardlmError("give --rates or --concurrency, or both")
+
+    def jobs(seed: int):
+        if _FILE.value:
+            return workload.file_jobs(_FILE.value, count, new, seed)
+        return workload.random_jobs(count, _PROMPT_LEN.value, new, _SHARED.value, _VOCAB.value, seed)
+
+    client = Client(_URL.value, os.environ.get("SHARDLM_API_KEY", ""))
+    found = asyncio.run(online.bench(client, jobs, rates=rates, concurrency=concurrency, limits=limits))
+    kind = {"file": _FILE.value} if _FILE.value else {"prompt_len": _PROMPT_LEN.value, "shared_prefix": _SHARED.value}
+    write({"benchmark": benchmark, "model": client.model, "workload": {**kind, "output_len": new}, "online": found})
+    if _PLOT.value:
+        plot_load(found, _PLOT.value)
+    return 0
+
+
+def numbers(name: str, words: list[str], kind: type) -> list:
+    """Raises ShardlmError for what is no number above 0."""
+    try:
+        found = [kind(word) for word in words]
+    except ValueError:
+        found = [0]
+    if any(not one > 0 for one in found):
+        raise ShardlmError(f"{name}={','.join(words)} must be numbers above 0")
+    return found
+
+
 def write(result: dict) -> None:
-    """To standard output, and to --output."""
+    """To standard output, unless --quiet, and to --output."""
     text = json.dumps(result, indent=2)
-    print(text)
+    if not _QUIET.value:
+        print(text)
     if _OUTPUT.value:
         write_atomically(pathlib.Path(_OUTPUT.value), text.encode() + b"\n")
 
@@ -129,4 +195,5 @@ if __name__ == "__main__":
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if not first.startswith("-") and first not in BENCHMARKS:
         sys.exit(f"error: {unknown(first)}")  # before a configuration is asked for
-    run(main, arguments=("benchmark",))
+    remote = first == "serve" and any(word.split("=")[0] in ("--url", "-url") for word in sys.argv)
+    run(load if remote else main, needs_config=not remote, arguments=("benchmark",))

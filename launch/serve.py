@@ -16,7 +16,7 @@ from launch.flags import run as run_main
 from shardlm.errors import ShardlmError
 
 try:
-    from launch.http_flags import http_settings, listen
+    from launch.http_flags import http_settings, keys_of, listen
     from shardlm.serve.api.server import run
     from shardlm.serve.api.settings import Settings
 except ModuleNotFoundError as error:
@@ -40,8 +40,12 @@ _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by def
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
+_SPECULATIVE = flags.DEFINE_string(
+    "speculative_config", None, "JSON of drafts to verify: {method: ngram or draft_model, num_speculative_tokens, ...}."
+)
 
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
+_ADMIN_KEY = flags.DEFINE_list("admin_key", [], "Keys for /update_weights. Also from SHARDLM_ADMIN_KEY.")
 _TOOL_STYLE = flags.DEFINE_enum(
     "tool_style", "auto", ["auto", "hermes", "llama"], "How the model writes calls of tools; auto: see its template."
 )
@@ -50,10 +54,11 @@ _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request af
 
 
 def settings() -> Settings:
-    """What the command line and SHARDLM_API_KEY say."""
+    """What the command line, SHARDLM_API_KEY and SHARDLM_ADMIN_KEY say."""
     return Settings(
         **http_settings(),
         model_names=tuple(_MODEL_NAMES.value),
+        admin_keys=(*_ADMIN_KEY.value, *keys_of("SHARDLM_ADMIN_KEY")),
         tool_style=_TOOL_STYLE.value,
         max_queue=_MAX_QUEUE.value,
         request_seconds=_REQUEST_SECONDS.value,
@@ -77,6 +82,7 @@ def main() -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.async_llm import AsyncLLM
     from shardlm.serve.build import EngineConfig, build, described
+    from shardlm.serve.speculation.config import SpeculativeConfig
 
     config = EngineConfig(
         mesh=MeshSpec(**sizes),
@@ -91,6 +97,7 @@ def main() -> int:
         max_num_batched_tokens=_MAX_TOKENS.value,
         enable_prefix_caching=_PREFIX.value,
         deterministic=_DETERMINISTIC.value,
+        speculative_config=SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
     )
     engine, opened = build(_MODEL.value, config)
     try:

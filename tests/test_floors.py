@@ -44,7 +44,15 @@ FLOORS = [
     {"train", "plan", "serve"},
 ]
 NO_JAX = [*FLOORS[0], "data", "metrics", "hlo"]
-NO_JAX_IN_SERVE = ["sampling_params.py", "request.py", "batch.py", "page_table.py", "scheduler.py", "outputs.py"]
+NO_JAX_IN_SERVE = [
+    "sampling_params.py",
+    "request.py",
+    "batch.py",
+    "page_table.py",
+    "scheduler.py",
+    "scheduler_config.py",
+    "outputs.py",
+]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))
 
 

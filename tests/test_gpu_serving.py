@@ -23,6 +23,8 @@ from shardlm.ops.paged_attention import choose
 from shardlm.rules import Rules
 from shardlm.serve import programs
 from shardlm.serve.layers import apart
+from shardlm.serve.speculation import programs as speculation
+from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.state import empty_state
 from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
@@ -36,8 +38,12 @@ SMALL = dataclasses.replace(LLAMA, **NARROW)
 LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, **NARROW)
 
 
-def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = "auto"):
-    """(the compiled decode program of Llama 3 8B's layers or others, its state's shapes)."""
+DRAFT = dataclasses.replace(LLAMA, num_layers=1, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096)
+
+
+def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = "auto", drafts: int = 0):
+    """(the compiled decode program of Llama 3 8B's layers or others, with so many drafts of a smaller model; its
+    state's shapes)."""
     spec = MeshSpec(tensor=tensor)
     mesh = spec.build(topology(gpu, 1, tensor))
     with jax.set_mesh(mesh):
@@ -45,20 +51,26 @@ def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = 
         execution = Execution(rules, jnp.bfloat16, paged_attention=choose("gpu"), kv_cache=kv_cache)
         model = ModelDef.make(apart(config.transformer()), execution)
         layout = PageLayout.whole(model.config.num_layers, PAGES)
-        state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS))
+        draft = ModelDef.make(apart(DRAFT.transformer()), execution)
+        proposer = DraftModelProposer(drafts, draft, PageLayout.whole(1, PAGES), 16)
+        state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS, proposer.empty if drafts else tuple))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         whole = NamedSharding(mesh, jax.P())
         rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 256), jnp.int32, sharding=whole))
-        step = jax.jit(functools.partial(programs.decode, model, layout, 8), donate_argnums=1)
+        function, params = functools.partial(programs.decode, model, layout, 8), model.held_at_rest(mesh)
+        if drafts:
+            function = functools.partial(speculation.decode, model, layout, 8, proposer)
+            params = (params, draft.held_at_rest(mesh))
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        return step.lower(model.held_at_rest(mesh), state, rows, steps).compile(), state
+        return jax.jit(function, donate_argnums=1).lower(params, state, rows, steps).compile(), state
 
 
-@pytest.mark.parametrize("tensor", [1, 4])
-def test_decoding_copies_neither_weights_nor_pages(tensor):
-    compiled, state = decoding(tensor)
+@pytest.mark.parametrize(("tensor", "drafts"), [(1, 0), (4, 0), (1, 4)])
+def test_decoding_copies_neither_weights_nor_pages(tensor, drafts):
+    compiled, state = decoding(tensor, drafts=drafts)
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state.pages)) // tensor
+    pools = jax.tree.leaves((state.pages, state.drafts))
+    pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in pools) // tensor
     assert memory.alias_size_in_bytes >= pool > 0.7 * 2**30 / tensor
     assert memory.temp_size_in_bytes < 0.25 * 2**30  # the sampler's arrays of [rows, vocabulary]
     smallest = LLAMA.embed_dim * LLAMA.num_kv_heads * LLAMA.head_dim // tensor  # of the projections

@@ -28,6 +28,19 @@ class PageLayout:
         """One group, whose pages hold all layers and are kept whatever the layers see."""
         return cls(num_pages, (0,), tuple((0, layer) for layer in range(num_layers)))
 
+    def beside(self, windows: Sequence[int]) -> "PageLayout | None":
+        """For the layers of another model, with these windows, under the same page numbers: each is in a group that
+        keeps what it sees. None where there is no such group."""
+        counts, places = [0] * len(self.windows), []
+        for window in windows:
+            groups = [group for group, kept in enumerate(self.windows) if not kept or 0 < window <= kept]
+            if not groups:
+                return None
+            group = min(groups, key=lambda group: counts[group])
+            places.append((group, counts[group]))
+            counts[group] += 1
+        return PageLayout(self.num_pages, self.windows, tuple(places))
+
     @property
     def layers(self) -> int:
         """That a page has room for."""

@@ -13,6 +13,7 @@ from typing import Any
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.engine import Engine
+from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
@@ -85,16 +86,25 @@ class AsyncLLM:
         """Ends a request; its stream ends with what there is."""
         self._do(lambda: self._abort(request_id))
 
-    async def update_weights(self, params: Any) -> None:
-        """New weights of the same shapes, between two batches."""
-        done, loop = asyncio.Event(), asyncio.get_running_loop()
+    async def update_weights(self, weights: Any) -> None:
+        """New weights, as `LLM.update_weights` takes them, between two batches: what runs goes on with them from the
+        tokens it has. They are read beside the engine's thread.
 
-        def swap():
+        Raises: ShardlmError for what does not fit, EngineError where the engine died.
+        """
+        self.check_health()
+        params = await asyncio.to_thread(new_weights, weights, self._engine.runner)
+        id, done = f"weights-{uuid.uuid4().hex}", _Stream(asyncio.get_running_loop())
+
+        def swap() -> None:
             self._engine.update_weights(params)
-            loop.call_soon_threadsafe(done.set)
+            del self._streams[id]
+            done.put(None)
 
+        self._streams[id] = done  # so that it hears of the engine's end
         self._do(swap)
-        await done.wait()
+        self.check_health()
+        await done.next()
 
     def check_health(self) -> None:
         """Raises EngineError where the engine died."""
@@ -178,19 +188,20 @@ def _copied(output: RequestOutput) -> RequestOutput:
 
 
 class _Stream:
-    """Outputs of one request from the engine's thread to its coroutine; what was not read yet is replaced."""
+    """Outputs of one request from the engine's thread to its coroutine; what was not read yet is replaced. None:
+    what was asked for is done."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop, self._new = loop, asyncio.Event()
         self._latest: RequestOutput | Exception | None = None
 
-    def put(self, item: RequestOutput | Exception) -> None:
+    def put(self, item: RequestOutput | Exception | None) -> None:
         """From the engine's thread."""
         self._latest = item
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._new.set)
 
-    async def next(self) -> RequestOutput:
+    async def next(self) -> RequestOutput | None:
         """The newest output. Raises what came instead of one."""
         await self._new.wait()
         self._new.clear()

@@ -14,7 +14,8 @@ class Row(NamedTuple):
 
     A chunk runs the known `tokens` at positions start, start + 1, ... and samples 1 token after the last of them, or
     0 where more of the prompt follows. A decode has `tokens` None: its first token is the one that its slot sampled
-    last, which the host may not have seen yet, and it samples `samples` tokens, one a step.
+    last, which the host may not have seen yet, and it samples `samples` tokens, one a step. Where drafts are verified
+    it samples at most so many, in however many steps that takes and at least one a step.
     """
 
     request: Request
@@ -26,14 +27,14 @@ class Row(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last position whose keys and values it writes."""
+        """One past the last position whose keys and values it may write."""
         return self.start + (self.samples if self.tokens is None else len(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """`mixed`: one step of decodes (first) and chunks under the token budget. `decode`: `steps` steps of decodes only;
-    a row with fewer `samples` than steps idles for the rest, writing to the scrap page.
+    a row that has its `samples` idles for the rest, writing to the scrap page.
 
     Batches must run on the device in the order of `number`: then pages and slots are given on at once. Within a batch
     a layer writes the keys and values of all rows before any row attends: a row may share a page with a row before it
@@ -48,8 +49,13 @@ class ScheduledBatch:
     page_table: np.ndarray
 
     @property
+    def width(self) -> int:
+        """The most tokens that a row samples."""
+        return max(row.samples for row in self.rows)
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens that the program runs, those of idle steps not counted."""
+        """Tokens that the program runs at most, those of idle steps not counted."""
         return sum(row.end - row.start for row in self.rows)
 
 

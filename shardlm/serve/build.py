@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
 from shardlm.ops.kv_format import KvFormat, held
@@ -22,8 +22,10 @@ from shardlm.serve.page_table import PageTable
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner, RunnerConfig, compile_all
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.speculation.build import DraftModel, layouts_of, make_proposer, open_draft_model
+from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.staged_runner import StagedRunner
-from shardlm.serve.stages import Stage, cut, repeated
+from shardlm.serve.stages import Place, cut, repeated
 from shardlm.serve.submeshes import of_replica, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
@@ -46,6 +48,7 @@ class EngineConfig:
     decode_steps            tokens that a request decodes between two looks of the host
     enable_prefix_caching   equal beginnings of prompts are computed once
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
+    speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
     """
 
     mesh: MeshSpec = MeshSpec()
@@ -61,8 +64,15 @@ class EngineConfig:
     decode_steps: int = 8
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
 
     def __post_init__(self):
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.parse(self.speculative_config))
+            if self.deterministic:
+                raise ShardlmError(
+                    "deterministic=True computes each token alone and speculative_config several at once; choose one"
+                )
         if self.quantization not in (None, "int8", "int4"):
             raise ShardlmError(f"quantization={self.quantization!r}; choose from int8, int4, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
@@ -75,11 +85,21 @@ class EngineConfig:
                 f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
                 "tensor, expert, pipeline or data"
             )
+        if self.speculative_config is not None and self.mesh.pipeline > 1:
+            raise ShardlmError(
+                f"speculative_config and mesh.pipeline={self.mesh.pipeline}: drafts are made and verified in one "
+                "program, and stages have one each; give those devices to tensor, expert or data, or leave drafts out"
+            )
         if self.deterministic and self.mesh.pipeline > 1:
             raise ShardlmError(
                 f"deterministic=True and mesh.pipeline={self.mesh.pipeline}: stages run rows in several shapes, "
                 "so that bits depend on what else runs; give those devices to tensor, expert or data"
             )
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that each step drafts."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
 
 def build(
@@ -90,15 +110,17 @@ def build(
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
     submeshes(config.mesh)  # says where devices are too few
-    longest = describe(path).longest
+    found, mesh = describe(path), of_replica(config.mesh)
+    longest = found.longest
     length = config.max_model_len or longest
     if longest and length > longest:
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
-    mesh = of_replica(config.mesh)
+    vocab = found.source.transformer().vocab_size
+    draft = open_draft_model(config.speculative_config, vocab, mesh, config.dtype, length)
     opened = load(path, mesh=mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length)
-    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress)
+    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
 
@@ -109,29 +131,50 @@ def assemble(
     length: int,
     config: EngineConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    draft: DraftModel | None = None,
 ) -> Engine | EngineGroup:
-    """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over."""
+    """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
+    of its draft model."""
     meshes = submeshes(config.mesh)
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
-    first = cut(model, params, meshes[0])
-    places = [first, *(repeated(*first, replica) for replica in meshes[1:])]
-    cpu = opened.mesh.devices.flat[0].platform == "cpu"
-    rows = config.max_num_seqs or (32 if cpu else 256)
-    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows + 1)
-    windows = [block.attention.window for block in model.config.all_blocks()]
-    layout = layout_of(windows, 0, length, config.block_size, config.decode_steps)
-    step = max(tokens, config.decode_steps)
-    usable = 1 + rows * layout.pages_of(length, config.block_size, step)
-    found = pages_of([stages for stages, _ in places], layout, config)
-    layout = dataclasses.replace(layout, num_pages=min(found, usable))
-    sizes = RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps)
+    first = cut(model, params, meshes[0], draft.params if draft else ())
+    places = [first, *(repeated(first, replica) for replica in meshes[1:])]
+    sizes, *beside = sizes_of(model, draft, places, length, config)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
-    runners = runners_of(model, places, sizes, config)
+    speculative = config.speculative_config
+    proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
+    runners: list[Runner] = []
+    for place in places:
+        like = runners[0] if runners else None
+        if len(place.stages) > 1:
+            runners.append(StagedRunner(model, place, sizes, like))
+        else:
+            make = DeterministicRunner if config.deterministic else Runner
+            runners.append(make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like))
     with waiting("compiling", jax.process_index() == 0):
         compile_all(runners, progress)
     engines = [Engine(*pair, tokenizer, stop_ids) for pair in zip(runners, schedulers, strict=True)]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
+
+
+def sizes_of(
+    model: ModelDef, draft: DraftModel | None, places: Sequence[Place], length: int, config: EngineConfig
+) -> tuple[RunnerConfig | PageLayout, ...]:
+    """(the sizes of a replica's programs, the page layout of the draft model where there is one), once the weights are
+    on the devices."""
+    cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
+    rows = config.max_num_seqs or (32 if cpu else 256)
+    ahead = 1 + config.drafts
+    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * ahead + 1)
+    decoded = config.decode_steps * ahead
+    layouts = layouts_of(model, draft, length, config.block_size, decoded)
+    each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
+    each[0] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
+    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, decoded))
+    count = min(pages_of(places, each, config), usable)
+    layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
+    return RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps), *beside
 
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
@@ -141,25 +184,10 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
-        longest_step=max(tokens, steps),
+        longest_step=max(tokens, steps * (1 + config.drafts)),
         caching=config.enable_prefix_caching,
     )
-    return Scheduler(SchedulerConfig(sizes.max_rows, tokens, sizes.max_model_len, (1, steps)), table)
-
-
-def runners_of(
-    model: ModelDef, places: Sequence[tuple[list[Stage], list[Any]]], sizes: RunnerConfig, config: EngineConfig
-) -> list[Runner]:
-    """Of each replica, from its stages and their parameters; not compiled."""
-    make = DeterministicRunner if config.deterministic else Runner
-    runners: list[Runner] = []
-    for stages, params in places:
-        like = runners[0] if runners else None
-        if len(stages) == 1:
-            runners.append(make(model, params[0], stages[0].mesh, sizes, like))
-        else:
-            runners.append(StagedRunner(model, stages, params, sizes, like))
-    return runners
+    return Scheduler(SchedulerConfig(sizes.max_rows, tokens, sizes.max_model_len, (1, steps), config.drafts), table)
 
 
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
@@ -170,18 +198,17 @@ def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     return layout.layers * block_size * position
 
 
-def pages_of(replicas: Sequence[Sequence[Stage]], layout: PageLayout, config: EngineConfig) -> int:
-    """How many pages the memory of a replica holds, scrap page included, once the weights are there. Raises
+def pages_of(places: Sequence[Place], each: Sequence[int], config: EngineConfig) -> int:
+    """How many pages the memory of a replica holds, scrap page included, of which each stage has so many bytes. Raises
     ShardlmError where it holds none."""
-    each = [page_bytes(stage.model, stage.layout(layout), config.block_size) for stage in replicas[0]]
-    cpu = replicas[0][0].mesh.devices.flat[0].platform == "cpu"
+    cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
     if config.kv_cache_bytes or cpu:
-        nbytes, own = (config.kv_cache_bytes or 2**30) // len(replicas), sum(each)
+        nbytes, own = (config.kv_cache_bytes or 2**30) // len(places), sum(each)
     else:  # the stage with the least room for its own layers decides
         room = [
             (free_bytes(stage.mesh, config), own)
-            for stages in replicas
-            for stage, own in zip(stages, each, strict=True)
+            for place in places
+            for stage, own in zip(place.stages, each, strict=True)
         ]
         nbytes, own = min(room, key=lambda one: one[0] / one[1])
     if nbytes < 2 * own:
@@ -209,5 +236,6 @@ def described(opened: Opened, engine: Engine | EngineGroup) -> str:
     return (
         f"serving {json.dumps(opened.folder.name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
         f"tokens in {layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; "
-        f"{config.max_rows} requests at once"
+        f"{config.max_rows} requests at once; "
+        f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

@@ -13,7 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar, GrammarCompiler
-from shardlm.serve.outputs import CompletionOutput, RequestOutput, Stats, TokenLogprob
+from shardlm.serve.outputs import CompletionOutput, RequestOutput, SpeculationStats, Stats, TokenLogprob
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
@@ -24,6 +24,8 @@ from shardlm.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 AHEAD = 2  # batches that are started before the first of them is waited for
+# With drafts, the next batch of a request waits for the one before: two at once would have half of the requests each.
+AHEAD_WITH_DRAFTS = 1
 
 
 @dataclasses.dataclass
@@ -64,6 +66,9 @@ class Engine:
         self._started: collections.deque[Started] = collections.deque()
         self._grammars: GrammarCompiler | None = None
         self._prompt_tokens = self._generated_tokens = 0
+        proposer = runner.proposer
+        self._ahead = AHEAD_WITH_DRAFTS if proposer else AHEAD
+        self._speculation = SpeculationStats(0, 0, (0,) * proposer.drafts) if proposer else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -173,6 +178,7 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             generation_tokens=self._generated_tokens,
             prompt_tokens=self._prompt_tokens,
+            speculation=self._speculation,
         )
 
     # Steps.
@@ -188,8 +194,8 @@ class Engine:
         return self._started[0] if self._started else None
 
     def dispatch(self) -> None:
-        """Starts what can run, as far ahead as AHEAD says."""
-        while len(self._started) < AHEAD and (batch := self.scheduler.schedule()) is not None:
+        """Starts what can run, as far ahead as `_ahead` says."""
+        while len(self._started) < self._ahead and (batch := self.scheduler.schedule()) is not None:
             rows = [row for row in batch.rows if row.request.lockstep and row.samples]
             settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
             self._started.append(self.runner.start(batch, settings, self._masks(rows)))
@@ -203,7 +209,7 @@ class Engine:
         self._collect_scores(started)
         self._collect_embeddings(started)
         moved: dict[str, RequestOutput] = {}
-        for request, row, tokens in self.scheduler.land(started.batch, sampled.token):
+        for request, row, tokens in self.scheduler.land(started.batch, sampled.token, self._counts(started)):
             reply = self._replies.get(request.id)
             if reply is None:  # aborted while the batch was under way
                 continue
@@ -218,6 +224,19 @@ class Engine:
             if not output.finished:
                 self._finish(self._groups[output.request_id])
         return list(moved.values())
+
+    def _counts(self, started: Started) -> np.ndarray | None:
+        """How many tokens each row of a batch brought; None: all that it was to bring."""
+        tally = started.tally() if self._speculation else None
+        if tally is None:
+            return None
+        before, accepted = self._speculation, tally.accepted.sum(axis=0).tolist()
+        self._speculation = SpeculationStats(
+            before.steps + int(tally.steps.sum()),
+            before.drafted + int(tally.drafted.sum()),
+            tuple(old + new for old, new in zip(before.accepted, accepted, strict=True)),
+        )
+        return np.array([*tally.made, *(row.samples for row in started.batch.rows[len(tally.made) :])])
 
     def _masks(self, rows) -> list[tuple[int, np.ndarray]]:
         """What the grammars of these rows allow next, by slot."""

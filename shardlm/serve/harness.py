@@ -33,7 +33,9 @@ def run_tasks(
     the first documents of each. Raises ShardlmError where the harness is not installed or does not know a task."""
     if lm_eval is None:
         raise ShardlmError("--tasks needs the LM Evaluation Harness: pip install 'shardlm[eval]'")
-    manager = TaskManager(include_path=include_path)
+    manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
+    if any(task not in manager.all_tasks for task in tasks) and include_path:
+        manager = TaskManager(include_path=include_path)  # 14,000 files of the harness's own are read for these
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise ShardlmError(
             f"the LM Evaluation Harness has no task {unknown[0]!r}; --task_path names a folder of others"

@@ -24,23 +24,33 @@ def apart(config: TransformerConfig) -> TransformerConfig:
 def taken_apart(model: ModelDef, params: Tree, kv_cache: KvFormat = "auto") -> tuple[ModelDef, Tree]:
     """(the model with its layers apart and such a cache, its parameters); call under the mesh. Each stacked parameter
     is let go of once its layers are copied, so that the device holds one parameter twice at most."""
-    segments, layers = dict(params["segments"]), {}
-    first = 0
-    for number, segment in enumerate(model.config.segments):
-        period = len(segment.pattern)
-        for offset in range(period):
-            flat, tree = jax.tree.flatten(segments[number]["blocks"][offset])
-            split = []
-            for i, stacked in enumerate(flat):
-                if segment.repeats == 1:
-                    split.append([stacked])
-                    continue
-                split.append([stacked[repeat : repeat + 1] for repeat in range(segment.repeats)])
-                flat[i] = None
-                stacked.delete()
-            for repeat in range(segment.repeats):
-                block = jax.tree.unflatten(tree, [parts[repeat] for parts in split])
-                layers[first + repeat * period + offset] = {"blocks": {0: block}}
-        first += segment.num_layers
     execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache)
-    return ModelDef.make(apart(model.config), execution), {**params, "segments": dict(sorted(layers.items()))}
+    segments = split(params["segments"], release=True)
+    return ModelDef.make(apart(model.config), execution), {**params, "segments": segments}
+
+
+def split(segments: Tree, *, release: bool = False) -> Tree:
+    """Parameters of stacked segments, by layer: {layer: {"blocks": {0: its parameters}}}; call under the mesh. With
+    `release` a stacked parameter is let go of once its layers are copied."""
+    layers: dict[int, Tree] = {}
+    first = 0
+    for number in sorted(segments):
+        blocks = segments[number]["blocks"]
+        repeats = 0
+        for offset in sorted(blocks):
+            flat, tree = jax.tree.flatten(blocks[offset])
+            repeats = flat[0].shape[0]
+            parts = []
+            for i, stacked in enumerate(flat):
+                if repeats == 1:
+                    parts.append([stacked])
+                    continue
+                parts.append([stacked[repeat : repeat + 1] for repeat in range(repeats)])
+                if release:
+                    flat[i] = None
+                    stacked.delete()
+            for repeat in range(repeats):
+                block = jax.tree.unflatten(tree, [part[repeat] for part in parts])
+                layers[first + repeat * len(blocks) + offset] = {"blocks": {0: block}}
+        first += repeats * len(blocks)
+    return dict(sorted(layers.items()))

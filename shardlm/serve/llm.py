@@ -9,6 +9,7 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve.build import EngineConfig, build
+from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
 
@@ -85,9 +86,10 @@ class LLM:
         """A vector of length 1 for each prompt: what the model makes of its last token."""
         return [output.embedding for output in self.generate(prompts, SamplingParams(max_tokens=0), _embed=True)]
 
-    def update_weights(self, params: Any) -> None:
-        """New weights, of the shapes and at the places of `llm.engine.runner.params`; nothing is compiled."""
-        self.engine.update_weights(params)
+    def update_weights(self, weights: Any) -> None:
+        """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`. Nothing is
+        compiled, and the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
+        self.engine.update_weights(new_weights(weights, self.engine.runner))
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt

@@ -3,6 +3,8 @@ and what they are called with is runner.py's."""
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,18 @@ class Scores:
     top_logprobs: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Chunks of prompts that the model has just read, for what else reads them. slot int32 [R]; tokens, positions int32
+    [R, C]; hidden [R, C, D], after the last norm."""
+
+    slot: jax.Array
+    ctx: Paged
+    tokens: jax.Array
+    positions: jax.Array
+    hidden: jax.Array
+
+
 def decode(
     model: ModelDef, layout: PageLayout, most: int, params, state: ServeState, rows: DecodeRows, steps: jax.Array
 ):
@@ -82,29 +96,46 @@ def decode(
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
 
-    found = nothing_sampled(slot.shape[0], most)
-    pages, own, found = jax.lax.fori_loop(0, steps, step, (state.pages, own, found))
-    return ServeState(pages, said(state.slots, slot, own)), found
+    start_with = (state.pages, own, none_sampled(slot.shape[0], most))
+    pages, own, found = jax.lax.fori_loop(0, steps, step, start_with)
+    return dataclasses.replace(state, pages=pages, slots=keep_slots(state.slots, slot, own)), found
 
 
-def nothing_sampled(rows: int, most: int) -> Sampled:
-    """Room for what `most` steps sample."""
+def none_sampled(rows: int, columns: int) -> Sampled:
+    """Of [rows, columns, ...], to be filled in."""
+    shape = (rows, columns)
     return Sampled(
-        jnp.zeros((rows, most), jnp.int32),
-        jnp.zeros((rows, most), jnp.float32),
-        jnp.zeros((rows, most, MAX_LOGPROBS), jnp.int32),
-        jnp.zeros((rows, most, MAX_LOGPROBS), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32),
     )
 
 
-def chunk(model: ModelDef, layout: PageLayout, params, state: ServeState, rows: ChunkRows):
+def keep_slots(slots: Slots, slot: jax.Array, own: Slots) -> Slots:
+    """All slots, with what sampling has changed of rows `own`."""
+    return dataclasses.replace(
+        slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
+    )
+
+
+def chunk(
+    model: ModelDef,
+    layout: PageLayout,
+    params,
+    state: ServeState,
+    rows: ChunkRows,
+    also: Callable[[Any, Chunk], Any] = lambda drafts, chunk: drafts,
+):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
-    Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D])."""
+    Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D]).
+    `also`: what a proposer of drafts makes of the chunks."""
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1])
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    return ServeState(pages, slots), *found
+    drafts = also(state.drafts, Chunk(rows.where[:, 0], ctx, rows.tokens, positions, hidden))
+    return ServeState(pages, slots, drafts), *found
 
 
 def chunk_context(model: ModelDef, layout: PageLayout, where: jax.Array, count: int) -> tuple[jax.Array, Paged]:
@@ -131,14 +162,7 @@ def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array)
     score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
     none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(score))
     scores = jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
-    return said(slots, slot, own), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
-
-
-def said(slots: Slots, slot: jax.Array, own: Slots) -> Slots:
-    """The slots after what these rows sampled."""
-    return dataclasses.replace(
-        slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
-    )
+    return keep_slots(slots, slot, own), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
 
 
 def _scores(lm, hidden: jax.Array, targets: jax.Array) -> Scores:

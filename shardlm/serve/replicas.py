@@ -3,6 +3,7 @@ one engine. Owns which replica a request goes to; everything else is engine.py's
 
 import contextlib
 import dataclasses
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 
 from shardlm.serve.engine import Engine
 from shardlm.serve.grammar import Grammar
-from shardlm.serve.outputs import RequestOutput, Stats
+from shardlm.serve.outputs import RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
 from shardlm.serve.runner import Started
 from shardlm.serve.sampling_params import SamplingParams
@@ -91,10 +92,11 @@ class EngineGroup:
     def stats(self) -> Stats:
         """Of all together: sums, and the mean share of pages in use, as the pools are equal."""
         each = tuple(engine.stats() for engine in self.engines)
-        sums = {
-            f.name: sum(getattr(s, f.name) for s in each) for f in dataclasses.fields(Stats) if f.name != "replicas"
-        }
-        return Stats(**sums | {"kv_usage": sums["kv_usage"] / len(each)}, replicas=each)
+        plain = [f.name for f in dataclasses.fields(Stats) if f.name not in ("speculation", "replicas")]
+        sums = {name: sum(getattr(one, name) for one in each) for name in plain}
+        drafts = [one.speculation for one in each if one.speculation]
+        speculation = functools.reduce(SpeculationStats.plus, drafts) if drafts else None
+        return Stats(**sums | {"kv_usage": sums["kv_usage"] / len(each)}, speculation=speculation, replicas=each)
 
     # Steps.
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlm.layers.page_layout import PageLayout
+from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings, Sampled
 from shardlm.ops.penalties import counts_of
 from shardlm.serve import programs
@@ -26,6 +28,9 @@ from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.programs import ChunkRows, DecodeRows, Scores
 from shardlm.serve.request import Request
 from shardlm.serve.settings import RequestSettings
+from shardlm.serve.speculation import programs as speculation
+from shardlm.serve.speculation.programs import Tally
+from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef
 
@@ -66,12 +71,13 @@ class RunnerConfig:
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One program under way: the batch's rows in it, what it samples and, of chunks, the scores of their tokens and
-    what the model makes of the last one."""
+    what the model makes of the last one; of drafts, what came of them."""
 
     rows: tuple[int, ...]
     sampled: Sampled
     scores: Scores | None = None
     hidden: jax.Array | None = None
+    tally: Tally | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +88,23 @@ class Started:
     calls: tuple[Call, ...]
 
     def sampled(self) -> Sampled:
-        """Waits; numpy arrays [rows of the batch, steps of the batch, ...]."""
-        rows, steps = len(self.batch.rows), self.batch.steps
+        """Waits; numpy arrays [rows of the batch, width of the batch, ...]."""
+        rows, width = len(self.batch.rows), self.batch.width
         found = []
         for call in self.calls:
             host = jax.tree.map(np.asarray, call.sampled)
             # Of a chunk: one step.
             found.append(jax.tree.map(lambda a: a[:, None], host) if call.scores is not None else host)
-        whole = jax.tree.map(lambda a: np.zeros((rows, steps, *a.shape[2:]), a.dtype), found[0])
+        whole = jax.tree.map(lambda a: np.zeros((rows, width, *a.shape[2:]), a.dtype), found[0])
         for call, host in zip(self.calls, found, strict=True):
             for all_rows, own in zip(jax.tree.leaves(whole), jax.tree.leaves(host), strict=True):
-                all_rows[list(call.rows)] = own[: len(call.rows), :steps]
+                all_rows[list(call.rows), : own.shape[1]] = own[: len(call.rows), :width]
         return whole
+
+    def tally(self) -> Tally | None:
+        """Waits; numpy arrays of the rows of the batch whose drafts were verified, which are its first."""
+        call = self.calls[0]
+        return call.tally and jax.tree.map(lambda a: np.asarray(a)[: len(call.rows)], call.tally)
 
     def scores(self, row: int) -> Scores:
         """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
@@ -113,18 +124,29 @@ class Started:
 class Runner:
     """The model, its weights and the state on one mesh. Calls come from one thread."""
 
-    def __init__(self, model: ModelDef, params: Any, mesh: Mesh, config: RunnerConfig, like: "Runner | None" = None):
-        """Makes the empty state; `compile` comes next. `like`: a runner of the same model on other devices, whose
-        programs are traced for both."""
+    def __init__(
+        self,
+        model: ModelDef,
+        params: Any,
+        mesh: Mesh,
+        config: RunnerConfig,
+        proposer: Proposer | None = None,
+        proposer_params: Any = (),
+        like: "Runner | None" = None,
+    ):
+        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts. `like`: a runner
+        of the same model on other devices, whose programs are traced for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
+        self.proposer, self._proposer_params = proposer, proposer_params
         self._state = self._empty()
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
+        self.compile_seconds = 0.0
         self._masked: set[int] = set()  # slots whose masks are not all ones
 
     def _empty(self) -> Any:
-        config = self.config
-        make = functools.partial(empty_state, self.model, config.layout, config.page_size, config.max_rows)
+        sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
+        make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
         with jax.set_mesh(self.mesh):
             return jax.jit(make)()
 
@@ -134,28 +156,49 @@ class Runner:
         """Compiles every program, several at a time; `progress` is called with (programs done, of how many)."""
         compile_all([self], progress)
 
+    @property
+    def num_programs(self) -> int:
+        return len(self._programs)
+
+    @property
+    def spec(self) -> MeshSpec:
+        """Of the devices of this replica."""
+        return MeshSpec(**self.mesh.shape)
+
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, example arguments after the weights and the state)."""
         config, vocab = self.config, self.model.config.vocab_size
         decode = functools.partial(programs.decode, self.model, config.layout, config.decode_steps)
         chunk = functools.partial(programs.chunk, self.model, config.layout)
         work: dict[Any, tuple] = {}
+        if self.proposer:
+            sizes = (self.model, config.layout, config.decode_steps, self.proposer)
+            decode = functools.partial(speculation.decode, *sizes)
+            chunk = functools.partial(speculation.chunk, self.model, config.layout, self.proposer)
+            if self.proposer.reads_text:
+                begin = functools.partial(speculation.begin, self.proposer)
+                text = (np.zeros(1, np.int32), np.zeros((1, config.max_model_len), np.int32))
+                work["text"] = (lambda params, *rest: begin(*rest), text)
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
         for size in config.chunk_sizes:
             work["chunk", size] = (chunk, (self._chunk_rows((), size),))
         words = -(-vocab // 32)
         counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
-        work["counts"] = (lambda params, *rest: (programs.set_counts(*rest),), counts)
+        work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
         masks = (np.zeros(MASKS, np.int32), np.zeros((MASKS, words), np.int32))
-        work["allowed"] = (lambda params, *rest: (programs.set_allowed(*rest),), masks)
+        work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
         return work
 
     def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
         """The program of a key of `_shapes`, not compiled yet."""
         jitted = self._jitted.setdefault(key, jax.jit(function, donate_argnums=1))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
-            return jitted.lower(self.params, self._state, *arguments)
+            return jitted.lower(self._weights, self._state, *arguments)
+
+    @property
+    def _weights(self) -> Any:
+        return (self.params, self._proposer_params) if self.proposer else self.params
 
     @property
     def _precision(self) -> str:
@@ -190,8 +233,8 @@ class Runner:
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         size = next(size for size in self.config.decode_sizes if size >= len(decodes))
         rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
-        sampled = self._run(("decode", size), rows, np.int32(batch.steps))
-        return [Call(tuple(n for n, _ in decodes), *sampled)]
+        sampled, *tally = self._run(("decode", size), rows, np.int32(batch.steps))
+        return [Call(tuple(n for n, _ in decodes), sampled, tally=tally[0] if tally else None)]
 
     def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
         words = -(-self.model.config.vocab_size // 32)
@@ -210,7 +253,8 @@ class Runner:
 
     def _run(self, key: Any, *arguments) -> list:
         """What a program gives besides the state."""
-        self._state, *found = self._programs[key](self.params, self._state, *arguments)
+        made = self._programs[key](self._weights, self._state, *arguments)
+        self._state, *found = made if isinstance(made, tuple) else (made,)
         return found
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
@@ -225,6 +269,10 @@ class Runner:
             said = counts_of(prompt, reply, self.model.config.vocab_size)
             one = (np.array([row.slot], np.int32), *(a[None] for a in said))
             self._run("counts", *one)
+        if self.proposer and self.proposer.reads_text:
+            text = np.zeros((1, self.config.max_model_len), np.int32)
+            text[0, : len(row.request.tokens)] = row.request.tokens
+            self._run("text", np.array([row.slot], np.int32), text)
 
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows), in the batch's order where a later chunk may share an earlier one's pages.
@@ -274,6 +322,7 @@ class Runner:
 def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None]) -> None:
     """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of
     each, as what XLA makes is bound to its devices."""
+    started = time.perf_counter()
     work = [runner._shapes() for runner in runners]
 
     def lower(key) -> list[jax.stages.Lowered]:
@@ -289,3 +338,5 @@ def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None])
             runner, key = compiling[future]
             runner._programs[key] = future.result()
             progress(done, len(compiling))
+    for runner in runners:
+        runner.compile_seconds = time.perf_counter() - started

@@ -11,11 +11,13 @@ Order of service is (priority, arrival), the smallest first. Who lacks pages tak
 and nobody passes another in the queue. So the first of all unfinished requests has a row in every batch (but while a
 token it needs is in flight) and ends; then the next one is first. Nothing starves but behind an endless stream of
 better priority, as asked for.
+
+Where drafts are verified (speculation/), how many tokens a decode brings is known when it lands: it holds pages for
+the most that there can be, and its request has no other row until then.
 """
 
 import bisect
 import collections
-import dataclasses
 import itertools
 import operator
 
@@ -25,37 +27,9 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request, Status
+from shardlm.serve.scheduler_config import SchedulerConfig
 
 _turn = operator.attrgetter("turn")
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step, in tokens.
-    max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
-
-    Raises: ShardlmError for sizes with which nothing could run.
-    """
-
-    max_rows: int = 256
-    max_batch_tokens: int = 2048
-    max_model_len: int = 4096
-    decode_steps: tuple[int, ...] = (1, 8)
-
-    def __post_init__(self):
-        if self.max_rows < 1 or self.max_model_len < 1:
-            raise ShardlmError(f"max_rows={self.max_rows} and max_model_len={self.max_model_len} must be at least 1")
-        if self.max_batch_tokens <= self.max_rows:
-            raise ShardlmError(
-                f"max_batch_tokens={self.max_batch_tokens} must be above max_rows={self.max_rows}: each row may decode "
-                "a token, and a prompt needs room beside them. Raise it, or lower max_rows"
-            )
-        if 1 not in self.decode_steps or min(self.decode_steps) < 1:
-            raise ShardlmError(
-                f"decode_steps={self.decode_steps} must be numbers of steps, each at least 1, with 1 among them (for "
-                "when pages are short); give for example (1, 8)"
-            )
-        object.__setattr__(self, "decode_steps", tuple(sorted(set(self.decode_steps))))
 
 
 class Scheduler:
@@ -154,8 +128,9 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next batch; None where nothing can run before a batch in flight lands, or nothing is there to run."""
         decodes, rows = self._serve_in_order()
-        kind, steps = ("mixed", 1) if rows else ("decode", self._affordable_steps(decodes))
-        rows = [self._decode_row(request, steps) for request in decodes] + rows
+        kind = "mixed" if rows else "decode"
+        steps, most = self._affordable(decodes, (1,) if rows else self.config.decode_steps)
+        rows = [self._decode_row(request, most) for request in decodes] + rows
         if not rows:
             return None
         for row in rows:
@@ -166,7 +141,8 @@ class Scheduler:
         table = self._table[[row.slot for row in rows], :, :width]  # a copy
         if any(self.pages.windows):
             for row in rows:
-                self._drop(row.request)
+                if row.tokens is not None or not self.config.drafts:  # else where it ends is known when it lands
+                    self._drop(row.request)
         batch = ScheduledBatch(kind, next(self._numbers), steps, tuple(rows), table)
         self._in_flight.append(batch)
         return batch
@@ -179,7 +155,8 @@ class Scheduler:
         """
         decodes: list[Request] = []
         chunks: list[Row] = []
-        budget = self.config.max_batch_tokens - sum(r.computed >= r.prefill_end for r in self._running)
+        decoding = sum(request.computed >= request.prefill_end for request in self._running)
+        budget = self.config.max_batch_tokens - decoding * (1 + self.config.drafts)
         for request in sorted(self._running + self._waiting[: self.config.max_rows], key=_turn):
             if request.status is Status.WAITING:
                 first = request is self._waiting[0]  # not so where one before it was, or has just been, turned out
@@ -192,11 +169,15 @@ class Scheduler:
                     budget -= len(chunks[-1].tokens)
             elif (
                 request.remaining > 0
-                and not (request.lockstep and request.in_flight)
+                and not self._must_land(request)
                 and self._make_pages(request, request.computed + 1)
             ):
                 decodes.append(request)
         return decodes, chunks
+
+    def _must_land(self, request: Request) -> bool:
+        """Whether the request's next row waits for what is in flight."""
+        return request.in_flight > 0 and (request.lockstep or self.config.drafts > 0)
 
     def _chunk_row(self, request: Request, end: int) -> Row:
         """The next tokens of a prompt, or of what is computed anew after a preemption."""
@@ -207,25 +188,27 @@ class Scheduler:
         self._register(request, end)  # rows after this one may share the pages already, see ScheduledBatch
         return row
 
-    def _decode_row(self, request: Request, steps: int) -> Row:
-        samples = self._samples(request, steps)
+    def _decode_row(self, request: Request, most: int) -> Row:
+        samples = self._samples(request, most)
         self._grow(request, request.computed + samples)
         return Row(request, request.slot, request.computed, samples, None, False)
 
-    def _samples(self, request: Request, steps: int) -> int:
-        return 1 if request.lockstep else min(steps, request.remaining)
+    def _samples(self, request: Request, most: int) -> int:
+        return 1 if request.lockstep else min(most, request.remaining)
 
-    def _affordable_steps(self, decodes: list[Request]) -> int:
-        """The largest program that no row's pages are lacking for, and that is not longer than any reply can be."""
-        for steps in reversed(self.config.decode_steps[1:]):
-            samples = [self._samples(request, steps) for request in decodes]
+    def _affordable(self, decodes: list[Request], choices: tuple[int, ...]) -> tuple[int, int]:
+        """(steps, the most tokens of a row) of the largest program that no row's pages are lacking for, and that is not
+        longer than any reply can be. One token a row is always affordable."""
+        for steps in reversed(choices):
+            most = steps * (1 + self.config.drafts)
+            samples = [self._samples(request, most) for request in decodes]
             lacking = sum(
                 self.pages.lacking(request.id, request.computed + new)
                 for request, new in zip(decodes, samples, strict=True)
             )
-            if steps in samples and lacking <= self.pages.num_free:
-                return steps
-        return 1
+            if max(samples, default=0) >= steps and lacking <= self.pages.num_free:
+                return steps, most
+        return 1, 1
 
     # Who gets slots and pages.
 
@@ -297,7 +280,7 @@ class Scheduler:
         return True
 
     def _drop(self, request: Request) -> None:
-        """Gives on the pages that only tokens up to the batch just made can see; the next batch may write them."""
+        """Gives on the pages that only tokens before the next one to run can see; the next batch may write them."""
         if self.pages.drops(request.id, request.computed):
             self._remember(request)
             self.pages.drop(request.id, request.computed)
@@ -332,17 +315,18 @@ class Scheduler:
 
     # What came of it.
 
-    def land(self, batch: ScheduledBatch, tokens: np.ndarray) -> list[Landed]:
-        """Takes the sampled tokens of the oldest batch in flight: integers [rows or more, steps or more], of which
-        each row's first `samples` count. Returns what new tokens came to which requests, and which requests ended.
+    def land(self, batch: ScheduledBatch, tokens: np.ndarray, counts: np.ndarray | None = None) -> list[Landed]:
+        """Takes the sampled tokens of the oldest batch in flight: integers [rows or more, width or more], of which
+        each row's first `counts` count, by default all its `samples`. Returns what new tokens came to which requests,
+        and which requests ended.
 
         Raises ValueError where the batch is not the oldest in flight, or tokens are missing.
         """
         if not self._in_flight or self._in_flight[0] is not batch:
             oldest = self._in_flight[0].number if self._in_flight else "none"
             raise ValueError(f"batch {batch.number} landed, but the oldest in flight is {oldest}; land them in order")
-        if tokens.shape[0] < len(batch.rows) or tokens.shape[1] < batch.steps:
-            size = (len(batch.rows), batch.steps)
+        if tokens.shape[0] < len(batch.rows) or tokens.shape[1] < batch.width:
+            size = (len(batch.rows), batch.width)
             raise ValueError(f"batch {batch.number} landed with tokens of shape {tokens.shape}; it needs {size}")
         self._in_flight.popleft()
         landed = []
@@ -352,7 +336,12 @@ class Scheduler:
                 continue
             request.in_flight -= row.samples
             request.batches_in_flight -= 1
-            new = self._take(request, sampled[: row.samples])
+            count = row.samples if counts is None else int(counts[index])
+            if request.status is Status.RUNNING:  # else it was preempted and is computed anew
+                request.computed -= row.samples - count
+            new = self._take(request, sampled[:count])
+            if row.tokens is None and self.config.drafts and request.status is Status.RUNNING:
+                self._drop(request)
             if row.end == request.max_len and not request.finished:  # max_tokens=0: only the prompt was to be read
                 self.finish(request, "length")
             if new or request.finished:

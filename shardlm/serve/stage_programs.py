@@ -17,12 +17,12 @@ from shardlm.serve.state import ServeState, Slots, take
 def begin(most: int, _, slots: Slots, where: jax.Array) -> tuple[Slots, Slots, Sampled]:
     """Before the steps of a decode (DecodeRows.where), in the last stage: (slots, those of the rows, and room for what
     `most` steps sample)."""
-    return slots, take(slots, where[:, 0]), programs.nothing_sampled(where.shape[0], most)
+    return slots, take(slots, where[:, 0]), programs.none_sampled(where.shape[0], most)
 
 
 def end(_, slots: Slots, where: jax.Array, own: Slots) -> tuple[Slots]:
     """After the steps."""
-    return (programs.said(slots, where[:, 0], own),)
+    return (programs.keep_slots(slots, where[:, 0], own),)
 
 
 def step(stage: Stage, layout: PageLayout, params, pages: Pages, where: jax.Array, entering: jax.Array, i: jax.Array):

@@ -17,32 +17,37 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlm.generate import make_pages
+from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.programs import ChunkRows
 from shardlm.serve.runner import Call, Runner, RunnerConfig
-from shardlm.serve.stages import Stage
+from shardlm.serve.stages import Place, part_of, together
 from shardlm.serve.state import Slots, empty_state
 from shardlm.state import ModelDef, at_rest
 
 
 class StagedRunner(Runner):
-    """As Runner, with parameters and state as lists, one of each stage."""
+    """As Runner, with a state of each stage."""
 
-    def __init__(
-        self,
-        model: ModelDef,
-        stages: Sequence[Stage],
-        params: list[Any],
-        config: RunnerConfig,
-        like: "StagedRunner | None" = None,
-    ):
-        self.stages = tuple(stages)
-        self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in stages]
+    def __init__(self, model: ModelDef, place: Place, config: RunnerConfig, like: "StagedRunner | None" = None):
+        self.stages = tuple(place.stages)
+        self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in self.stages]
         steps = [np.int32(i) for i in range(config.decode_steps)]
         self._steps = [jax.device_put(steps, whole) for whole in self._whole]
-        super().__init__(model, params, stages[-1].mesh, config, like)
+        self._parts = place.params
+        params = together(place.params, self.stages)
+        super().__init__(model, params, self.stages[-1].mesh, config, like=like)
+
+    @property
+    def spec(self) -> MeshSpec:
+        return dataclasses.replace(super().spec, pipeline=len(self.stages))
+
+    def update_weights(self, params: Any) -> None:
+        """All parameters, each on the devices of its stage, as `params` has them."""
+        super().update_weights(params)
+        self._parts = [part_of(params, stage) for stage in self.stages]
 
     def _empty(self) -> list[Any]:
         """The pages of each stage; of the last one with its slots."""
@@ -90,7 +95,7 @@ class StagedRunner(Runner):
             function = stage_programs.last_step if stage.last else stage_programs.step
             function = functools.partial(function, stage, stage.layout(self.config.layout))
             held = (self._state[s].pages, own, found) if stage.last else self._state[s]
-            work["step", rows, s] = function, (self.params[s], held, where, entering, self._steps[s][0])
+            work["step", rows, s] = function, (self._parts[s], held, where, entering, self._steps[s][0])
         work["begin", rows, last] = begin, ((), slots, where)
         work["end", rows, last] = stage_programs.end, ((), slots, where, own)
         return work
@@ -103,7 +108,7 @@ class StagedRunner(Runner):
             where = rows if stage.last else rows.where
             own = jax.device_put(where, self._whole[s])
             function = functools.partial(function, stage, stage.layout(self.config.layout))
-            work["chunk", size, s] = function, (self.params[s], self._state[s], own, self._entering(s, size))
+            work["chunk", size, s] = function, (self._parts[s], self._state[s], own, self._entering(s, size))
         return work
 
     def _entering(self, s: int, tokens: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -123,7 +128,7 @@ class StagedRunner(Runner):
     def _run(self, key: Any, *arguments) -> list:
         if key[0] == "chunk":
             return self._chunk(key[1], *arguments)
-        (self._state[-1],) = self._programs[key, len(self.stages) - 1]((), self._state[-1], *arguments)
+        self._state[-1] = self._programs[key, len(self.stages) - 1]((), self._state[-1], *arguments)
         return []
 
     def _chunk(self, size: tuple[int, int], rows: ChunkRows) -> list:
@@ -132,7 +137,7 @@ class StagedRunner(Runner):
             entering = jax.device_put(entering, whole)
             where = jax.device_put(rows if self.stages[s].last else rows.where, whole)
             run = self._programs["chunk", size, s]
-            self._state[s], *found = run(self.params[s], self._state[s], where, entering)
+            self._state[s], *found = run(self._parts[s], self._state[s], where, entering)
             entering = found[0]
         return found
 
@@ -165,10 +170,10 @@ class StagedRunner(Runner):
             entering = jax.device_put(entering, self._whole[s])
             run, rest = self._programs["step", group.size, s], (group.where[s], entering, self._steps[s][i])
             if not stage.last:
-                self._state[s], entering = run(self.params[s], self._state[s], *rest)
+                self._state[s], entering = run(self._parts[s], self._state[s], *rest)
                 continue
             held = (self._state[s].pages, group.own, group.found)
-            (pages, group.own, group.found), group.token = run(self.params[s], held, *rest)
+            (pages, group.own, group.found), group.token = run(self._parts[s], held, *rest)
             self._state[s] = dataclasses.replace(self._state[s], pages=pages)
 
 

@@ -24,6 +24,7 @@ class Stage:
 
     layers  of the whole model
     absent  shapes of the parameters that other stages have, so that the model can be put together
+    held    shapes and places of its own
     """
 
     model: ModelDef
@@ -32,6 +33,7 @@ class Stage:
     last: bool
     layers: slice
     absent: Tree
+    held: Tree = None
 
     def lm(self, params: Tree) -> Transformer:
         """The layers with these parameters, of this stage alone; for use inside jit."""
@@ -55,24 +57,47 @@ def layers_of(num_layers: int, count: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def cut(model: ModelDef, params: Tree, meshes: Sequence[Mesh]) -> tuple[list[Stage], list[Tree]]:
-    """(the stages of a model whose layers are apart, their parameters), which it takes over and moves; of one mesh, the
-    model as it is."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One replica on its devices: the stages, the parameters of each, and those of a draft model."""
+
+    stages: list[Stage]
+    params: list[Tree]
+    draft: Tree = ()
+
+
+def cut(model: ModelDef, params: Tree, meshes: Sequence[Mesh], draft: Tree = ()) -> Place:
+    """The stages of a model whose layers are apart, whose parameters it takes over and moves; of one mesh, the model as
+    it is."""
     if len(meshes) == 1:
-        return [Stage(model, meshes[0], True, True, slice(None), {})], [copied(params, meshes[0])]
-    stages, own = [], []
-    for number, run in enumerate(layers_of(model.config.num_layers, len(meshes))):
-        stage, targets = _stage(model, meshes[number], run, number == 0, number == len(meshes) - 1)
-        layers = {i: params["segments"][layer] for i, layer in enumerate(range(run.start, run.stop))}
-        kept = {name: params[name] for name in targets if name != "segments"} | {"segments": layers}
-        stages.append(stage)
-        own.append(jax.tree.map(lambda a, to: jax.device_put(a, to.sharding), kept, targets))
-    return stages, own
+        return Place([Stage(model, meshes[0], True, True, slice(None), {})], [copied(params, meshes[0])], draft)
+    runs = layers_of(model.config.num_layers, len(meshes))
+    last = len(meshes) - 1
+    found = [
+        _stage(model, mesh, run, i == 0, i == last) for i, (mesh, run) in enumerate(zip(meshes, runs, strict=True))
+    ]
+    return Place(found, [part_of(params, stage) for stage in found], draft)
 
 
-def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> tuple[Stage, Tree]:
-    """(a stage, its parameters' shapes and places)."""
-    config = dataclasses.replace(model.config.without_mtp(), segments=model.config.segments[run])
+def part_of(params: Tree, stage: Stage) -> Tree:
+    """A stage's own of all parameters, moved to its devices as far as they are not there."""
+    layers = range(stage.layers.start, stage.layers.stop)
+    own = {name: params[name] for name in stage.held if name != "segments"}
+    own["segments"] = {i: params["segments"][layer] for i, layer in enumerate(layers)}
+    return jax.tree.map(lambda a, to: jax.device_put(a, to.sharding), own, stage.held)
+
+
+def together(params: Sequence[Tree], stages: Sequence[Stage]) -> Tree:
+    """All parameters from those of the stages, each where it is: `part_of` undone."""
+    layers = {}
+    for own, stage in zip(params, stages, strict=True):
+        layers |= {stage.layers.start + i: layer for i, layer in own["segments"].items()}
+    names = {name: a for own in reversed(params) for name, a in own.items()}  # the first stage's where two have it
+    return names | {"segments": layers}
+
+
+def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> Stage:
+    config = dataclasses.replace(model.config, segments=model.config.segments[run])
     execution = dataclasses.replace(model.execution, rules=model.execution.rules.inside("pipeline"))
     with jax.set_mesh(mesh):
         part = ModelDef.make(config, execution)
@@ -83,14 +108,18 @@ def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> 
     here |= {"embedding", "positions"} if first else set()
     here |= {"final_norm", "head"} if last else set()
     here |= {"embedding"} if last and config.tie_embeddings else set()
-    targets = {name: held[name] for name in held if name in here}
-    return Stage(part, mesh, first, last, run, {name: held[name] for name in held if name not in here}), targets
+    own = {name: held[name] for name in held if name in here}
+    return Stage(part, mesh, first, last, run, {name: held[name] for name in held if name not in here}, own)
 
 
-def repeated(stages: Sequence[Stage], params: Sequence[Tree], meshes: Sequence[Mesh]) -> tuple[list[Stage], list[Tree]]:
-    """The same stages on other meshes of their shapes."""
-    others = [dataclasses.replace(stage, mesh=mesh) for stage, mesh in zip(stages, meshes, strict=True)]
-    return others, [copied(own, mesh) for own, mesh in zip(params, meshes, strict=True)]
+def repeated(place: Place, meshes: Sequence[Mesh]) -> Place:
+    """The same on other meshes of the same shapes, copied from device to device."""
+    stages = []
+    for stage, mesh in zip(place.stages, meshes, strict=True):
+        held = jax.tree.map(lambda s, mesh=mesh: at_rest(s, mesh), stage.held)
+        stages.append(dataclasses.replace(stage, mesh=mesh, held=held))
+    params = [copied(own, mesh) for own, mesh in zip(place.params, meshes, strict=True)]
+    return Place(stages, params, copied(place.draft, meshes[0]))
 
 
 def copied(params: Tree, mesh: Mesh) -> Tree:

@@ -1,6 +1,7 @@
 """What serving keeps on the device between programs: the pages of all layers, and the state of every slot."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,14 +40,17 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ServeState:
-    """Donated to every program."""
+    """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/)."""
 
     pages: Pages
     slots: Slots
+    drafts: Any = ()
 
 
-def empty_state(model: ModelDef, layout: PageLayout, page_size: int, max_rows: int) -> ServeState:
-    """Inside jit, under the model's mesh."""
+def empty_state(
+    model: ModelDef, layout: PageLayout, page_size: int, max_rows: int, drafts: Callable[[], Any] = tuple
+) -> ServeState:
+    """Inside jit, under the model's mesh. `drafts` makes a proposer's part."""
     rows, vocab = max_rows + 1, model.config.vocab_size
     slots = Slots(
         last=jnp.zeros(rows, jnp.int32),
@@ -56,7 +60,7 @@ def empty_state(model: ModelDef, layout: PageLayout, page_size: int, max_rows: i
         allowed=jnp.full((rows, -(-vocab // 32)), -1, jnp.int32),
         counts=empty_counts(rows, vocab),
     )
-    return ServeState(make_pages(model, layout, page_size), slots)
+    return ServeState(make_pages(model, layout, page_size), slots, drafts())
 
 
 def no_edits(rows: int) -> Edits:

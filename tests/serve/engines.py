@@ -9,16 +9,17 @@ import numpy as np
 from small import LLAMA, init, mesh_of
 
 from shardlm import hf_files, weights
-from shardlm.layers.page_layout import layout_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
+from shardlm.models.llama import LlamaConfig
 from shardlm.rules import Rules
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner import Runner, RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.speculation.build import layouts_of, make_proposer
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -39,14 +40,22 @@ def of_model(
     steps=4,
     caching=True,
     runner_of: type[Runner] = Runner,
+    speculative=None,
+    draft=None,
 ) -> Engine:
-    """An engine with pages of 4 tokens; `pages` with the scrap page."""
-    windows = [block.attention.window for block in model.config.blocks()]
-    layout = layout_of(windows, pages, length, 4, steps)
-    runner = runner_of(model, params, mesh, RunnerConfig(layout, 4, rows, tokens, length, steps))
+    """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig."""
+    drafts = speculative.num_speculative_tokens if speculative else 0
+    decoded = steps * (1 + drafts)
+    layout, *beside = (
+        dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
+    )
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps)
+    proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
+    runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
-    table = PageTable(pages, 4, windows=layout.windows, longest_step=max(tokens, steps), caching=caching)
-    return Engine(runner, Scheduler(SchedulerConfig(rows, tokens, length, (1, steps)), table), TOKENIZER, [END])
+    table = PageTable(pages, 4, windows=layout.windows, longest_step=max(tokens, decoded), caching=caching)
+    config = SchedulerConfig(rows, tokens, length, (1, steps), drafts)
+    return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 
 
 def random_engine(spec: MeshSpec, seed: int = 0, **options) -> tuple[Engine, ModelDef, object]:
@@ -69,12 +78,12 @@ def finished(engine: Engine) -> dict:
     return done
 
 
-def folder_of(path: pathlib.Path) -> pathlib.Path:
+def folder_of(path: pathlib.Path, seed: int = 0, shape: LlamaConfig = CONFIG) -> pathlib.Path:
     """A Hugging Face folder of a random model, with tokenizer and chat template."""
     with jax.set_mesh(mesh_of(MeshSpec())):
-        model = ModelDef.make(CONFIG.transformer(), Execution(Rules.make("zero3", MeshSpec())))
-        params = init(model, 0)
-    config = {**CONFIG.to_hf(), "max_position_embeddings": 64, "eos_token_id": END, "dtype": "float32"}
+        model = ModelDef.make(shape.transformer(), Execution(Rules.make("zero3", MeshSpec())))
+        params = init(model, seed)
+    config = {**shape.to_hf(), "max_position_embeddings": 64, "eos_token_id": END, "dtype": "float32"}
     named = functools.partial(registry.names, config, model.config)
     tensors = weights.planned(model.config, params, named, np.dtype("float32"))
     hf_files.write_folder(path, tensors, config)

@@ -1,6 +1,7 @@
 """A device without a model: it keeps what a pool of pages would hold and fails where a row would attend to anything but
 its own prefix. The token that follows a prefix is a checksum of it, so that a naive loop knows every reply."""
 
+import random
 import zlib
 
 import numpy as np
@@ -30,10 +31,11 @@ def reply(prompt: list[int], params: SamplingParams, salt: str, max_model_len: i
 
 
 class FakeDevice:
-    """`dispatch` takes what a program would be given; `run` does the work of the oldest one, later and in order."""
+    """`dispatch` takes what a program would be given; `run` does the work of the oldest one, later and in order. Each
+    step verifies up to `drafts` tokens, of which a random number is right."""
 
-    def __init__(self, pages: PageTable, max_rows: int):
-        self.pages = pages
+    def __init__(self, pages: PageTable, max_rows: int, drafts: int = 0):
+        self.pages, self.drafts, self.rng = pages, drafts, random.Random(0)
         self.pool = np.full((pages.num_pages, pages.page_size), None, object)  # the prefix that each place belongs to
         self.writer = np.full((pages.num_pages, pages.page_size), None, object)
         self.slots: list[list[int]] = [[] for _ in range(max_rows)]  # of each slot, the last sampled token included
@@ -65,9 +67,10 @@ class FakeDevice:
                     assert others == 0, f"{row} writes page {page}, which {others} requests outside the batch hold"
 
     def run(self):
-        """(batch, tokens) of the oldest batch dispatched. A step writes what all rows have to before any row reads."""
+        """(batch, tokens, how many of each row count) of the oldest batch dispatched. A step writes what all rows have
+        to before any row reads."""
         batch, known, attempts = self.queue.pop(0)
-        out = np.full((len(batch.rows) + 1, batch.steps), -1)  # a padded row, as buckets have
+        out = np.full((len(batch.rows) + 1, batch.width + 1), -1)  # a padded row, as buckets have
         for index, row in enumerate(batch.rows):
             if row.tokens is not None:
                 assert list(row.tokens) == known[index][row.start :]
@@ -76,36 +79,56 @@ class FakeDevice:
                 self.slots[row.slot] = known[index]
             length = len(self.slots[row.slot])
             assert length == (row.start + 1 if row.tokens is None else row.end), f"{row}: the slot has {length} tokens"
-        for step in range(batch.steps):
-            active = [i for i, row in enumerate(batch.rows) if row.tokens is not None or step < row.samples]
-            for index in active:
-                self._write(batch.rows[index], step, batch.page_table[index], attempts[index])
-            for index in active:
-                self._read(batch.rows[index], step, batch.page_table[index])
-            for index in active:
-                if (row := batch.rows[index]).samples:
-                    sequence, request = self.slots[row.slot], row.request
-                    sequence.append(next_token(request.salt, request.params.seed, sequence))
-                    out[index, step] = sequence[-1]
-        return batch, out
+        made = [0] * len(batch.rows)
+        for _ in range(batch.steps):
+            active = [i for i, row in enumerate(batch.rows) if row.tokens is not None or made[i] < row.samples]
+            work = {i: self._fed(batch.rows[i], made[i]) for i in active}
+            for index, (fed, written) in work.items():
+                self._write(batch.rows[index], fed, written, batch.page_table[index], attempts[index])
+            for index, (fed, written) in work.items():
+                self._read(batch.rows[index], fed, written, batch.page_table[index])
+            for index, (fed, written) in work.items():
+                if batch.rows[index].samples:
+                    new = self._sample(batch.rows[index], fed, written, batch.page_table[index])
+                    out[index, made[index] : made[index] + len(new)] = new
+                    made[index] += len(new)
+        return batch, out, np.array(made)
 
-    def _written(self, row, step: int) -> range:
-        return range(row.start + step, row.start + step + 1) if row.tokens is None else range(row.start, row.end)
-
-    def _write(self, row, step: int, tables, attempt) -> None:
+    def _fed(self, row, made: int) -> tuple[list[int], range]:
+        """The row's tokens with drafts of a step after them, and the positions that the step writes."""
         sequence = self.slots[row.slot]
+        if row.tokens is not None:
+            return list(sequence), range(row.start, row.end)
+        fed = list(sequence)
+        for _ in range(min(self.drafts, row.samples - made - 1)):
+            follows = next_token(row.request.salt, row.request.params.seed, fed)
+            fed.append(follows if self.rng.random() < 0.6 else (follows + 1) % VOCAB)
+        return fed, range(len(sequence) - 1, len(fed))
+
+    def _write(self, row, fed, written, tables, attempt) -> None:
         for group, table in enumerate(tables):
-            for position in self._written(row, step):
+            for position in written:
                 place = table[position // self.pages.page_size], position % self.pages.page_size
                 assert self.writer[place] != (attempt, position), f"{row.request} writes position {position} twice"
                 self.writer[place] = attempt, position
-                self.pool[place] = (group, row.request.salt, tuple(sequence[: position + 1]))
+                self.pool[place] = (group, row.request.salt, tuple(fed[: position + 1]))
 
-    def _read(self, row, step: int, tables) -> None:
+    def _read(self, row, fed, written, tables) -> None:
         """What the queries of a step see, the first of them back to its window."""
-        sequence, written = self.slots[row.slot], self._written(row, step)
         for group, (table, window) in enumerate(zip(tables, self.pages.windows, strict=True)):
             for position in range(max(0, written.start - window + 1) if window else 0, written.stop):
                 found = self.pool[table[position // self.pages.page_size], position % self.pages.page_size]
-                want = (group, row.request.salt, tuple(sequence[: position + 1]))
+                want = (group, row.request.salt, tuple(fed[: position + 1]))
                 assert found == want, f"{row.request} attends to {found} at position {position}, not to {want}"
+
+    def _sample(self, row, fed, written, tables) -> list[int]:
+        """As far as drafts are right, and one token more; what the others wrote is written anew."""
+        sequence, before = self.slots[row.slot], len(self.slots[row.slot])
+        right = True
+        while right and len(sequence) <= len(fed):
+            sequence.append(next_token(row.request.salt, row.request.params.seed, sequence))
+            right = len(sequence) <= len(fed) and sequence[-1] == fed[len(sequence) - 1]
+        for table in tables:
+            for position in range(len(sequence) - 1, written.stop):
+                self.writer[table[position // self.pages.page_size], position % self.pages.page_size] = None
+        return sequence[before:]

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import math
 import pathlib
 import random
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import END, TOKENIZER, finished, of_model, random_engine
+from engines import CONFIG, END, TOKENIZER, finished, of_model, random_engine
 from small import init
 
 from shardlm import hf_files
@@ -20,7 +20,7 @@ from shardlm.layers.context import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.serve.async_llm import AsyncLLM
-from shardlm.serve.bench import bench_serving
+from shardlm.serve.bench.engine import bench_serving, serve_to
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
@@ -226,14 +226,23 @@ def test_many_clients_stream_and_some_leave(served, directly):
     llm.shutdown()
 
 
-def test_the_benchmark_counts_what_was_asked_for(served):
-    found = bench_serving(served[0], prompt_len=9, output_len=6, shared=4, rates=[math.inf, 50.0])
+def test_the_benchmark_offline_and_over_http(served, tmp_path):
+    found = bench_serving(served[0], prompt_len=9, output_len=6, shared=4)
     assert json.loads(json.dumps(found))["benchmark"] == "serve" and found["weight_bytes"] == 4 * found["parameters"]
+    assert found["num_programs"] == len(served[0].runner._programs) and found["compile_seconds"] > 0
     [alone] = found["offline"]
     assert alone["batch"] == 1 and 0 < alone["prefill_seconds"] < alone["seconds"]
-    for row in found["online"]:
-        assert row["requests"] == 64 and row["output_tokens_per_second"] == 64 * 6 / row["seconds"]
+    file, picture = tmp_path / "online.json", tmp_path / "online.png"
+    words = ["--rates=inf", "--concurrency=2", "--requests=5", "--prompt_len=9", "--output_len=6", "--shared_prefix=4"]
+    words += [f"--vocab={CONFIG.vocab_size}", "--goodput=e2e:99,ttft:1e-9", f"--output={file}", f"--plot={picture}"]
+    asyncio.run(serve_to(served[0], [sys.executable, "-m", "launch.bench", "serve", "--quiet", *words]))
+    written = json.loads(file.read_text())
+    assert written["model"] == "bench" and [row.get("request_rate") for row in written["online"]] == ["inf", None]
+    for row in written["online"]:
+        assert row["requests"] == 5 and row["failed"] == 0 and row["output_tokens"] == 5 * 6
         assert 0 < row["ttft_seconds"]["p50"] <= row["e2e_seconds"]["p50"] <= row["e2e_seconds"]["p99"]
+        assert row["goodput"]["share"] == 0 and row["goodput"]["limits_seconds"] == {"e2e": 99, "ttft": 1e-9}
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert served[0].stats().prefix_hits > 0 and served[0].stats().kv_usage == 0
 
 

@@ -1,7 +1,12 @@
 """The class that users call, from a folder; and the LM Evaluation Harness on it, where that is installed."""
 
+import asyncio
+import contextlib
+import functools
+import importlib.util
 import json
 import pathlib
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +16,10 @@ import shardlm
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve import harness
+from shardlm.serve.api.app import make_app
+from shardlm.serve.api.server import Listen, Server, listening
+from shardlm.serve.api.settings import Settings
+from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, build
 from shardlm.serve.sampling_params import SamplingParams
 
@@ -69,16 +78,50 @@ def test_tasks_of_the_harness(llm, tmp_path, monkeypatch):
     data.write_text("".join(json.dumps(one) + "\n" for one in documents))
     write_task(tmp_path / "choice.yaml", data, "multiple_choice", 'doc_to_choice: "{{choices}}"', "answer", "acc")
     write_task(tmp_path / "rolling.yaml", data, "loglikelihood_rolling", "", "q", "byte_perplexity")
-    write_task(tmp_path / "text.yaml", data, "generate_until", "generation_kwargs: {until: [x]}", "q", "exact_match")
-    found = harness.run_tasks(llm, ["choice", "rolling", "text"], include_path=str(tmp_path))
+    write_task(
+        tmp_path / "text.yaml",
+        data,
+        "generate_until",
+        "generation_kwargs: {until: [x], max_gen_toks: 8}",
+        "q",
+        "exact_match",
+    )
+    tasks = ["choice", "rolling", "text"]
+    found = harness.run_tasks(llm, tasks, include_path=str(tmp_path))
     best = [max(one["choices"], key=lambda choice, one=one: continued(llm, one["q"], choice)) for one in documents]
     right = sum(choice == one["choices"][one["answer"]] for choice, one in zip(best, documents, strict=True))
     assert found["choice"]["acc,none"] == right / 2
     total = sum(sum(llm.score([[llm.engine.stop_ids[0], *TOKENIZER.encode(one["q"])]])[0]) for one in documents)
     nbytes = sum(len(one["q"].encode()) for one in documents)
     assert found["rolling"]["byte_perplexity,none"] == pytest.approx(np.exp(-total / nbytes), rel=1e-4)
+    own = functools.partial(harness.TaskManager, include_defaults=False)  # the others take half a minute to read
+    monkeypatch.setattr(harness, "TaskManager", own)
     with pytest.raises(ShardlmError, match="has no task 'nothing'"):
-        harness.run_tasks(llm, ["nothing"])
+        harness.run_tasks(llm, ["choice", "nothing"], include_path=str(tmp_path))
+    if not all(importlib.util.find_spec(name) for name in ("aiohttp", "requests", "tenacity")):
+        pytest.skip("the harness over HTTP needs lm_eval[api]")
+    with serving(llm) as url:  # the harness as a client that knows nothing of us
+        options = {"model": "tiny", "base_url": f"{url}/v1/completions", "max_length": 64, "num_concurrent": 2}
+        manager = harness.TaskManager(include_path=str(tmp_path))
+        over_http = harness.lm_eval.simple_evaluate(
+            "local-completions", model_args=options, tasks=tasks, task_manager=manager, bootstrap_iters=0
+        )["results"]
+    for task in tasks:
+        numbers = {name: value for name, value in found[task].items() if isinstance(value, float)}
+        assert numbers and {name: over_http[task][name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+@contextlib.contextmanager
+def serving(llm):
+    """The engine over HTTP in a thread of its own; yields the address. The engine is at its end afterwards."""
+    served = AsyncLLM(llm.engine, model_name="tiny", template=None)
+    server, sock = Server(make_app(served, Settings()), Listen()), listening(Listen(port=0), 60)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
+    thread.start()
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    served.shutdown()
 
 
 def continued(llm, context: str, continuation: str) -> float:

@@ -19,12 +19,12 @@ from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
 from shardlm.serve.engine import Engine
-from shardlm.serve.layers import taken_apart
+from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
-from shardlm.serve.stages import cut, layers_of
+from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_replica, submeshes
 
 TEXTS = ('{"name": "ab"', '{"name": "abc", "age": 12', "né日🙂 true", "x" * 30)
@@ -149,9 +149,7 @@ def test_new_weights_reach_every_stage_of_every_replica():
     engine = engine_on("dense", spec)
     old = engine.runner.params
     opened = opened_of(SHAPES["dense"], of_replica(spec), seed=1)
-    with jax.set_mesh(opened.mesh):
-        apart = taken_apart(opened.model, opened.params)
-    engine.update_weights(cut(*apart, submeshes(spec)[0])[1])
+    engine.update_weights(new_weights(opened.params, engine.runner))
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     for n in range(4):
         engine.add(f"new{n}", PROMPTS[0], params)

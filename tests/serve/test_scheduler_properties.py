@@ -45,14 +45,16 @@ class Serving(RuleBasedStateMachine):
         decode_steps=st.sampled_from(((1,), (1, 4), (1, 2, 8))),
         caching=st.sampled_from((True, True, True, False)),
         windows=st.sampled_from(((0,), (0,), (0, 3), (5,), (0, 2, 2, 7))),
+        drafts=st.sampled_from((0, 0, 1, 3)),
     )
-    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows):
-        step = max(max_rows + budget, *decode_steps)
+    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts):
+        tokens = max_rows * (1 + drafts) + budget
+        step = max(tokens, (1 + drafts) * max(decode_steps))
         least = PageLayout(0, windows, ()).pages_of(MAX_MODEL_LEN, page_size, step)
         self.pages = PageTable(1 + least + spare_pages, page_size, windows=windows, longest_step=step, caching=caching)
-        config = SchedulerConfig(max_rows, max_rows + budget, MAX_MODEL_LEN, decode_steps)
+        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts)
         self.scheduler = Scheduler(config, self.pages)
-        self.device = FakeDevice(self.pages, max_rows)
+        self.device = FakeDevice(self.pages, max_rows, drafts)
         self.wanted: dict[Request, tuple[list[int], str]] = {}  # of those that nobody ends early
         self.streamed: dict[Request, list[int]] = {}
         self.count = 0
@@ -106,7 +108,7 @@ class Serving(RuleBasedStateMachine):
 
     def check_the_first_moves(self, first, batch):
         waits_for_a_token = first.batches_in_flight and (
-            first.status is Status.WAITING or first.lockstep or first.remaining == 0
+            first.status is Status.WAITING or first.lockstep or first.remaining == 0 or self.scheduler.config.drafts > 0
         )
         rows = batch.rows if batch else ()
         assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"
@@ -120,10 +122,11 @@ class Serving(RuleBasedStateMachine):
             assert any(kinds) and batch.steps == 1 and batch.num_tokens <= config.max_batch_tokens
         else:
             assert not any(kinds) and batch.steps in config.decode_steps
-            assert max(row.samples for row in rows) == batch.steps
+            assert batch.steps <= batch.width <= batch.steps * (1 + config.drafts)
         for row in rows:
-            assert row.end > row.start and row.samples <= batch.steps
+            assert row.end > row.start and row.samples <= batch.steps * (1 + config.drafts)
             assert not row.request.lockstep or row.request.in_flight == row.samples <= 1, "a mask needs every token"
+            assert not config.drafts or row.request.in_flight == row.samples, "how many came is not known"
             assert not row.fresh or row.start == 0 or row.request.params.prompt_logprobs is None
 
     @rule(steps=st.integers(1, 8), delay=st.integers(0, MAX_DELAY))
@@ -134,8 +137,8 @@ class Serving(RuleBasedStateMachine):
             self.schedule()
 
     def land(self):
-        batch, tokens = self.device.run()
-        for request, index, new in self.scheduler.land(batch, tokens):
+        batch, tokens, counts = self.device.run()
+        for request, index, new in self.scheduler.land(batch, tokens, counts):
             assert batch.rows[index].request is request and (new or request.finished)
             self.streamed[request] += new
 

@@ -1,5 +1,6 @@
 """Models whose layers see a window of positions: pages behind it are given on, and replies stay what the model alone
-says, with chunks smaller and larger than the window, shared beginnings, preemption, and windows that were evicted."""
+says, with chunks smaller and larger than the window, drafts, shared beginnings, preemption, and windows that were
+evicted."""
 
 import dataclasses
 import random
@@ -23,6 +24,8 @@ from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.speculation.build import DraftModel
+from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.state import ModelDef
 
 LENGTH = 64
@@ -39,17 +42,18 @@ def windowed(*windows: int, **options) -> TransformerConfig:
     return dataclasses.replace(config, segments=(Segment(pattern, 1),))
 
 
-# Name: the decoder, the tokens of a step, pages, and the groups that its layers fall into.
+# Name: the decoder, the tokens of a step, pages, the groups that its layers fall into, and how many tokens it drafts.
 MODELS = {
-    "gemma": (windowed(8, 8, 0), 32, 44, (0, 8, 8)),
-    "mistral": (windowed(10, 10), 6, 8, (10,)),
-    "gpt_oss": (windowed(7, 0, sinks=True), 6, 24, (0, 7)),
+    "gemma": (windowed(8, 8, 0), 32, 44, (0, 8, 8), 0),
+    "gemma, drafts": (windowed(8, 8, 0), 32, 44, (0, 8, 8), 3),
+    "mistral": (windowed(10, 10), 6, 8, (10,), 0),
+    "gpt_oss": (windowed(7, 0, sinks=True), 6, 24, (0, 7), 0),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
-    config, tokens, pages, groups = MODELS[name]
+    config, tokens, pages, groups, drafts = MODELS[name]
     spec = MeshSpec()
     with jax.set_mesh(mesh_of(spec)):
         model = ModelDef.make(config, Execution(Rules.make("zero3", spec).for_decoding()))
@@ -58,7 +62,10 @@ def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
             sinks = lambda path, a: a + 1 if "sinks" in str(path) else a  # noqa: E731
             params = jax.tree_util.tree_map_with_path(sinks, params)
         apart = taken_apart(model, jax.tree.map(jnp.copy, params))
-    engine = of_model(*apart, mesh_of(spec), rows=2, tokens=tokens, length=LENGTH, pages=pages)
+    sizes = {"rows": 2, "tokens": tokens, "length": LENGTH, "pages": pages}
+    if drafts:
+        sizes |= {"speculative": SpeculativeConfig(drafts, "draft_model"), "draft": DraftModel(*apart)}
+    engine = of_model(*apart, mesh_of(spec), **sizes)
     table = engine.scheduler.pages
     assert table.windows == groups
 
@@ -93,6 +100,8 @@ def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
     for output in done.values():
         check(output)
     assert len(done) == 20 and engine.scheduler.preemptions and engine.stats().prefix_hits
+    if drafts:  # those of the model itself are right while its second set of pages is
+        assert engine.stats().speculation.drafted == sum(engine.stats().speculation.accepted) > 0
 
     def cached(prompt) -> int:
         """Tokens of a prompt that were found in the cache, once its reply was right."""
@@ -161,3 +170,14 @@ def test_layers_fall_into_groups_of_equal_windows(windows, length, groups, layer
     assert (layout.windows, layout.layers, layout.num_pages) == (groups, layers, 9)
     assert len(set(layout.places)) == len(windows)
     assert length <= 64 or all(groups[group] == own for own, (group, _) in zip(windows, layout.places, strict=True))
+
+
+def test_a_draft_model_s_layers_are_where_what_they_see_is_kept():
+    """However its windows are: under the page numbers of a model with layers that see all, 64 and 32 positions."""
+    layout = layout_of([64, 0, 32] * 2, 9, 4096, 16, 8)
+    assert layout.windows == (0, 32, 64)
+    beside = layout.beside([0, 0, 48, 32, 80, 16])
+    assert (beside.num_pages, beside.windows) == (9, layout.windows)
+    assert beside.places == ((0, 0), (0, 1), (2, 0), (1, 0), (0, 2), (1, 1)) and beside.layers == 3
+    assert PageLayout.whole(2, 9).beside([0, 16, 0]).places == ((0, 0), (0, 1), (0, 2))
+    assert layout_of([64, 64], 9, 4096, 16, 8).beside([32, 0]) is None  # nothing is kept for the second one

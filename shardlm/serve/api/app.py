@@ -1,17 +1,20 @@
 """The application: which path is answered by what, who may call, and what is said of the server itself."""
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardlm.serve.api import metrics
 from shardlm.serve.api.chat import chat
 from shardlm.serve.api.completions import completions
-from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize
+from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, tokenizer_info
 from shardlm.serve.api.endpoint import Endpoint
-from shardlm.serve.api.errors import unavailable
-from shardlm.serve.api.http import application, json_response
+from shardlm.serve.api.errors import ApiError, unavailable
+from shardlm.serve.api.http import application, bears, json_response
 from shardlm.serve.api.openapi import document
 from shardlm.serve.api.page import POLICY, page
 from shardlm.serve.api.protocol import (
@@ -21,10 +24,12 @@ from shardlm.serve.api.protocol import (
     EmbeddingsRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UpdateWeightsRequest,
 )
 from shardlm.serve.api.responses import responses
 from shardlm.serve.api.service import Service
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.api.update_weights import update_weights
 from shardlm.serve.outputs import EngineError
 
 POSTS = {
@@ -35,7 +40,11 @@ POSTS = {
     "/tokenize": (TokenizeRequest, tokenize),
     "/detokenize": (DetokenizeRequest, detokenize),
 }
-OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
+ADMIN = {
+    "/update_weights": (UpdateWeightsRequest, update_weights),
+    "/update_weights_from_disk": (UpdateWeightsRequest, update_weights),  # SGLang's name
+}
+OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json", *ADMIN)  # without a client's key
 
 
 def make_app(llm, settings: Settings | None = None) -> Starlette:
@@ -44,8 +53,13 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
     about = _About(service)
     routes = [Route(path, Endpoint(service, *what), methods=["POST"]) for path, what in POSTS.items()]
     routes += [
+        Route(path, _ForAdmin(Endpoint(service, *what), service.settings.admin_keys), methods=["POST"])
+        for path, what in ADMIN.items()
+    ]
+    routes += [
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
+        Route("/tokenizer_info", about.tokenizer_info),
         Route("/health", about.health),
         Route("/ready", about.ready),
         Route("/metrics", about.metrics),
@@ -71,7 +85,10 @@ class _About:
 
     def _model(self, name: str) -> dict:
         about = {"id": name, "object": "model", "created": self._service.created, "owned_by": "shardlm"}
-        return {**about, "root": self._service.llm.model_name, "max_model_len": self._service.llm.max_model_len}
+        return {**about, "root": self._service.root, "max_model_len": self._service.llm.max_model_len}
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return json_response(tokenizer_info(self._service.llm))
 
     async def health(self, request: Request) -> Response:
         try:
@@ -91,7 +108,23 @@ class _About:
         return Response(text, media_type=metrics.TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(document({path: model for path, (model, _) in POSTS.items()}))
+        return json_response(document({path: model for path, (model, _) in (POSTS | ADMIN).items()}))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(page(), headers={"content-security-policy": POLICY})
+
+
+class _ForAdmin:
+    """An endpoint that changes what is served: it asks for a key of its own, and without any refuses."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._keys:
+            message = "this server has no administrator; start it with SHARDLM_ADMIN_KEY to have one"
+            raise ApiError(message, 403, code="no_admin_key")
+        if not bears(scope, self._keys):
+            message = "this asks for an administrator's key: Authorization: Bearer KEY"
+            raise ApiError(message, 401, code="invalid_api_key")
+        await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /tokenize and /detokenize: what takes text and writes none."""
+"""/v1/embeddings, /tokenize, /detokenize and /tokenizer_info: what takes text and writes none."""
 
 import array
 import asyncio
@@ -48,7 +48,9 @@ async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
     llm = call.service.llm
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("give a prompt, or messages for the chat template, and not both", param="prompt")
-    if request.prompt is not None:
+    if request.prompt is not None and request.add_special_tokens is False:
+        ids = await asyncio.to_thread(llm.tokenizer.encode, request.prompt)
+    elif request.prompt is not None:
         ids = await _tokens(llm, request.prompt)
     else:
         generation = request.add_generation_prompt is not False
@@ -59,6 +61,18 @@ async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
         ids = await asyncio.to_thread(llm.tokenizer.encode, text)  # templates write what stands at the beginning
     texts = [llm.tokenizer.decode([token], skip_special=False) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
+
+
+def tokenizer_info(llm) -> dict[str, Any]:
+    """What a client that tokenizes here must know besides; the LM Evaluation Harness asks for it."""
+    own = llm.tokenizer
+    first = own.encode_prompt("")[:1]
+    return {
+        "tokenizer_class": "shardlm",
+        "bos_token": own.decode(first, skip_special=False) if first else None,
+        "eos_token": own.decode([own.end_of_document_id], skip_special=False),
+        "chat_template": llm.template.source if llm.template else None,
+    }
 
 
 async def detokenize(call: Call, request: DetokenizeRequest) -> dict[str, Any]:

@@ -5,9 +5,9 @@ The text format is https://prometheus.io/docs/instrumenting/exposition_formats/.
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from shardlm.serve.outputs import RequestOutput, Stats
+from shardlm.serve.outputs import RequestOutput, SpeculationStats, Stats
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -57,7 +57,7 @@ class Metrics:
         return "\n".join([*self._engine(stats), *self._requests(), *self._histograms()]) + "\n"
 
     def _engine(self, stats: Stats) -> Iterator[str]:
-        """A line for each replica: their sum is Prometheus's to make."""
+        each = stats.replicas or (stats,)
         gauges = {
             "num_requests_running": ("num_running", "Requests that hold pages."),
             "num_requests_waiting": ("num_waiting", "Requests that wait for their turn."),
@@ -71,9 +71,31 @@ class Metrics:
             "generation_tokens_total": ("generation_tokens", "Tokens of replies."),
         }
         for name, (field, meaning) in (gauges | counters).items():
-            yield from head(f"vllm:{name}", "gauge" if name in gauges else "counter", meaning)
-            for number, one in enumerate(stats.replicas or (stats,)):
-                yield f'vllm:{name}{{{self._model},engine="{number}"}} {getattr(one, field)}'
+            kind = "gauge" if name in gauges else "counter"
+            yield from self._of_each(name, kind, [getattr(one, field) for one in each], meaning)
+        if stats.speculation is not None:
+            yield from self._drafts([one.speculation for one in each])
+
+    def _drafts(self, each: Sequence[SpeculationStats]) -> Iterator[str]:
+        accepted = "spec_decode_num_accepted_tokens"
+        found = {
+            "spec_decode_num_drafts_total": ([one.steps for one in each], "Steps that verified drafts."),
+            "spec_decode_num_draft_tokens_total": ([one.drafted for one in each], "Tokens drafted."),
+            f"{accepted}_total": ([sum(one.accepted) for one in each], "Drafted tokens that the model said."),
+        }
+        for name, (values, meaning) in found.items():
+            yield from self._of_each(name, "counter", values, meaning)
+        yield from head(f"vllm:{accepted}_per_pos_total", "counter", "The same, by their place among a step's drafts.")
+        for number, one in enumerate(each):
+            for place, count in enumerate(one.accepted):
+                labels = f'{self._model},engine="{number}",position="{place}"'
+                yield f"vllm:{accepted}_per_pos_total{{{labels}}} {count}"
+
+    def _of_each(self, name: str, kind: str, values: Sequence[float], meaning: str) -> Iterator[str]:
+        """A line for each replica: their sum is Prometheus's to make."""
+        yield from head(f"vllm:{name}", kind, meaning)
+        for number, value in enumerate(values):
+            yield f'vllm:{name}{{{self._model},engine="{number}"}} {value}'
 
     def _requests(self) -> Iterator[str]:
         yield from head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")

@@ -6,23 +6,34 @@ from typing import Any
 import msgspec
 
 _JSON = "application/json"
+_TOLD = {
+    "message": {"type": "string"},
+    "type": {"type": "string"},
+    "param": {"type": ["string", "null"]},
+    "code": {"type": ["string", "null"]},
+}
 _ERROR = {
     "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "properties": {"error": {"type": "object", "properties": _TOLD, "required": list(_TOLD)}},
+    "required": ["error"],
+}
+_STATUSES = {
+    400: "The request cannot be served as it is",
+    401: "No key that this server knows",
+    403: "Not allowed on this server",
+    404: "No such model or path",
+    408: "The body did not come in time",
+    409: "Something else is under way",
+    413: "The body is too large",
+    429: "Too many requests wait; try again after Retry-After seconds",
+    500: "The server failed at this request",
+    503: "Not ready, or about to end",
+    504: "The request took too long",
 }
 _GETS = {
     "/v1/models": "The models that are here.",
     "/v1/models/{model}": "One of them.",
+    "/tokenizer_info": "Special tokens and the chat template.",
     "/health": "200 while the engine lives.",
     "/ready": "200 while requests are taken.",
     "/metrics": "Counts and times, for Prometheus.",
@@ -51,8 +62,9 @@ def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
 
 
 def _operation(path: str, summary: str) -> dict[str, Any]:
-    error = {"description": "An error", "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "OK"}, "default": error}}
+    body = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    errors = {str(status): {"description": meaning, "content": body} for status, meaning in _STATUSES.items()}
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "OK"}, **errors}}
     if "{model}" in path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation

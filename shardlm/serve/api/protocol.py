@@ -125,12 +125,20 @@ class TokenizeRequest(Common, kw_only=True):
     messages: list[Json] | None = None
     tools: list[Json] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: Json | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Common, kw_only=True):
     tokens: list[int]
+
+
+class UpdateWeightsRequest(Common, kw_only=True):
+    """model_path: SGLang's name for path."""
+
+    path: str | None = None
+    model_path: str | None = None
 
 
 def parse(body: bytes, model: type[T]) -> tuple[T, int]:

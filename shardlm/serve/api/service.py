@@ -23,9 +23,11 @@ class Service(Serving):
         super().__init__()
         self.llm, self.settings = llm, settings
         self.names = settings.model_names or (llm.model_name,)
+        self.root = llm.model_name  # where the weights are from
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.unanswered = 0  # prompts in the engine that have had no output yet
+        self.updating: asyncio.Future | None = None  # the last reading of other weights
 
     async def drain(self) -> None:
         await super().drain()

@@ -33,6 +33,7 @@ class HttpSettings:
 class Settings(HttpSettings):
     """
     model_names      what clients may call the model, the first for answers; (): the engine's name
+    admin_keys       one of them is asked for to change what is served (/update_weights); (): nobody may
     tool_style       how the model writes its calls of tools; auto: what its chat template tells
     max_queue        requests without their first token at which further ones are refused (429)
     max_replies      prompts times n, of one request
@@ -40,6 +41,7 @@ class Settings(HttpSettings):
     """
 
     model_names: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     tool_style: ToolStyle = "auto"
     max_queue: int = 1024
     max_replies: int = 1024
@@ -48,7 +50,7 @@ class Settings(HttpSettings):
     def __post_init__(self):
         super().__post_init__()
         above_zero(self, "max_queue", "max_replies", "request_seconds")
-        no_empty_text(self, "model_names")
+        no_empty_text(self, "model_names", "admin_keys")
 
 
 def above_zero(settings: HttpSettings, *names: str) -> None:

@@ -116,6 +116,9 @@ class FakeLLM:
         await asyncio.sleep(0)
         return [float(len(token_ids)), 0.5, -1.25]
 
+    async def update_weights(self, weights):
+        raise ShardlmError(f"there is no folder {weights}")
+
     async def abort(self, request_id):
         self.running.discard(request_id)
 

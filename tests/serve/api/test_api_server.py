@@ -17,8 +17,10 @@ from sockets import listens, made_certificate, until
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
+from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.api.server import Listen, listening, run
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.outputs import SpeculationStats, Stats
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 USER = [{"role": "user", "content": "hi"}]
@@ -262,3 +264,18 @@ def test_metrics_as_prometheus_reads_them():
     assert 3 * 0.002 <= value("time_to_first_token_seconds_sum") < 1
     assert 7 * 0.002 <= value("inter_token_latency_seconds_sum") < value("e2e_request_latency_seconds_sum")
     assert found["shardlm:ignored_fields_total", None] == 1
+
+
+def test_metrics_of_drafts():
+    stats = Stats(0, 0, 0.0, 0, 0, 0, 0, 0, SpeculationStats(4, 9, (3, 2, 0)))
+    families = {family.name: family for family in text_string_to_metric_families(Metrics("tiny").text(stats))}
+    each = [
+        families[f"vllm:spec_decode_num_{name}"].samples[0].value
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    places = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert each == [4, 9, 5] and [(one.labels["position"], one.value) for one in places] == [
+        ("0", 3),
+        ("1", 2),
+        ("2", 0),
+    ]

@@ -1,0 +1,130 @@
+"""New weights for a model that is served: read from another checkpoint of it, or taken from whoever trains it, and put
+into the form that the compiled programs take. What does not fit is refused here, before the engine sees it."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from shardlm.errors import ShardlmError
+from shardlm.opened import describe, load
+from shardlm.ops.rope import Rope
+from shardlm.serve.layers import apart, split
+from shardlm.serve.runner import Runner
+
+Tree = Any
+STRETCHED = ("dynamic", "longrope")  # rotations that depend on the longest row
+SHOWN = 4  # differences that a message names
+
+
+def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
+    """The parameters for `runner`, in the dtypes and at the places of those that it has.
+
+    Args:
+      weights: a checkpoint's path, as `opened.load` takes it; or a tree of arrays, stacked as training has them
+        (`TrainState.params`) or with their layers apart. The tree's own arrays are left as they are.
+
+    Raises: ShardlmError for a path that is none, another architecture, shapes that differ, or memory that is too small
+      for both. The runner goes on with what it has.
+    """
+    try:
+        if isinstance(weights, str | os.PathLike):
+            return fitted(read(weights, runner), runner.params, release=True)
+        return fitted(weights, runner.params)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = sum(a.nbytes for a in jax.tree.leaves(runner.params)) / 2**30
+        raise ShardlmError(
+            f"the new weights do not fit into memory beside those that are served ({needed:.2f} GiB over all devices): "
+            "start the server with a lower gpu_memory_utilization"
+        ) from None
+
+
+def read(path: str | os.PathLike, runner: Runner) -> Tree:
+    """The weights of another checkpoint of the same architecture, held as those that are served. It is compared before
+    its weights are read."""
+    model, length = runner.model, runner.config.max_model_len
+    found = describe(path, length)
+    execution = model.execution
+    differences = [*_differences(apart(found.source.transformer()), model.config)]
+    differences += _differences(found.lora, execution.lora, "lora.")
+    if differences:
+        raise ShardlmError(f"{path} is another architecture than what is served: {_some(differences)}")
+    quantised = not execution.lora.rank and execution.weights in ("int8", "int4")
+    return load(
+        path,
+        mesh=runner.spec,
+        dtype=jnp.dtype(execution.dtype).name,
+        decoding=True,
+        quantization=execution.weights if quantised else None,
+        length=length,
+    ).params
+
+
+def fitted(tree: Tree, like: Tree, *, release: bool = False) -> Tree:
+    """A tree of parameters with its layers apart, in the dtypes and at the places of `like`: copies, which whoever gave
+    the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do. Raises ShardlmError
+    where names or shapes differ, with both shapes."""
+    given, wanted = flatten_dict(_apart(tree, release)), flatten_dict(like)
+    wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]
+    wrong += [f"{_name(path)} is not known" for path in given.keys() - wanted.keys()]
+    both = [(path, given[path], wanted[path]) for path in wanted.keys() & given.keys()]
+    wrong += [
+        f"{_name(path)} is {list(a.shape)}, served is {list(b.shape)}" for path, a, b in both if a.shape != b.shape
+    ]
+    kinds = [(path, a, b) for path, a, b in both if _whole(a) != _whole(b)]
+    wrong += [f"{_name(path)} is {a.dtype}, served is {b.dtype}" for path, a, b in kinds]
+    if wrong:
+        raise ShardlmError(f"these weights do not fit the model that is served: {_some(sorted(wrong))}")
+    placed = {
+        path: jax.device_put(_cast(given[path], old.dtype), old.sharding, may_alias=release)
+        for path, old in wanted.items()
+    }
+    jax.block_until_ready(placed)
+    return unflatten_dict(placed)
+
+
+def _apart(tree: Tree, release: bool) -> Tree:
+    leaves = jax.tree.leaves(tree)
+    if not isinstance(tree, dict) or "segments" not in tree or not all(isinstance(a, jax.Array) for a in leaves):
+        raise ShardlmError("these weights are no tree of parameters; give TrainState.params, or a checkpoint's path")
+    with jax.set_mesh(leaves[0].sharding.mesh):
+        return {**tree, "segments": split(tree["segments"], release=release)}
+
+
+def _cast(a, dtype) -> jax.Array:
+    return a if a.dtype == dtype else a.astype(dtype)
+
+
+def _whole(a) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.integer)
+
+
+def _name(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def _some(found: list[str]) -> str:
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(found[:SHOWN]) + more
+
+
+def _differences(a: Any, b: Any, name: str = "") -> Iterator[str]:
+    """The fields in which two configurations differ, with both values."""
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        for field in dataclasses.fields(a):
+            if isinstance(a, Rope) and field.name == "length" and a.kind not in STRETCHED:
+                continue  # decides nothing: a run's is 0
+            yield from _differences(getattr(a, field.name), getattr(b, field.name), f"{name}{field.name}.")
+    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(one, other, f"{name}{i}.")
+    elif isinstance(a, tuple) and isinstance(b, tuple):
+        yield f"{name.rstrip('.')} has {len(a)} entries, served {len(b)}"
+    elif a != b:
+        yield f"{name.rstrip('.')} is {a!r}, served is {b!r}"

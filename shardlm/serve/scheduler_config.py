@@ -1,0 +1,38 @@
+"""The sizes that the scheduler works with. No jax."""
+
+import dataclasses
+
+from shardlm.errors import ShardlmError
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step, in tokens.
+    max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
+    drafts: tokens that may be verified in a step of decoding besides the one that is sampled.
+
+    Raises: ShardlmError for sizes with which nothing could run.
+    """
+
+    max_rows: int = 256
+    max_batch_tokens: int = 2048
+    max_model_len: int = 4096
+    decode_steps: tuple[int, ...] = (1, 8)
+    drafts: int = 0
+
+    def __post_init__(self):
+        if self.max_rows < 1 or self.max_model_len < 1:
+            raise ShardlmError(f"max_rows={self.max_rows} and max_model_len={self.max_model_len} must be at least 1")
+        if self.max_batch_tokens <= self.max_rows * (1 + self.drafts):
+            each = f"{1 + self.drafts} tokens" if self.drafts else "a token"
+            raise ShardlmError(
+                f"max_batch_tokens={self.max_batch_tokens} must be above max_rows={self.max_rows}"
+                f"{f' times {1 + self.drafts}' if self.drafts else ''}: each row may decode {each}, and a prompt needs "
+                "room beside them. Raise it, or lower max_rows"
+            )
+        if 1 not in self.decode_steps or min(self.decode_steps) < 1:
+            raise ShardlmError(
+                f"decode_steps={self.decode_steps} must be numbers of steps, each at least 1, with 1 among them (for "
+                "when pages are short); give for example (1, 8)"
+            )
+        object.__setattr__(self, "decode_steps", tuple(sorted(set(self.decode_steps))))

@@ -1,0 +1,81 @@
+"""From a configuration to what proposes drafts, with its weights on the model's mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.mesh import MeshSpec
+from shardlm.opened import describe, load
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.runner import RunnerConfig
+from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.serve.speculation.ngram import NgramProposer
+from shardlm.serve.speculation.proposer import Proposer
+from shardlm.state import ModelDef
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """A draft model, its layers apart, and its parameters at rest."""
+
+    model: ModelDef
+    params: Any
+
+
+def open_draft_model(
+    config: SpeculativeConfig | None, vocab: int, mesh: MeshSpec, dtype: str | None, length: int
+) -> DraftModel | None:
+    """The draft model that is asked for, if one is, on the devices of the model that it drafts for, which has this
+    vocabulary. Raises ShardlmError, before its weights are read, where it cannot."""
+    if config is None or config.model is None:
+        return None
+    found = describe(config.model, length)
+    own, longest = found.source.transformer().vocab_size, found.longest
+    if own != vocab:
+        raise ShardlmError(
+            f"the draft model {config.model} has a vocabulary of {own} tokens, and the model one of {vocab}: they must "
+            "be the same. Choose a draft model of the same family, or method 'ngram'"
+        )
+    if longest and length > longest:
+        raise ShardlmError(
+            f"the draft model {config.model} was made for {longest} positions, and max_model_len={length}: lower that "
+            f"to {longest}, or choose another draft model"
+        )
+    draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
+    with jax.set_mesh(draft.mesh):
+        return DraftModel(*taken_apart(draft.model, draft.params))
+
+
+def layouts_of(
+    model: ModelDef, draft: DraftModel | None, length: int, page_size: int, steps: int
+) -> tuple[PageLayout, ...]:
+    """How pages serve the layers of a model and, under the same numbers, those of its draft model. As `layout_of`, the
+    number of pages left to be set."""
+    windows = _windows(model)
+    layout = layout_of(windows, 0, length, page_size, steps)
+    if draft is None:
+        return (layout,)
+    beside = layout.beside(_windows(draft.model))
+    if beside is None:  # layers of the draft model see farther than any of the model's
+        layout = PageLayout.whole(len(windows), 0)
+        beside = layout.beside(_windows(draft.model))
+    return layout, beside
+
+
+def _windows(model: ModelDef) -> list[int]:
+    return [block.attention.window for block in model.config.all_blocks()]
+
+
+def make_proposer(
+    config: SpeculativeConfig, draft: DraftModel | None, sizes: RunnerConfig, layout: PageLayout | None = None
+) -> tuple[Proposer, Any]:
+    """(what proposes drafts, its parameters); `layout` is that of a draft model."""
+    count = config.num_speculative_tokens
+    if draft is not None:
+        return DraftModelProposer(count, draft.model, layout, sizes.page_size), draft.params
+    least, most = config.prompt_lookup_min, config.prompt_lookup_max
+    return NgramProposer(count, most, least, sizes.max_rows, sizes.max_model_len), ()

@@ -1,0 +1,141 @@
+"""The programs that serve with drafts. A step of decoding runs the model over the last token and K drafts at once.
+Each position is then sampled as ever, with its own key, and a draft stays while it equals what the model itself sampled
+there; the first token that differs is the model's, and stays too.
+
+So a reply is the same with and without drafts, whatever proposes them, up to logits that differ in their last bits; and
+with them its distribution is the model's (https://arxiv.org/abs/2408.07978, https://arxiv.org/abs/2211.17192). No
+probabilities of drafts are needed.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.layers.context import Paged, Pages
+from shardlm.layers.page_layout import PageLayout
+from shardlm.ops.batch_sampling import Sampled
+from shardlm.serve import programs
+from shardlm.serve.programs import WHOLE, ChunkRows, DecodeRows, keep_slots, none_sampled, sampled_of
+from shardlm.serve.speculation.proposer import Proposer, Rows
+from shardlm.serve.state import ServeState, Slots, take
+from shardlm.state import ModelDef
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """What came of drafts, of each row.
+
+    made      int32 [B], tokens sampled, the accepted drafts among them
+    steps     int32 [B], steps with drafts
+    drafted   int32 [B]
+    accepted  int32 [B, K], by place among the drafts of a step
+    """
+
+    made: jax.Array
+    steps: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+
+
+class _Carry(NamedTuple):
+    step: jax.Array
+    pages: Pages
+    drafts: Any
+    own: Slots
+    found: Sampled
+    tally: Tally
+
+
+def chunk(model: ModelDef, layout: PageLayout, proposer: Proposer, params: tuple, state: ServeState, rows: ChunkRows):
+    """As programs.chunk, and the proposer reads the same. params: (the model's, the proposer's)."""
+    own, proposers = params
+    return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers))
+
+
+def begin(proposer: Proposer, state: ServeState, slot: jax.Array, tokens: jax.Array) -> ServeState:
+    """A request has got a slot, int32 [1], with tokens int32 [1, max_model_len]."""
+    return dataclasses.replace(state, drafts=proposer.begin(state.drafts, slot, tokens))
+
+
+def decode(
+    model: ModelDef,
+    layout: PageLayout,
+    most: int,
+    proposer: Proposer,
+    params: tuple,
+    state: ServeState,
+    rows: DecodeRows,
+    steps: jax.Array,
+):
+    """At most `steps` (int32, at most `most`) steps, each of which brings every row one token or more until it has its
+    samples. Returns (state, Sampled of [B, most * (1 + K), ...], Tally)."""
+    K = proposer.drafts
+    slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
+    table, B = rows.where[:, 3:], rows.where.shape[0]
+
+    def step(carry: _Carry) -> _Carry:
+        made = carry.tally.made
+        before = Rows(slot, table, start + made, samples - made, carry.own)
+        tokens, count, drafts = proposer.propose(params[1], carry.drafts, before)
+        count = jnp.clip(count, 0, jnp.maximum(before.room - 1, 0))
+        fed = jnp.concatenate([carry.own.last[:, None], tokens], axis=1)
+        hidden, logits, pages = _read(model, layout, params[0], carry.pages, before, fed, count)
+        own, found, now = _accepted(logits, before, fed, count, carry.found, made)
+        new = now - made - 1  # drafts that stay
+        new_tokens = jnp.where(jnp.arange(1 + K) == new[:, None], own.last[:, None], jnp.roll(fed, -1, axis=1))
+        drafts = proposer.observe(params[1], drafts, before, new_tokens, new, hidden)
+        tally = Tally(
+            now,
+            carry.tally.steps + (count > 0),
+            carry.tally.drafted + count,
+            carry.tally.accepted + (jnp.arange(K) < new[:, None]),
+        )
+        return _Carry(carry.step + 1, pages, drafts, own, found, tally)
+
+    zeros = jnp.zeros(B, jnp.int32)
+    tally = Tally(zeros, zeros, zeros, jnp.zeros((B, K), jnp.int32))
+    own, found = take(state.slots, slot), none_sampled(B, most * (1 + K))
+    going = lambda carry: (carry.step < steps) & jnp.any(carry.tally.made < samples)  # noqa: E731
+    end = jax.lax.while_loop(going, step, _Carry(jnp.int32(0), state.pages, state.drafts, own, found, tally))
+    return ServeState(end.pages, keep_slots(state.slots, slot, end.own), end.drafts), end.found, end.tally
+
+
+def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows, fed: jax.Array, count: jax.Array):
+    """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], logits
+    float32 [B, 1 + K, V] whole on every device, pages)."""
+    index = jnp.arange(fed.shape[1])[None]
+    valid = (index <= count[:, None]) & (rows.room > 0)[:, None]
+    # Padding stands at the row's last position, so that attention goes no farther than the row does.
+    positions = jnp.where((rows.room > 0)[:, None], rows.position[:, None] + jnp.minimum(index, count[:, None]), 0)
+    ctx = Paged.make(rows.table, valid, layout, model.execution)
+    lm = model.model(params)
+    hidden, pages, _ = lm(fed, positions, ctx, pages)
+    return hidden, jax.reshard(lm.logits(hidden), WHOLE), pages
+
+
+def _accepted(logits, rows: Rows, fed, count, found: Sampled, made) -> tuple[Slots, Sampled, jax.Array]:
+    """Samples position after position while drafts are right; each counts for the penalties of those after it. Returns
+    the slots, `found` with the new tokens from `made` [B] on, and how many there are then."""
+    B, T = fed.shape
+    none = found.token.shape[1]  # beyond the end: dropped
+
+    def going(carry):
+        i, alive, *_ = carry
+        return (i < T) & jnp.any(alive)
+
+    def one(carry):
+        i, alive, own, found, made = carry
+        here = jax.lax.dynamic_index_in_dim(logits, i, axis=1, keepdims=False)
+        sampled, own = sampled_of(here, own, rows.position + i + 1, alive)
+        at = (jnp.arange(B), jnp.where(alive, made, none))
+        found = jax.tree.map(lambda all, new: all.at[at].set(new, mode="drop"), found, sampled)
+        right = sampled.token == jnp.take(fed, i + 1, axis=1, mode="clip")
+        return i + 1, alive & (i < count) & right, own, found, made + alive
+
+    start = (jnp.int32(0), rows.room > 0, rows.own, found, made)
+    _, _, own, found, made = jax.lax.while_loop(going, one, start)
+    return own, found, made

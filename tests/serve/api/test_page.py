@@ -1,0 +1,67 @@
+"""The page at / as a person uses it, in headless Chromium: SHARDLM_CHROMIUM names the browser."""
+
+import asyncio
+import contextlib
+import threading
+
+import chromium
+import pytest
+from client import Client
+from fake_llm import FakeLLM
+
+from shardlm.serve.api.server import Listen, Server, listening
+
+BROWSER = chromium.find()
+pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here: SHARDLM_CHROMIUM=PATH names one")
+REPLY = "the quick brown fox jumps over the lazy dog, é日🙂 " * 2
+LAST = "[...document.querySelectorAll('#talk > .assistant')].at(-1)"
+
+
+@contextlib.contextmanager
+def serving(llm, **settings):
+    server, sock = Server(Client(llm, **settings).app, Listen()), listening(Listen(port=0), 60)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
+    thread.start()
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_person_chats_and_watches(tmp_path):
+    llm = FakeLLM(reply=REPLY, delay=0.15)
+    with serving(llm, api_keys=("secret",)) as address, chromium.browser(BROWSER, tmp_path) as page:
+        page.call("Page.navigate", url=address)
+        page.until("document.getElementById('load')?.textContent.includes('KV 0.0 %')")
+        assert page.value("document.getElementById('model').textContent") == "fake"
+        page.type("key", "secret")
+        page.type("text", "hello <b>there</b>")
+        page.press_enter()
+        assert page.until("document.querySelector('#talk > .user').textContent") == "hello <b>there</b>"
+        seen = {page.until(f"{LAST}?.textContent")}
+        page.until("/ 1 running/.test(' ' + document.getElementById('load').textContent.replace('tokens/s', ' '))")
+        assert "KV 12.5 %" in page.value("document.getElementById('load').textContent")
+        page.until("parseInt(document.getElementById('load').textContent) > 0")  # tokens a second
+        while page.value("document.getElementById('send').textContent") == "Stop":
+            seen.add(page.value(f"{LAST}.textContent"))
+        assert page.value(f"{LAST}.textContent") == REPLY
+        assert len(seen) > 5 and all(REPLY.startswith(text.rstrip("\ufffd")) for text in seen)  # it came in pieces
+        heights = (
+            "new Set(document.getElementById('curve').getAttribute('points').split(' ').map(p => p.split(',')[1]))"
+        )
+        assert page.value(f"{heights}.size") > 1
+        page.press_enter()  # nothing is written: nothing is sent
+        page.type("text", "again")
+        page.press_enter()
+        page.until(f"document.querySelectorAll('#talk > .user').length == 2 && {LAST}.textContent")
+        page.value("document.getElementById('send').click()")  # Stop
+        page.until("document.getElementById('send').textContent == 'Send'")
+        partial = page.value(f"{LAST}.textContent")
+        assert REPLY.startswith(partial) and len(partial) < len(REPLY)
+        assert page.errors == []
+        history, params, _ = llm.seen[-1]
+        assert len(llm.seen) == 2 and REPLY.strip() in history and "again" in history and params.temperature == 0.7
+        page.value("document.getElementById('clear').click(); document.getElementById('key').value = 'wrong'")
+        page.type("text", "hello")
+        page.press_enter()
+        assert "asks for a key" in page.until("document.querySelector('#talk > .error')?.textContent")
+    assert len(llm.aborted) == 1 and not llm.running
