@@ -3,6 +3,7 @@ pages. The reference gathers all pages; page 0 is scrap and takes the writes of 
 platform: a block of gathered pages at a time, and a kernel that reads them where they lie (paged_kernel.py)."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import jax
@@ -14,8 +15,9 @@ from shardlm.ops.kv_format import SCALE, numbers_each, packed, unpacked
 
 PagedAttention = Literal["blocked", "pallas"]
 
-# Positions that are gathered and attended to at a time.
-BLOCK = 128
+# Positions that are gathered and attended to at a time, of as many rows that decode: what is gathered stays in a core's
+# cache until it is multiplied.
+BLOCK, ROWS = 128, 8
 
 
 def choose(platform: str) -> PagedAttention:
@@ -118,12 +120,46 @@ def blocked(
     head: jax.Array | None = None,
 ) -> jax.Array:
     """As the reference, a block of pages at a time with a running softmax (https://arxiv.org/abs/2205.14135), up to the
-    batch's last position: the cost follows the rows' lengths and not the page table's width. Blocks beyond a row's own
-    positions change nothing of its output, bit for bit.
+    last position of a group of rows: the cost follows the rows' lengths and not the page table's width. Blocks beyond a
+    row's own positions change nothing of its output, bit for bit.
 
     Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
     from gathered pages, as a slice of a pool would be a copy of it.
     """
+    pools = {"k_pool": k_pool, "v_pool": v_pool, "k_scale": k_scale, "v_scale": v_scale}
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    some = partial(_blocked, **pools, **options, first_page=first_page, value_dim=value_dim, head=head)
+    B, T = positions.shape
+    if T > 1 or B <= ROWS:
+        return some(q, page_table, positions)
+
+    def in_groups(a: jax.Array) -> jax.Array:
+        """[B, ...] -> [B / ROWS, ROWS, ...], with rows of scrap at the end."""
+        a = jnp.pad(a, ((0, -B % ROWS), *((0, 0),) * (a.ndim - 1)))
+        return a.reshape(-1, ROWS, *a.shape[1:])
+
+    out = jax.lax.map(lambda group: some(*group), tuple(in_groups(a) for a in (q, page_table, positions)))
+    return out.reshape(-1, *out.shape[2:])[:B]
+
+
+def _blocked(
+    q: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    k_pool: jax.Array,
+    v_pool: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    first_page: jax.Array,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: jax.Array | None,
+    value_dim: int,
+    head: jax.Array | None,
+) -> jax.Array:
+    """All rows at once."""
     B, T, N, _ = q.shape
     page_size, width = k_pool.shape[1], page_table.shape[1]
     per_block = min(width, max(1, BLOCK // page_size))

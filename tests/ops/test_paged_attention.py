@@ -27,9 +27,11 @@ def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], width:
     return q, k, v, table, positions, np.int32(pages)
 
 
-# heads, kv heads, tokens, width of a head, options. Rows of 640, 20, 300 positions, and one of padding.
+# heads, kv heads, tokens, width of a head, options. Rows of 640, 20, 300 positions, and one of padding; more of them where
+# `rows` says, which no group divides.
 SHAPES = {
     "decode": (4, 2, 1, 8, {"sinks": True}),
+    "many rows": (4, 2, 1, 8, {"rows": 11, "window": 200}),
     "chunk": (4, 1, 17, 16, {"softcap": 3.0, "window": 130}),
     "latents": (3, 1, 2, 24, {"value_dim": 18}),
     "one head of two": (4, 2, 1, 8, {"head": 1, "window": 7}),
@@ -44,7 +46,8 @@ SHAPES = {
 def test_implementations_equal_the_reference(shape, name):
     heads, kv_heads, length, width, options = SHAPES[shape]
     options = dict(options)
-    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, (640, 20, 300, 0), width))
+    ends = (640, 20, 300, 0) * 3
+    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, ends[: options.pop("rows", 4)], width))
     how, head, value_dim = (options.pop(key, None) for key in ("how", "head", "value_dim"))
     if options.pop("sinks", False):
         options["sinks"] = jnp.linspace(-1, 2, heads)
