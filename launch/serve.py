@@ -7,6 +7,7 @@ Clients: OpenAI(base_url="http://localhost:8000/v1", api_key="none"). A page to 
 better given as SHARDLM_API_KEY than on the command line, which others on the machine can read.
 """
 
+import math
 import sys
 
 from absl import flags
@@ -24,6 +25,8 @@ except ModuleNotFoundError as error:
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, adapters, or a run.")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices to split heads, MLPs and vocabulary over.", lower_bound=1)
 _EXPERT = flags.DEFINE_integer("expert", 1, "Devices to split experts over.", lower_bound=1)
+_PIPELINE = flags.DEFINE_integer("pipeline", 1, "Stages to split the layers into.", lower_bound=1)
+_DATA = flags.DEFINE_integer("data", 1, "Replicas, each on devices of its own.", lower_bound=1)
 _DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the checkpoint's, on a CPU float32.")
 _QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int8", "int4"], "Of weights; by default none.")
 _KV_CACHE = flags.DEFINE_enum(
@@ -72,7 +75,9 @@ def main() -> int:
         raise ShardlmError("--model=FOLDER_OR_RUN is needed")
     from launch.devices import prepare_for
 
-    prepare_for(_MODEL.value, _TENSOR.value * _EXPERT.value)
+    sizes = {"tensor": _TENSOR, "expert": _EXPERT, "pipeline": _PIPELINE, "data": _DATA}
+    sizes = {axis: flag.value for axis, flag in sizes.items()}
+    prepare_for(_MODEL.value, math.prod(sizes.values()))
     from shardlm.chat import ChatTemplate
     from shardlm.mesh import MeshSpec
     from shardlm.serve.async_llm import AsyncLLM
@@ -80,7 +85,7 @@ def main() -> int:
     from shardlm.serve.speculation.config import SpeculativeConfig
 
     config = EngineConfig(
-        mesh=MeshSpec(tensor=_TENSOR.value, expert=_EXPERT.value),
+        mesh=MeshSpec(**sizes),
         dtype=_DTYPE.value,
         quantization=_QUANTIZATION.value,
         kv_cache_dtype=_KV_CACHE.value,

@@ -137,7 +137,11 @@ def load(
     """
     found = describe(path, length)
     if quantization and (found.run or found.adapters):
-        raise ShardlmError(f"quantization={quantization}: only a Hugging Face folder can be; convert {path} to one")
+        what = "adapters" if found.adapters else "a run of shardlm"
+        raise ShardlmError(
+            f"quantization={quantization} and {what}, {path}: only a Hugging Face folder's weights can be quantised; "
+            "write it as one (launch.convert, adapters with --merge)"
+        )
     spec = mesh or MeshSpec()
     if -1 in spec.sizes().values():
         spec = spec.resolve(jax.device_count())

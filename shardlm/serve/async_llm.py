@@ -33,7 +33,7 @@ class AsyncLLM:
         """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
         self._engine = engine
         self.model_name, self.template = model_name, template
-        self.max_model_len = engine.scheduler.config.max_model_len
+        self.max_model_len = engine.max_model_len
         self.tokenizer: Tokenizer = engine.tokenizer
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
+from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
@@ -18,10 +19,14 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
-from shardlm.serve.runner import Runner, RunnerConfig
+from shardlm.serve.replicas import EngineGroup
+from shardlm.serve.runner import Runner, RunnerConfig, compile_all
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.speculation.build import DraftModel, layouts_of, make_proposer, open_draft_model
 from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.staged_runner import StagedRunner
+from shardlm.serve.stages import Place, cut, repeated
+from shardlm.serve.submeshes import of_replica, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
@@ -30,7 +35,7 @@ from shardlm.tokenizer import Tokenizer
 class EngineConfig:
     """How a model is served; names and defaults are vLLM's where it has them.
 
-    mesh                    of the devices; its tensor and expert axes split the model
+    mesh                    of the devices: tensor, expert and pipeline split the model, data counts its replicas
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
     quantization            weights in "int8" or "int4" (ops/grouped_weights.py); None: in dtype
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
@@ -38,7 +43,7 @@ class EngineConfig:
     block_size              tokens of a page
     gpu_memory_utilization  share of a GPU's memory for weights, pages and what programs need
     kv_cache_bytes          of all pages, over all devices; None: what is left of a GPU's memory, 1 GiB on a CPU
-    max_num_seqs            requests that run at once; None: 256, on a CPU 32
+    max_num_seqs            requests that run at once, of each replica; None: 256, on a CPU 32
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
     decode_steps            tokens that a request decodes between two looks of the host
     enable_prefix_caching   equal beginnings of prompts are computed once
@@ -74,20 +79,38 @@ class EngineConfig:
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ShardlmError(f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above 0, at most 1")
-        split = [axis for axis in ("data", "fsdp", "context", "pipeline") if getattr(self.mesh, axis) > 1]
+        split = [axis for axis in ("fsdp", "context") if getattr(self.mesh, axis) > 1]
         if split:
             raise ShardlmError(
                 f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
-                "tensor or expert, or run replicas"
+                "tensor, expert, pipeline or data"
             )
+        if self.speculative_config is not None and self.mesh.pipeline > 1:
+            raise ShardlmError(
+                f"speculative_config and mesh.pipeline={self.mesh.pipeline}: drafts are made and verified in one "
+                "program, and stages have one each; give those devices to tensor, expert or data, or leave drafts out"
+            )
+        if self.deterministic and self.mesh.pipeline > 1:
+            raise ShardlmError(
+                f"deterministic=True and mesh.pipeline={self.mesh.pipeline}: stages run rows in several shapes, "
+                "so that bits depend on what else runs; give those devices to tensor, expert or data"
+            )
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that each step drafts."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
 
 def build(
     path: str | os.PathLike, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[Engine, Opened]:
+) -> tuple[Engine | EngineGroup, Opened]:
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
     or is not there."""
-    found = describe(path)
+    if -1 in config.mesh.sizes().values():
+        config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
+    submeshes(config.mesh)  # says where devices are too few
+    found, mesh = describe(path), of_replica(config.mesh)
     longest = found.longest
     length = config.max_model_len or longest
     if longest and length > longest:
@@ -95,10 +118,8 @@ def build(
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
     vocab = found.source.transformer().vocab_size
-    draft = open_draft_model(config.speculative_config, vocab, config.mesh, config.dtype, length)
-    opened = load(
-        path, mesh=config.mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length
-    )
+    draft = open_draft_model(config.speculative_config, vocab, mesh, config.dtype, length)
+    opened = load(path, mesh=mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
@@ -111,38 +132,62 @@ def assemble(
     config: EngineConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
     draft: DraftModel | None = None,
-) -> Engine:
-    """The engine of a model that is opened for decoding, whose parameters it takes over, and of its draft model."""
-    speculative = config.speculative_config
+) -> Engine | EngineGroup:
+    """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
+    of its draft model."""
+    meshes = submeshes(config.mesh)
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
-    cpu = opened.mesh.devices.flat[0].platform == "cpu"
+    first = cut(model, params, meshes[0], draft.params if draft else ())
+    places = [first, *(repeated(first, replica) for replica in meshes[1:])]
+    sizes, *beside = sizes_of(model, draft, places, length, config)
+    schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
+    speculative = config.speculative_config
+    proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
+    runners: list[Runner] = []
+    for place in places:
+        like = runners[0] if runners else None
+        if len(place.stages) > 1:
+            runners.append(StagedRunner(model, place, sizes, like))
+        else:
+            make = DeterministicRunner if config.deterministic else Runner
+            runners.append(make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like))
+    with waiting("compiling", jax.process_index() == 0):
+        compile_all(runners, progress)
+    engines = [Engine(*pair, tokenizer, stop_ids) for pair in zip(runners, schedulers, strict=True)]
+    return engines[0] if len(engines) == 1 else EngineGroup(engines)
+
+
+def sizes_of(
+    model: ModelDef, draft: DraftModel | None, places: Sequence[Place], length: int, config: EngineConfig
+) -> tuple[RunnerConfig | PageLayout, ...]:
+    """(the sizes of a replica's programs, the page layout of the draft model where there is one), once the weights are
+    on the devices."""
+    cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
-    drafts = speculative.num_speculative_tokens if speculative else 0
-    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + drafts) + 1)
-    decoded = config.decode_steps * (1 + drafts)
+    ahead = 1 + config.drafts
+    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * ahead + 1)
+    decoded = config.decode_steps * ahead
     layouts = layouts_of(model, draft, length, config.block_size, decoded)
-    models = [model, draft.model] if draft else [model]
-    each = sum(page_bytes(*one, config.block_size) for one in zip(models, layouts, strict=True))
-    step = max(tokens, decoded)
-    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, step)
-    count = min(pages_of(each, config, cpu), usable)
+    each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
+    each[0] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
+    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, decoded))
+    count = min(pages_of(places, each, config), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
-    sizes = RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps)
-    make = DeterministicRunner if config.deterministic else Runner
-    proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
-    runner = make(model, params, opened.mesh, sizes, *proposer)
+    return RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps), *beside
+
+
+def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
+    """Of one replica."""
+    layout, steps, tokens = sizes.layout, sizes.decode_steps, sizes.max_batch_tokens
     table = PageTable(
         layout.num_pages,
-        config.block_size,
+        sizes.page_size,
         windows=layout.windows,
-        longest_step=step,
+        longest_step=max(tokens, steps * (1 + config.drafts)),
         caching=config.enable_prefix_caching,
     )
-    scheduler = Scheduler(SchedulerConfig(rows, tokens, length, (1, config.decode_steps), drafts), table)
-    with waiting("compiling", jax.process_index() == 0):
-        runner.compile(progress)
-    return Engine(runner, scheduler, tokenizer, stop_ids)
+    return Scheduler(SchedulerConfig(sizes.max_rows, tokens, sizes.max_model_len, (1, steps), config.drafts), table)
 
 
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
@@ -153,38 +198,44 @@ def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     return layout.layers * block_size * position
 
 
-def pages_of(each: int, config: EngineConfig, cpu: bool) -> int:
-    """How many pages of `each` bytes the memory holds, scrap page included. Raises ShardlmError where it holds none."""
-    if config.kv_cache_bytes:
-        nbytes = config.kv_cache_bytes
-    elif cpu:
-        nbytes = 2**30
-    else:
-        nbytes = free_bytes(config)
-    if nbytes < 2 * each:
+def pages_of(places: Sequence[Place], each: Sequence[int], config: EngineConfig) -> int:
+    """How many pages the memory of a replica holds, scrap page included, of which each stage has so many bytes. Raises
+    ShardlmError where it holds none."""
+    cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
+    if config.kv_cache_bytes or cpu:
+        nbytes, own = (config.kv_cache_bytes or 2**30) // len(places), sum(each)
+    else:  # the stage with the least room for its own layers decides
+        room = [
+            (free_bytes(stage.mesh, config), own)
+            for place in places
+            for stage, own in zip(place.stages, each, strict=True)
+        ]
+        nbytes, own = min(room, key=lambda one: one[0] / one[1])
+    if nbytes < 2 * own:
         raise ShardlmError(
-            f"{nbytes / 2**30:.2f} GiB hold no page of {each:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "
+            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "
             "split the model over more devices, or quantise it"
         )
-    return nbytes // each
+    return nbytes // own
 
 
-def free_bytes(config: EngineConfig) -> int:
-    """What is left of the GPUs' memory for pages, measured once the weights are there; a twentieth of the memory is for
-    programs."""
-    count = config.mesh.size(*config.mesh.sizes())
-    stats = [device.memory_stats() for device in jax.devices()[:count]]
+def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
+    """What is left of these GPUs' memory for pages, measured once the weights are there; a twentieth of the memory is
+    for programs."""
+    stats = [device.memory_stats() for device in mesh.devices.flat]
     left = min(s["bytes_limit"] * (config.gpu_memory_utilization - 0.05) - s["bytes_in_use"] for s in stats)
-    return max(0, int(left)) * count
+    return max(0, int(left)) * len(stats)
 
 
-def described(opened: Opened, engine: Engine) -> str:
+def described(opened: Opened, engine: Engine | EngineGroup) -> str:
     """One line on what is ready."""
-    config: Any = engine.runner.config
+    config = engine.runner.config
     layout, longest = config.layout, config.max_model_len
     fit = (layout.num_pages - 1) / layout.pages_of(longest, config.page_size, config.decode_steps)
+    replicas = f"{len(engine.engines)} replicas of " if isinstance(engine, EngineGroup) else ""
     return (
-        f"serving {json.dumps(opened.folder.name)}: {layout.num_pages - 1:,} pages of {config.page_size} tokens in "
-        f"{layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; {config.max_rows} requests at once; "
+        f"serving {json.dumps(opened.folder.name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
+        f"tokens in {layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; "
+        f"{config.max_rows} requests at once; "
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

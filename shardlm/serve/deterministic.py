@@ -82,7 +82,7 @@ class DeterministicRunner(Runner):
         settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
         return {
             "tokens": (run, (TokenRows(self._where()), np.int32(1))),
-            "begin": (lambda params, *rest: token_rows.begin(*rest), settings),
+            "begin": (lambda params, *rest: (token_rows.begin(*rest),), settings),
             "counts": shared["counts"],
             "allowed": shared["allowed"],
         }
@@ -112,9 +112,7 @@ class DeterministicRunner(Runner):
         super()._begin(row, settings)
         defaults, edits, top = RowSettings.defaults(1), no_edits(1), np.zeros(1, bool)
         settings.fill(defaults, edits, top, 0)
-        self._state = self._programs["begin"](
-            self.params, self._state, np.array([row.slot], np.int32), defaults, edits, top
-        )
+        self._run("begin", np.array([row.slot], np.int32), defaults, edits, top)
 
     def _where(self) -> np.ndarray:
         """Rows of padding."""

@@ -74,6 +74,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._groups) or bool(self._started)
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and reply together."""
+        return self.scheduler.config.max_model_len
+
     # Requests.
 
     def add(
@@ -180,10 +185,23 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Starts what can run, waits for the oldest batch, and returns the requests that it moved on."""
+        self.dispatch()
+        return self.collect()
+
+    @property
+    def oldest(self) -> Started | None:
+        """The batch that `collect` waits for."""
+        return self._started[0] if self._started else None
+
+    def dispatch(self) -> None:
+        """Starts what can run, as far ahead as `_ahead` says."""
         while len(self._started) < self._ahead and (batch := self.scheduler.schedule()) is not None:
             rows = [row for row in batch.rows if row.request.lockstep and row.samples]
             settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
             self._started.append(self.runner.start(batch, settings, self._masks(rows)))
+
+    def collect(self) -> list[RequestOutput]:
+        """Waits for the oldest batch, and returns the requests that it moved on."""
         if not self._started:
             return []
         started = self._started.popleft()

@@ -51,7 +51,7 @@ class _Model(TemplateLM):
     def __init__(self, llm: LLM):
         super().__init__()
         self._llm, self._own = llm, llm.tokenizer
-        self._longest = llm.engine.scheduler.config.max_model_len
+        self._longest = llm.engine.max_model_len
 
     @property
     def eot_token_id(self) -> int:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
-from shardlm.mesh import MeshSpec
 from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
 from shardlm.serve.layers import apart, split
@@ -59,7 +58,7 @@ def read(path: str | os.PathLike, runner: Runner) -> Tree:
     quantised = not execution.lora.rank and execution.weights in ("int8", "int4")
     return load(
         path,
-        mesh=MeshSpec(**runner.mesh.shape),
+        mesh=runner.spec,
         dtype=jnp.dtype(execution.dtype).name,
         decoding=True,
         quantization=execution.weights if quantised else None,

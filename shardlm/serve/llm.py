@@ -20,7 +20,14 @@ class LLM:
     """`LLM(model=DIR).generate(prompts, SamplingParams(...))`. Not for several threads: that is AsyncLLM."""
 
     def __init__(
-        self, model: str | os.PathLike, *, tensor_parallel_size: int = 1, mesh: MeshSpec | None = None, **options
+        self,
+        model: str | os.PathLike,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        mesh: MeshSpec | None = None,
+        **options,
     ):
         """Loads a Hugging Face folder, adapters or a run, and compiles its programs.
 
@@ -29,9 +36,10 @@ class LLM:
 
         Raises: ShardlmError for what does not fit or is not there.
         """
-        if mesh is not None and tensor_parallel_size != 1:
-            raise ShardlmError("give mesh or tensor_parallel_size, not both")
-        config = EngineConfig(mesh=mesh or MeshSpec(tensor=tensor_parallel_size), **options)
+        sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
+        if mesh is not None and sizes != MeshSpec():
+            raise ShardlmError(f"mesh={mesh} and parallel sizes that make {sizes}: give mesh or the sizes, not both")
+        config = EngineConfig(mesh=mesh or sizes, **options)
         self.engine, self._opened = build(model, config)
         self.tokenizer, self.folder = self._opened.tokenizer, self._opened.folder
         self._ids = itertools.count()

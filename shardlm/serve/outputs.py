@@ -71,6 +71,10 @@ class SpeculationStats:
         """Tokens that a step with drafts brings: the accepted ones and the model's own."""
         return 1 + sum(self.accepted) / max(1, self.steps)
 
+    def plus(self, other: "SpeculationStats") -> "SpeculationStats":
+        accepted = tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True))
+        return SpeculationStats(self.steps + other.steps, self.drafted + other.drafted, accepted)
+
     def since(self, before: "SpeculationStats") -> "SpeculationStats":
         accepted = tuple(new - old for new, old in zip(self.accepted, before.accepted, strict=True))
         return SpeculationStats(self.steps - before.steps, self.drafted - before.drafted, accepted)
@@ -80,7 +84,7 @@ class SpeculationStats:
 class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
     engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, and what
-    came of drafts, None where there are none."""
+    came of drafts, None where there are none. replicas: the same of each, where there are several."""
 
     num_running: int
     num_waiting: int
@@ -91,3 +95,4 @@ class Stats:
     generation_tokens: int
     prompt_tokens: int
     speculation: SpeculationStats | None = None
+    replicas: tuple["Stats", ...] = ()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Paged, Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, sample_rows
 from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
 from shardlm.serve.sampling_params import MAX_LOGPROBS
@@ -129,30 +130,39 @@ def chunk(
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
     Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D]).
     `also`: what a proposer of drafts makes of the chunks."""
-    slot, start, length, samples, scored = (rows.where[:, i] for i in range(5))
-    table = rows.where[:, 5:]
-    index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
-    # Padding stands at the row's last position, so that attention goes no farther than the row does.
-    positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    ctx = Paged.make(table, index < length[:, None], layout, model.execution)
+    positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1])
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
+    slots, *found = chunk_end(lm, state.slots, rows, hidden)
+    drafts = also(state.drafts, Chunk(rows.where[:, 0], ctx, rows.tokens, positions, hidden))
+    return ServeState(pages, slots, drafts), *found
+
+
+def chunk_context(model: ModelDef, layout: PageLayout, where: jax.Array, count: int) -> tuple[jax.Array, Paged]:
+    """(positions int32 [R, C], what the tokens attend to) of chunks padded to `count` tokens."""
+    start, length, table = where[:, 1], where[:, 2], where[:, 5:]
+    index = jnp.arange(count, dtype=jnp.int32)[None]
+    # Padding stands at the row's last position, so that attention goes no farther than the row does.
+    positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
+    return positions, Paged.make(table, index < length[:, None], layout, model.execution)
+
+
+def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array):
+    """What chunks end with, from hidden [R, C, D] after the last norm: (slots, and all that `chunk` gives besides)."""
+    slot, start, length, samples, scored = (rows.where[:, i] for i in range(5))
     last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
     logits = jax.reshard(lm.logits(last)[:, 0], WHOLE)
     slots = dataclasses.replace(
-        state.slots,
-        settings=put(state.slots.settings, slot, rows.settings),
-        edits=put(state.slots.edits, slot, rows.edits),
-        top=state.slots.top.at[slot].set(rows.top),
+        slots,
+        settings=put(slots.settings, slot, rows.settings),
+        edits=put(slots.edits, slot, rows.edits),
+        top=slots.top.at[slot].set(rows.top),
     )
-    own = take(slots, slot)
-    sampled, own = sampled_of(logits, own, start + length, samples > 0)
-    slots = keep_slots(slots, slot, own)
-    drafts = also(state.drafts, Chunk(slot, ctx, rows.tokens, positions, hidden))
+    sampled, own = sampled_of(logits, take(slots, slot), start + length, samples > 0)
     score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
     none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(score))
     scores = jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
-    return ServeState(pages, slots, drafts), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
+    return keep_slots(slots, slot, own), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)
 
 
 def _scores(lm, hidden: jax.Array, targets: jax.Array) -> Scores:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlm.layers.page_layout import PageLayout
+from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings, Sampled
 from shardlm.ops.penalties import counts_of
 from shardlm.serve import programs
@@ -131,33 +132,38 @@ class Runner:
         config: RunnerConfig,
         proposer: Proposer | None = None,
         proposer_params: Any = (),
+        like: "Runner | None" = None,
     ):
-        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts."""
+        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts. `like`: a runner
+        of the same model on other devices, whose programs are traced for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
         self.proposer, self._proposer_params = proposer, proposer_params
-        sizes = (config.layout, config.page_size, config.max_rows)
-        make = functools.partial(empty_state, model, *sizes, proposer.empty if proposer else tuple)
-        with jax.set_mesh(mesh):
-            self._state = jax.jit(make)()
-        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._state = self._empty()
+        self._jitted: dict[Any, Any] = {} if like is None else like._jitted
+        self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
         self._masked: set[int] = set()  # slots whose masks are not all ones
+
+    def _empty(self) -> Any:
+        sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
+        make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(make)()
 
     # Programs.
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program, several at a time; `progress` is called with (programs done, of how many)."""
-        work, started = self._shapes(), time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
-            made = {pool.submit(self._compile, *what): key for key, what in work.items()}
-            for done, future in enumerate(concurrent.futures.as_completed(made), 1):
-                self._programs[made[future]] = future.result()
-                progress(done, len(work))
-        self.compile_seconds = time.perf_counter() - started
+        compile_all([self], progress)
 
     @property
     def num_programs(self) -> int:
         return len(self._programs)
+
+    @property
+    def spec(self) -> MeshSpec:
+        """Of the devices of this replica."""
+        return MeshSpec(**self.mesh.shape)
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, example arguments after the weights and the state)."""
@@ -184,9 +190,11 @@ class Runner:
         work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
         return work
 
-    def _compile(self, function: Callable, arguments: tuple) -> jax.stages.Compiled:
+    def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
+        """The program of a key of `_shapes`, not compiled yet."""
+        jitted = self._jitted.setdefault(key, jax.jit(function, donate_argnums=1))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
-            return jax.jit(function, donate_argnums=1).lower(self._weights, self._state, *arguments).compile()
+            return jitted.lower(self._weights, self._state, *arguments)
 
     @property
     def _weights(self) -> Any:
@@ -215,15 +223,18 @@ class Runner:
         decodes = [(n, row) for n, row in numbered if row.tokens is None]
         calls = []
         if decodes:
-            size = next(size for size in self.config.decode_sizes if size >= len(decodes))
-            rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
-            sampled, *tally = self._run(("decode", size), rows, np.int32(batch.steps))
-            calls.append(Call(tuple(n for n, _ in decodes), sampled, tally=tally[0] if tally else None))
+            calls += self._decode(batch, decodes)
         for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
             sampled = self._run(("chunk", size), self._chunk_rows(own, size))
             calls.append(Call(tuple(n for n, _ in group), *sampled))
         return Started(batch, tuple(calls))
+
+    def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
+        size = next(size for size in self.config.decode_sizes if size >= len(decodes))
+        rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
+        sampled, *tally = self._run(("decode", size), rows, np.int32(batch.steps))
+        return [Call(tuple(n for n, _ in decodes), sampled, tally=tally[0] if tally else None)]
 
     def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
         words = -(-self.model.config.vocab_size // 32)
@@ -306,3 +317,26 @@ class Runner:
             targets[i, : len(following)] = following
             settings.fill(defaults, edits, top, i)
         return ChunkRows(where, tokens, targets, defaults, edits, top)
+
+
+def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None]) -> None:
+    """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of
+    each, as what XLA makes is bound to its devices."""
+    started = time.perf_counter()
+    work = [runner._shapes() for runner in runners]
+
+    def lower(key) -> list[jax.stages.Lowered]:
+        return [runner.lower(key, *own[key]) for runner, own in zip(runners, work, strict=True)]
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+        lowering = {pool.submit(lower, key): key for key in work[0]}
+        compiling = {}
+        for future in concurrent.futures.as_completed(lowering):
+            for runner, lowered in zip(runners, future.result(), strict=True):
+                compiling[pool.submit(lowered.compile)] = runner, lowering[future]
+        for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+            runner, key = compiling[future]
+            runner._programs[key] = future.result()
+            progress(done, len(compiling))
+    for runner in runners:
+        runner.compile_seconds = time.perf_counter() - started

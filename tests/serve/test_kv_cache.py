@@ -13,7 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.ops.kv_format import held
-from shardlm.serve.build import EngineConfig, assemble, page_bytes, pages_of
+from shardlm.serve.build import EngineConfig, assemble, page_bytes
 from shardlm.serve.sampling_params import SamplingParams
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
@@ -35,7 +35,7 @@ def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
     config = EngineConfig(mesh=mesh, kv_cache_dtype=how, kv_cache_bytes=MEMORY, **sizes)
     engine = assemble(opened, TOKENIZER, [], 60, config)
     model, layout = engine.runner.model, engine.runner.config.layout
-    assert pages_of(page_bytes(model, layout, 4), config, cpu=True) == pages
+    assert MEMORY // page_bytes(model, layout, 4) == pages
     held_bytes = sum(a.nbytes for a in jax.tree.leaves(engine.runner._state.pages))
     assert page_bytes(model, layout, 4) * layout.num_pages == held_bytes
     engine.add("a", tokens.tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0))

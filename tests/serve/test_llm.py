@@ -55,7 +55,9 @@ def test_what_users_of_vllm_s_class_expect(llm):
 def test_what_cannot_be_built_is_refused(llm):
     for options, message in (
         ({"quantization": "int3"}, "choose from int8, int4"),
-        ({"mesh": MeshSpec(data=2)}, "give its devices to tensor or expert, or run replicas"),
+        ({"mesh": MeshSpec(fsdp=2)}, "give its devices to tensor, expert, pipeline or data"),
+        ({"mesh": MeshSpec(pipeline=4)}, "pipeline=4 stages of 3 layers; choose at most 3"),
+        ({"mesh": MeshSpec(data=3, tensor=4)}, "needs 12 devices and there are 8"),
         ({"max_model_len": 128}, "more than the model's 64 positions"),
         ({"kv_cache_bytes": 100}, "hold no page"),
         ({"kv_cache_bytes": 10_000}, "needs 16 pages of 4, and the pool has"),
@@ -63,7 +65,7 @@ def test_what_cannot_be_built_is_refused(llm):
     ):
         with pytest.raises(ShardlmError, match=message):
             build(llm.folder, EngineConfig(**(SIZES | options)))
-    with pytest.raises(ShardlmError, match="mesh or tensor_parallel_size, not both"):
+    with pytest.raises(ShardlmError, match="give mesh or the sizes, not both"):
         shardlm.LLM(llm.folder, mesh=MeshSpec(), tensor_parallel_size=2)
 
 

@@ -5,7 +5,7 @@ The text format is https://prometheus.io/docs/instrumenting/exposition_formats/.
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardlm.serve.outputs import RequestOutput, SpeculationStats, Stats
 
@@ -41,7 +41,8 @@ class Metrics:
     """What the server sees itself; the engine's `Stats` come in when the text is asked for. Times are in seconds."""
 
     def __init__(self, model_name: str):
-        self._labels = f'model_name="{quoted(model_name)}",engine="0"'
+        self._model = f'model_name="{quoted(model_name)}"'
+        self._labels = f'{self._model},engine="0"'
         self.first_token = Histogram(_FIRST)
         self.between_tokens = Histogram(_BETWEEN)
         self.per_token = Histogram(_BETWEEN)  # one value a request
@@ -56,29 +57,45 @@ class Metrics:
         return "\n".join([*self._engine(stats), *self._requests(), *self._histograms()]) + "\n"
 
     def _engine(self, stats: Stats) -> Iterator[str]:
-        yield from self._one("num_requests_running", "gauge", stats.num_running, "Requests that hold pages.")
-        yield from self._one("num_requests_waiting", "gauge", stats.num_waiting, "Requests that wait for their turn.")
-        yield from self._one("kv_cache_usage_perc", "gauge", stats.kv_usage, "Share of the pages in use, 0 to 1.")
-        counters = {
-            "prefix_cache_queries_total": (stats.prefix_queries, "Tokens looked up in the prefix cache."),
-            "prefix_cache_hits_total": (stats.prefix_hits, "Tokens found in the prefix cache."),
-            "num_preemptions_total": (stats.preemptions, "Requests that gave up their pages to others."),
-            "prompt_tokens_total": (stats.prompt_tokens, "Tokens of prompts."),
-            "generation_tokens_total": (stats.generation_tokens, "Tokens of replies."),
+        each = stats.replicas or (stats,)
+        gauges = {
+            "num_requests_running": ("num_running", "Requests that hold pages."),
+            "num_requests_waiting": ("num_waiting", "Requests that wait for their turn."),
+            "kv_cache_usage_perc": ("kv_usage", "Share of the pages in use, 0 to 1."),
         }
-        for name, (value, meaning) in counters.items():
-            yield from self._one(name, "counter", value, meaning)
+        counters = {
+            "prefix_cache_queries_total": ("prefix_queries", "Tokens looked up in the prefix cache."),
+            "prefix_cache_hits_total": ("prefix_hits", "Tokens found in the prefix cache."),
+            "num_preemptions_total": ("preemptions", "Requests that gave up their pages to others."),
+            "prompt_tokens_total": ("prompt_tokens", "Tokens of prompts."),
+            "generation_tokens_total": ("generation_tokens", "Tokens of replies."),
+        }
+        for name, (field, meaning) in (gauges | counters).items():
+            kind = "gauge" if name in gauges else "counter"
+            yield from self._of_each(name, kind, [getattr(one, field) for one in each], meaning)
         if stats.speculation is not None:
-            yield from self._drafts(stats.speculation)
+            yield from self._drafts([one.speculation for one in each])
 
-    def _drafts(self, stats: SpeculationStats) -> Iterator[str]:
-        yield from self._one("spec_decode_num_drafts_total", "counter", stats.steps, "Steps that verified drafts.")
-        yield from self._one("spec_decode_num_draft_tokens_total", "counter", stats.drafted, "Tokens drafted.")
+    def _drafts(self, each: Sequence[SpeculationStats]) -> Iterator[str]:
         accepted = "spec_decode_num_accepted_tokens"
-        yield from self._one(f"{accepted}_total", "counter", sum(stats.accepted), "Drafted tokens that the model said.")
+        found = {
+            "spec_decode_num_drafts_total": ([one.steps for one in each], "Steps that verified drafts."),
+            "spec_decode_num_draft_tokens_total": ([one.drafted for one in each], "Tokens drafted."),
+            f"{accepted}_total": ([sum(one.accepted) for one in each], "Drafted tokens that the model said."),
+        }
+        for name, (values, meaning) in found.items():
+            yield from self._of_each(name, "counter", values, meaning)
         yield from head(f"vllm:{accepted}_per_pos_total", "counter", "The same, by their place among a step's drafts.")
-        for place, count in enumerate(stats.accepted):
-            yield f'vllm:{accepted}_per_pos_total{{{self._labels},position="{place}"}} {count}'
+        for number, one in enumerate(each):
+            for place, count in enumerate(one.accepted):
+                labels = f'{self._model},engine="{number}",position="{place}"'
+                yield f"vllm:{accepted}_per_pos_total{{{labels}}} {count}"
+
+    def _of_each(self, name: str, kind: str, values: Sequence[float], meaning: str) -> Iterator[str]:
+        """A line for each replica: their sum is Prometheus's to make."""
+        yield from head(f"vllm:{name}", kind, meaning)
+        for number, value in enumerate(values):
+            yield f'vllm:{name}{{{self._model},engine="{number}"}} {value}'
 
     def _requests(self) -> Iterator[str]:
         yield from head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")
@@ -101,10 +118,6 @@ class Metrics:
         for name, (histogram, meaning) in histograms.items():
             yield from head(f"vllm:{name}", "histogram", meaning)
             yield from histogram.lines(f"vllm:{name}", self._labels)
-
-    def _one(self, name: str, kind: str, value: float, meaning: str) -> Iterator[str]:
-        yield from head(f"vllm:{name}", kind, meaning)
-        yield f"vllm:{name}{{{self._labels}}} {value}"
 
 
 def quoted(value: str) -> str:

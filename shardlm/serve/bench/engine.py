@@ -28,8 +28,10 @@ from shardlm.serve.bench.workload import prompts
 from shardlm.serve.build import EngineConfig, assemble
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import SpeculationStats
+from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import open_draft_model
+from shardlm.serve.submeshes import of_replica
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -37,16 +39,17 @@ BATCHES = (1, 8, 32)
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax")
 
 
-def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -> Engine:
+def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -> Engine | EngineGroup:
     """An engine of random weights: how fast a model is does not depend on what it says."""
-    mesh = config.mesh.build(jax.devices()[: config.mesh.size(*config.mesh.sizes())])
+    one = of_replica(config.mesh)
+    mesh = one.build(jax.devices()[: one.size(*one.sizes())])
     dtype = DTYPES[config.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")]
     tokenizer = train_bpe(["a model to be timed"], 300)
     with jax.set_mesh(mesh):
-        model = ModelDef.make(shape, Execution(Rules.make("zero3", config.mesh).for_decoding(), dtype))
+        model = ModelDef.make(shape, Execution(Rules.make("zero3", one).for_decoding(), dtype))
         make = jax.jit(lambda seed: jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(seed))))
         opened = Opened(model, make(0), mesh, None, pathlib.Path())
-    draft = open_draft_model(config.speculative_config, shape.vocab_size, config.mesh, config.dtype, length)
+    draft = open_draft_model(config.speculative_config, shape.vocab_size, one, config.dtype, length)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 

@@ -1,0 +1,128 @@
+"""Cuts a model whose layers are apart into pipeline stages, each a contiguous run of layers with its weights on devices
+of its own: the embedding in the first, the last norm and the head in the last; tied embeddings in both."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.page_layout import PageLayout
+from shardlm.models.transformer import Transformer
+from shardlm.state import ModelDef, at_rest, joined
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """Some layers of a model, as a model of these layers alone, and where they are.
+
+    layers  of the whole model
+    absent  shapes of the parameters that other stages have, so that the model can be put together
+    held    shapes and places of its own
+    """
+
+    model: ModelDef
+    mesh: Mesh
+    first: bool
+    last: bool
+    layers: slice
+    absent: Tree
+    held: Tree = None
+
+    def lm(self, params: Tree) -> Transformer:
+        """The layers with these parameters, of this stage alone; for use inside jit."""
+        return nnx.merge(self.model.graph, joined(params, self.absent))
+
+    def layout(self, whole: PageLayout) -> PageLayout:
+        """The page layout of the whole model as this stage has it: the same pages, of fewer layers."""
+        counts, places = collections.Counter(), []
+        for group, _ in whole.places[self.layers]:
+            places.append((group, counts[group]))
+            counts[group] += 1
+        return dataclasses.replace(whole, places=tuple(places))
+
+
+def layers_of(num_layers: int, count: int) -> list[slice]:
+    """The layers of each stage: equally many, and one less in the last ones, as the head is there too. Raises
+    ShardlmError for more stages than layers."""
+    if count > num_layers:
+        raise ShardlmError(f"pipeline={count} stages of {num_layers} layers; choose at most {num_layers}")
+    ends = [-(-num_layers * (i + 1) // count) for i in range(count)]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One replica on its devices: the stages, the parameters of each, and those of a draft model."""
+
+    stages: list[Stage]
+    params: list[Tree]
+    draft: Tree = ()
+
+
+def cut(model: ModelDef, params: Tree, meshes: Sequence[Mesh], draft: Tree = ()) -> Place:
+    """The stages of a model whose layers are apart, whose parameters it takes over and moves; of one mesh, the model as
+    it is."""
+    if len(meshes) == 1:
+        return Place([Stage(model, meshes[0], True, True, slice(None), {})], [copied(params, meshes[0])], draft)
+    runs = layers_of(model.config.num_layers, len(meshes))
+    last = len(meshes) - 1
+    found = [
+        _stage(model, mesh, run, i == 0, i == last) for i, (mesh, run) in enumerate(zip(meshes, runs, strict=True))
+    ]
+    return Place(found, [part_of(params, stage) for stage in found], draft)
+
+
+def part_of(params: Tree, stage: Stage) -> Tree:
+    """A stage's own of all parameters, moved to its devices as far as they are not there."""
+    layers = range(stage.layers.start, stage.layers.stop)
+    own = {name: params[name] for name in stage.held if name != "segments"}
+    own["segments"] = {i: params["segments"][layer] for i, layer in enumerate(layers)}
+    return jax.tree.map(lambda a, to: jax.device_put(a, to.sharding), own, stage.held)
+
+
+def together(params: Sequence[Tree], stages: Sequence[Stage]) -> Tree:
+    """All parameters from those of the stages, each where it is: `part_of` undone."""
+    layers = {}
+    for own, stage in zip(params, stages, strict=True):
+        layers |= {stage.layers.start + i: layer for i, layer in own["segments"].items()}
+    names = {name: a for own in reversed(params) for name, a in own.items()}  # the first stage's where two have it
+    return names | {"segments": layers}
+
+
+def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> Stage:
+    config = dataclasses.replace(model.config, segments=model.config.segments[run])
+    execution = dataclasses.replace(model.execution, rules=model.execution.rules.inside("pipeline"))
+    with jax.set_mesh(mesh):
+        part = ModelDef.make(config, execution)
+        held = part.held_at_rest(mesh)
+        if part.frozen_shapes is not None:
+            held = joined(held, jax.tree.map(lambda s: at_rest(s, mesh), part.shapes))
+    here = {"segments"}
+    here |= {"embedding", "positions"} if first else set()
+    here |= {"final_norm", "head"} if last else set()
+    here |= {"embedding"} if last and config.tie_embeddings else set()
+    own = {name: held[name] for name in held if name in here}
+    return Stage(part, mesh, first, last, run, {name: held[name] for name in held if name not in here}, own)
+
+
+def repeated(place: Place, meshes: Sequence[Mesh]) -> Place:
+    """The same on other meshes of the same shapes, copied from device to device."""
+    stages = []
+    for stage, mesh in zip(place.stages, meshes, strict=True):
+        held = jax.tree.map(lambda s, mesh=mesh: at_rest(s, mesh), stage.held)
+        stages.append(dataclasses.replace(stage, mesh=mesh, held=held))
+    params = [copied(own, mesh) for own, mesh in zip(place.params, meshes, strict=True)]
+    return Place(stages, params, copied(place.draft, meshes[0]))
+
+
+def copied(params: Tree, mesh: Mesh) -> Tree:
+    """Parameters on the devices of another mesh of the same shape, from device to device; the same where they are
+    there."""
+    return jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, a.sharding.spec)), params)

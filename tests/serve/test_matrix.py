@@ -1,0 +1,198 @@
+"""Every feature of serving with every other one: cases in which each pair of values meets, each against the oracle that
+knows no cache, no batch and no mesh. What does not go together is refused at start-up, by name.
+
+A new feature is a line in one of the tables: in BUILT where it needs programs of its own, in HELD where it is the
+host's, in ASKED where it is a request's.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from engines import CONFIG, END, TOKENIZER
+from oracle import Oracle, opened_of
+from pairwise import covering
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.stack import Segment
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
+from shardlm.opened import Opened
+from shardlm.serve.build import EngineConfig, assemble, scheduler_of
+from shardlm.serve.engine import Engine
+from shardlm.serve.live_weights import new_weights
+from shardlm.serve.replicas import EngineGroup
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+from shardlm.serve.submeshes import of_replica
+
+ONE = MeshSpec()
+BUILT = {
+    "mesh": (ONE, MeshSpec(tensor=2), MeshSpec(pipeline=2), MeshSpec(data=2)),
+    "weights": ("dtype", "int8", "int4"),
+    "tie_embeddings": (False, True),
+    "window": (0, 6),
+    "adapters": (False, True),
+    "deterministic": (False, True),
+    "drafts": (False, True),
+}
+HELD = {"caching": (True, False), "chunked": (True, False), "few_pages": (True, False)}
+ASKED = {
+    "random": (False, True),
+    "logprobs": (None, 2),
+    "prompt_logprobs": (None, 1),
+    "penalties": (False, True),
+    "grammar": (False, True),
+    "n": (1, 2),
+    "embed": (False, True),
+    "new_weights": (False, True),
+}
+LENGTH, PAGE = 40, 4
+PROMPT = TOKENIZER.encode('{"name": "ab", "age": 12, x: true}' * 2)[:21]
+BESIDE = [*PROMPT[:14], *TOKENIZER.encode("né日")]  # begins alike
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+CLOSE = 2e-4  # of log-probabilities in float32
+
+
+def _refused(case: dict) -> bool:
+    """Told by EngineConfig, see the test of refusals."""
+    deterministic, drafts = case.get("deterministic", False), case.get("drafts", False)
+    return (deterministic and drafts) or (case.get("mesh", ONE).pipeline > 1 and (deterministic or drafts))
+
+
+@functools.cache
+def engines_and_cases() -> list[tuple[dict, list[dict]]]:
+    """(what is built, the cases on it): the fewest builds that cover their own pairs, and on these all other pairs."""
+    builds, _ = covering(BUILT, lambda case: not _refused(case))
+
+    def possible(case: dict) -> bool:
+        own = {name: case[name] for name in BUILT if name in case}
+        return any(own.items() <= build.items() for build in builds)
+
+    cases, never = covering(BUILT | HELD | ASKED, possible)
+    assert all(_refused(dict(pair)) for pair in never)
+    return [(build, [case for case in cases if build.items() <= case.items()]) for build in builds]
+
+
+def shape_of(build: dict) -> TransformerConfig:
+    """Two layers, the first one with the window."""
+    shape = dataclasses.replace(CONFIG, num_layers=2, tie_embeddings=build["tie_embeddings"]).transformer()
+    [block] = shape.segments[0].pattern
+    windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=build["window"]))
+    return dataclasses.replace(shape, segments=(Segment((windowed, block), 1),))
+
+
+def opened(build: dict, spec: MeshSpec, seed: int = 0) -> Opened:
+    return opened_of(shape_of(build), of_replica(spec), seed, lora=2 * build["adapters"], weights=build["weights"])
+
+
+def runners_of(build: dict) -> list:
+    """Compiled: of each replica."""
+    config = EngineConfig(
+        mesh=build["mesh"],
+        deterministic=build["deterministic"],
+        speculative_config=DRAFTS if build["drafts"] else None,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        block_size=PAGE,
+        decode_steps=4,
+    )
+    engine = assemble(opened(build, build["mesh"]), TOKENIZER, [END], LENGTH, config)
+    return [one.runner for one in (engine.engines if isinstance(engine, EngineGroup) else [engine])]
+
+
+def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
+    """Another scheduler over the same programs."""
+    sizes = runners[0].config
+    if case["chunked"]:
+        sizes = dataclasses.replace(sizes, max_batch_tokens=8)
+    if case["few_pages"]:
+        longest = sizes.layout.pages_of(LENGTH, PAGE, max(sizes.max_batch_tokens, 4 * (1 + 2 * case["drafts"])))
+        sizes = dataclasses.replace(sizes, layout=dataclasses.replace(sizes.layout, num_pages=1 + longest))
+    drafts = DRAFTS if case["drafts"] else None
+    config = EngineConfig(enable_prefix_caching=case["caching"], speculative_config=drafts)
+    engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END]) for runner in runners]
+    return engines[0] if len(engines) == 1 else EngineGroup(engines)
+
+
+def params_of(case: dict) -> SamplingParams:
+    return SamplingParams(
+        n=case["n"],
+        max_tokens=0 if case["embed"] else 12,
+        ignore_eos=True,
+        logprobs=case["logprobs"],
+        prompt_logprobs=case["prompt_logprobs"],
+        structured_outputs=StructuredOutputs(choice=["true", "tags"]) if case["grammar"] else None,
+        **({"temperature": 1.2, "top_k": 50, "seed": 7} if case["random"] else {"temperature": 0}),
+        **({"repetition_penalty": 1.3, "frequency_penalty": 0.5} if case["penalties"] else {}),
+    )
+
+
+def run(engine: Engine | EngineGroup) -> dict:
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert engine.stats().kv_usage == 0
+    return done
+
+
+def check(output, prompt: list[int], params: SamplingParams, oracle: Oracle, embed: bool) -> None:
+    for index, one in enumerate(output.outputs):
+        said = oracle.reply(prompt, params, index)
+        assert one.token_ids == said.tokens
+        for place, (chosen, *others) in enumerate(one.logprobs or ()):
+            row = said.logprobs[place]
+            assert abs(chosen.logprob - row[chosen.token_id]) < CLOSE
+            best = np.sort(row)[::-1][: params.logprobs]
+            np.testing.assert_allclose([other.logprob for other in others], best, atol=CLOSE)
+    for place, (own, best) in enumerate((output.prompt_logprobs or ())[1:]):
+        row = oracle.logprobs(prompt)[place]
+        assert own.token_id == prompt[place + 1] and abs(own.logprob - row[own.token_id]) < CLOSE
+        assert abs(best.logprob - row.max()) < CLOSE
+    if embed:
+        np.testing.assert_allclose(output.embedding, oracle.embedding(prompt), atol=1e-4)
+
+
+def test_every_pair_of_features_gives_what_the_oracle_says():
+    preemptions = hits = 0
+    for build, cases in engines_and_cases():
+        runners, plain = runners_of(build), Oracle(opened(build, ONE))
+        for case in cases:
+            engine, params, oracle, old = engine_of(runners, case), params_of(case), plain, runners[0].params
+            greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            if case["new_weights"]:
+                engine.add("old", PROMPT, greedy)
+                check(run(engine)["old"], PROMPT, greedy, plain, False)
+                engine.update_weights(new_weights(opened(build, build["mesh"], seed=1).params, runners[0]))
+                oracle = plain.of(opened(build, ONE, seed=1).params)
+            engine.add("first", PROMPT, params, embed=case["embed"])
+            engine.add("beside", BESIDE, greedy)
+            done = run(engine)
+            before = engine.stats().prefix_hits
+            engine.add("again", PROMPT, params, embed=case["embed"])
+            done |= run(engine)
+            try:
+                check(done["beside"], BESIDE, greedy, oracle, False)
+                for id in ("first", "again"):
+                    check(done[id], PROMPT, params, oracle, case["embed"])
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+            found = engine.stats().prefix_hits - before
+            shared = case["caching"] and case["prompt_logprobs"] is None
+            assert shared or not found, case
+            assert found or not shared or case["few_pages"], case  # which may have no room for what was cached
+            preemptions, hits = preemptions + engine.stats().preemptions, hits + found
+            engine.update_weights(old)
+    assert preemptions and hits
+
+
+def test_what_does_not_go_together_is_refused_by_name():
+    for options, *named in (
+        ({"deterministic": True, "mesh": MeshSpec(pipeline=2)}, "deterministic=True", "mesh.pipeline=2"),
+        ({"speculative_config": DRAFTS, "mesh": MeshSpec(pipeline=2)}, "speculative_config", "mesh.pipeline=2"),
+        ({"speculative_config": DRAFTS, "deterministic": True}, "speculative_config", "deterministic=True"),
+        ({"mesh": MeshSpec(fsdp=2, context=2)}, "fsdp, context", "tensor, expert, pipeline or data"),
+    ):
+        with pytest.raises(ShardlmError) as refusal:
+            EngineConfig(**options)
+        assert all(name in str(refusal.value) for name in named)
