@@ -11,6 +11,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Sampled
+from shardlm.serve.bad_words import BadWords
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar, GrammarCompiler
 from shardlm.serve.outputs import CompletionOutput, RequestOutput, SpeculationStats, Stats, TokenLogprob
@@ -36,6 +37,7 @@ class Reply:
     settings: RequestSettings
     detokenizer: Detokenizer
     grammar: Grammar | None
+    bad_words: BadWords
     output: CompletionOutput
     group: "Group"
 
@@ -137,8 +139,10 @@ class Engine:
         return self._grammars.compile(kinds[name], getattr(wanted, name))
 
     def _reply(self, id, prompt, params, grammar, index: int, priority: int, salt: str, group: Group) -> Reply:
-        request = Request(id, prompt, params, eos_ids=self.stop_ids, priority=priority, salt=salt)
-        settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, self.tokenizer, index)
+        words = BadWords.make(params.bad_words, self.tokenizer)
+        options = {"priority": priority, "salt": salt, "lockstep": bool(words.several)}
+        request = Request(id, prompt, params, eos_ids=self.stop_ids, **options)
+        settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, words.single, index)
         detokenizer = Detokenizer(
             self.tokenizer,
             stop=params.stop,
@@ -148,7 +152,7 @@ class Engine:
         )
         output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
         own = grammar.copy() if grammar and params.n > 1 else grammar
-        return Reply(request, settings, detokenizer, own, output, group)
+        return Reply(request, settings, detokenizer, own, words, output, group)
 
     def abort(self, id: str) -> RequestOutput | None:
         """Ends a request with the reason "abort" and frees its pages at once; None where there is none."""
@@ -239,13 +243,14 @@ class Engine:
         return np.array([*tally.made, *(row.samples for row in started.batch.rows[len(tally.made) :])])
 
     def _masks(self, rows) -> list[tuple[int, np.ndarray]]:
-        """What the grammars of these rows allow next, by slot."""
-        if not rows:
-            return []
+        """What grammars and bad words allow these rows next, by slot."""
         replies = [self._replies[row.request.id] for row in rows]
-        masks = self._grammars.masks(len(rows))
-        self._grammars.fill(masks, [(i, reply.grammar) for i, reply in enumerate(replies)])
-        return [(row.slot, masks[i]) for i, row in enumerate(rows)]
+        masks = np.full((len(rows), -(-self._vocab // 32)), -1, np.int32)
+        if grammars := [(i, reply.grammar) for i, reply in enumerate(replies) if reply.grammar]:
+            self._grammars.fill(masks, grammars)
+        for reply, mask in zip(replies, masks, strict=True):
+            reply.bad_words.forbid(reply.request.generated, mask)
+        return [(row.slot, mask) for row, mask in zip(rows, masks, strict=True)]
 
     def _take(self, reply: Reply, tokens: list[int], sampled: Sampled, row: int) -> None:
         """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and its end."""

@@ -73,7 +73,6 @@ class GrammarCompiler:
                 f"and at least one stop token (stop_ids={list(stop_ids)}): {error}. Use the model's own tokenizer and "
                 "stop tokens"
             ) from error
-        self._words = -(-vocab_size // 32)
         self._threads = llguidance.LLExecutor()
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 
@@ -98,10 +97,6 @@ class GrammarCompiler:
                 "https://github.com/guidance-ai/llguidance/tree/main/docs says is supported"
             )
         return Grammar(matcher)
-
-    def masks(self, rows: int) -> np.ndarray:
-        """int32 [rows, ceil(vocab_size / 32)] that allows every token."""
-        return np.full((rows, self._words), -1, np.int32)
 
     def fill(self, masks: np.ndarray, grammars: Iterable[tuple[int, Grammar]]) -> dict[int, str]:
         """Writes the tokens that may come next into rows of masks int32 [B, ceil(vocab_size / 32)].

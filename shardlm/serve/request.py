@@ -40,9 +40,11 @@ class Request:
         eos_ids: Collection[int] = (),
         priority: int = 0,
         salt: str = "",
+        lockstep: bool = False,
     ):
         """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
-        `salt` share pages. Raises ShardlmError for an empty prompt."""
+        `salt` share pages. With `lockstep` the host sees each token before the next is sampled. Raises ShardlmError for
+        an empty prompt."""
         if not len(prompt):
             raise ShardlmError("the prompt has no tokens; give at least one")
         self.id, self.params, self.priority, self.salt = id, params, priority, salt
@@ -51,8 +53,7 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
-        # Whether the host must see each token before the next is sampled: a grammar's mask depends on it.
-        self.lockstep = params.structured_outputs is not None
+        self.lockstep = lockstep or params.structured_outputs is not None  # a grammar's mask depends on each token
         self.turn = (priority, -1)  # the order of service, the smallest first: priority, then arrival, set by `add`
         self.max_len = self.prompt_len  # of prompt and reply; the scheduler knows what the model can hold
         self.status = Status.WAITING

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Edits, RowSettings
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES
-from shardlm.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +29,12 @@ class RequestSettings:
 
     @classmethod
     def make(
-        cls, params: SamplingParams, prompt_len: int, stop_ids: Collection[int], tokenizer: Tokenizer | None, index: int
+        cls, params: SamplingParams, prompt_len: int, stop_ids: Collection[int], bad_tokens: Sequence[int], index: int
     ) -> "RequestSettings":
         """Of the `index`-th reply to a prompt. Raises ShardlmError for more edits than the device keeps."""
         seed = secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
         biases = dict(params.logit_bias or {})
-        for word in params.bad_words:
-            biases[_one_token(word, tokenizer)] = -1e30
+        biases |= dict.fromkeys(bad_tokens, -1e30)
         if len(biases) > MAX_BIASES:
             raise ShardlmError(f"logit_bias and bad_words name {len(biases)} tokens; at most {MAX_BIASES} are possible")
         banned = tuple(sorted(stop_ids)) if params.min_tokens else ()
@@ -65,13 +63,3 @@ class RequestSettings:
         edits.banned_ids[i, : len(self.banned)] = self.banned
         for j, (token, bias) in enumerate(self.biases):
             edits.bias_ids[i, j], edits.bias[i, j] = token, bias
-
-
-def _one_token(word: str, tokenizer: Tokenizer | None) -> int:
-    ids = tokenizer.encode(word) if tokenizer else []
-    if len(ids) != 1:
-        raise ShardlmError(
-            f"bad_words has {word!r}, which is {len(ids)} tokens of this model; only single tokens can be forbidden so "
-            "far: give it with a space before it, or use a grammar"
-        )
-    return ids[0]

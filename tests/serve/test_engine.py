@@ -1,6 +1,7 @@
 """The engine against the model called directly: whatever else runs, each reply is what the model says."""
 
 import asyncio
+import itertools
 import json
 import pathlib
 import random
@@ -20,6 +21,7 @@ from shardlm.layers.context import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.serve.async_llm import AsyncLLM
+from shardlm.serve.bad_words import BadWords
 from shardlm.serve.bench.engine import bench_serving, serve_to
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -85,6 +87,37 @@ def test_replies_do_not_depend_on_what_else_runs(served, directly):
     assert engine.scheduler.preemptions > preempted and engine.stats().prefix_hits > 0
     text = done[max(wanted, key=lambda id: len(wanted[id]))].outputs[0]
     assert text.text == TOKENIZER.decode(text.token_ids) and text.finish_reason == "length"
+
+
+def test_words_of_several_tokens_are_never_said(served, directly):
+    """By the model's whole forward pass: the most likely token that ends no word, step by step."""
+    engine = served[0]
+    # A word that the model would say, spelt by tokens that spell it again.
+    pairs = [(prompt, pair) for prompt, said in directly.items() for pair in itertools.pairwise(said[:12])]
+    words = [(prompt, pair, TOKENIZER.decode(pair)) for prompt, pair in pairs]
+    prompt, word = next((p, w) for p, pair, w in words if pair in BadWords.make([w], TOKENIZER).several)
+    prompt, said = list(prompt), directly[prompt]
+    forbidden = BadWords.make([word, " tags"], TOKENIZER)
+    tokens = list(prompt)
+    for _ in range(12):
+        logits = logprobs_of(served, tokens)[-1].copy()
+        reply = tokens[len(prompt) :]
+        for bad in (*((one,) for one in forbidden.single), *forbidden.several):
+            if tuple(reply[len(reply) - len(bad) + 1 :]) == bad[:-1]:
+                logits[bad[-1]] = -np.inf
+        tokens.append(int(np.argmax(logits)))
+    params = SamplingParams(temperature=0, max_tokens=12, bad_words=[word, " tags"], ignore_eos=True)
+    engine.add("clean", prompt, params)
+    engine.add("beside", PROMPTS[0], GREEDY)
+    done = finished(engine)
+    assert done["clean"].outputs[0].token_ids == tokens[len(prompt) :] != said[:12]
+    assert word not in done["clean"].outputs[0].text
+    assert done["beside"].outputs[0].token_ids == directly[tuple(PROMPTS[0])][:9]
+    schema = StructuredOutputs(choice=["true"])  # nothing else is allowed: the grammar wins
+    ends = TOKENIZER.encode("true")
+    assert len(ends) == 1 or BadWords.make(["true"], TOKENIZER).several
+    engine.add("forced", prompt, SamplingParams(max_tokens=9, structured_outputs=schema, bad_words=["true"]))
+    assert finished(engine)["forced"].outputs[0].text == "true"
 
 
 def test_sampling_is_the_request_s_own(served):
@@ -165,7 +198,6 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(served):
         (list(range(64)), SamplingParams(n=2), "max_model_len=64 must hold it and at least one new token"),
         ([1], SamplingParams(structured_outputs=StructuredOutputs(regex="(")), "cannot be compiled"),
         ([1], SamplingParams(logit_bias={400: 1.0}), "outside the vocabulary"),
-        ([1], SamplingParams(bad_words=["two words and more"]), "only single tokens can be forbidden"),
     ):
         with pytest.raises(ShardlmError, match=message):
             engine.add("bad", prompt, params)
