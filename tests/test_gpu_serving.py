@@ -36,8 +36,6 @@ LLAMA = dataclasses.replace(LlamaConfig(), num_layers=LAYERS, vocab_size=32_768)
 NARROW = {"embed_dim": 512, "mlp_dim": 512, "vocab_size": 2048, "num_layers": 2}
 SMALL = dataclasses.replace(LLAMA, **NARROW)
 LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, **NARROW)
-
-
 DRAFT = dataclasses.replace(LLAMA, num_layers=1, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096)
 
 

@@ -118,7 +118,8 @@ def build(
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
     vocab = found.source.transformer().vocab_size
-    draft = open_draft_model(config.speculative_config, vocab, mesh, config.dtype, length)
+    where = (mesh, config.dtype, config.kv_cache_dtype)
+    draft = open_draft_model(config.speculative_config, vocab, length, *where)
     opened = load(path, mesh=mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them

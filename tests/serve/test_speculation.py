@@ -25,8 +25,9 @@ from shardlm.serve.outputs import SpeculationStats
 from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler import SchedulerConfig
-from shardlm.serve.speculation.build import DraftModel
+from shardlm.serve.speculation.build import DraftModel, layouts_of, open_draft_model
 from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.speculation.ngram import look_up
 from shardlm.state import ModelDef
 
@@ -241,6 +242,18 @@ def test_what_cannot_draft_is_refused(tmp_path):
         speculative = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
         with pytest.raises(ShardlmError, match=message):
             LLM(folder, speculative_config=speculative)
+
+
+def test_a_draft_model_s_cache_is_held_as_the_model_s(tmp_path):
+    folder = folder_of(tmp_path / "model")
+    speculative = SpeculativeConfig(2, "draft_model", str(folder))
+    draft = open_draft_model(speculative, CONFIG.vocab_size, 64, MeshSpec(), None, "int8")
+    layout = dataclasses.replace(layouts_of(draft.model, draft, 64, 4, 8)[1], num_pages=3)
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        pages = jax.eval_shape(DraftModelProposer(2, draft.model, layout, 4).empty)
+    assert {name: pool.dtype.name for name, pool in pages.items()} == {
+        **dict.fromkeys(("k", "v"), "int16"), **dict.fromkeys(("k_scale", "v_scale"), "float32")
+    }  # fmt: skip
 
 
 @pytest.fixture

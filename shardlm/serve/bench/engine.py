@@ -49,7 +49,7 @@ def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -
         model = ModelDef.make(shape, Execution(Rules.make("zero3", one).for_decoding(), dtype))
         make = jax.jit(lambda seed: jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(seed))))
         opened = Opened(model, make(0), mesh, None, pathlib.Path())
-    draft = open_draft_model(config.speculative_config, shape.vocab_size, one, config.dtype, length)
+    draft = open_draft_model(config.speculative_config, shape.vocab_size, length, one, config.dtype)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 

@@ -9,6 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
 from shardlm.opened import describe, load
+from shardlm.ops.kv_format import KvFormat
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.speculation.config import SpeculativeConfig
@@ -27,7 +28,12 @@ class DraftModel:
 
 
 def open_draft_model(
-    config: SpeculativeConfig | None, vocab: int, mesh: MeshSpec, dtype: str | None, length: int
+    config: SpeculativeConfig | None,
+    vocab: int,
+    length: int,
+    mesh: MeshSpec,
+    dtype: str | None = None,
+    kv_cache: KvFormat = "auto",
 ) -> DraftModel | None:
     """The draft model that is asked for, if one is, on the devices of the model that it drafts for, which has this
     vocabulary. Raises ShardlmError, before its weights are read, where it cannot."""
@@ -47,7 +53,7 @@ def open_draft_model(
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     with jax.set_mesh(draft.mesh):
-        return DraftModel(*taken_apart(draft.model, draft.params))
+        return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
 
 
 def layouts_of(

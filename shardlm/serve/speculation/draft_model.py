@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.generate import make_pages
+from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.programs import WHOLE, hidden_of_one, sampled_of
 from shardlm.state import ModelDef
@@ -34,7 +35,7 @@ class DraftModelProposer:
         return state
 
     def read(self, params, state, chunk):
-        ctx = dataclasses.replace(chunk.ctx, layout=self.layout, rules=self.model.execution.rules)
+        ctx = Paged.make(chunk.ctx.page_table, chunk.ctx.valid, self.layout, self.model.execution)
         return self.model.model(params)(chunk.tokens, chunk.positions, ctx, state)[1]
 
     def propose(self, params, state, rows):
