@@ -28,7 +28,7 @@ _EXPERT = flags.DEFINE_integer("expert", 1, "Devices to split experts over.", lo
 _PIPELINE = flags.DEFINE_integer("pipeline", 1, "Stages to split the layers into.", lower_bound=1)
 _DATA = flags.DEFINE_integer("data", 1, "Replicas, each on devices of its own.", lower_bound=1)
 _DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the checkpoint's, on a CPU float32.")
-_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int8", "int4"], "Of weights; by default none.")
+_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["fp8", "int8", "int4"], "Of weights; by default none.")
 _KV_CACHE = flags.DEFINE_enum(
     "kv_cache_dtype", "auto", ["auto", "bfloat16", "fp8", "int8"], "Of keys and values that are kept; auto: dtype."
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.layers.lora import LoraConfig, beside
-from shardlm.ops.grouped_weights import BITS, dequantised, grouped_axis
+from shardlm.ops.grouped_weights import dequantised, grouped_axis
 from shardlm.state import ModelDef
 from shardlm.weights import of_scale
 
@@ -23,12 +23,12 @@ def merged(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
     flat, made = flatten_dict(params), {}
     for path, shape in flatten_dict(plain.shapes).items():
         w = flat[path]
-        if w.dtype == jnp.int8:
+        if of_scale(path) in flat:
             scale = flat[of_scale(path)]
             axis = grouped_axis(w.shape, scale.shape)
             whole = [None if i == axis else part for i, part in enumerate(_spec(w))]
             w, scale = (jax.reshard(a, jax.sharding.PartitionSpec(*whole)) for a in (w, scale))
-            w = dequantised(w, scale, axis, BITS[execution.weights], execution.dtype)
+            w = dequantised(w, scale, axis, execution.weights, execution.dtype)
             w = jax.reshard(w, shape.sharding.spec)
         if beside(path)[0] in flat:
             a, b = (flat[own] for own in beside(path))

@@ -130,7 +130,7 @@ def load(
     step      of a run's checkpoint; the latest by default
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows (Rules.for_decoding)
-    quantization  "int8" or "int4": what a Hugging Face checkpoint's projections are held in (ops/grouped_weights.py)
+    quantization  "fp8", "int8" or "int4": how a Hugging Face checkpoint's projections are held (ops/grouped_weights.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.

@@ -20,7 +20,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops.grouped_weights import BITS, grouped_axis, quantised
+from shardlm.ops.grouped_weights import WeightFormat, grouped_axis, numbers_a_byte, quantised
 from shardlm.state import ModelDef
 from shardlm.weight_copies import check_copies, copies
 
@@ -91,7 +91,7 @@ def load(
     if not model.config.mtp:
         for name in _further(model.config, folder.config, stored):
             del stored[name]
-    whole, packed = _unpacked(shapes, BITS.get(model.execution.weights))
+    whole, packed = _unpacked(shapes, model.execution.weights)
     named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
     originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
     known = registry.names(folder.config, model.config, next(model.config.blocks()))
@@ -129,7 +129,7 @@ class _Packed:
     values: jax.ShapeDtypeStruct
     scale: jax.ShapeDtypeStruct
     axis: int
-    bits: int
+    how: WeightFormat
 
     def parts(self, path: tuple, whole: tuple[int, ...]) -> list[_Part]:
         """Where a device's bytes or scales cut a group, the whole group is read."""
@@ -142,7 +142,7 @@ class _Packed:
             first, last = min(s // each for s, _, each in spans), max(-(-e // each) for _, e, each in spans)
 
             def make(w, spans=spans, first=first):
-                both = quantised(w, self.axis, group, self.bits)
+                both = quantised(w, self.axis, group, self.how)
                 cut = [
                     np.take(a, range(s - first * n, e - first * n), self.axis)
                     for a, (s, e, n) in zip(both, spans, strict=True)
@@ -161,19 +161,19 @@ def of_scale(path: tuple) -> tuple:
 
 def unpacked(model: ModelDef) -> Tree:
     """The shapes of the weights of a model that has adapters, without those and as a checkpoint has them."""
-    return _unpacked(model.frozen_shapes, BITS.get(model.execution.weights))[0]
+    return _unpacked(model.frozen_shapes, model.execution.weights)[0]
 
 
-def _unpacked(shapes: Tree, bits: int | None) -> tuple[Tree, dict[tuple, _Packed]]:
+def _unpacked(shapes: Tree, how: WeightFormat) -> tuple[Tree, dict[tuple, _Packed]]:
     """(the shapes as a checkpoint has them, without scales; what is in few bits, by path)."""
     flat, packed = flatten_dict(shapes), {}
     for path, values in list(flat.items()):
-        if values.dtype != jnp.int8:
+        if of_scale(path) not in flat or how == "dtype":
             continue
         scale = flat.pop(of_scale(path))
         axis = grouped_axis(values.shape, scale.shape)
-        packed[path] = _Packed(values, scale, axis, bits)
-        full = (*values.shape[:axis], values.shape[axis] * 8 // bits, *values.shape[axis + 1 :])
+        packed[path] = _Packed(values, scale, axis, how)
+        full = (*values.shape[:axis], values.shape[axis] * numbers_a_byte(how), *values.shape[axis + 1 :])
         flat[path] = jax.ShapeDtypeStruct(full, jnp.float32, sharding=values.sharding)
     return unflatten_dict(flat), packed
 

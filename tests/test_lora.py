@@ -93,7 +93,7 @@ def test_settings_that_mean_nothing():
     for wrong, message in (
         ({"rank": -1}, "a rank is at least 0"),
         ({"rank": 4, "targets": ("wqq",)}, "'wqq' is no projection; choose from wq"),
-        ({"rank": 4, "base": "int3"}, "lora.base='int3'; choose from dtype, int8, int4"),
+        ({"rank": 4, "base": "int3"}, "lora.base='int3'; choose from dtype, int8, int4, fp8"),
         ({"base": "int4"}, "integers cannot be trained"),
     ):
         with pytest.raises(ShardlmError, match=message):

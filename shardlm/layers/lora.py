@@ -22,7 +22,7 @@ class LoraConfig:
     rank     of A and B; 0: no adapters, all weights are trained
     targets  weights that have adapters, by their names in layers/; (): all projections of attention and, of models
              without experts, of MLPs. Routed experts have none
-    base     what the frozen weights of blocks' projections and experts are held in: the compute dtype, int8, or int4
+    base     what the frozen weights of blocks' projections and experts are held in: the compute dtype, few bits
              (QLoRA, https://arxiv.org/abs/2305.14314)
     """
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.lora import A, B, LoraConfig
-from shardlm.ops.grouped_weights import BITS, WeightFormat, dequantised, packed_shape, scale_shape
+from shardlm.ops.grouped_weights import STORED, WeightFormat, dequantised, packed_shape, scale_shape
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
 from shardlm.rules import Rules
@@ -89,9 +89,9 @@ class Params:
     def projection(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
         """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
         `project` read it: with its scales where it is held in few bits, and with its adapter where it has one."""
-        if bits := BITS.get(self.weights):
-            packed, scale = packed_shape(shape, into - 1, bits), scale_shape(shape, into - 1, bits)
-            setattr(module, name, self(packed, names, _zeros(jnp.int8), into))
+        if self.weights != "dtype":
+            packed, scale = (of(shape, into - 1, self.weights) for of in (packed_shape, scale_shape))
+            setattr(module, name, self(packed, names, _zeros(STORED[self.weights]), into))
             divides = scale[into - 1] % self.rules.mesh.size(*self.rules.rest.axes(names[into - 1])) == 0
             of_scale = names if divides else (*names[: into - 1], "groups", *names[into:])
             setattr(module, f"{name}_scale", self(scale, of_scale, _zeros(jnp.bfloat16)))
@@ -164,7 +164,7 @@ def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array
     held = (param, getattr(module, f"{name}_scale"))
     packed, scale = (execution.rules.gather(p[...], *p.get_metadata("names")) for p in held)
     axis = param.get_metadata("into") - 1
-    return dequantised(packed, scale, axis, BITS[execution.weights], execution.dtype)
+    return dequantised(packed, scale, axis, execution.weights, execution.dtype)
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:

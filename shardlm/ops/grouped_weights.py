@@ -1,5 +1,6 @@
-"""Weights in few bits: symmetric integers in groups along the dimension that is summed over, a scale for each group
-(https://arxiv.org/abs/2305.14314 keeps a frozen base so; https://arxiv.org/abs/2210.17323, section 5, groups).
+"""Weights in few bits: symmetric integers or e4m3 numbers in groups along the dimension that is summed over, a scale
+for each group (https://arxiv.org/abs/2305.14314 keeps a frozen base so; https://arxiv.org/abs/2210.17323, section 5,
+groups; https://arxiv.org/abs/2209.05433, e4m3).
 
 A group is GROUP elements, or the largest part of the dimension from 16 to that, or all of it. It depends on the weight
 alone, so that a weight has the same values on every mesh. Two 4-bit integers share a byte: the first half of a group is
@@ -15,29 +16,34 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 
-WeightFormat = Literal["dtype", "int8", "int4"]
-"""What weights are held in that no step changes: the compute dtype, or integers of 8 or 4 bits."""
-BITS = {"int8": 8, "int4": 4}
+WeightFormat = Literal["dtype", "int8", "int4", "fp8"]
+"""What weights are held in that no step changes: the compute dtype, integers of 8 or 4 bits, or e4m3."""
+STORED = {name: np.dtype(held) for name, held in (("int8", "i1"), ("int4", "i1"), ("fp8", ml_dtypes.float8_e4m3fn))}
+_LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
 SCALE = ml_dtypes.bfloat16
 
 
-def group_of(size: int, bits: int) -> int:
+def group_of(size: int, how: WeightFormat) -> int:
     """Elements that share a scale, of a dimension of `size`. Raises ShardlmError where 4 bits have no pairs."""
     group = max((g for g in range(16, min(size, GROUP) + 1) if size % g == 0), default=size)
-    if bits == 4 and group % 2:
+    if how == "int4" and group % 2:
         raise ShardlmError(f"a weight's dimension of {size} has no groups of even size for int4; hold it in int8")
     return group
 
 
-def packed_shape(shape: tuple[int, ...], axis: int, bits: int) -> tuple[int, ...]:
+def packed_shape(shape: tuple[int, ...], axis: int, how: WeightFormat) -> tuple[int, ...]:
     """Of the bytes of a weight [*shape]."""
-    return (*shape[:axis], shape[axis] * bits // 8, *shape[axis + 1 :])
+    return (*shape[:axis], shape[axis] // numbers_a_byte(how), *shape[axis + 1 :])
 
 
-def scale_shape(shape: tuple[int, ...], axis: int, bits: int) -> tuple[int, ...]:
+def numbers_a_byte(how: WeightFormat) -> int:
+    return 2 if how == "int4" else 1
+
+
+def scale_shape(shape: tuple[int, ...], axis: int, how: WeightFormat) -> tuple[int, ...]:
     """Of the scales of a weight [*shape]."""
-    return (*shape[:axis], shape[axis] // group_of(shape[axis], bits), *shape[axis + 1 :])
+    return (*shape[:axis], shape[axis] // group_of(shape[axis], how), *shape[axis + 1 :])
 
 
 def grouped_axis(packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
@@ -45,26 +51,27 @@ def grouped_axis(packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
     return next(i for i, (n, m) in enumerate(zip(packed, scale, strict=True)) if n != m)
 
 
-def quantised(w: np.ndarray, axis: int, group: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes int8, scales bfloat16) of a weight or of whole groups of it, on the host. Integers are rounded against the
-    scale as it is stored, so that its own rounding adds no error."""
-    limit = 2 ** (bits - 1) - 1
+def quantised(w: np.ndarray, axis: int, group: int, how: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes of STORED[how], scales bfloat16) of a weight or of whole groups of it, on the host. Numbers are rounded
+    against the scale as it is stored, so that its own rounding adds no error."""
+    limit = _LARGEST[how]
     split = w.reshape(*w.shape[:axis], -1, group, *w.shape[axis + 1 :]).astype(np.float32)
     scale = (np.abs(split).max(axis + 1) / limit).astype(SCALE)
     step = np.where(scale == 0, 1, scale).astype(np.float32)
-    integers = np.clip(np.rint(split / np.expand_dims(step, axis + 1)), -limit, limit).astype(np.int8)
-    if bits == 4:
-        low, high = np.split(integers, 2, axis=axis + 1)
-        integers = (low & 15) | (high << 4)
-    return integers.reshape(*w.shape[:axis], -1, *w.shape[axis + 1 :]), scale
+    numbers = np.clip(split / np.expand_dims(step, axis + 1), -limit, limit)
+    numbers = (numbers if how == "fp8" else np.rint(numbers)).astype(STORED[how])
+    if how == "int4":
+        low, high = np.split(numbers, 2, axis=axis + 1)
+        numbers = (low & 15) | (high << 4)
+    return numbers.reshape(*w.shape[:axis], -1, *w.shape[axis + 1 :]), scale
 
 
-def dequantised(packed: jax.Array, scale: jax.Array, axis: int, bits: int, dtype: jnp.dtype) -> jax.Array:
-    """The weight in `dtype`: `packed` int8 and `scale` as `quantised` makes them, `axis` whole on each device."""
-    integers = packed.reshape(*scale.shape[: axis + 1], -1, *scale.shape[axis + 1 :])
-    if bits == 4:
-        low = jax.lax.shift_right_arithmetic(jax.lax.shift_left(integers, jnp.int8(4)), jnp.int8(4))
-        high = jax.lax.shift_right_arithmetic(integers, jnp.int8(4))
-        integers = jnp.concatenate([low, high], axis=axis + 1)
-    w = integers.astype(dtype) * jnp.expand_dims(scale.astype(dtype), axis + 1)
+def dequantised(packed: jax.Array, scale: jax.Array, axis: int, how: WeightFormat, dtype: jnp.dtype) -> jax.Array:
+    """The weight in `dtype`: `packed` and `scale` as `quantised` makes them, `axis` whole on each device."""
+    numbers = packed.reshape(*scale.shape[: axis + 1], -1, *scale.shape[axis + 1 :])
+    if how == "int4":
+        low = jax.lax.shift_right_arithmetic(jax.lax.shift_left(numbers, jnp.int8(4)), jnp.int8(4))
+        high = jax.lax.shift_right_arithmetic(numbers, jnp.int8(4))
+        numbers = jnp.concatenate([low, high], axis=axis + 1)
+    w = numbers.astype(dtype) * jnp.expand_dims(scale.astype(dtype), axis + 1)
     return w.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])

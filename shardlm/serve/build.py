@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
+from shardlm.ops.grouped_weights import STORED
 from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
 from shardlm.serve.deterministic import DeterministicRunner
@@ -37,7 +38,7 @@ class EngineConfig:
 
     mesh                    of the devices: tensor, expert and pipeline split the model, data counts its replicas
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
-    quantization            weights in "int8" or "int4" (ops/grouped_weights.py); None: in dtype
+    quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); None: in dtype
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
@@ -73,8 +74,8 @@ class EngineConfig:
                 raise ShardlmError(
                     "deterministic=True computes each token alone and speculative_config several at once; choose one"
                 )
-        if self.quantization not in (None, "int8", "int4"):
-            raise ShardlmError(f"quantization={self.quantization!r}; choose from int8, int4, or None")
+        if self.quantization not in (None, *STORED):
+            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(STORED)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -55,7 +55,7 @@ def read(path: str | os.PathLike, runner: Runner) -> Tree:
     differences += _differences(found.lora, execution.lora, "lora.")
     if differences:
         raise ShardlmError(f"{path} is another architecture than what is served: {_some(differences)}")
-    quantised = not execution.lora.rank and execution.weights in ("int8", "int4")
+    quantised = not execution.lora.rank and execution.weights != "dtype"
     return load(
         path,
         mesh=runner.spec,

@@ -24,7 +24,7 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef, at_rest, joined
 
 LONGEST = 64
-STEP = {"int8": 0.2 / 127, "int4": 0.2 / 7}
+STEP = {"int4": 0.2 / 7, "fp8": 0.2 / 448}
 
 
 def opened_of(shape: TransformerConfig, spec: MeshSpec, seed: int = 0, lora: int = 0, weights: str = "dtype") -> Opened:
@@ -45,7 +45,9 @@ def _random(path: tuple, shape: jax.ShapeDtypeStruct, seed: int, weights: str) -
     rng = np.random.default_rng(zlib.crc32(repr((path, seed)).encode()))
     if shape.dtype == jnp.int8:
         values = rng.integers(-127, 128, shape.shape)
-    elif shape.dtype == jnp.bfloat16:  # scales of integers
+    elif shape.dtype == jnp.float8_e4m3fn:
+        values = rng.uniform(-448, 448, shape.shape)
+    elif shape.dtype == jnp.bfloat16:  # scales of few bits
         values = rng.uniform(0.5, 1, shape.shape) * STEP[weights]
     elif "norm" in str(path):
         values = rng.uniform(0.5, 1.5, shape.shape)

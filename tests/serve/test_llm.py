@@ -54,7 +54,7 @@ def test_what_users_of_vllm_s_class_expect(llm):
 
 def test_what_cannot_be_built_is_refused(llm):
     for options, message in (
-        ({"quantization": "int3"}, "choose from int8, int4"),
+        ({"quantization": "int3"}, "choose from int8, int4, fp8"),
         ({"mesh": MeshSpec(fsdp=2)}, "give its devices to tensor, expert, pipeline or data"),
         ({"mesh": MeshSpec(pipeline=4)}, "pipeline=4 stages of 3 layers; choose at most 3"),
         ({"mesh": MeshSpec(data=3, tensor=4)}, "needs 12 devices and there are 8"),

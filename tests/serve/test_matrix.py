@@ -29,7 +29,7 @@ from shardlm.serve.submeshes import of_replica
 ONE = MeshSpec()
 BUILT = {
     "mesh": (ONE, MeshSpec(tensor=2), MeshSpec(pipeline=2), MeshSpec(data=2)),
-    "weights": ("dtype", "int8", "int4"),
+    "weights": ("dtype", "fp8", "int4"),
     "tie_embeddings": (False, True),
     "window": (0, 6),
     "adapters": (False, True),
