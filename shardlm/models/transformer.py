@@ -152,18 +152,22 @@ class Transformer(nnx.Module):
         ctx: Context,
         pages: Pages | None = None,
         depth: int = 0,
+        layer: int | None = None,
     ) -> tuple[jax.Array, Pages | None]:
         """What module `depth`, from 0, makes of each token and the one that follows the last it knows of: hidden [B, T,
         D] of module 0 is what the model returned, of the next ones and of module 0 run again what this returned;
         next_tokens int32 [B, T] are the tokens depth + 1 places after each; positions int32 [B, T] are hidden's. The
-        module's keys and values are layer num_layers + depth of the pages. Returns (hidden for `logits_of_next` and for
-        what predicts the token after that, pages)."""
-        hidden, pages, _ = self.run_mtp(hidden, next_tokens, positions, ctx, pages, depth)
+        module's keys and values are `layer` of the pages, by default num_layers + depth. Returns (hidden for
+        `logits_of_next` and for what predicts the token after that, pages)."""
+        hidden, pages, _ = self.run_mtp(hidden, next_tokens, positions, ctx, pages, depth, layer)
         return hidden, pages
 
-    def run_mtp(self, hidden, next_tokens, positions, ctx: Context, pages: Pages | None, depth: int):
+    def run_mtp(
+        self, hidden, next_tokens, positions, ctx: Context, pages: Pages | None, depth: int, layer: int | None = None
+    ):
         """As `predict_next`, with the block's auxiliary values."""
-        embedded, layer = self.embed(next_tokens, positions), self.config.num_layers + depth
+        embedded = self.embed(next_tokens, positions)
+        layer = self.config.num_layers + depth if layer is None else layer
         return self.mtp(depth, hidden, embedded, positions, ctx, pages, layer, self.execution)
 
     def logits_of_next(self, hidden: jax.Array, depth: int = 0) -> jax.Array:

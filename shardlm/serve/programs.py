@@ -39,8 +39,8 @@ class DecodeRows:
 class ChunkRows:
     """Chunks of prompts, all as long as the longest bucket. Padding has the last slot and no tokens.
 
-    where     int32 [R, 5 + W]: slot, first position, tokens, samples (0 or 1), whether scores are wanted (0 or 1), and
-              the row's pages in each group
+    where     int32 [R, 6 + W]: slot, first position, tokens, samples (0 or 1), whether scores are wanted (0 or 1),
+              whether the request is new in its slot (0 or 1), and the row's pages in each group
     tokens    int32 [R, C]
     targets   int32 [R, C], the token that follows each, where scores are wanted
     settings, edits, top  of the row's request, which its slot takes over (state.py)
@@ -68,10 +68,11 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Chunks of prompts that the model has just read, for what else reads them. slot int32 [R]; tokens, positions int32
-    [R, C]; hidden [R, C, D], after the last norm."""
+    """Chunks of prompts that the model has just read, for what else reads them. slot int32 [R]; fresh bool [R], where
+    the request is new in its slot; tokens, positions int32 [R, C]; hidden [R, C, D], after the last norm."""
 
     slot: jax.Array
+    fresh: jax.Array
     ctx: Paged
     tokens: jax.Array
     positions: jax.Array
@@ -134,13 +135,14 @@ def chunk(
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    drafts = also(state.drafts, Chunk(rows.where[:, 0], ctx, rows.tokens, positions, hidden))
+    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, ctx, rows.tokens, positions, hidden)
+    drafts = also(state.drafts, read)
     return ServeState(pages, slots, drafts), *found
 
 
 def chunk_context(model: ModelDef, layout: PageLayout, where: jax.Array, count: int) -> tuple[jax.Array, Paged]:
     """(positions int32 [R, C], what the tokens attend to) of chunks padded to `count` tokens."""
-    start, length, table = where[:, 1], where[:, 2], where[:, 5:]
+    start, length, table = where[:, 1], where[:, 2], where[:, 6:]
     index = jnp.arange(count, dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])

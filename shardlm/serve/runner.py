@@ -134,8 +134,9 @@ class Runner:
         proposer_params: Any = (),
         like: "Runner | None" = None,
     ):
-        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts. `like`: a runner
-        of the same model on other devices, whose programs are traced for both."""
+        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts; None for its
+        parameters are the model's own. `like`: a runner of the same model on other devices, whose programs are traced
+        for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
         self.proposer, self._proposer_params = proposer, proposer_params
         self._state = self._empty()
@@ -304,14 +305,14 @@ class Runner:
 
     def _chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
         count = size[0]
-        where = np.zeros((count, 5 + self.config.row_pages), np.int32)
+        where = np.zeros((count, 6 + self.config.row_pages), np.int32)
         where[:, 0] = self.config.max_rows
         tokens, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
         defaults, edits, top = RowSettings.defaults(count), no_edits(count), np.zeros(count, bool)
         for i, (row, pages, settings) in enumerate(rows):
             scored = settings.params.prompt_logprobs is not None
-            where[i, :5] = row.slot, row.start, len(row.tokens), row.samples, scored
-            self._fill(where[i, 5:], pages)
+            where[i, :6] = row.slot, row.start, len(row.tokens), row.samples, scored, row.fresh
+            self._fill(where[i, 6:], pages)
             tokens[i, : len(row.tokens)] = row.tokens
             following = row.request.tokens[row.start + 1 : row.end + 1]
             targets[i, : len(following)] = following
