@@ -23,7 +23,14 @@ from shardlm.serve.page_table import PageTable
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner, RunnerConfig, compile_all
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
-from shardlm.serve.speculation.build import DraftModel, layouts_of, make_proposer, open_draft_model
+from shardlm.serve.speculation.build import (
+    DraftModel,
+    by_modules,
+    layouts_of,
+    make_proposer,
+    open_draft_model,
+    wants_modules,
+)
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import Place, cut, repeated
@@ -118,10 +125,12 @@ def build(
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
-    vocab = found.source.transformer().vocab_size
+    speculative, shape = config.speculative_config, found.source.transformer()
+    modules = wants_modules(speculative, shape, path)
     where = (mesh, config.dtype, config.kv_cache_dtype)
-    draft = open_draft_model(config.speculative_config, vocab, length, *where)
-    opened = load(path, mesh=mesh, dtype=config.dtype, decoding=True, quantization=config.quantization, length=length)
+    draft = open_draft_model(speculative, shape.vocab_size, length, *where)
+    options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
+    opened = load(path, mesh=mesh, decoding=True, length=length, **options)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
@@ -137,14 +146,14 @@ def assemble(
 ) -> Engine | EngineGroup:
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
     of its draft model."""
-    meshes = submeshes(config.mesh)
+    meshes, speculative = submeshes(config.mesh), config.speculative_config
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
+    draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
     sizes, *beside = sizes_of(model, draft, places, length, config)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
-    speculative = config.speculative_config
     proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
     runners: list[Runner] = []
     for place in places:
@@ -163,8 +172,8 @@ def assemble(
 def sizes_of(
     model: ModelDef, draft: DraftModel | None, places: Sequence[Place], length: int, config: EngineConfig
 ) -> tuple[RunnerConfig | PageLayout, ...]:
-    """(the sizes of a replica's programs, the page layout of the draft model where there is one), once the weights are
-    on the devices."""
+    """(the sizes of a replica's programs, the page layout of the layers that draft, where there are any), once the
+    weights are on the devices."""
     cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
     rows = config.max_num_seqs or (32 if cpu else 256)
     ahead = 1 + config.drafts

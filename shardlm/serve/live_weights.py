@@ -26,7 +26,8 @@ def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
 
     Args:
       weights: a checkpoint's path, as `opened.load` takes it; or a tree of arrays, stacked as training has them
-        (`TrainState.params`) or with their layers apart. The tree's own arrays are left as they are.
+        (`TrainState.params`) or with their layers apart. The tree's own arrays are left as they are. Modules that
+        predict further tokens are taken where they are served.
 
     Raises: ShardlmError for a path that is none, another architecture, shapes that differ, or memory that is too small
       for both. The runner goes on with what it has.
@@ -51,7 +52,9 @@ def read(path: str | os.PathLike, runner: Runner) -> Tree:
     model, length = runner.model, runner.config.max_model_len
     found = describe(path, length)
     execution = model.execution
-    differences = [*_differences(apart(found.source.transformer()), model.config)]
+    mtp, shape = model.config.mtp is not None, found.source.transformer()
+    shape = shape if mtp else shape.without_mtp()
+    differences = [*_differences(apart(shape), model.config)]
     differences += _differences(found.lora, execution.lora, "lora.")
     if differences:
         raise ShardlmError(f"{path} is another architecture than what is served: {_some(differences)}")
@@ -63,6 +66,7 @@ def read(path: str | os.PathLike, runner: Runner) -> Tree:
         decoding=True,
         quantization=execution.weights if quantised else None,
         length=length,
+        mtp=mtp,
     ).params
 
 
@@ -70,7 +74,8 @@ def fitted(tree: Tree, like: Tree, *, release: bool = False) -> Tree:
     """A tree of parameters with its layers apart, in the dtypes and at the places of `like`: copies, which whoever gave
     the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do. Raises ShardlmError
     where names or shapes differ, with both shapes."""
-    given, wanted = flatten_dict(_apart(tree, release)), flatten_dict(like)
+    given, wanted = _apart(tree, release), flatten_dict(like)
+    given = flatten_dict({name: part for name, part in given.items() if name != "mtp" or name in like})
     wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]
     wrong += [f"{_name(path)} is not known" for path in given.keys() - wanted.keys()]
     both = [(path, given[path], wanted[path]) for path in wanted.keys() & given.keys()]

@@ -30,7 +30,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import SpeculationStats
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
-from shardlm.serve.speculation.build import open_draft_model
+from shardlm.serve.speculation.build import open_draft_model, wants_modules
 from shardlm.serve.submeshes import of_replica
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
@@ -45,6 +45,8 @@ def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -
     mesh = one.build(jax.devices()[: one.size(*one.sizes())])
     dtype = DTYPES[config.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")]
     tokenizer = train_bpe(["a model to be timed"], 300)
+    if not wants_modules(config.speculative_config, shape, "this configuration"):
+        shape = shape.without_mtp()
     with jax.set_mesh(mesh):
         model = ModelDef.make(shape, Execution(Rules.make("zero3", one).for_decoding(), dtype))
         make = jax.jit(lambda seed: jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(seed))))

@@ -1,19 +1,24 @@
 """From a configuration to what proposes drafts, with its weights on the model's mesh."""
 
 import dataclasses
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.block import BlockConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.kv_format import KvFormat
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.state import ModelDef
@@ -21,10 +26,34 @@ from shardlm.state import ModelDef
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """A draft model, its layers apart, and its parameters at rest."""
+    """A draft model, its layers apart, and its parameters at rest; None: the model itself, whose modules draft."""
 
     model: ModelDef
     params: Any
+
+    @property
+    def windows(self) -> list[int]:
+        """Of the layers that draft."""
+        blocks = [*self.model.config.all_blocks()]
+        number = self.model.config.num_layers
+        return _windows(blocks[number:] if self.params is None else blocks[:number])
+
+
+def wants_modules(config: SpeculativeConfig | None, shape: TransformerConfig, path: str | os.PathLike) -> bool:
+    """Whether modules that predict further tokens shall draft. Raises ShardlmError where the model has none."""
+    wanted = config is not None and config.method == "mtp"
+    if wanted and not shape.mtp:
+        raise ShardlmError(
+            f"speculative_config: method 'mtp' drafts by modules that predict further tokens, and {path} has none. "
+            "DeepSeek V3's published checkpoints have them, and runs that trained them; what transformers wrote has "
+            "not. Choose method 'ngram', or 'draft_model' with a smaller model"
+        )
+    return wanted
+
+
+def by_modules(config: SpeculativeConfig | None, model: ModelDef) -> DraftModel | None:
+    """The model, its layers apart, as what drafts for itself, where that is asked for."""
+    return DraftModel(model, None) if config and config.method == "mtp" else None
 
 
 def open_draft_model(
@@ -59,28 +88,30 @@ def open_draft_model(
 def layouts_of(
     model: ModelDef, draft: DraftModel | None, length: int, page_size: int, steps: int
 ) -> tuple[PageLayout, ...]:
-    """How pages serve the layers of a model and, under the same numbers, those of its draft model. As `layout_of`, the
+    """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
     number of pages left to be set."""
-    windows = _windows(model)
+    windows = _windows(model.config.blocks())
     layout = layout_of(windows, 0, length, page_size, steps)
     if draft is None:
         return (layout,)
-    beside = layout.beside(_windows(draft.model))
-    if beside is None:  # layers of the draft model see farther than any of the model's
+    beside = layout.beside(draft.windows)
+    if beside is None:  # layers that draft see farther than any of the model's
         layout = PageLayout.whole(len(windows), 0)
-        beside = layout.beside(_windows(draft.model))
+        beside = layout.beside(draft.windows)
     return layout, beside
 
 
-def _windows(model: ModelDef) -> list[int]:
-    return [block.attention.window for block in model.config.all_blocks()]
+def _windows(blocks: Iterable[BlockConfig]) -> list[int]:
+    return [block.attention.window for block in blocks]
 
 
 def make_proposer(
     config: SpeculativeConfig, draft: DraftModel | None, sizes: RunnerConfig, layout: PageLayout | None = None
 ) -> tuple[Proposer, Any]:
-    """(what proposes drafts, its parameters); `layout` is that of a draft model."""
+    """(what proposes drafts, its parameters or None for the model's); `layout` is that of the layers that draft."""
     count = config.num_speculative_tokens
+    if config.method == "mtp":
+        return MultiTokenProposer(count, draft.model, layout, sizes.page_size, sizes.max_rows), None
     if draft is not None:
         return DraftModelProposer(count, draft.model, layout, sizes.page_size), draft.params
     least, most = config.prompt_lookup_min, config.prompt_lookup_max

@@ -7,13 +7,14 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
     """num_speculative_tokens  drafted for each step of the model
-    method               "ngram": what followed the same tokens before; "draft_model": what a smaller model says
+    method               "ngram": what followed the same tokens before; "draft_model": what a smaller model says;
+                         "mtp": what the model's own modules say that were trained to predict further tokens
     model                of "draft_model": its folder, name or run
     prompt_lookup_max    of "ngram": the most last tokens that are looked up
     prompt_lookup_min    the fewest
@@ -37,9 +38,11 @@ class SpeculativeConfig:
             if name not in names:
                 raise ShardlmError(f"speculative_config has {name!r}, which is none of {', '.join(names)}")
         method = options.get("method") or ("draft_model" if options.get("model") else None)
+        method = "mtp" if method == "deepseek_mtp" else method  # its name in vLLM
         if method not in METHODS:
             raise ShardlmError(f"speculative_config: method={method!r}; choose from {', '.join(METHODS)}")
-        return (_ngram if method == "ngram" else _draft_model)(options, _count(options, "num_speculative_tokens"))
+        parse = {"ngram": _ngram, "draft_model": _draft_model, "mtp": _mtp}[method]
+        return parse(options, _count(options, "num_speculative_tokens"))
 
     @classmethod
     def from_json(cls, text: str) -> "SpeculativeConfig":
@@ -75,6 +78,13 @@ def _draft_model(options: Mapping[str, Any], count: int) -> SpeculativeConfig:
     if lookups:
         raise ShardlmError(f"speculative_config: {lookups[0]} is for method 'ngram'; leave it out beside a model")
     return SpeculativeConfig(count, "draft_model", str(options["model"]))
+
+
+def _mtp(options: Mapping[str, Any], count: int) -> SpeculativeConfig:
+    given = [name for name in ("model", "prompt_lookup_max", "prompt_lookup_min") if options.get(name) is not None]
+    if given:
+        raise ShardlmError(f"speculative_config: method 'mtp' drafts by the model itself; leave out {given[0]}")
+    return SpeculativeConfig(count, "mtp")
 
 
 def _count(options: Mapping[str, Any], name: str) -> int:

@@ -51,9 +51,14 @@ class _Carry(NamedTuple):
 
 
 def chunk(model: ModelDef, layout: PageLayout, proposer: Proposer, params: tuple, state: ServeState, rows: ChunkRows):
-    """As programs.chunk, and the proposer reads the same. params: (the model's, the proposer's)."""
-    own, proposers = params
+    """As programs.chunk, and the proposer reads the same. params: (the model's, the proposer's or None: the same)."""
+    own, proposers = _both(params)
     return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers))
+
+
+def _both(params: tuple) -> tuple:
+    own, proposers = params
+    return own, own if proposers is None else proposers
 
 
 def begin(proposer: Proposer, state: ServeState, slot: jax.Array, tokens: jax.Array) -> ServeState:
@@ -74,20 +79,21 @@ def decode(
     """At most `steps` (int32, at most `most`) steps, each of which brings every row one token or more until it has its
     samples. Returns (state, Sampled of [B, most * (1 + K), ...], Tally)."""
     K = proposer.drafts
+    own_params, proposers = _both(params)
     slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
     table, B = rows.where[:, 3:], rows.where.shape[0]
 
     def step(carry: _Carry) -> _Carry:
         made = carry.tally.made
         before = Rows(slot, table, start + made, samples - made, carry.own)
-        tokens, count, drafts = proposer.propose(params[1], carry.drafts, before)
+        tokens, count, drafts = proposer.propose(proposers, carry.drafts, before)
         count = jnp.clip(count, 0, jnp.maximum(before.room - 1, 0))
         fed = jnp.concatenate([carry.own.last[:, None], tokens], axis=1)
-        hidden, logits, pages = _read(model, layout, params[0], carry.pages, before, fed, count)
+        hidden, logits, pages = _read(model, layout, own_params, carry.pages, before, fed, count)
         own, found, now = _accepted(logits, before, fed, count, carry.found, made)
         new = now - made - 1  # drafts that stay
         new_tokens = jnp.where(jnp.arange(1 + K) == new[:, None], own.last[:, None], jnp.roll(fed, -1, axis=1))
-        drafts = proposer.observe(params[1], drafts, before, new_tokens, new, hidden)
+        drafts = proposer.observe(proposers, drafts, before, new_tokens, new, hidden)
         tally = Tally(
             now,
             carry.tally.steps + (count > 0),
