@@ -19,7 +19,7 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner import Runner, RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
-from shardlm.serve.speculation.build import layouts_of, make_proposer
+from shardlm.serve.speculation.build import by_modules, layouts_of, make_proposer
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -45,7 +45,7 @@ def of_model(
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig."""
     drafts = speculative.num_speculative_tokens if speculative else 0
-    decoded = steps * (1 + drafts)
+    decoded, draft = steps * (1 + drafts), draft or by_modules(speculative, model)
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
     )
@@ -78,11 +78,11 @@ def finished(engine: Engine) -> dict:
     return done
 
 
-def folder_of(path: pathlib.Path, seed: int = 0, shape: LlamaConfig = CONFIG) -> pathlib.Path:
-    """A Hugging Face folder of a random model, with tokenizer and chat template."""
+def folder_of(path: pathlib.Path, seed: int = 0, shape: LlamaConfig = CONFIG, params=None) -> pathlib.Path:
+    """A Hugging Face folder of these parameters or of random ones, with tokenizer and chat template."""
     with jax.set_mesh(mesh_of(MeshSpec())):
         model = ModelDef.make(shape.transformer(), Execution(Rules.make("zero3", MeshSpec())))
-        params = init(model, seed)
+        params = init(model, seed) if params is None else params
     config = {**shape.to_hf(), "max_position_embeddings": 64, "eos_token_id": END, "dtype": "float32"}
     named = functools.partial(registry.names, config, model.config)
     tensors = weights.planned(model.config, params, named, np.dtype("float32"))
