@@ -41,7 +41,9 @@ _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts i
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
 _SPECULATIVE = flags.DEFINE_string(
-    "speculative_config", None, "JSON of drafts to verify: {method: ngram or draft_model, num_speculative_tokens, ...}."
+    "speculative_config",
+    None,
+    "JSON of drafts to verify: {method: ngram, draft_model or mtp, num_speculative_tokens, ...}.",
 )
 
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
