@@ -15,6 +15,7 @@ from oracle import Oracle, opened_of
 from pairwise import covering
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
@@ -34,7 +35,7 @@ BUILT = {
     "window": (0, 6),
     "adapters": (False, True),
     "deterministic": (False, True),
-    "drafts": (False, True),
+    "drafts": (None, "ngram", "mtp"),
 }
 HELD = {"caching": (True, False), "chunked": (True, False), "few_pages": (True, False)}
 ASKED = {
@@ -50,13 +51,12 @@ ASKED = {
 LENGTH, PAGE = 40, 4
 PROMPT = TOKENIZER.encode('{"name": "ab", "age": 12, x: true}' * 2)[:21]
 BESIDE = [*PROMPT[:14], *TOKENIZER.encode("né日")]  # begins alike
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
 CLOSE = 2e-4  # of log-probabilities in float32
 
 
 def _refused(case: dict) -> bool:
     """Told by EngineConfig, see the test of refusals."""
-    deterministic, drafts = case.get("deterministic", False), case.get("drafts", False)
+    deterministic, drafts = case.get("deterministic", False), case.get("drafts")
     return (deterministic and drafts) or (case.get("mesh", ONE).pipeline > 1 and (deterministic or drafts))
 
 
@@ -74,12 +74,17 @@ def engines_and_cases() -> list[tuple[dict, list[dict]]]:
     return [(build, [case for case in cases if build.items() <= case.items()]) for build in builds]
 
 
+def drafts_of(case: dict) -> dict | None:
+    return {"method": case["drafts"], "num_speculative_tokens": 2} if case["drafts"] else None
+
+
 def shape_of(build: dict) -> TransformerConfig:
-    """Two layers, the first one with the window."""
+    """Two layers, the first one with the window, and a module that drafts where that is asked for."""
     shape = dataclasses.replace(CONFIG, num_layers=2, tie_embeddings=build["tie_embeddings"]).transformer()
     [block] = shape.segments[0].pattern
     windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=build["window"]))
-    return dataclasses.replace(shape, segments=(Segment((windowed, block), 1),))
+    mtp = MtpConfig(block) if build["drafts"] == "mtp" else None
+    return dataclasses.replace(shape, segments=(Segment((windowed, block), 1),), mtp=mtp)
 
 
 def opened(build: dict, spec: MeshSpec, seed: int = 0) -> Opened:
@@ -91,7 +96,7 @@ def runners_of(build: dict) -> list:
     config = EngineConfig(
         mesh=build["mesh"],
         deterministic=build["deterministic"],
-        speculative_config=DRAFTS if build["drafts"] else None,
+        speculative_config=drafts_of(build),
         max_num_seqs=2,
         max_num_batched_tokens=32,
         block_size=PAGE,
@@ -107,10 +112,9 @@ def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
     if case["chunked"]:
         sizes = dataclasses.replace(sizes, max_batch_tokens=8)
     if case["few_pages"]:
-        longest = sizes.layout.pages_of(LENGTH, PAGE, max(sizes.max_batch_tokens, 4 * (1 + 2 * case["drafts"])))
+        longest = sizes.layout.pages_of(LENGTH, PAGE, max(sizes.max_batch_tokens, 4 * (1 + 2 * bool(case["drafts"]))))
         sizes = dataclasses.replace(sizes, layout=dataclasses.replace(sizes.layout, num_pages=1 + longest))
-    drafts = DRAFTS if case["drafts"] else None
-    config = EngineConfig(enable_prefix_caching=case["caching"], speculative_config=drafts)
+    config = EngineConfig(enable_prefix_caching=case["caching"], speculative_config=drafts_of(case))
     engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END]) for runner in runners]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
@@ -187,10 +191,11 @@ def test_every_pair_of_features_gives_what_the_oracle_says():
 
 
 def test_what_does_not_go_together_is_refused_by_name():
+    drafts = drafts_of({"drafts": "mtp"})
     for options, *named in (
         ({"deterministic": True, "mesh": MeshSpec(pipeline=2)}, "deterministic=True", "mesh.pipeline=2"),
-        ({"speculative_config": DRAFTS, "mesh": MeshSpec(pipeline=2)}, "speculative_config", "mesh.pipeline=2"),
-        ({"speculative_config": DRAFTS, "deterministic": True}, "speculative_config", "deterministic=True"),
+        ({"speculative_config": drafts, "mesh": MeshSpec(pipeline=2)}, "speculative_config", "mesh.pipeline=2"),
+        ({"speculative_config": drafts, "deterministic": True}, "speculative_config", "deterministic=True"),
         ({"mesh": MeshSpec(fsdp=2, context=2)}, "fsdp, context", "tensor, expert, pipeline or data"),
     ):
         with pytest.raises(ShardlmError) as refusal:
