@@ -13,7 +13,7 @@ import sys
 
 import torch
 import transformers
-from make_references import CASES, LENGTH, ROWS, SIZES
+from make_references import CASES, LENGTH, ROWS, SIZES, per_expert
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
@@ -63,21 +63,6 @@ def published(model, modules, config, tensors=lambda weight: weight.detach()) ->
         layer = f"model.layers.{config.num_hidden_layers + i}."
         found |= {layer + name.removeprefix("block."): a for name, a in own.items()}
     return {name: tensors(a) for name, a in found.items()}
-
-
-def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tensor for each expert, where transformers holds those of all in one."""
-    found = {}
-    for name, a in tensors.items():
-        where, _, kind = name.partition(".mlp.experts.")
-        for i in range(len(a)) if kind else ():
-            parts = {"down_proj": a[i]}
-            if kind == "gate_up_proj":
-                parts = dict(zip(("gate_proj", "up_proj"), a[i].chunk(2), strict=True))
-            found |= {f"{where}.mlp.experts.{i}.{part}.weight": w.contiguous() for part, w in parts.items()}
-        if not kind:
-            found[name] = a
-    return found
 
 
 def make(folder: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 SIZES = {
     "vocab_size": 96,
@@ -69,6 +70,7 @@ CASES = {
         "qwen3_moe",
         {**MOE, "head_dim": 8, "norm_topk_prob": True, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
     ),
+    "deepseek": ("llama", {"num_key_value_heads": 4}),
     "deepseek_v2": (
         "deepseek_v2",
         {**MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
@@ -108,6 +110,21 @@ CASES = {
         {**MOE, "head_dim": 8, "sliding_window": 6, "rope_parameters": {**YARN, "truncate": False}},
     ),
 }
+# What DeepSeek MoE (arXiv 2401.06066) has besides Llama's options. Its own code is not part of transformers.
+EXPERTS = {
+    "model_type": "deepseek",
+    "architectures": ["DeepseekForCausalLM"],
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 96}
 ROWS, LENGTH, NEW = 2, 24, 32
 
@@ -118,7 +135,10 @@ def make(name: str, folder: pathlib.Path) -> None:
     sizes = GPT2 if model_type == "gpt2" else SIZES
     config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if name == "deepseek":
+        with_experts(model)
+    model = model.float().eval()
     with torch.no_grad():  # as published models are, not as they start: norms and biases that differ from 1 and 0
         for path, weight in [*model.named_parameters(), *model.named_buffers()]:
             if weight.ndim and "rotary" not in path and "attn.bias" not in path:
@@ -140,9 +160,41 @@ def make(name: str, folder: pathlib.Path) -> None:
     (folder / "expected.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def with_experts(model) -> None:
+    """Makes DeepSeek MoE of a Llama: after the first layer, MLPs are experts, which are V2's without groups."""
+    options = {**SIZES, **EXPERTS, "topk_method": "greedy", "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+    del options["model_type"], options["architectures"]
+    config = transformers.CONFIG_MAPPING["deepseek_v2"](**options)
+    for layer in model.model.layers[EXPERTS["first_k_dense_replace"] :]:
+        layer.mlp = DeepseekV2Moe(config)
+    model.published = EXPERTS
+
+
 def saved(model, folder: pathlib.Path, dtype=torch.bfloat16) -> None:
+    if hasattr(model, "published"):
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: a.detach().to(dtype).contiguous() for name, a in model.state_dict().items()}
+        save_file(per_expert(tensors), str(folder / "model.safetensors"), metadata={"format": "pt"})
+        config = {**model.config.to_dict(), **model.published, "dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        return
     copy.deepcopy(model).to(dtype).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tensor for each expert, where transformers holds those of all in one."""
+    found = {}
+    for name, a in tensors.items():
+        where, _, kind = name.partition(".mlp.experts.")
+        for i in range(len(a)) if kind else ():
+            parts = {"down_proj": a[i]}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), a[i].chunk(2), strict=True))
+            found |= {f"{where}.mlp.experts.{i}.{part}.weight": w.contiguous() for part, w in parts.items()}
+        if not kind:
+            found[name] = a
+    return found
 
 
 def gradients(model) -> dict[str, list[float]]:

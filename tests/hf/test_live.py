@@ -50,7 +50,7 @@ def test_a_fresh_checkpoint_that_predicts_further_tokens(tmp_path):
 
 
 def test_transformers_opens_what_was_written(made):
-    written = sorted(path.name for path in (made / "written").iterdir())
-    assert written == NAMES
-    found = json.loads(run("compare_written.py", str(made / "originals"), str(made / "written"), *written))
-    assert found == dict.fromkeys(NAMES, 0.0)
+    assert sorted(path.name for path in (made / "written").iterdir()) == NAMES
+    known = [name for name in NAMES if name != "deepseek"]  # whose code is not part of transformers
+    found = json.loads(run("compare_written.py", str(made / "originals"), str(made / "written"), *known))
+    assert found == dict.fromkeys(known, 0.0)
