@@ -12,6 +12,9 @@ _PORT = flags.DEFINE_integer(
     "port", None, "Port to listen at, by default 8000, a router 8080; 0 takes a free one.", 0, 65535
 )
 _API_KEY = flags.DEFINE_list("api_key", [], "Keys, one of which clients must send. Also from SHARDLM_API_KEY.")
+_ADMIN_KEY = flags.DEFINE_list(
+    "admin_key", [], "Keys for new weights, of a router for its replicas. Also from SHARDLM_ADMIN_KEY. None: refused."
+)
 _CORS_ORIGINS = flags.DEFINE_list("cors_origins", [], "Origins whose web pages may call the server; * for all.")
 _CERTIFICATE = flags.DEFINE_string("certificate", None, "For https: a file with the certificate chain, in PEM.")
 _PRIVATE_KEY = flags.DEFINE_string("private_key", None, "For https: a file with its private key, in PEM.")
@@ -33,11 +36,15 @@ def listen(port: int) -> Listen:
 
 
 def http_settings() -> dict[str, Any]:
-    """Fields of HttpSettings, from the command line and SHARDLM_API_KEY."""
-    keys = (*_API_KEY.value, *keys_of("SHARDLM_API_KEY"))
-    return {"api_keys": keys, "cors_origins": tuple(_CORS_ORIGINS.value), "max_body": _MAX_BODY.value}
+    """Fields of HttpSettings, from the command line, SHARDLM_API_KEY and SHARDLM_ADMIN_KEY."""
+    return {
+        "api_keys": (*_API_KEY.value, *_keys_of("SHARDLM_API_KEY")),
+        "admin_keys": (*_ADMIN_KEY.value, *_keys_of("SHARDLM_ADMIN_KEY")),
+        "cors_origins": tuple(_CORS_ORIGINS.value),
+        "max_body": _MAX_BODY.value,
+    }
 
 
-def keys_of(variable: str) -> tuple[str, ...]:
+def _keys_of(variable: str) -> tuple[str, ...]:
     """Keys that an environment variable holds, with commas between them."""
     return tuple(key for key in os.environ.get(variable, "").split(",") if key)

@@ -16,7 +16,7 @@ from absl import flags
 from launch.flags import run as run_main
 
 try:
-    from launch.http_flags import http_settings, keys_of, listen
+    from launch.http_flags import http_settings, listen
     from shardlm.serve.api.server import run_app
     from shardlm.serve.router.app import make_app
     from shardlm.serve.router.settings import RouterSettings
@@ -27,7 +27,6 @@ _REPLICA = flags.DEFINE_multi_string("replica", [], "Address of a server; once f
 _REPLICA_DNS = flags.DEFINE_multi_string("replica_dns", [], "NAME:PORT; all addresses of the name are servers.")
 _REPLICA_KEY = flags.DEFINE_string("replica_key", "", "Key of the servers. Also from SHARDLM_REPLICA_KEY.")
 _REPLICA_CA = flags.DEFINE_string("replica_ca", "", "For https servers: a file with who signs for them, in PEM.")
-_ADMIN_KEY = flags.DEFINE_list("admin_key", [], "Keys for /admin. Also from SHARDLM_ADMIN_KEY. None: it refuses.")
 _POLL = flags.DEFINE_float("poll_seconds", 1, "Between two looks at a server.")
 _TIMEOUT = flags.DEFINE_float("timeout_seconds", 2, "For a connection to a server, and for a look at it.")
 _RETRIES = flags.DEFINE_integer("max_retries", 3, "Further servers for a request that has produced nothing.")
@@ -43,7 +42,6 @@ def settings() -> RouterSettings:
         replica_dns=tuple(_REPLICA_DNS.value),
         replica_key=_REPLICA_KEY.value or os.environ.get("SHARDLM_REPLICA_KEY", ""),
         replica_ca=_REPLICA_CA.value,
-        admin_keys=(*_ADMIN_KEY.value, *keys_of("SHARDLM_ADMIN_KEY")),
         poll_seconds=_POLL.value,
         timeout_seconds=_TIMEOUT.value,
         max_retries=_RETRIES.value,

@@ -16,7 +16,7 @@ from launch.flags import run as run_main
 from shardlm.errors import ShardlmError
 
 try:
-    from launch.http_flags import http_settings, keys_of, listen
+    from launch.http_flags import http_settings, listen
     from shardlm.serve.api.server import run
     from shardlm.serve.api.settings import Settings
 except ModuleNotFoundError as error:
@@ -47,7 +47,6 @@ _SPECULATIVE = flags.DEFINE_string(
 )
 
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
-_ADMIN_KEY = flags.DEFINE_list("admin_key", [], "Keys for /update_weights. Also from SHARDLM_ADMIN_KEY.")
 _TOOL_STYLE = flags.DEFINE_enum(
     "tool_style", "auto", ["auto", "hermes", "llama"], "How the model writes calls of tools; auto: see its template."
 )
@@ -60,7 +59,6 @@ def settings() -> Settings:
     return Settings(
         **http_settings(),
         model_names=tuple(_MODEL_NAMES.value),
-        admin_keys=(*_ADMIN_KEY.value, *keys_of("SHARDLM_ADMIN_KEY")),
         tool_style=_TOOL_STYLE.value,
         max_queue=_MAX_QUEUE.value,
         request_seconds=_REQUEST_SECONDS.value,

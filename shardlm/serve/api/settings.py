@@ -12,6 +12,7 @@ ToolStyle = Literal["auto", "hermes", "llama"]
 class HttpSettings:
     """
     api_keys         one of them is asked for (Authorization: Bearer KEY); (): none
+    admin_keys       one of them is asked for to change what is served, or a router's replicas; (): nobody may
     cors_origins     origins whose pages may call the server; "*" for all
     max_body         bytes of a request's body
     read_seconds     its body must have come after so long
@@ -19,6 +20,7 @@ class HttpSettings:
     """
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body: int = 32 * 2**20
     read_seconds: float = 30
@@ -26,14 +28,13 @@ class HttpSettings:
 
     def __post_init__(self):
         above_zero(self, "max_body", "read_seconds", "write_seconds")
-        no_empty_text(self, "api_keys", "cors_origins")
+        no_empty_text(self, "api_keys", "admin_keys", "cors_origins")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(HttpSettings):
     """
     model_names      what clients may call the model, the first for answers; (): the engine's name
-    admin_keys       one of them is asked for to change what is served (/update_weights); (): nobody may
     tool_style       how the model writes its calls of tools; auto: what its chat template tells
     max_queue        requests without their first token at which further ones are refused (429)
     max_replies      prompts times n, of one request
@@ -41,7 +42,6 @@ class Settings(HttpSettings):
     """
 
     model_names: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
     tool_style: ToolStyle = "auto"
     max_queue: int = 1024
     max_replies: int = 1024
@@ -50,7 +50,7 @@ class Settings(HttpSettings):
     def __post_init__(self):
         super().__post_init__()
         above_zero(self, "max_queue", "max_replies", "request_seconds")
-        no_empty_text(self, "model_names", "admin_keys")
+        no_empty_text(self, "model_names")
 
 
 def above_zero(settings: HttpSettings, *names: str) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.api.settings import HttpSettings, above_zero, no_empty_text
+from shardlm.serve.api.settings import HttpSettings, above_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +11,6 @@ class RouterSettings(HttpSettings):
     """
     replicas           addresses of servers
     replica_dns        NAME:PORT each; every address the name has is a replica, looked up at every poll
-    admin_keys         one of them is asked for where replicas are drained, added and removed; (): nobody may
     replica_key        that the router asks the replicas' /v1/models with; "": the first of api_keys
     replica_ca         a file with the authorities that sign the replicas' certificates, in PEM; "": the system's
     poll_seconds       between two looks at a replica
@@ -23,7 +22,6 @@ class RouterSettings(HttpSettings):
 
     replicas: tuple[str, ...] = ()
     replica_dns: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
     replica_key: str = ""
     replica_ca: str = ""
     poll_seconds: float = 1
@@ -35,7 +33,6 @@ class RouterSettings(HttpSettings):
     def __post_init__(self):
         super().__post_init__()
         above_zero(self, "poll_seconds", "timeout_seconds")
-        no_empty_text(self, "admin_keys")
         if not (self.replicas or self.replica_dns or self.admin_keys):
             raise ShardlmError(
                 "the router has no replicas and no way to get any; give --replica=URL for each, "
