@@ -53,8 +53,10 @@ def expected(llm, folders):
 def test_from_a_path_and_from_what_training_has(llm, folders, expected, tmp_path):
     assert expected["first"] != expected["second"]
     programs = dict(llm.engine.runner._programs)
+    assert llm.generate(PROMPT, GREEDY)[0].num_cached_tokens > 0
     llm.update_weights(folders["second"])
-    assert reply(llm) == expected["second"]
+    first = llm.generate(PROMPT, GREEDY)[0]
+    assert first.outputs[0].token_ids == expected["second"] and first.num_cached_tokens == 0
     llm.update_weights(folders["first"])
     assert reply(llm) == expected["first"] and llm.engine.stats().kv_usage == 0
     trained = load(folders["second"], dtype="float32", rules="replicated")
@@ -123,6 +125,6 @@ def test_over_http_while_requests_run(llm, folders, expected):
         done.json()["success"] and done.json()["path"] == second["path"] and "being read" in error(busy, 409)["message"]
     )
     assert last[: len(before)] == before and len(last) == 40
+    # What "long" recomputed after the swap may be cached, so the tokens alone tell which weights these are.
     assert after.outputs[0].token_ids == expected["second"] and text == after.outputs[0].text
-    assert after.num_cached_tokens == 0
     assert "SHARDLM_ADMIN_KEY" in error(Client().post("/update_weights", second), 403)["message"]
