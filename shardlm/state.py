@@ -49,7 +49,7 @@ class ModelDef:
     shapes  tree of jax.ShapeDtypeStruct, with resting shardings, of the parameters that are trained: of adapters where
             there are any, else of all
     names   the same tree with (stack_names, names) of each parameter's dimensions
-    frozen_shapes  the same as shapes of the others, as they are held; None where there are none
+    frozen_shapes, frozen_names  the same of the others, as they are held; None where there are none
     frozen  what no step changes, of a model that is bound to it: the others, or where all are trained what training
             compares them with (train/preference.py)
     """
@@ -60,6 +60,7 @@ class ModelDef:
     shapes: Tree
     names: Tree
     frozen_shapes: Tree = None
+    frozen_names: Tree = None
     frozen: Tree = None
 
     @classmethod
@@ -80,6 +81,7 @@ class ModelDef:
             unflatten_dict({path: s for path, s in shapes.items() if path in trained}),
             unflatten_dict({path: n for path, n in names.items() if path in trained}),
             unflatten_dict(frozen) if frozen else None,
+            unflatten_dict({path: names[path] for path in frozen}) if frozen else None,
         )
 
     def held_at_rest(self, mesh: Mesh) -> Tree:

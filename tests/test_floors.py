@@ -41,7 +41,8 @@ FLOORS = [
         *("merge", "peft"),
         "opened",
     },
-    {"train", "plan", "serve"},
+    {"train", "serve"},
+    {"plan"},
 ]
 NO_JAX = [*FLOORS[0], "data", "metrics", "hlo"]
 NO_JAX_IN_SERVE = [

@@ -13,27 +13,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlm import weights
 from shardlm.hf_files import Folder
-from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
-from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import grouped_matmul
-from shardlm.ops.attention import choose, choose_context
 from shardlm.optim import make_optimizer, make_schedule
-from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
 from shardlm.train.batches import slots
-from shardlm.train.check import check_batch, check_matmul, check_model, check_outside_stages, check_pipeline
 from shardlm.train.config import OffloadConfig, RunConfig
-from shardlm.train.lora import check_lora
-from shardlm.train.mtp import check_mtp
-from shardlm.train.preference import check_preference
 from shardlm.train.preference import objective as objective_of
-from shardlm.train.replicas import check_replicas, shares
+from shardlm.train.replicas import shares
+from shardlm.train.settled import settle
 from shardlm.train.step import Objective, StepConfig, make_eval_step
 from shardlm.train.strategy import Step, Strategy
 from shardlm.train.strategy import choose as choose_strategy
@@ -60,46 +52,14 @@ class Program:
         Raises ShardlmError for whatever does not divide or does not exist.
         """
         spec = MeshSpec(**dict(mesh.shape))
-        rules = Rules.make(config.rules, spec)
-        shape = config.model.transformer()
-        if config.lora.rank or not mtp:
-            shape = shape.without_mtp()
-        check_mtp(config, shape)
-        check_batch(config.train, rules)
-        check_model(shape, rules, config.context_attention)
-        check_replicas(config, rules)
-        check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
-        context = _context_attention(config, shape, spec)
-        check_outside_stages(shape, config.pipeline, spec, context)
-        check_matmul(config.matmul, config.precision, mesh.devices.flat[0])
-        check_lora(config)
-        check_preference(config)
-        offload.check_offload(config.offload, spec, config.local_sgd, mesh.devices.flat[0])
-        dtype = COMPUTE_DTYPE[config.precision]
-        head_dim = max(block.attention.head_dim for block in shape.all_blocks())
-        plain = not any(block.attention.soft for block in shape.all_blocks())
-        attention = choose(config.attention, mesh.devices.flat[0].platform, dtype, head_dim, plain)
-        execution = Execution(
-            rules=rules,
-            dtype=dtype,
-            remat=config.remat,
-            attention=attention,
-            context_attention=context,
-            matmul=config.matmul,
-            grouped_matmul=_grouped_matmul(shape, mesh.devices.flat[0].platform),
-            unroll=config.unroll,
-            microbatches=max(shares(config.train, spec.data)),
-            rounds=config.pipeline.laps,
-            lora=config.lora,
-            weights=config.lora.base,
-        )
+        settled = settle(config, spec, mesh.devices.flat[0], mtp)
         with jax.set_mesh(mesh):
-            model = ModelDef.make(shape, execution)
+            model = ModelDef.make(settled.shape, settled.execution)
             tx = make_optimizer(config.optim, config.train.steps, model.names)
             rate = make_schedule(config.optim, config.train.steps)
             objective = objective_of(config, model)
             strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec, objective))
-        return cls(config, mesh, rules, model, tx, objective, strategy)
+        return cls(config, mesh, settled.rules, model, tx, objective, strategy)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -229,18 +189,6 @@ class Program:
             loss_scaling=self.config.precision == "fp16",
         )
         return lambda seed, params=None: offload.store(self.strategy.begin(make(seed, params)), self.config.offload)
-
-
-def _grouped_matmul(shape: TransformerConfig, platform: str) -> str:
-    """Chosen only where there are experts: a GPU needs an extra package for them."""
-    return grouped_matmul.choose(platform) if any(block.mlp.num_experts for block in shape.all_blocks()) else "blocked"
-
-
-def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
-    """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
-    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.all_blocks()}
-    ways = {choose_context(config.context_attention, *pair, config.train.seq_len, mesh) for pair in heads}
-    return "ring" if "ring" in ways else "ulysses"
 
 
 def _step_config(config: RunConfig, mesh: MeshSpec, objective: Objective) -> StepConfig:

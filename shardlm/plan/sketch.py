@@ -1,0 +1,148 @@
+"""A training step as formulas see it: what it is made of, on a mesh and for a GPU, with nothing traced or compiled. One
+takes about a millisecond, where tracing takes fifty, so that thousands of meshes can be looked at."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict
+
+from shardlm.hardware import Gpu
+from shardlm.layers.param import Execution
+from shardlm.layers.pipeline import Schedule
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
+from shardlm.rules import Rules, Table
+from shardlm.state import ModelDef
+from shardlm.train.config import RunConfig
+from shardlm.train.settled import Settled, settle
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter.
+
+    path     in the tree of parameters, joined by dots: segments.0.blocks.0.attention.wq
+    shape    with its stack first
+    names    of the dimensions, those of the stack first
+    stacked  how many of them are the stack's: 1 for a layer's, 0 for the embedding's
+    itemsize bytes of a number at rest
+    trained  whether the optimizer has it
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    stacked: int
+    itemsize: int
+    trained: bool
+
+    def axes(self, table: Table) -> tuple[str, ...]:
+        """Mesh axes that it is split over, each larger than 1."""
+        return tuple(axis for name in self.names for axis in table.axes(name))
+
+    def numbers(self, table: Table) -> int:
+        """How many of its numbers one device holds."""
+        return math.prod(self.shape) // table.mesh.size(*self.axes(table))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Neither a norm nor a bias."""
+        return len(self.names) - self.stacked > 1
+
+    @property
+    def segment(self) -> int | None:
+        """The segment of layers that it belongs to."""
+        head, _, rest = self.path.partition(".")
+        return int(rest.partition(".")[0]) if head == "segments" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sketch:
+    """A run on a mesh of GPUs.
+
+    config     with every size of its mesh given
+    weights    all parameters, trained or not
+    """
+
+    config: RunConfig
+    gpu: Gpu
+    shape: TransformerConfig
+    rules: Rules
+    execution: Execution
+    weights: tuple[Weight, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, gpu: Gpu) -> "Sketch":
+        """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
+        settled = settle(config, config.mesh, _Described(gpu.device_kinds[0]), traced=False)
+        return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled))
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.rules.mesh
+
+    @property
+    def num_gpus(self) -> int:
+        return math.prod(self.mesh.sizes().values())
+
+    @property
+    def rows(self) -> float:
+        """Of one microbatch on one device, where a layer works; in a pipeline each stage sees all rows."""
+        return self.config.train.global_batch / self.passes / self.mesh.size("data", "fsdp", "expert")
+
+    @property
+    def passes(self) -> int:
+        """Microbatches of a step."""
+        return self.execution.microbatches
+
+    @property
+    def tokens(self) -> float:
+        """Of one microbatch on one device inside attention and MLP, where the sequence is whole over tensor."""
+        return self.rows * self.config.train.seq_len / self.mesh.context
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the stages of the pipeline run what; one stage where there is none."""
+        repeats = self.shape.segments[self.shape.pipelined_segment()].repeats
+        pipeline = self.config.pipeline
+        return Schedule(repeats, self.mesh.pipeline, pipeline.laps, self.passes, pipeline.schedule == "1f1b")
+
+    def staged(self, weight: Weight) -> bool:
+        """Whether a pipeline stage holds its own part of it while it is in use."""
+        return self.mesh.pipeline > 1 and weight.segment == self.shape.pipelined_segment()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """A GPU that is not there, as train/settled.py asks for one."""
+
+    device_kind: str
+    platform: str = "cuda"
+
+    def addressable_memories(self) -> list[Any]:
+        return []
+
+
+def _weights(settled: Settled) -> tuple[Weight, ...]:
+    """Names depend on the mesh only by the tensor axis, over which few KV heads are copied and not split."""
+    execution = dataclasses.replace(settled.execution, rules=None)
+    return _traced(settled.shape, execution.dtype, execution.lora, execution.weights, settled.mesh.tensor)
+
+
+@functools.lru_cache(maxsize=64)
+def _traced(shape: TransformerConfig, dtype, lora, held, tensor: int) -> tuple[Weight, ...]:
+    mesh = MeshSpec(tensor=tensor)
+    execution = Execution(rules=Rules.make("replicated", mesh), dtype=dtype, lora=lora, weights=held)
+    with jax.sharding.use_abstract_mesh(mesh.abstract()):
+        model = ModelDef.make(shape, execution)
+    found = []
+    for shapes, names, trained in ((model.shapes, model.names, True), (model.frozen_shapes, model.frozen_names, False)):
+        named = flatten_dict(names or {})
+        for path, leaf in flatten_dict(shapes or {}).items():
+            stack, own = named[path]
+            where = ".".join(map(str, path))
+            found.append(Weight(where, leaf.shape, (*stack, *own), len(stack), leaf.dtype.itemsize, trained))
+    return tuple(found)

@@ -1,0 +1,100 @@
+"""What a run's configuration comes to on a mesh: rules, the model's shape and how it executes, every "auto" resolved
+and every check made. Needs no devices, so it serves planning for GPUs that are not there; program.py traces and
+compiles what is settled here."""
+
+import dataclasses
+from typing import Any, Protocol
+
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
+from shardlm.ops import grouped_matmul
+from shardlm.ops.attention import choose, choose_context
+from shardlm.precision import COMPUTE_DTYPE
+from shardlm.rules import Rules
+from shardlm.train.check import check_batch, check_matmul, check_model, check_outside_stages, check_pipeline
+from shardlm.train.config import RunConfig
+from shardlm.train.lora import check_lora
+from shardlm.train.mtp import check_mtp
+from shardlm.train.offload import check_offload
+from shardlm.train.preference import check_preference
+from shardlm.train.replicas import check_replicas, shares
+
+
+class Device(Protocol):
+    """What is asked of a device: a jax.Device is one."""
+
+    platform: str
+    device_kind: str
+
+    def addressable_memories(self) -> list[Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A run on a mesh of known sizes, checked."""
+
+    config: RunConfig
+    shape: TransformerConfig
+    rules: Rules
+    execution: Execution
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.rules.mesh
+
+
+def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, *, traced: bool = True) -> Settled:
+    """`config` on a mesh of these sizes over devices like this one. Without `mtp` the model is held without the modules
+    that predict further tokens, as it is under adapters, which leave those as they are. Unless it is to be `traced`,
+    the packages of its kernels need not be there.
+
+    Raises ShardlmError for whatever does not divide or does not exist.
+    """
+    rules = Rules.make(config.rules, spec)
+    shape = config.model.transformer()
+    if config.lora.rank or not mtp:
+        shape = shape.without_mtp()
+    check_mtp(config, shape)
+    check_batch(config.train, rules)
+    check_model(shape, rules, config.context_attention)
+    check_replicas(config, rules)
+    check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
+    context = _context_attention(config, shape, spec)
+    check_outside_stages(shape, config.pipeline, spec, context)
+    check_matmul(config.matmul, config.precision, device)
+    check_lora(config)
+    check_preference(config)
+    check_offload(config.offload, spec, config.local_sgd, device)
+    dtype = COMPUTE_DTYPE[config.precision]
+    head_dim = max(block.attention.head_dim for block in shape.all_blocks())
+    plain = not any(block.attention.soft for block in shape.all_blocks())
+    execution = Execution(
+        rules=rules,
+        dtype=dtype,
+        remat=config.remat,
+        attention=choose(config.attention, device.platform, dtype, head_dim, plain),
+        context_attention=context,
+        matmul=config.matmul,
+        grouped_matmul=_grouped_matmul(shape, device.platform, traced),
+        unroll=config.unroll,
+        microbatches=max(shares(config.train, spec.data)),
+        rounds=config.pipeline.laps,
+        lora=config.lora,
+        weights=config.lora.base,
+    )
+    return Settled(config, shape, rules, execution)
+
+
+def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> grouped_matmul.GroupedMatmul:
+    """Chosen only where there are experts: a GPU needs an extra package for them."""
+    if not any(block.mlp.num_experts for block in shape.all_blocks()):
+        return "blocked"
+    return grouped_matmul.choose(platform) if traced or platform == "cpu" else "tokamax"
+
+
+def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
+    """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
+    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.all_blocks()}
+    ways = {choose_context(config.context_attention, *pair, config.train.seq_len, mesh) for pair in heads}
+    return "ring" if "ring" in ways else "ulysses"
