@@ -94,3 +94,36 @@ def least_temporaries(sketch: Sketch) -> Least:
 
 def _pipelined(weight: Weight, sketch: Sketch) -> int:
     return sketch.mesh.pipeline if "pipeline" in weight.axes(sketch.rules.grads) else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device in a step, by what they are for; what is alive at its fullest moment.
+
+    reserve  what the runtime, NCCL's buffers and fragmentation take besides
+    """
+
+    kinds: dict[str, float]
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values()) + self.reserve
+
+
+RESERVE = 0.08  # of a GPU's memory
+
+
+def memory(sketch: Sketch) -> Memory:
+    """The estimate for a step."""
+    rests, least = state(sketch), least_temporaries(sketch)
+    kinds = {
+        "weights": rests.weights,
+        "optimizer": rests.optimizer,
+        "average of weights": rests.average,
+        "gradients": least.gradients,
+        "weights in use": least.weights,
+        "activations": least.inputs,
+        "logits": least.logits,
+    }
+    return Memory({name: nbytes for name, nbytes in kinds.items() if nbytes}, RESERVE * sketch.gpu.hbm_bytes)

@@ -6,6 +6,7 @@ an all-reduce twice that, a permutation the array.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
@@ -16,15 +17,27 @@ from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.sketch import Sketch
 
 WEIGHT, MASTER = 2, 4  # bytes of a number in use (16 bits) and at rest (float32)
+GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """axes over which, why, and how many bytes in a step."""
+    """What one device sends in a step for one reason.
+
+    axes    over which
+    why     what is moved
+    nbytes  in a step
+    kind    the collective, as hlo/collectives.py names it; of gathers and scatters together the gather
+    count   how often in a step, arrays that XLA may combine counted apart
+    beside  whether kernels of other layers run meanwhile: weights and gradients, which no layer waits for
+    """
 
     axes: tuple[str, ...]
     why: str
     nbytes: float
+    kind: str = "all-gather"
+    count: float = 1
+    beside: bool = False
 
 
 def training_traffic(sketch: Sketch) -> list[Sent]:
@@ -61,15 +74,32 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
         if gathered:
             times = sketch.passes * ((forward if weight.stacked else 1) + 1)  # a gradient is scattered once a pass
             once = numbers * WEIGHT * _share(mesh.size(*gathered))
-            yield Sent(gathered, f"{weight.path}: gathers and scatters", once * times)
+            repeats = math.prod(weight.shape[: weight.stacked]) / stages
+            yield Sent(
+                gathered,
+                f"{weight.path}: gathers",
+                once * (times - sketch.passes),
+                GATHER,
+                repeats * (times - sketch.passes),
+                beside=True,
+            )
+            yield Sent(
+                gathered,
+                f"{weight.path}: scatters",
+                once * sketch.passes,
+                SCATTER,
+                repeats * sketch.passes,
+                beside=True,
+            )
         if staged:
             moved = numbers * MASTER * _share(stages) / mesh.size(*gathered)
-            yield Sent(("pipeline",), f"{weight.path}: to its stage and back", 2 * moved)
+            yield Sent(("pipeline",), f"{weight.path}: to its stage and back", 2 * moved, "all-to-all", 2)
         seen = {"data", "fsdp", "context", "expert"} - set(gathered) - use
         copies = _ordered(mesh, seen if config.local_sgd.inner_steps == 0 else seen - {"data"})
         if copies:
             held = numbers * MASTER / mesh.size(*gathered)
-            yield Sent(copies, f"{weight.path}: sum of gradients", 2 * held * _share(mesh.size(*copies)))
+            total = 2 * held * _share(mesh.size(*copies))
+            yield Sent(copies, f"{weight.path}: sum of gradients", total, REDUCE, 1, beside=True)
 
 
 def _ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
@@ -84,11 +114,14 @@ def _layers(sketch: Sketch) -> Iterator[Sent]:
     again = 1 if config.remat == "full" else 0
     if mesh.tensor > 1:
         # Two layers, each a gather and a scatter: forward, backward; again all but the last scatter.
-        times = 8 + 3 * again
-        yield Sent(("tensor",), "the sequence", times * stream * _share(mesh.tensor) * layers * shape.cached_layers)
+        each = stream * _share(mesh.tensor) * layers * shape.cached_layers
+        runs = layers * shape.cached_layers
+        yield Sent(("tensor",), "the sequence: gathers", (4 + 2 * again) * each, GATHER, (4 + 2 * again) * runs)
+        yield Sent(("tensor",), "the sequence: scatters", (4 + again) * each, SCATTER, (4 + again) * runs)
     if mesh.pipeline > 1:
         edges = (mesh.pipeline * config.pipeline.laps - 1) / mesh.pipeline
-        yield Sent(("pipeline",), "between stages", 2 * edges * sketch.passes * stream / mesh.tensor)
+        moved = 2 * edges * sketch.passes
+        yield Sent(("pipeline",), "between stages", moved * stream / mesh.tensor, PERMUTE, moved)
     for block in shape.all_blocks():
         if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
             yield _experts(block.mlp, stream / mesh.tensor, mesh.expert, layers, again)
@@ -99,9 +132,12 @@ def _layers(sketch: Sketch) -> Iterator[Sent]:
 def _experts(moe: MoeConfig, stream: float, ranks: int, layers: float, again: int) -> Sent:
     """To the experts and back: forward, backward and again."""
     if choose_exchange(ranks, moe.top_k) == "gather":
-        return Sent(("expert",), "tokens gathered", (4 + 2 * again) * stream * (ranks - 1) * layers)
+        times = 4 + 2 * again
+        return Sent(("expert",), "tokens gathered", times * stream * (ranks - 1) * layers, GATHER, times * layers)
     # The results of the experts need not come back a second time.
-    return Sent(("expert",), "tokens sent", (4 + again) * stream * moe.top_k * _share(ranks) * layers)
+    times = 4 + again
+    sent = times * stream * moe.top_k * _share(ranks) * layers
+    return Sent(("expert",), "tokens sent", sent, "ragged-all-to-all", times * layers)
 
 
 def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: float, again: int) -> Iterator[Sent]:
@@ -112,7 +148,9 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: flo
         moves = mesh.context - 1
         # Keys and values go round forward, again, and backward beside their float32 gradients, which also come home.
         times = (1 + again + 1) * moves + 2 * (moves + 1)
-        yield Sent(("context",), "keys, values and their gradients", times * keys_values * layers)
+        sent = times * keys_values * layers
+        yield Sent(("context",), "keys, values and their gradients", sent, PERMUTE, times * layers, beside=True)
     else:
         moved = tokens * (2 * heads + 2 * kv) * attention.head_dim * WEIGHT * _share(mesh.context)
-        yield Sent(("context",), "heads for tokens", (2 + again) * moved * layers)
+        runs = (2 + again) * layers
+        yield Sent(("context",), "heads for tokens", runs * moved, "all-to-all", runs)

@@ -1,0 +1,81 @@
+"""The GPUs of a run and the links between them: which devices a mesh axis joins, and over what."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from shardlm.errors import ShardlmError
+from shardlm.hardware import Gpu
+from shardlm.mesh import AXES, MeshSpec
+
+NIC = 25e9  # bytes/s a GPU where the GPU's own systems name none: a 200 Gb/s adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Devices that exchange with each other: `size` of them, `inside` of those under one NVLink switch."""
+
+    size: int
+    inside: int
+
+    @property
+    def outside(self) -> int:
+        """How many such islands it spans."""
+        return self.size // self.inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`num_gpus` of one kind.
+
+    gpus_per_host         GPUs of one host
+    nic_bytes_per_second  network of one GPU, in one direction
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_host: int
+    nic_bytes_per_second: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, num_gpus: int, gpus_per_host: int = 0, nic_bytes_per_second: float = 0) -> "Cluster":
+        """With 0 for what the GPU's own systems have: eight GPUs a host, its network adapters.
+
+        Raises ShardlmError for a number of GPUs that does not fill hosts.
+        """
+        if num_gpus < 1 or gpus_per_host < 0 or nic_bytes_per_second < 0:
+            raise ShardlmError(
+                f"num_gpus={num_gpus}, gpus_per_host={gpus_per_host}, nic_bytes_per_second={nic_bytes_per_second}: "
+                "GPUs are at least 1, the others at least 0 (0: as in NVIDIA's own systems)"
+            )
+        host = gpus_per_host or min(8, num_gpus)
+        if num_gpus % host:
+            below = num_gpus // host * host
+            raise ShardlmError(
+                f"num_gpus={num_gpus} does not fill hosts of {host}; choose {below} or {below + host}, or give "
+                "gpus_per_host"
+            )
+        return cls(gpu, num_gpus, host, nic_bytes_per_second or gpu.nic_bytes_per_second or NIC)
+
+    @property
+    def island(self) -> int:
+        """GPUs that reach each other without a network: over NVLink, or on one host's PCIe."""
+        if self.gpu.nvlink_bytes_per_second and self.gpu.nvlink_domain > self.gpus_per_host:
+            return min(self.gpu.nvlink_domain, self.num_gpus)
+        return self.gpus_per_host
+
+    @property
+    def inside_bytes_per_second(self) -> float:
+        """Of one GPU to others of its island, in one direction: PCIe where NVLink does not join them all."""
+        gpu = self.gpu
+        joined = gpu.nvlink_domain >= min(self.gpus_per_host, self.num_gpus)
+        return gpu.nvlink_bytes_per_second if joined and gpu.nvlink_bytes_per_second else gpu.pcie_bytes_per_second
+
+    def group(self, mesh: MeshSpec, axes: Sequence[str]) -> Group:
+        """The devices along these axes, in the mesh's physical order (mesh.py)."""
+        sizes = mesh.sizes()
+        strides = {axis: math.prod(sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+        steps = [[strides[axis] * i for i in range(sizes[axis])] for axis in axes]
+        places = [sum(place) for place in itertools.product(*steps)]
+        return Group(len(places), sum(place < self.island for place in places))

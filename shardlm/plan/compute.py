@@ -1,0 +1,159 @@
+"""What one device computes in a training step: matmuls, attention and what only moves memory, by layer."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from shardlm.flops import attention_pairs
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.mla import MlaConfig
+from shardlm.layers.mlp import MlpConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.plan.sketch import Sketch
+
+Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer"]
+Unit = Literal["matmul", "attention", "memory"]
+WEIGHT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One kind of work of one device.
+
+    unit       what limits it: the matrix units by a matmul's shape, attention kernels, or memory alone
+    flops, hbm_bytes  of one execution
+    count      executions in a step
+    dims       of a matmul: rows, columns, summed
+    dtype      of its operands, as hardware.Peak.of takes it
+    in_stages  whether it belongs to layers that pipeline stages run, and waits while they fill and drain
+    """
+
+    layer: Layer
+    what: str
+    unit: Unit
+    flops: float
+    hbm_bytes: float
+    count: float
+    dims: tuple[float, float, float] = (0, 0, 0)
+    dtype: str = "bf16"
+    in_stages: bool = False
+
+
+def operations(sketch: Sketch) -> list[Op]:
+    """All of a step but what takes no time worth a figure."""
+    return [*_layers(sketch), *_head(sketch), _optimizer(sketch)]
+
+
+def _layers(sketch: Sketch) -> Iterator[Op]:
+    shape, mesh, remat = sketch.shape, sketch.mesh, sketch.config.remat
+    staged = shape.segments[shape.pipelined_segment()]
+    for segment in shape.segments:
+        in_stages = mesh.pipeline > 1 and segment is staged
+        # Outside the stages each device of `pipeline` works on its own rows.
+        count = sketch.passes * segment.repeats / mesh.pipeline
+        for block in segment.pattern:
+            for op in _block(sketch, block):
+                runs = _runs(op.unit, remat)
+                yield dataclasses.replace(op, count=count * runs, in_stages=in_stages)
+    for _ in range(shape.mtp.depth if shape.mtp else 0):
+        for op in _block(sketch, shape.mtp.block):
+            yield dataclasses.replace(op, count=sketch.passes / mesh.pipeline * _runs(op.unit, remat))
+
+
+def _runs(unit: Unit, remat: str) -> float:
+    """Forward executions that a step's forward, recomputation and backward are worth."""
+    again = {"none": 0, "dots": 0 if unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
+    return 3 + again if unit != "attention" else 1 + again + 2.5
+
+
+def _block(sketch: Sketch, block) -> Iterator[Op]:
+    """Forward, once."""
+    D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
+    dtype = {"dtype": "bf16" if sketch.config.precision != "fp32" else "fp32"}.get(
+        sketch.config.matmul, sketch.config.matmul
+    )
+
+    def matmul(layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
+        moved = WEIGHT * (rows * n + rows * k + n * k)
+        return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, (rows, n, k), dtype)
+
+    for what, n, k in _projections(block.attention, D, tensor):
+        yield matmul("attention", what, tokens, n, k)
+    yield _scores(sketch, block.attention)
+    if isinstance(block.mlp, MlpConfig):
+        F = block.mlp.mlp_dim / tensor
+        yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
+        yield matmul("mlp", "down", tokens, D, F)
+        yield Op("mlp", "activation", "memory", 0, 3 * WEIGHT * tokens * F, 1)
+    else:
+        yield from _experts(sketch, block.mlp, matmul)
+    norms = 4 if block.norms == "both" else 2
+    yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * WEIGHT * tokens / tensor * D, 1)
+
+
+def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
+    """(name, columns, summed) on one device."""
+    N = attention.num_heads / tensor
+    if isinstance(attention, MlaConfig):
+        Q, R, H = attention.q_latent_dim, attention.kv_latent_dim, attention.head_dim
+        if Q:
+            yield "query latent", Q, D
+            yield "queries", N * H, Q
+        else:
+            yield "queries", N * H, D
+        yield "latent", R + attention.rope_dim, D
+        yield "keys and values", N * (attention.nope_dim + attention.value_dim), R
+        yield "output", D, N * attention.value_dim
+        return
+    K = max(1, attention.num_kv_heads / tensor)
+    yield "queries, keys and values", (N + 2 * K) * attention.head_dim, D
+    yield "output", D, N * attention.head_dim
+
+
+def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
+    """Softmax attention over whole rows: of one device's rows and heads, its part of the sequence."""
+    T, N = sketch.config.train.seq_len, attention.num_heads / sketch.mesh.tensor
+    pairs = sketch.rows * attention_pairs([T], attention.window or None) / sketch.mesh.context
+    width = N * (attention.head_dim + attention.value_dim)
+    moved = WEIGHT * sketch.tokens * 2 * width
+    dims = (T, attention.head_dim, attention.value_dim)
+    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims)
+
+
+def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
+    """An even load: of tokens that the devices of `expert` bring together, each device's experts take their share."""
+    D, mesh = sketch.shape.embed_dim, sketch.mesh
+    F = moe.expert_dim / mesh.tensor
+    experts = moe.num_experts / mesh.expert
+    rows = sketch.tokens * moe.top_k / experts
+    for what, n, k in (("up", 2 * F, D), ("down", D, F)):
+        one = matmul("moe", what, rows, n, k)
+        yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts)
+    yield Op("moe", "activation and moving", "memory", 0, WEIGHT * rows * experts * (3 * F + 4 * D), 1)
+    yield matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
+    if moe.shared_dim:
+        yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
+        yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)
+
+
+def _head(sketch: Sketch) -> Iterator[Op]:
+    """Cross-entropy makes its gradients as it goes: three matmuls, and none again (ops/cross_entropy.py)."""
+    shape, mesh = sketch.shape, sketch.mesh
+    V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
+    heads = 1 + (shape.mtp.depth if shape.mtp else 0)
+    count = sketch.passes / mesh.pipeline * heads
+    moved = WEIGHT * (tokens * D + V * D) + 4 * tokens * V
+    yield Op("head", "logits and loss", "matmul", 2.0 * tokens * V * D, moved, 3 * count, (tokens, V, D))
+    yield Op("embedding", "lookup", "memory", 0, 3 * WEIGHT * tokens / mesh.tensor * D, 2 * count)
+
+
+def _optimizer(sketch: Sketch) -> Op:
+    """AdamW reads weight, gradient and two moments, and writes three."""
+    numbers = sum(w.numbers(sketch.rules.optimizer) for w in sketch.weights if w.trained)
+    return Op("optimizer", "update", "memory", 0, 7 * 4.0 * numbers, 1)
+
+
+def total_flops(ops: list[Op]) -> float:
+    """Of one device's step, as executed."""
+    return math.fsum(op.flops * op.count for op in ops)
