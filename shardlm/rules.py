@@ -7,6 +7,7 @@ optimizer state rest. ZeRO stages 1 to 3 (https://arxiv.org/abs/1910.02054) diff
 
 import dataclasses
 import difflib
+import functools
 import math
 from typing import Literal, get_args
 
@@ -64,12 +65,18 @@ class Table:
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes larger than 1 that dimension `name` is split over. Raises ShardlmError for an unknown name."""
-        known = dict(self.entries)
+        known = self._used
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
             raise ShardlmError(f"unknown dimension {name!r} in the {self.role} rules; {hint}")
-        return tuple(axis for axis in known[name] if self.mesh.size(axis) > 1)
+        return known[name]
+
+    @functools.cached_property
+    def _used(self) -> dict[str, tuple[str, ...]]:
+        """Name -> mesh axes larger than 1: asked for at every parameter of every mesh that a planner looks at."""
+        sizes = self.mesh.sizes()
+        return {name: tuple(axis for axis in axes if sizes[axis] > 1) for name, axes in self.entries}
 
     def spec(self, *names: str | None, shape: tuple[int, ...] | None = None) -> PartitionSpec:
         """PartitionSpec of an array whose dimensions have these names (None: never split).
@@ -120,6 +127,7 @@ class Rules:
     act: Table
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def make(cls, preset: Preset, mesh: MeshSpec) -> "Rules":
         """The tables of a preset on a mesh whose sizes are all known. Raises ShardlmError for an unknown preset."""
         if preset not in get_args(Preset):

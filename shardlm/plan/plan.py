@@ -2,6 +2,7 @@
 estimate from formulas; verify.py compiles."""
 
 import dataclasses
+import functools
 
 from shardlm.flops import mfu
 from shardlm.hardware import Gpu
@@ -14,19 +15,24 @@ from shardlm.train.config import RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Estimates for one configuration."""
+    """Estimates for one configuration; each is made when it is first asked for."""
 
     sketch: Sketch
     cluster: Cluster
-    memory: Memory
-    cost: StepCost
 
     @classmethod
     def of(cls, config: RunConfig, cluster: Cluster) -> "Plan":
         """Of a configuration whose mesh has every size. Raises ShardlmError for what cannot run at all; what is merely
         too large has a plan that does not fit."""
-        sketch = Sketch.of(config, cluster.gpu)
-        return cls(sketch, cluster, memory(sketch), step_cost(sketch, cluster))
+        return cls(Sketch.of(config, cluster.gpu), cluster)
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        return memory(self.sketch)
+
+    @functools.cached_property
+    def cost(self) -> StepCost:
+        return step_cost(self.sketch, self.cluster)
 
     @property
     def config(self) -> RunConfig:
@@ -41,6 +47,10 @@ class Plan:
         return self.memory.total <= self.gpu.hbm_bytes
 
     @property
+    def step_seconds(self) -> float:
+        return self.cost.step_seconds
+
+    @property
     def mfu(self) -> float:
         """Model FLOP utilisation by the convention of flops.py, against the 16-bit peak."""
-        return mfu(self.cost.model_flops, self.cost.step_seconds, self.gpu.peak.bf16, self.cluster.num_gpus)
+        return mfu(self.cost.model_flops, self.step_seconds, self.gpu.peak.bf16, self.cluster.num_gpus)

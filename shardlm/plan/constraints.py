@@ -1,0 +1,102 @@
+"""What a user allows the planner to choose: constraints on the searched fields of a configuration, as text."""
+
+import dataclasses
+import difflib
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.mesh import AXES
+from shardlm.train.config import RunConfig
+
+FIELDS = (
+    *(f"mesh.{axis}" for axis in AXES),
+    *("rules", "remat", "matmul", "train.accumulation", "pipeline.schedule", "pipeline.rounds", "offload.optimizer"),
+)
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
+_WORD = re.compile(r"([a-z_.]+)(<=|>=|=)(.+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """`field operator values`: the field's value agrees with one of them."""
+
+    field: str
+    operator: str
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.field}{self.operator}{','.join(self.values)}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Constraint":
+        """From mesh.tensor<=8, rules=zero3,hybrid, ... Raises ShardlmError for what is no constraint."""
+        found = _WORD.fullmatch(text)
+        if not found:
+            raise ShardlmError(f"{text!r} is no constraint; write for instance mesh.tensor<=8, or rules=zero3,hybrid")
+        field, sign, value = found.groups()
+        if field not in FIELDS:
+            near = difflib.get_close_matches(field, FIELDS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
+            raise ShardlmError(f"{text}: {field} is not searched; {hint}")
+        values = tuple(value.split(","))
+        numeric = field.startswith("mesh.") or field in ("train.accumulation", "pipeline.rounds")
+        if numeric and not all(v.isdigit() and int(v) > 0 for v in values):
+            raise ShardlmError(f"{text}: {field} is a positive number")
+        if sign != "=" and (not numeric or len(values) > 1):
+            raise ShardlmError(f"{text}: {sign} compares with one number; for {field} write {field}=VALUE,VALUE")
+        return cls(field, sign, values)
+
+    def allows(self, value: Any) -> bool:
+        compare = _OPERATORS[self.operator]
+        if isinstance(value, int) and not isinstance(value, bool):
+            return any(compare(value, int(allowed)) for allowed in self.values)
+        return str(value).lower() in (allowed.lower() for allowed in self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraints:
+    """All of a search."""
+
+    items: tuple[Constraint, ...] = ()
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> "Constraints":
+        return cls(tuple(map(Constraint.parse, words)))
+
+    def allow(self, field: str, value: Any) -> bool:
+        """Whether a field may have this value."""
+        return all(one.allows(value) for one in self.items if one.field == field)
+
+    def names(self, field: str) -> bool:
+        """Whether anything is said of a field."""
+        return any(one.field == field for one in self.items)
+
+    def choices(self, field: str, values: Sequence[Any]) -> list[Any]:
+        """Those of `values` that are allowed; of a field whose values are given, these instead. Raises ShardlmError
+        where nothing is left."""
+        given = [v for one in self.items if one.field == field and one.operator == "=" for v in one.values]
+        if given and type(values[0]) in (int, str):
+            values = [type(values[0])(v) for v in given]
+        left = [value for value in values if self.allow(field, value)]
+        if not left:
+            raise ShardlmError(
+                f"{self.of(field)} leaves no choice: {field} could be {', '.join(map(str, values))} here"
+            )
+        return left
+
+    def of(self, *fields: str) -> str:
+        """What is said of these fields, as text."""
+        return " and ".join(str(one) for one in self.items if one.field in fields)
+
+    def met_by(self, config: RunConfig) -> bool:
+        return all(one.allows(_value(config, one.field)) for one in self.items)
+
+
+def _value(config: RunConfig, field: str) -> Any:
+    value: Any = config
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value

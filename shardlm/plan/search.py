@@ -1,0 +1,202 @@
+"""Which mesh: every way to lay a run over a number of GPUs at its global batch, by formulas, the fastest first."""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.memory import state
+from shardlm.plan.plan import Plan
+from shardlm.train.config import PipelineConfig, RunConfig
+
+REMATS = ("none", "dots", "full")
+PRESETS = ("zero3", "hybrid", "zero1", "zero2", "replicated")
+SHORTEST_CHUNK = 1024  # tokens of a row that a device of the context axis should have at least
+MOST_ROWS = 16  # of a device's microbatch: beyond, memory grows and nothing runs faster
+ROUNDS = (2, 4)
+FREE = Constraints()
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search gives.
+
+    plans       the best of each mesh that fits, the fastest first
+    considered  configurations that were looked at
+    refused     reason -> how many configurations it ruled out
+    smallest    of those that do not fit, the one that needs least; None where any fits, or none can run at all
+    """
+
+    plans: tuple[Plan, ...]
+    considered: int
+    refused: dict[str, int]
+    smallest: Plan | None
+
+
+def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Found:
+    """Looks at every mesh over the cluster's GPUs, with the presets, schedules, microbatches and remat policies that go
+    with it, where the constraints leave the choice. State goes to host memory where nothing fits otherwise.
+
+    Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
+    """
+    found = _search(config, cluster, constraints, [config.offload.optimizer])
+    free = not constraints.names("offload.optimizer") and not config.offload.optimizer and not config.lora.rank
+    if not found.plans and (free or constraints.names("offload.optimizer")):
+        offloaded = constraints.choices("offload.optimizer", [True])
+        second = _search(config, cluster, constraints, offloaded)
+        found = dataclasses.replace(second, considered=found.considered + second.considered)
+    if not found.plans and found.smallest is None:
+        raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
+    return found
+
+
+def _search(config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]) -> Found:
+    best: dict[tuple, Plan] = {}
+    refused: collections.Counter[str] = collections.Counter()
+    smallest: Plan | None = None
+    considered = 0
+    for laid in _laid_out(config, cluster, constraints):
+        for variant in _variants(laid, constraints):
+            for candidate in _kept(variant, constraints, offload):
+                considered += 1
+                try:
+                    plan = Plan.of(candidate, cluster)
+                except ShardlmError as error:
+                    refused[str(error)] += 1
+                    break
+                if plan.fits:
+                    key = (candidate.mesh, candidate.rules)
+                    if key not in best or plan.step_seconds < best[key].step_seconds:
+                        best[key] = plan
+                    break  # what keeps less runs longer
+                smallest = min(filter(None, (smallest, plan)), key=lambda p: p.memory.total)
+                if state(plan.sketch).total > cluster.gpu.hbm_bytes:
+                    break
+    plans = sorted(best.values(), key=lambda p: (p.step_seconds, p.memory.total))
+    return Found(tuple(plans), considered, dict(refused.most_common()), None if plans else smallest)
+
+
+def _laid_out(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Iterator[RunConfig]:
+    """The configuration on each mesh, with each preset that differs there."""
+    shape, train = config.model.transformer(), config.train
+    for tensor, pipeline, context, expert in _inner(shape, train.seq_len, cluster, constraints):
+        rest = cluster.num_gpus // (tensor * pipeline * context * expert)
+        for rules, data in itertools.product(constraints.choices("rules", PRESETS), _divisors(rest)):
+            mesh = MeshSpec(data, rest // data, context, pipeline, expert, tensor)
+            if _differs(rules, mesh, constraints) and _allowed(mesh, constraints):
+                yield dataclasses.replace(config, mesh=mesh, rules=rules)
+
+
+def _inner(
+    shape: TransformerConfig, seq_len: int, cluster: Cluster, constraints: Constraints
+) -> Iterator[tuple[int, int, int, int]]:
+    """(tensor, pipeline, context, expert) that the model divides over."""
+    experts = [block.mlp.num_experts for block in shape.all_blocks() if block.mlp.num_experts]
+    repeats = shape.segments[shape.pipelined_segment()].repeats
+    heads = math.gcd(*(block.attention.num_heads for block in shape.all_blocks()))
+    longest = max(1, seq_len // SHORTEST_CHUNK)
+    for tensor in _divisors(cluster.num_gpus):
+        if heads % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
+            continue
+        for pipeline in _divisors(cluster.num_gpus // tensor):
+            if pipeline > repeats:
+                continue
+            for context in _divisors(cluster.num_gpus // tensor // pipeline):
+                if context > longest and not constraints.names("mesh.context"):
+                    continue
+                for expert in _divisors(cluster.num_gpus // tensor // pipeline // context):
+                    if expert == 1 or (experts and math.gcd(*experts) % expert == 0):
+                        yield tensor, pipeline, context, expert
+
+
+def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:
+    """Of presets and splits that mean the same on a mesh, one: zero3 over fsdp alone, the replicated ones over data."""
+    if constraints.names("mesh.data") or constraints.names("mesh.fsdp"):
+        return True
+    if rules == "zero3":
+        return mesh.data == 1
+    if rules == "hybrid":
+        return mesh.data > 1 and mesh.fsdp > 1
+    if rules == "replicated":
+        return mesh.fsdp == 1
+    return mesh.fsdp == 1 and mesh.size("data", "context", "expert") > 1
+
+
+def _allowed(mesh: MeshSpec, constraints: Constraints) -> bool:
+    return all(constraints.allow(f"mesh.{axis}", size) for axis, size in mesh.sizes().items())
+
+
+def _variants(config: RunConfig, constraints: Constraints) -> Iterator[RunConfig]:
+    """The configuration on its mesh with every schedule, number of microbatches and kind of product."""
+    schedules = _schedules(constraints) if config.mesh.pipeline > 1 else [config.pipeline]
+    matmuls = constraints.choices("matmul", [config.matmul])
+    for pipeline, accumulation in itertools.product(schedules, _accumulations(config, constraints)):
+        train = dataclasses.replace(config.train, accumulation=accumulation)
+        for matmul in matmuls:
+            yield dataclasses.replace(config, train=train, pipeline=pipeline, matmul=matmul)
+
+
+def _kept(config: RunConfig, constraints: Constraints, offload: Sequence[bool]) -> Iterator[RunConfig]:
+    """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
+    for away in offload:
+        place = dataclasses.replace(config.offload, optimizer=away)
+        for remat in constraints.choices("remat", [name for name in REMATS if _can_keep(name, config)]):
+            yield dataclasses.replace(config, remat=remat, offload=place)
+
+
+def _can_keep(remat: str, config: RunConfig) -> bool:
+    """1F1B makes each stage's forward pass again by itself (train/one_f_one_b.py)."""
+    return remat == "full" or config.mesh.pipeline == 1 or config.pipeline.schedule != "1f1b"
+
+
+def _schedules(constraints: Constraints) -> list[PipelineConfig]:
+    """Of pipelines; one round of the circular schedule is GPipe's."""
+    found = []
+    for schedule in constraints.choices("pipeline.schedule", ["circular", "gpipe", "1f1b"]):
+        rounds = constraints.choices("pipeline.rounds", ROUNDS) if schedule == "circular" else [1]
+        found += [PipelineConfig(schedule, count) for count in rounds]
+    return found
+
+
+def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
+    """Numbers of microbatches that leave each device a power of two of rows."""
+    mesh = config.mesh
+    rows, over = divmod(config.train.global_batch, mesh.size("data", "fsdp", "expert"))
+    if over or not rows:
+        return [config.train.accumulation]  # refused with the reason
+    counts = [rows // 2**i for i in range(MOST_ROWS.bit_length()) if rows % 2**i == 0]
+    filling = [n for n in counts if n % mesh.pipeline == 0] or counts[:1]
+    allowed = [n for n in filling if constraints.allow("train.accumulation", n)]
+    return allowed or filling[:1]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints, refused: dict[str, int]) -> str:
+    said = constraints.of(*(one.field for one in constraints.items))
+    asked = f" with {said}" if said else ""
+    head = f"no mesh over {cluster.num_gpus} GPUs can run this configuration{asked}"
+    if not refused:
+        return f"{head}: no sizes of the axes that its layers, heads and experts divide over agree with that"
+    reasons = "\n".join(f"  {count} times: {reason}" for reason, count in list(refused.items())[:3])
+    return f"{head}. The reasons, the most frequent first:\n{reasons}"
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """What the search has chosen, as overrides of a configuration."""
+    chosen: dict[str, Any] = {f"mesh.{axis}": size for axis, size in config.mesh.sizes().items()}
+    chosen |= {"rules": config.rules, "remat": config.remat, "train.accumulation": config.train.accumulation}
+    if config.mesh.pipeline > 1:
+        chosen["pipeline.schedule"] = config.pipeline.schedule
+        if config.pipeline.schedule == "circular":
+            chosen["pipeline.rounds"] = config.pipeline.rounds
+    return chosen | ({"offload.optimizer": True} if config.offload.optimizer else {})

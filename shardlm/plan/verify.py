@@ -1,0 +1,79 @@
+"""Compiles the real step of a plan for its GPUs, on a machine without them, and reads from the program what it holds
+and sends. What is read is compiled, not measured: nothing ran."""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import time
+from collections.abc import Sequence
+
+from shardlm.errors import ShardlmError
+from shardlm.hlo.bill import Bill
+from shardlm.hlo.collectives import collectives
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.plan import Plan
+from shardlm.topology import topology
+from shardlm.train.config import RunConfig
+from shardlm.train.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """The compiled step of one device.
+
+    argument_bytes   what rests, and the batch
+    temporary_bytes  besides, at the fullest moment
+    bill             of every collective
+    failure          why there is no program; "" if there is, and then all else is 0
+    """
+
+    argument_bytes: int = 0
+    temporary_bytes: int = 0
+    bill: Bill = Bill(())
+    compile_seconds: float = 0.0
+    failure: str = ""
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.argument_bytes + self.temporary_bytes
+
+
+def verify(plans: Sequence[Plan], workers: int = 2) -> list[Verified]:
+    """Each plan's step compiled, in processes of their own: XLA ends the process on some programs, where it should
+    raise."""
+    jobs = [(plan.config, plan.cluster) for plan in plans]
+    context = multiprocessing.get_context("spawn")
+    done: list[Verified] = []
+    for job in _batches(jobs, workers):
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+            futures = [pool.submit(compile_step, *one) for one in job]
+            done += [_result(future) for future in futures]
+    return done
+
+
+def compile_step(config: RunConfig, cluster: Cluster) -> Verified:
+    """In this process."""
+    started = time.perf_counter()
+    try:
+        devices = topology(cluster.gpu.name, cluster.num_gpus // cluster.gpus_per_host, cluster.gpus_per_host)
+        program = Program.make(config, config.mesh.build(devices))
+        step = program.compile("step", dict(program.xla_options().options))
+    except ShardlmError as error:
+        return Verified(failure=str(error))
+    memory = step.memory_analysis()
+    bill = Bill.of(collectives(step.as_text(), config.mesh.sizes()))
+    seconds = time.perf_counter() - started
+    return Verified(memory.argument_size_in_bytes, memory.temp_size_in_bytes, bill, seconds)
+
+
+def _batches(jobs: list, size: int) -> list[list]:
+    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+
+
+def _result(future: concurrent.futures.Future) -> Verified:
+    try:
+        return future.result()
+    except concurrent.futures.BrokenExecutor:
+        return Verified(failure="the compiler ended its process; run the plan's configuration by itself to see why")
+    except Exception as error:  # whatever XLA raises: the other candidates go on
+        return Verified(failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
