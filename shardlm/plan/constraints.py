@@ -100,3 +100,6 @@ def _value(config: RunConfig, field: str) -> Any:
     for name in field.split("."):
         value = getattr(value, name)
     return value
+
+
+FREE = Constraints()

@@ -11,7 +11,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.constraints import Constraints
+from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.memory import state
 from shardlm.plan.plan import Plan
 from shardlm.train.config import PipelineConfig, RunConfig
@@ -21,7 +21,6 @@ PRESETS = ("zero3", "hybrid", "zero1", "zero2", "replicated")
 SHORTEST_CHUNK = 1024  # tokens of a row that a device of the context axis should have at least
 MOST_ROWS = 16  # of a device's microbatch: beyond, memory grows and nothing runs faster
 ROUNDS = (2, 4)
-FREE = Constraints()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,30 +56,50 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE)
     return found
 
 
+def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
+    """Any plan that fits; None where none does or none can run."""
+    away = [config.offload.optimizer]
+    if not config.lora.rank and constraints.allow("offload.optimizer", True):
+        away = constraints.choices("offload.optimizer", [False, True])
+    return next((p for p in _candidates(config, cluster, constraints, away) if isinstance(p, Plan) and p.fits), None)
+
+
 def _search(config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]) -> Found:
     best: dict[tuple, Plan] = {}
     refused: collections.Counter[str] = collections.Counter()
     smallest: Plan | None = None
     considered = 0
+    for plan in _candidates(config, cluster, constraints, offload):
+        considered += 1
+        if isinstance(plan, ShardlmError):
+            refused[str(plan)] += 1
+        elif not plan.fits:
+            smallest = min(filter(None, (smallest, plan)), key=lambda p: p.memory.total)
+        else:
+            key = (plan.config.mesh, plan.config.rules)
+            if key not in best or plan.step_seconds < best[key].step_seconds:
+                best[key] = plan
+    plans = sorted(best.values(), key=lambda p: (p.step_seconds, p.memory.total))
+    return Found(tuple(plans), considered, dict(refused.most_common()), None if plans else smallest)
+
+
+def _candidates(
+    config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
+) -> Iterator[Plan | ShardlmError]:
+    """Everything that is looked at: a plan, or why there is none. What keeps less of the forward pass is looked at only
+    where what keeps more does not fit, as it runs longer."""
+    remats = constraints.choices("remat", REMATS)
     for laid in _laid_out(config, cluster, constraints):
         for variant in _variants(laid, constraints):
-            for candidate in _kept(variant, constraints, offload):
-                considered += 1
+            for candidate in _kept(variant, remats, offload):
                 try:
                     plan = Plan.of(candidate, cluster)
                 except ShardlmError as error:
-                    refused[str(error)] += 1
+                    yield error
                     break
-                if plan.fits:
-                    key = (candidate.mesh, candidate.rules)
-                    if key not in best or plan.step_seconds < best[key].step_seconds:
-                        best[key] = plan
-                    break  # what keeps less runs longer
-                smallest = min(filter(None, (smallest, plan)), key=lambda p: p.memory.total)
-                if state(plan.sketch).total > cluster.gpu.hbm_bytes:
+                yield plan
+                if plan.fits or state(plan.sketch).total > cluster.gpu.hbm_bytes:
                     break
-    plans = sorted(best.values(), key=lambda p: (p.step_seconds, p.memory.total))
-    return Found(tuple(plans), considered, dict(refused.most_common()), None if plans else smallest)
 
 
 def _laid_out(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Iterator[RunConfig]:
@@ -143,11 +162,11 @@ def _variants(config: RunConfig, constraints: Constraints) -> Iterator[RunConfig
             yield dataclasses.replace(config, train=train, pipeline=pipeline, matmul=matmul)
 
 
-def _kept(config: RunConfig, constraints: Constraints, offload: Sequence[bool]) -> Iterator[RunConfig]:
+def _kept(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:
     """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
     for away in offload:
         place = dataclasses.replace(config.offload, optimizer=away)
-        for remat in constraints.choices("remat", [name for name in REMATS if _can_keep(name, config)]):
+        for remat in (name for name in remats if _can_keep(name, config)):
             yield dataclasses.replace(config, remat=remat, offload=place)
 
 

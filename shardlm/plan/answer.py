@@ -1,0 +1,103 @@
+"""What the planner answers: the ranked plans of a configuration, the best of them compiled, and what a run costs."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from shardlm.plan.change import Change, changes
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constraints import FREE, Constraints
+from shardlm.plan.plan import Plan
+from shardlm.plan.search import Found, search
+from shardlm.plan.verify import Verified, verify
+from shardlm.train.config import RunConfig
+
+DAY = 86_400.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A plan, and what compiling it showed: None where it was not compiled."""
+
+    plan: Plan
+    verified: Verified | None = None
+
+    @property
+    def fits(self) -> bool:
+        """As compiled where it was, with the same reserve; else as estimated."""
+        if self.verified is None or self.verified.failure:
+            return self.plan.fits
+        return self.verified.hbm_bytes + self.plan.memory.reserve <= self.plan.gpu.hbm_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A run's length and a GPU's price; 0 where it is not known.
+
+    tokens  of the whole run
+    dollars_per_gpu_hour  and `price_source` where it is from
+    """
+
+    tokens: float
+    dollars_per_gpu_hour: float = 0.0
+    price_source: str = ""
+
+    def days(self, plan: Plan) -> float:
+        return self.tokens / plan.cost.tokens_per_second / DAY
+
+    def dollars(self, plan: Plan) -> float:
+        return self.days(plan) * 24 * plan.cluster.num_gpus * self.dollars_per_gpu_hour
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """All that is said of a configuration on a cluster.
+
+    ranked   the fastest first, as far as they fit; those compiled come first where their programs fit
+    changes  where nothing fits: what would make it fit
+    """
+
+    cluster: Cluster
+    constraints: Constraints
+    found: Found
+    ranked: tuple[Ranked, ...]
+    changes: tuple[Change, ...]
+    budget: Budget
+
+    @property
+    def best(self) -> Ranked | None:
+        return self.ranked[0] if self.ranked and self.ranked[0].fits else None
+
+
+def answer(
+    config: RunConfig,
+    cluster: Cluster,
+    constraints: Constraints = FREE,
+    *,
+    compiled: int = 0,
+    budget: Budget | None = None,
+) -> Answer:
+    """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled.
+
+    Raises ShardlmError where nothing can run at all.
+    """
+    found = search(config, cluster, constraints)
+    ranked = _compiled(found.plans, compiled)
+    train = config.train
+    budget = budget or Budget(float(train.steps) * train.global_batch * train.seq_len)
+    remedies = () if any(one.fits for one in ranked) else tuple(changes(config, cluster, constraints))
+    return Answer(cluster, constraints, found, ranked, remedies, budget)
+
+
+def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:
+    """The plans with `count` of them compiled that fit; a plan whose program does not fit goes behind all others. After
+    three times as many compiled it is left at that."""
+    good: list[Ranked] = []
+    bad: list[Ranked] = []
+    tried = 0
+    while len(good) < count and tried < min(len(plans), 3 * count):
+        batch = plans[tried : tried + min(2, count - len(good))]
+        tried += len(batch)
+        for plan, verified in zip(batch, verify(batch), strict=True):
+            one = Ranked(plan, verified)
+            (good if one.fits and not verified.failure else bad).append(one)
+    return (*good, *map(Ranked, plans[tried:]), *bad)

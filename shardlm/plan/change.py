@@ -1,0 +1,80 @@
+"""What to change where nothing fits: the shortest changes after which something does, and the fewest GPUs."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.plan import Plan
+from shardlm.plan.search import first_fit
+from shardlm.train.config import RunConfig
+
+MOST_GPUS = 2**17
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something to change, in words, and a plan that fits with it."""
+
+    what: str
+    plan: Plan
+
+
+def changes(config: RunConfig, cluster: Cluster, constraints: Constraints) -> list[Change]:
+    """Single changes after which a configuration fits, the least intrusive first: constraints, the batch, the GPU, the
+    row's length, the number of GPUs."""
+    found = []
+    for what, changed, other, rules in _tried(config, cluster, constraints):
+        plan = _fit(changed, other, rules)
+        if plan:
+            found.append(Change(what, plan))
+    more = fewest_gpus(config, cluster, constraints)
+    return [*found, *([more] if more else [])]
+
+
+def fewest_gpus(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Change | None:
+    """The fewest hosts, doubled from the cluster's, over which the configuration fits; the number is then lowered to
+    the least that fits as far as whole hosts allow."""
+    count, plan = cluster.num_gpus, None
+    while plan is None and count < MOST_GPUS:
+        count *= 2
+        plan = _fit(config, _with(cluster, count), constraints)
+    if plan is None:
+        return None
+    low, high = count // 2, count
+    while high - low > cluster.gpus_per_host and (low + high) // 2 % cluster.gpus_per_host == 0:
+        middle = (low + high) // 2
+        between = _fit(config, _with(cluster, middle), constraints)
+        low, high, plan = (low, middle, between) if between else (middle, high, plan)
+    return Change(f"num_gpus={high}", plan)
+
+
+def _tried(
+    config: RunConfig, cluster: Cluster, constraints: Constraints
+) -> Iterator[tuple[str, RunConfig, Cluster, Constraints]]:
+    for one in constraints.items:
+        rest = Constraints(tuple(other for other in constraints.items if other is not one))
+        yield f"without {one}", config, cluster, rest
+    train = config.train
+    if train.global_batch > 1:
+        half = dataclasses.replace(config, train=dataclasses.replace(train, global_batch=train.global_batch // 2))
+        yield f"train.global_batch={train.global_batch // 2}", half, cluster, constraints
+    for gpu in sorted(GPUS.values(), key=lambda g: g.hbm_bytes):
+        if gpu.generation == cluster.gpu.generation and gpu.hbm_bytes > 1.05 * cluster.gpu.hbm_bytes:
+            other = Cluster.of(gpu, cluster.num_gpus, cluster.gpus_per_host)
+            yield f"gpu={gpu.name}", config, other, constraints
+    shorter = dataclasses.replace(config, train=dataclasses.replace(train, seq_len=max(1, train.seq_len // 2)))
+    yield f"train.seq_len={train.seq_len // 2}", shorter, cluster, constraints
+
+
+def _fit(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Plan | None:
+    try:
+        return first_fit(config, cluster, constraints)
+    except ShardlmError:
+        return None
+
+
+def _with(cluster: Cluster, num_gpus: int) -> Cluster:
+    return dataclasses.replace(cluster, num_gpus=num_gpus, gpus_per_host=max(cluster.gpus_per_host, min(8, num_gpus)))
