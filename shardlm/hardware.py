@@ -72,6 +72,7 @@ class Gpu:
     nvlink_domain            how many GPUs reach each other over NVLink
     pcie_bytes_per_second    to the host, per direction
     nic_bytes_per_second     network per direction and GPU in NVIDIA's own systems; None: the host decides
+    watts                    the limit the GPU is sold with (TDP); it draws less where memory or links limit it
     """
 
     name: str
@@ -84,7 +85,8 @@ class Gpu:
     nvlink_domain: int
     pcie_bytes_per_second: float
     nic_bytes_per_second: float | None
-    datasheet: str  # of the peaks, memory bandwidth and links
+    watts: float
+    datasheet: str  # of the peaks, memory bandwidth, links and power
     memory_source: str
     nic_source: str | None = None
 
@@ -135,6 +137,7 @@ _A100 = Gpu(
     nvlink_domain=8,
     pcie_bytes_per_second=_PCIE4,
     nic_bytes_per_second=25e9,
+    watts=400,
     datasheet=_A100_SHEET,
     memory_source=_XLA_TABLES,
     nic_source=_DGX_A100,
@@ -152,6 +155,7 @@ _A100_PCIE = replace(
     device_kinds=("NVIDIA A100 80GB PCIe",),
     hbm_bytes_per_second=1.935e12,
     nvlink_domain=2,
+    watts=300,
     nic_bytes_per_second=None,
     nic_source=None,
 )
@@ -160,6 +164,7 @@ _A100_PCIE_40GB = replace(
     name="a100-pcie-40gb",
     device_kinds=("NVIDIA A100-PCIE-40GB",),
     hbm_bytes=42_331_013_120,
+    watts=250,
     hbm_bytes_per_second=1.555e12,
 )
 _H100 = Gpu(
@@ -173,6 +178,7 @@ _H100 = Gpu(
     nvlink_domain=8,
     pcie_bytes_per_second=_PCIE5,
     nic_bytes_per_second=50e9,
+    watts=700,
     datasheet=_HOPPER_PAPER,
     memory_source=_XLA_TABLES,
     nic_source=_DGX_HOPPER_AND_B200,
@@ -185,6 +191,7 @@ _H100_PCIE = replace(
     hbm_bytes_per_second=2.0e12,
     nvlink_bytes_per_second=300e9,
     nvlink_domain=2,
+    watts=350,
     nic_bytes_per_second=None,
     nic_source=None,
 )
@@ -208,6 +215,7 @@ _B200 = Gpu(
     nvlink_domain=8,
     pcie_bytes_per_second=_PCIE5,
     nic_bytes_per_second=50e9,
+    watts=1000,
     datasheet=_BLACKWELL_SHEET,
     memory_source=_XLA_TABLES,
     nic_source=_DGX_HOPPER_AND_B200,
@@ -219,6 +227,7 @@ _GB200 = replace(
     peak=Peak(fp32=80e12, tf32=1250e12, bf16=2500e12, fp16=2500e12, int8=5000e12, fp8=5000e12, fp4=10_000e12),
     hbm_bytes=197_897_748_480,
     hbm_bytes_per_second=7.928e12,
+    watts=1200,
     nvlink_domain=72,
     nic_source=_GB200_RACK,
 )
@@ -233,6 +242,7 @@ _L40S = Gpu(
     nvlink_domain=1,
     pcie_bytes_per_second=_PCIE4,
     nic_bytes_per_second=None,
+    watts=350,
     datasheet=_L40S_SHEET,
     memory_source="https://github.com/stepfun-ai/Step-Video-T2V/issues/8",
 )
@@ -247,6 +257,7 @@ _A40 = Gpu(
     nvlink_domain=2,
     pcie_bytes_per_second=_PCIE4,
     nic_bytes_per_second=None,
+    watts=300,
     datasheet=_A40_SHEET,
     memory_source="https://github.com/chatdoc-com/OCRFlux/issues/64",
 )
@@ -257,6 +268,7 @@ _RTX_4090 = replace(
     peak=Peak(fp32=82.6e12, tf32=82.6e12, bf16=165.2e12, fp16=165.2e12, int8=660.6e12, fp8=330.3e12),
     hbm_bytes=int(23.64 * GIB),
     hbm_bytes_per_second=1.008e12,
+    watts=450,
     datasheet=_ADA_PAPER,
     memory_source="https://github.com/ali-vilab/VGen/issues/104",
 )
@@ -270,6 +282,7 @@ _RTX_5090 = replace(
     hbm_bytes=int(31.34 * GIB),
     hbm_bytes_per_second=1.792e12,
     pcie_bytes_per_second=_PCIE5,
+    watts=575,
     datasheet=_RTX_PAPER,
     memory_source="https://github.com/TrajectoryCrafter/TrajectoryCrafter/issues/20",
 )
@@ -279,6 +292,7 @@ _RTX_PRO_6000 = replace(
     device_kinds=("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
     peak=Peak(fp32=125e12, tf32=251.9e12, bf16=503.8e12, fp16=503.8e12, int8=1007.6e12, fp8=1007.6e12, fp4=2015e12),
     hbm_bytes=96_000_000_000,  # the figure on the box; what CUDA reports has no source here
+    watts=600,
     datasheet=_RTX_PRO_PAGE,
     memory_source=_RTX_PRO_PAGE,
 )
@@ -303,14 +317,14 @@ def lookup(device_kind: str) -> Gpu | None:
     return next((gpu for gpu in _ALL if wanted in map(_plain, gpu.device_kinds)), None)
 
 
-def named(name: str) -> Gpu:
-    """The GPU that a user calls `name`: a key of GPUS, or what jax calls it. Raises: ShardlmError for
+def named(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
+    """The GPU that a user calls `name`: a key of `known`, or what jax calls it. Raises: ShardlmError for
     another."""
-    gpu = GPUS.get(name.lower()) or lookup(name)
+    gpu = known.get(name.lower()) or lookup(name)
     if gpu is None:
-        near = difflib.get_close_matches(name.lower(), GPUS, 1)
+        near = difflib.get_close_matches(name.lower(), known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ShardlmError(f"no figures are known for a GPU {name!r}{hint} (known: {', '.join(GPUS)})")
+        raise ShardlmError(f"no figures are known for a GPU {name!r}{hint} (known: {', '.join(known)})")
     return gpu
 
 

@@ -17,7 +17,7 @@ FLOORS = [
         "config_json",
         "files",
         "run_files",
-        "hardware",
+        *("hardware", "clusters", "hardware_file", "prices"),
         "flops",
         "tokenizer",
         *("hf_files", "hf_quantised", "chat", "progress_bar"),
