@@ -78,6 +78,8 @@ def hardware_from(data: Any) -> Hardware:
     gpus = dict(GPUS)
     for index, entry in enumerate(_entries(data, "gpus")):
         gpu = _read(Gpu, entry, f"gpus.{index}", lambda name: hardware.named(name, gpus))
+        if not gpu.device_kinds:
+            raise ShardlmError(f"gpus.{index}: device_kinds is empty; name what jax or nvidia-smi call {gpu.name}")
         gpus[gpu.name] = gpu
     kinds = dict(CLUSTERS)
     for index, entry in enumerate(_entries(data, "clusters")):

@@ -71,6 +71,7 @@ def test_a_file_adds_gpus_and_clusters_from_known_ones(tmp_path):
         ('base = "h100"', 'base = "h10"', r"gpus.0: .*GPU 'h10'; did you mean h100\?"),
         ('base = "h100"', "", "gpus.0: configuration.peak.*needs|gpus.0: .* needs"),
         ('name = "h100-500w"', "", "gpus.0: give it a name of its own, besides base='h100'"),
+        ("watts = 500", "device_kinds = []", "gpus.0: device_kinds is empty; name what jax or nvidia-smi"),
         ('gpu = "h100-500w"', 'gpu = "h100-600w"', r"GPU 'h100-600w'; did you mean h100-500w\?"),
         ('"roce"', '"rocee"', r"clusters.0: fabric: expected one of .* did you mean roce\?"),
         ("[[clusters]]", "[[cluster]]", r"unknown table 'cluster'; did you mean clusters\?"),
