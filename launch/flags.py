@@ -2,6 +2,7 @@
 the exit without a traceback for a problem that the user can solve. Imports no jax."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,6 +12,7 @@ from shardlm.config import format_resolved, resolve
 from shardlm.errors import ShardlmError
 
 PREFIX = "--config."
+_CONSTRAINT = re.compile(r"--(\w+\.[\w.]+|rules|remat|matmul)(<=|>=|=)")
 
 _CONFIG = flags.DEFINE_string("config", None, "Python file whose get_config() returns the run's configuration.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved configuration with sources, and stop.")
@@ -81,6 +83,13 @@ def _plain(main: Callable[..., int | None], overrides: Sequence[tuple[str, str]]
     if _CONFIG.value or _PRINT_CONFIG.value or overrides:
         raise ShardlmError("this command takes no configuration: leave out --config, --config.PATH and --print_config")
     return main(*words)
+
+
+def split_constraints(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes constraints, such as `--mesh.tensor<=8` or `--rules=zero3,hybrid`, out of a command line; (the rest, they
+    without the dashes)."""
+    found = [word for word in argv if _CONSTRAINT.match(word) and not word.startswith(PREFIX)]
+    return [word for word in argv if word not in found], [word.removeprefix("--") for word in found]
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
