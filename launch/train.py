@@ -2,6 +2,7 @@
 
 python -m launch.train --config=configs/tiny.py
 python -m launch.train --config=configs/tiny.py --config.train.steps=50 --config.mesh.tensor=4
+python -m launch.train --config=configs/llama3_8b.py --config.mesh=auto
 python -m launch.train --config=configs/tiny.py --print_config
 python -m launch.train --config=configs/tiny.py --print_shardings
 """
@@ -13,14 +14,14 @@ import sys
 import psutil
 from absl import flags
 
+from launch.auto import AUTO, planned, split_auto
 from launch.flags import cluster, run
 from shardlm.config import Resolved
 
 _PRINT_SHARDINGS = flags.DEFINE_bool("print_shardings", False, "Print where every parameter rests, and stop.")
 
 
-def main(resolved: Resolved) -> int:
-
+def main(resolved: Resolved, auto: bool) -> int:
     from launch.devices import use_cpu_devices
     from shardlm.distributed import detect, explicit, joined
     from shardlm.train.loop import train
@@ -28,16 +29,18 @@ def main(resolved: Resolved) -> int:
     from shardlm.train.report import python
     from shardlm.train.shardings import format_shardings
 
-    config = resolved.config
-    use_cpu_devices(config.cpu_devices)
+    use_cpu_devices(resolved.config.cpu_devices)
     if _PRINT_SHARDINGS.value:
+        config = planned(resolved) if auto else resolved.config
         print(format_shardings(Program.make(config, config.mesh.build())))
         return 0
     with joined(explicit(**cluster()) or detect(os.environ)):
-        command = shlex.join([python(), "-m", "launch.train", *sys.argv[1:]])
+        config = planned(resolved) if auto else resolved.config
+        command = shlex.join([python(), "-m", "launch.train", *sys.argv[1:], *([AUTO] if auto else [])])
         started = psutil.Process().create_time()
         return train(config, command=command, started=started)
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.argv[:], AUTOMATIC = split_auto(sys.argv)
+    run(lambda resolved: main(resolved, AUTOMATIC))

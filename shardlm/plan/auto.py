@@ -1,0 +1,45 @@
+"""The mesh of a run on the devices that are there: what `--config.mesh=auto` means."""
+
+from collections.abc import Sequence
+
+import jax
+
+from shardlm import hardware
+from shardlm.config import override
+from shardlm.errors import ShardlmError
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constraints import FIELDS, Constraint, Constraints
+from shardlm.plan.plan import Plan
+from shardlm.plan.search import search, settings
+from shardlm.train.config import RunConfig
+
+
+def cluster_of_devices(devices: Sequence[jax.Device]) -> Cluster:
+    """The cluster that these devices are. Raises ShardlmError for devices whose figures are not known."""
+    gpu = hardware.lookup(devices[0].device_kind)
+    if gpu is None:
+        raise ShardlmError(
+            f"mesh=auto plans with the figures of a GPU, and none are known of {devices[0].device_kind!r}; set the "
+            f"mesh's sizes (known GPUs: {', '.join(hardware.GPUS)})"
+        )
+    hosts = len({device.process_index for device in devices})
+    return Cluster.of(gpu, len(devices), len(devices) // hosts)
+
+
+def auto_mesh(config: RunConfig, cluster: Cluster, given: Sequence[tuple[str, str]]) -> tuple[RunConfig, Plan]:
+    """The configuration with the fastest mesh that fits and what goes with it (rules, remat, microbatches, schedule),
+    and its plan. What was `given` as overrides of these fields stays.
+
+    Raises ShardlmError where nothing fits or can run.
+    """
+    fixed = Constraints(tuple(Constraint.parse(f"{path}={text}") for path, text in given if path in FIELDS))
+    found = search(config, cluster, fixed)
+    if not found.plans:
+        least = found.smallest
+        raise ShardlmError(
+            f"mesh=auto: nothing fits on {cluster.num_gpus} x {cluster.gpu.name}; the least is "
+            f"{least.memory.total / 2**30:.1f} GiB a GPU of {cluster.gpu.hbm_bytes / 2**30:.1f} (estimated), with "
+            f"{least.config.mesh}. See python -m launch.plan for what would make it fit"
+        )
+    best = found.plans[0]
+    return override(config, [(path, str(value)) for path, value in settings(best.config).items()]), best

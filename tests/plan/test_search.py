@@ -1,0 +1,168 @@
+"""The search over meshes: what it looks at and leaves out, and what it says where nothing fits. By formulas alone."""
+
+import dataclasses
+import math
+import pathlib
+import types
+
+import pytest
+
+from shardlm.config import load
+from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+from shardlm.plan.answer import answer
+from shardlm.plan.asked import budget_of, cluster_of
+from shardlm.plan.auto import auto_mesh, cluster_of_devices
+from shardlm.plan.change import changes
+from shardlm.plan.config_source import source
+from shardlm.plan.constraints import FREE, Constraint, Constraints
+from shardlm.plan.plan import Plan
+from shardlm.plan.search import first_fit, search, settings
+
+CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
+H100 = cluster_of("h100", None, 8)
+
+
+def config(name: str, **train):
+    loaded = load(str(CONFIGS / f"{name}.py"))
+    return dataclasses.replace(loaded, train=dataclasses.replace(loaded.train, **train))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(config("llama3_8b"), H100)
+
+
+def test_every_plan_fills_the_gpus_fits_and_comes_in_order(found):
+    assert found.smallest is None and len(found.plans) > 20 and found.considered > len(found.plans)
+    seconds = [plan.step_seconds for plan in found.plans]
+    assert seconds == sorted(seconds)
+    keys = {(plan.config.mesh, plan.config.rules) for plan in found.plans}
+    assert len(keys) == len(found.plans)
+    for plan in found.plans:
+        assert plan.sketch.num_gpus == 8 and plan.fits
+        assert plan.config.train.global_batch == 8
+        assert plan.config.mesh.expert == 1  # no experts to split
+    axes = {axis for plan in found.plans for axis, size in plan.config.mesh.sizes().items() if size > 1}
+    assert axes == {"data", "fsdp", "tensor", "context", "pipeline"}
+    assert {plan.config.rules for plan in found.plans} > {"zero3", "hybrid", "zero1", "zero2"}
+
+
+def test_the_best_beats_every_mesh_that_is_planned_by_hand(found):
+    best = found.plans[0].step_seconds
+    for mesh, rules in (
+        (MeshSpec(fsdp=8), "zero3"),
+        (MeshSpec(fsdp=4, tensor=2), "zero3"),
+        (MeshSpec(tensor=8), "zero3"),
+    ):
+        by_hand = Plan.of(dataclasses.replace(config("llama3_8b"), mesh=mesh, rules=rules), H100)
+        assert best <= by_hand.step_seconds
+
+
+def test_constraints_leave_only_what_they_allow(found):
+    words = ("mesh.tensor>=2", "mesh.tensor<=4", "rules=zero3,hybrid", "remat=full", "mesh.context=1")
+    constraints = Constraints.parse(words)
+    held = search(config("llama3_8b"), H100, constraints)
+    assert held.plans and held.considered < found.considered
+    for plan in held.plans:
+        assert plan.config.mesh.tensor in (2, 4) and plan.config.mesh.context == 1
+        assert plan.config.rules in ("zero3", "hybrid") and plan.config.remat == "full"
+        assert constraints.met_by(plan.config)
+    others = [plan for plan in found.plans if plan.config.mesh.tensor in (1, 8)]
+    assert others and not any(constraints.met_by(plan.config) for plan in others)
+    fixed = search(config("llama3_8b"), H100, Constraints.parse(["mesh.fsdp=4", "mesh.data=2", "rules=zero3"]))
+    assert {plan.config.mesh for plan in fixed.plans} == {MeshSpec(data=2, fsdp=4)}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("mesh.tenser<=8", "mesh.tenser is not searched; did you mean mesh.tensor?"),
+        ("tensor", "is no constraint; write for instance mesh.tensor<=8"),
+        ("mesh.tensor=two", "mesh.tensor is a positive number"),
+        ("mesh.tensor=0", "mesh.tensor is a positive number"),
+        ("rules<=zero3", "<= compares with one number; for rules write rules=VALUE,VALUE"),
+        ("mesh.tensor<=2,4", "<= compares with one number"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(word, message):
+    with pytest.raises(ShardlmError, match=message.replace("?", r"\?")):
+        Constraint.parse(word)
+
+
+def test_what_cannot_run_at_all_says_which_constraint_and_why():
+    with pytest.raises(ShardlmError, match=r"no mesh over 8 GPUs.*with mesh\.tensor=3: no sizes of the axes"):
+        search(config("llama3_8b"), H100, Constraints.parse(["mesh.tensor=3"]))
+    with pytest.raises(ShardlmError, match=r"(?s)The reasons.*train\.global_batch=3 cannot be split over fsdp=8"):
+        search(config("llama3_8b", global_batch=3), H100, Constraints.parse(["mesh.fsdp=8"]))
+    with pytest.raises(ShardlmError, match="unknown rules 'zero4'"):
+        search(config("llama3_8b"), H100, Constraints.parse(["rules=zero4"]))
+
+
+def test_what_does_not_fit_says_so_and_what_would():
+    wanted = config("llama3_70b")
+    told = answer(wanted, H100)
+    assert not told.ranked and told.best is None and not told.found.plans
+    assert told.found.smallest.memory.total > H100.gpu.hbm_bytes
+    assert told.found.smallest.config.offload.optimizer  # that was tried too
+    for change in told.changes:
+        assert change.plan.fits, change.what
+        again = first_fit(change.plan.config, change.plan.cluster)
+        assert again is not None
+    more = [change for change in told.changes if change.what.startswith("num_gpus=")]
+    assert len(more) == 1 and more[0].plan.cluster.num_gpus > 8
+    fewer = dataclasses.replace(more[0].plan.cluster, num_gpus=more[0].plan.cluster.num_gpus // 2)
+    assert first_fit(wanted, fewer) is None  # it is the fewest
+
+
+def test_a_constraint_that_stands_in_the_way_is_named():
+    constraints = Constraints.parse(["rules=replicated", "mesh.tensor=1", "mesh.pipeline=1"])
+    assert not search(config("llama3_70b"), cluster_of("h100", None, 64), constraints).plans
+    told = [change.what for change in changes(config("llama3_70b"), cluster_of("h100", None, 64), constraints)]
+    assert told[0] == "without rules=replicated"
+
+
+def test_the_winner_is_written_as_a_configuration_that_says_the_same(found, tmp_path):
+    for name in ("llama3_8b", "deepseek_v3", "sft", "tiny_hybrid"):
+        wanted = found.plans[0].config if name == "llama3_8b" else load(str(CONFIGS / f"{name}.py"))
+        (tmp_path / "plan.py").write_text(source(wanted, 'a "quoted"\n\\ """docstring"""'))
+        assert load(str(tmp_path / "plan.py")) == wanted
+        assert max(map(len, (tmp_path / "plan.py").read_text().splitlines())) <= 120
+
+
+def test_auto_takes_the_best_mesh_for_the_devices_and_leaves_what_was_given(found):
+    devices = [types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", process_index=i // 4) for i in range(8)]
+    cluster = cluster_of_devices(devices)
+    assert (cluster.gpus_per_host, cluster.num_gpus, cluster.gpu.name) == (4, 8, "h100")
+    chosen, plan = auto_mesh(config("llama3_8b"), H100, [])
+    assert chosen == plan.config == found.plans[0].config
+    assert settings(chosen)["mesh.fsdp"] == chosen.mesh.fsdp
+    held, _ = auto_mesh(config("llama3_8b"), H100, [("remat", "full"), ("train.seq_len", "8192"), ("rules", "zero1")])
+    assert (held.remat, held.rules) == ("full", "zero1")
+    with pytest.raises(ShardlmError, match="nothing fits on 8 x h100; the least is"):
+        auto_mesh(config("llama3_70b"), H100, [])
+    with pytest.raises(ShardlmError, match="none are known of 'cpu'"):
+        cluster_of_devices([types.SimpleNamespace(device_kind="cpu", process_index=0)])
+
+
+def test_budget_and_cluster_of_a_command_line():
+    wanted = config("llama3_8b")
+    told = budget_of(wanted, H100, 0, 0)
+    assert told.tokens == 100_000 * 8 * 8192 and told.dollars_per_gpu_hour > 0 and "median" in told.price_source
+    plan = Plan.of(wanted, H100)
+    assert math.isclose(told.days(plan), 100_000 * plan.step_seconds / 86_400)
+    assert math.isclose(told.dollars(plan), told.days(plan) * 24 * 8 * told.dollars_per_gpu_hour)
+    assert budget_of(wanted, H100, 1e9, 2.5).dollars_per_gpu_hour == 2.5
+    assert cluster_of(None, "gcp-a3-mega", 16).nic_bytes_per_second == 25e9
+    for arguments, message in (
+        ((None, None, 8), "either --gpu=NAME or --cluster=NAME"),
+        (("h100", "aws-p5", 8), "either --gpu=NAME or --cluster=NAME"),
+        (("h1000", None, 8), "did you mean h100"),
+        (("h100", None, 12), "num_gpus=12 does not fill hosts of 8; choose 8 or 16"),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            cluster_of(*arguments)
+
+
+def test_constraints_that_say_nothing_allow_everything(found):
+    assert all(FREE.met_by(plan.config) for plan in found.plans) and FREE.choices("rules", ["zero3"]) == ["zero3"]
