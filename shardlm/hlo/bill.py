@@ -49,12 +49,12 @@ class Bill:
     def of(cls, found: Iterable[Collective]) -> "Bill":
         groups: dict[tuple, list[Collective]] = {}
         for one in found:
-            groups.setdefault((one.kind, one.axes, one.dtype, one.phase, _source(one)), []).append(one)
+            groups.setdefault((one.kind, one.axes, one.dtype, one.phase, source_of(one)), []).append(one)
         entries = []
         for key, group in groups.items():
             sent = round(sum(one.count * one.wire_bytes for one in group))
             guess = next((one.guess for one in group if one.guess), "")
-            entries.append(Entry(*key, sum(one.count for one in group), sent, guess, _where(group[0])))
+            entries.append(Entry(*key, sum(one.count for one in group), sent, guess, where_of(group[0])))
         return cls(tuple(sorted(entries, key=lambda e: (-e.bytes, e.sort, e.source))))
 
     @property
@@ -126,11 +126,13 @@ def _causes(fewer: Sequence[Entry], more: Sequence[Entry], limit: int = 4) -> st
     return "".join(f"\n    {line}" for line in lines + rest)
 
 
-def _source(one: Collective) -> str:
+def source_of(one: Collective) -> str:
+    """`Entry.source` of a collective."""
     functions = [frame.function for frame in one.frames[:4]]
     return one.argument or " < ".join(functions) or one.op_name or "(not noted)"
 
 
-def _where(one: Collective) -> str:
+def where_of(one: Collective) -> str:
+    """`Entry.where` of a collective."""
     lines = " < ".join(map(str, one.frames[:5]))
     return f"{lines} [{one.op_name}]" if one.op_name else lines

@@ -72,7 +72,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
     optimised module, and for replica groups that do not fit the mesh.
     """
     module = parse(text)
-    found = collect(module, lambda visit: _at(module, visit, mesh), _weigh)
+    found = collect(module, lambda visit: moved_by(module, visit, mesh), _weigh)
     counts: collections.Counter = collections.Counter()
     for one in found:
         counts[dataclasses.replace(one, count=0)] += one.count
@@ -83,7 +83,8 @@ def _weigh(found: Sequence[Collective]) -> float:
     return sum(one.wire_bytes * one.count for one in found)
 
 
-def _at(module: Module, visit: Visit, mesh: Mapping[str, int]) -> list[Collective]:
+def moved_by(module: Module, visit: Visit, mesh: Mapping[str, int]) -> list[Collective]:
+    """The arrays that one instruction communicates; none if it is no collective."""
     at = visit.instruction
     kind = at.opcode.removesuffix("-start")
     axes = spanned_axes(at, mesh) if kind in KINDS else ()

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from shardlm.hlo.text import Computation, Instruction, parse
 from shardlm.hlo.walk import collect
@@ -44,7 +45,27 @@ def matmul_flops(text: str) -> Work:
 
 
 def _flops(at: Instruction, computation: Computation) -> float | None:
-    """Of one execution; None for what is not a matmul that can be read."""
+    found = matmul(at, computation)
+    return found.flops if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """Of one execution of one instruction.
+
+    dims    rows, columns and what is summed over, of one of its products
+    dtype   of its operands, as hardware.Peak.of takes it
+    kernel  "matmul", or "attention": both products of softmax attention in one kernel
+    """
+
+    flops: float
+    dims: tuple[float, float, float]
+    dtype: str
+    kernel: Literal["matmul", "attention"] = "matmul"
+
+
+def matmul(at: Instruction, computation: Computation) -> Matmul | None:
+    """None for what is not a matmul that can be read."""
     if at.opcode == "dot":
         return _dot(at, computation, re.search(r"lhs_contracting_dims=\{([\d,]*)\}", at.attributes))
     if at.opcode != "custom-call":
@@ -53,21 +74,48 @@ def _flops(at: Instruction, computation: Computation) -> float | None:
     if target.startswith("__cublas"):
         return _dot(at, computation, re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', at.attributes))
     if target.startswith("__cudnn$fmha"):
-        return _attention(at, computation) * (2.5 if "Backward" in target else 1)  # five matmuls, forward two
+        return _attention(at, computation, 2.5 if "Backward" in target else 1)  # five matmuls, forward two
     return None
 
 
-def _dot(at: Instruction, computation: Computation, contracted: re.Match) -> float:
-    sides = computation.named[at.operands[0]].arrays[0].dims
-    summed = math.prod(sides[int(i)] for i in re.findall(r"\d+", contracted[1]))
-    return 2.0 * math.prod(at.arrays[0].dims) * summed
+def grouped_matmul(at: Instruction, computation: Computation) -> Matmul | None:
+    """Of a Mosaic kernel of experts' matmuls: what all rows of its buffers would take. How many are filled, only the
+    running program knows, so that `matmul_flops` does not count it."""
+    target = _TARGET.search(at.attributes) if at.opcode == "custom-call" else None
+    if not target or not target[1].startswith("mosaic_gpu") or len(at.operands) < 2:
+        return None
+    left = computation.named[at.operands[-2]].arrays[0]
+    columns = at.arrays[0].dims[-1]
+    summed = left.dims[-1]
+    return Matmul(2.0 * math.prod(left.dims) * columns, (left.dims[0], columns, summed), _peak(left.dtype))
 
 
-def _attention(at: Instruction, computation: Computation) -> float:
+def _dot(at: Instruction, computation: Computation, contracted: re.Match) -> Matmul:
+    left = computation.named[at.operands[0]].arrays[0]
+    right = computation.named[at.operands[1]].arrays[0]
+    summed = math.prod(left.dims[int(i)] for i in re.findall(r"\d+", contracted[1]))
+    products = math.prod(at.arrays[0].dims)
+    # Of a batch the rows of all are one: products = batch * rows * columns, right = batch * summed * columns.
+    batch = round(math.prod(left.dims) * math.prod(right.dims) / summed**2 / products) if products else 1
+    columns = math.prod(right.dims) / summed / max(batch, 1)
+    dtype = _peak(left.dtype, exact="highest" in at.attributes)
+    return Matmul(2.0 * products * summed, (products / columns, columns, summed), dtype)
+
+
+def _attention(at: Instruction, computation: Computation, matmuls: float) -> Matmul:
     """Both matmuls over the pairs that a causal mask or a window leaves, whatever documents mask besides."""
     config = json.loads(at.attributes[at.attributes.index("backend_config=") + 15 :])["cudnn_fmha_backend_config"]
     *batch, T, S = map(int, config["intermediate_tensor_shape"]["dimensions"])
     window = config.get("sliding_window_length", 0) or S
     causal = "CAUSAL" in config["mask_type"]
     pairs = sum(min(t + 1 + S - T, window) for t in range(T)) if causal else T * S
-    return 4.0 * math.prod(batch) * pairs * computation.named[at.operands[0]].arrays[0].dims[-1]
+    query = computation.named[at.operands[0]].arrays[0]
+    flops = 4.0 * math.prod(batch) * pairs * query.dims[-1] * matmuls
+    return Matmul(flops, (T, query.dims[-1], query.dims[-1]), _peak(query.dtype), "attention")
+
+
+def _peak(dtype: str, exact: bool = False) -> str:
+    """The units that multiply it: float32 goes through TF32 unless told otherwise."""
+    if dtype == "f32":
+        return "fp32" if exact else "tf32"
+    return {"bf16": "bf16", "f16": "fp16", "s8": "int8", "s32": "int8"}.get(dtype, "fp8" if "f8" in dtype else "fp32")

@@ -12,7 +12,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.plan.sketch import Sketch
 
-Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer"]
+Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
 Unit = Literal["matmul", "attention", "memory"]
 WEIGHT = 2
 

@@ -1,0 +1,309 @@
+"""The bill of a compiled step with its times: every collective, over which link, how long, how much of that kernels
+cover as the program is scheduled, and what causes it. Read from the optimised program; rates are cost.py's and
+links.py's, so that this and the estimate from formulas differ by the program and not by the GPU."""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from shardlm.hlo.bill import source_of, where_of
+from shardlm.hlo.collectives import KINDS, Collective, moved_by
+from shardlm.hlo.groups import spanned_axes
+from shardlm.hlo.kernels import Kernel, kernel, noted_seconds
+from shardlm.hlo.text import Computation, Instruction, Module, parse
+from shardlm.hlo.trips import trip_count
+from shardlm.hlo.walk import Visit, collect
+from shardlm.mesh import MeshSpec
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import Op
+from shardlm.plan.cost import op_seconds
+from shardlm.plan.links import collective_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Charge:
+    """What one device sends in a step for one cause, by one kind of collective.
+
+    dtype, phase  as hlo/collectives.py has them
+    link          "NVLink", "PCIe" or "network": the slowest that it crosses
+    cause         the weight that is moved, or the functions that ask for it, innermost first
+    where         lines in the source
+    count         arrays moved in a step, loops included
+    nbytes        sent in a step
+    exposed_seconds  of `seconds`, those that no kernel covers
+    guess         why the count is not certain; "" if it is
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    phase: str
+    link: str
+    cause: str
+    where: str
+    count: int
+    nbytes: float
+    seconds: float
+    exposed_seconds: float
+    guess: str = ""
+
+    @property
+    def hidden_seconds(self) -> float:
+        return self.seconds - self.exposed_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """One step of one device, in seconds, as its program is scheduled: kernels by the roofline of cost.py.
+
+    rows         the bill, the longest exposed first
+    xla_compute_seconds  the same kernels by XLA's own estimate, for comparison; None where the program was compiled
+                 without xla_gpu_collect_cost_model_stats
+    unknown      custom calls whose operations are not known, which are counted by the memory they touch -> executions
+    """
+
+    compute_seconds: float
+    rows: tuple[Charge, ...]
+    xla_compute_seconds: float | None
+    unknown: Mapping[str, int]
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Axes joined by "+" -> seconds that nothing covers."""
+        found: dict[str, float] = collections.defaultdict(float)
+        for row in self.rows:
+            found["+".join(row.axes)] += row.exposed_seconds
+        return dict(found)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return math.fsum(row.exposed_seconds for row in self.rows)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + self.exposed_seconds
+
+
+def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1.0) -> CompiledStep:
+    """text is `Compiled.as_text()` of a step on `mesh`. `filled` is the share of the experts' buffers that holds tokens
+    (traffic.filled): a program shows the buffers alone. Raises ShardlmError for text that is not an optimised module.
+
+    Kernels follow each other as they are scheduled; collectives run one at a time beside them, each from its start, or
+    the end of the one before, and a kernel behind its end waits for it. A synchronous one has its end at its start. Of
+    a conditional, the branch that takes longest; of a loop of unknown length, one iteration.
+    """
+    schedule = _Schedule(parse(text), cluster, mesh, filled)
+    found = collect(schedule.module, schedule.items, lambda items: math.fsum(item.total for item in items))
+    noted = [item.noted_seconds for item in found if item.kernel_seconds]
+    unknown: collections.Counter = collections.Counter()
+    for item in found:
+        unknown[item.unknown] += item.count if item.unknown else 0
+    return CompiledStep(
+        math.fsum(item.kernel_seconds for item in found),
+        _rows([item.charge for item in found if item.charge]),
+        None if not any(noted) else math.fsum(filter(None, noted)),
+        {name: count for name, count in unknown.items() if count},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A kernel or an array that is sent, over all its executions."""
+
+    count: int
+    kernel_seconds: float = 0.0
+    noted_seconds: float | None = None
+    unknown: str = ""
+    charge: Charge | None = None
+
+    @property
+    def total(self) -> float:
+        return self.kernel_seconds + (self.charge.exposed_seconds if self.charge else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """One run of a computation: its seconds, and of its collectives by the instruction that issues them (seconds,
+    seconds that kernels wait)."""
+
+    seconds: float
+    waits: Mapping[str, tuple[float, float]]
+
+
+class _Schedule:
+    """The module's computations as they run on one device; spans are computed once a computation."""
+
+    def __init__(self, module: Module, cluster: Cluster, mesh: MeshSpec, filled: float):
+        self.module, self.cluster, self.mesh, self.filled = module, cluster, mesh, filled
+        self.span = functools.cache(self._span)
+
+    def items(self, visit: Visit) -> list[_Item]:
+        at = visit.instruction
+        arrays = moved_by(self.module, visit, self.mesh.sizes())
+        if arrays:
+            issuer = _issuer(visit)
+            seconds, waited = self.span(issuer.computation.name).waits[issuer.instruction.name]
+            return [_Item(visit.count, charge=self._charge(one, arrays, seconds, waited)) for one in arrays]
+        if _inside_another(visit) or self._collective(visit.computation, at):
+            return []
+        seconds, own = self._kernel_seconds(visit.computation, at)
+        if not own:
+            return []
+        noted = noted_seconds(at)
+        unknown = _target(at) if at.opcode == "custom-call" and own.unit == "memory" else ""
+        return [_Item(visit.count, seconds * visit.count, noted * visit.count if noted else None, unknown)]
+
+    def _charge(self, one: Collective, arrays: list[Collective], seconds: float, waited: float) -> Charge:
+        share = self._sent(one) / max(math.fsum(map(self._sent, arrays)), 1e-30) * one.count
+        return Charge(
+            kind=one.kind,
+            axes=one.axes,
+            dtype=one.dtype,
+            phase=one.phase,
+            link=link(self.cluster, self.mesh, one.axes),
+            cause=source_of(one),
+            where=where_of(one),
+            count=one.count,
+            nbytes=self._sent(one) * one.count,
+            seconds=seconds * share,
+            exposed_seconds=waited * share,
+            guess=one.guess,
+        )
+
+    def _sent(self, one: Collective) -> float:
+        return one.wire_bytes * (self.filled if one.kind == "ragged-all-to-all" else 1.0)
+
+    def _span(self, name: str) -> _Span:
+        """The clock of the kernels and the time until which the link is busy; every wait is shared out among the
+        collectives that the link is busy with meanwhile."""
+        computation = self.module.computations[name]
+        clock = busy = 0.0
+        on_link: dict[str, tuple[float, float]] = {}  # instruction -> (from, until)
+        waited: dict[str, float] = {}
+
+        def wait(until: float) -> float:
+            for other, (begin, end) in on_link.items():
+                overlap = min(end, until) - max(begin, clock)
+                if overlap > 0:
+                    waited[other] = waited.get(other, 0.0) + overlap
+            return max(clock, until)
+
+        for at in computation.instructions:
+            inner = self._collective(computation, at)
+            if inner:
+                begin = max(clock, busy)
+                busy = begin + self._collective_seconds(*inner)
+                on_link[at.name] = (begin, busy)
+                if _synchronous(at):
+                    clock = wait(busy)
+            elif at.opcode.endswith(("-done", "-update")):
+                started = _start(computation, at)
+                if started in on_link and at.opcode.endswith("-done"):
+                    clock = wait(on_link[started][1])
+            else:
+                clock += self._seconds(computation, at)
+        clock = wait(busy)  # what is never waited for ends with the computation
+        waits = {name: (end - begin, waited.get(name, 0.0)) for name, (begin, end) in on_link.items()}
+        return _Span(clock, waits)
+
+    def _seconds(self, computation: Computation, at: Instruction) -> float:
+        if at.opcode == "while":
+            (body,) = at.called("body")
+            trips = trip_count(self.module, computation, at)
+            return self.span(body).seconds * (1 if trips is None else trips)
+        if at.opcode == "conditional":
+            branches = [name for key in _BRANCHES for name in at.called(key)]
+            return max(self.span(name).seconds for name in branches)
+        if at.opcode == "call":
+            return math.fsum(self.span(name).seconds for name in at.called("to_apply"))
+        if at.opcode in ("async-start", "call-start"):
+            return math.fsum(self.span(name).seconds for name in at.called("calls"))
+        return self._kernel_seconds(computation, at)[0]
+
+    def _kernel_seconds(self, computation: Computation, at: Instruction) -> tuple[float, Kernel | None]:
+        if at.opcode in ("async-start", "call-start"):
+            return 0.0, None
+        found = kernel(self.module, computation, at)
+        if found is None or not (found.nbytes or found.flops):
+            return 0.0, None
+        share = self.filled if found.grouped else 1.0
+        flops, nbytes, rows = found.flops * share, found.nbytes * share, found.dims[0] * share
+        op = Op("other", at.name, found.unit, flops, nbytes, 1, (rows, *found.dims[1:]), found.dtype)
+        return op_seconds(op, self.cluster), found
+
+    def _collective(self, computation: Computation, at: Instruction) -> tuple[Computation, Instruction] | None:
+        """The collective between devices that `at` is, or issues."""
+        if at.opcode.removesuffix("-start") in KINDS:
+            return (computation, at) if spanned_axes(at, self.mesh.sizes()) else None
+        if at.opcode not in ("async-start", "fusion"):
+            return None
+        inner = [self.module.computations[name] for name in at.called("calls")]
+        found = (self._collective(c, other) for c in inner for other in c.instructions)
+        return next(filter(None, found), None)
+
+    def _collective_seconds(self, computation: Computation, at: Instruction) -> float:
+        arrays = moved_by(self.module, Visit(at, computation, 1, 0, "", None), self.mesh.sizes())
+        sent = math.fsum(map(self._sent, arrays))
+        group = self.cluster.group(self.mesh, arrays[0].axes)
+        return collective_seconds(arrays[0].kind, sent, 1, group, self.cluster)
+
+
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+def link(cluster: Cluster, mesh: MeshSpec, axes: tuple[str, ...]) -> str:
+    """The slowest link that a collective over these axes crosses."""
+    if cluster.group(mesh, axes).outside > 1:
+        return "network"
+    return "NVLink" if cluster.inside_bytes_per_second == cluster.gpu.nvlink_bytes_per_second else "PCIe"
+
+
+def _issuer(visit: Visit) -> Visit:
+    """The instruction of the schedule that stands for a collective: itself, or what wraps it."""
+    while visit.caller and visit.caller.instruction.opcode in ("async-start", "fusion"):
+        visit = visit.caller
+    return visit
+
+
+def _inside_another(visit: Visit) -> bool:
+    """Whether it is part of a kernel, or of a loop's condition, which the host knows beforehand."""
+    caller = visit.caller
+    if caller is None:
+        return False
+    if caller.instruction.opcode == "while":
+        return visit.computation.name in caller.instruction.called("condition")
+    return caller.instruction.opcode in ("fusion", "custom-call") or (
+        caller.instruction.opcode not in ("conditional", "call", "async-start", "call-start")
+    )
+
+
+def _synchronous(at: Instruction) -> bool:
+    return not at.opcode.endswith("-start") or '"is_sync":true' in at.attributes
+
+
+def _start(computation: Computation, done: Instruction) -> str:
+    """The name of what a -done ends."""
+    at = computation.named[done.operands[0]]
+    while at.opcode.endswith("-update"):
+        at = computation.named[at.operands[0]]
+    return at.name
+
+
+def _target(at: Instruction) -> str:
+    return at.attributes.partition('custom_call_target="')[2].partition('"')[0]
+
+
+def _rows(charges: list[Charge]) -> tuple[Charge, ...]:
+    """Equal causes together, the longest exposed first."""
+    groups: dict[tuple, list[Charge]] = {}
+    for one in charges:
+        groups.setdefault((one.kind, one.axes, one.dtype, one.phase, one.cause), []).append(one)
+    rows = []
+    for group in groups.values():
+        totals = {name: sum(getattr(one, name) for one in group) for name in ("count", "nbytes", "seconds")}
+        totals["exposed_seconds"] = math.fsum(one.exposed_seconds for one in group)
+        guess = next((one.guess for one in group if one.guess), "")
+        rows.append(dataclasses.replace(group[0], **totals, guess=guess))
+    return tuple(sorted(rows, key=lambda row: (-row.exposed_seconds, -row.seconds, row.cause)))

@@ -1,0 +1,196 @@
+"""The bill of planted programs, by hand: what each kernel and each collective takes, and what hides behind what."""
+
+import dataclasses
+
+import pytest
+from gpu_programs import on_gpus
+
+from shardlm.hardware import GPUS
+from shardlm.hlo.kernels import kernel
+from shardlm.hlo.text import parse
+from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.plan.bill import CompiledStep, compiled_step, link
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import Op
+from shardlm.plan.cost import op_seconds
+from shardlm.plan.links import collective_seconds
+from shardlm.topology import topology
+from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.train.program import Program
+
+MESH = MeshSpec(fsdp=8)
+CLUSTER = Cluster.of(GPUS["h100"], 8)
+N = 4096
+MATMUL = op_seconds(Op("mlp", "", "matmul", 2.0 * N**3, 3 * 2 * N**2, 1, (N, N, N)), CLUSTER)
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+
+PROGRAM = f"""HloModule m
+
+%body (c: (s32[], bf16[{N},{N}], bf16[ROWS,{N}])) -> (s32[], bf16[{N},{N}], bf16[ROWS,{N}]) {{
+  %c = (s32[], bf16[{N},{N}], bf16[ROWS,{N}]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = bf16[{N},{N}] get-tuple-element(%c), index=1
+  %w = bf16[ROWS,{N}] get-tuple-element(%c), index=2
+  %ag = (bf16[ROWS,{N}], bf16[WHOLE,{N}]) all-gather-start(%w), {GROUPS}, dimensions={{0}}, \
+metadata={{op_name="jit(step)/jvp()/gather"}}, backend_config={{"collective_backend_config":{{"is_sync":SYNC}}}}
+  %y = bf16[{N},{N}] dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}NOTE
+  %agd = bf16[WHOLE,{N}] all-gather-done(%ag)
+  ROOT %r = (s32[], bf16[{N},{N}], bf16[ROWS,{N}]) tuple(%next, %y, %w)
+}}
+
+%cond (c: (s32[], bf16[{N},{N}], bf16[ROWS,{N}])) -> pred[] {{
+  %c = (s32[], bf16[{N},{N}], bf16[ROWS,{N}]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %five), direction=LT
+}}
+
+ENTRY %main (x: bf16[{N},{N}], w: bf16[ROWS,{N}]) -> bf16[{N},{N}] {{
+  %x = bf16[{N},{N}] parameter(0), metadata={{op_name="x"}}
+  %w = bf16[ROWS,{N}] parameter(1), metadata={{op_name="state.params['w']"}}
+  %zero = s32[] constant(0)
+  %t = (s32[], bf16[{N},{N}], bf16[ROWS,{N}]) tuple(%zero, %x, %w)
+  %loop = (s32[], bf16[{N},{N}], bf16[ROWS,{N}]) while(%t), condition=%cond, body=%body
+  %y = bf16[{N},{N}] get-tuple-element(%loop), index=1
+  ROOT %sum = bf16[{N},{N}] all-reduce(%y), {GROUPS}, to_apply=%add
+}}
+"""
+
+
+def step_of(rows: int, sync: str = "false", note: str = "") -> CompiledStep:
+    text = PROGRAM.replace("ROWS", str(rows)).replace("WHOLE", str(8 * rows))
+    return compiled_step(text.replace("SYNC", sync).replace("NOTE", note), CLUSTER, MESH)
+
+
+def seconds(kind: str, sent: float) -> float:
+    return collective_seconds(kind, sent, 1, CLUSTER.group(MESH, ("fsdp",)), CLUSTER)
+
+
+def test_what_a_kernel_covers_is_hidden_and_the_rest_waits():
+    adding = op_seconds(Op("norm", "", "memory", 0, 12, 1), CLUSTER)  # the loop's counter: a kernel of its own
+    reduced = seconds("all-reduce", 2 * 7 / 8 * 2 * N * N)
+    for rows, sync in ((512, "false"), (8192, "false"), (512, "true")):
+        step = step_of(rows, sync)
+        whole, once = 2 * 8 * rows * N * 7 / 8, seconds("all-gather", 2 * 8 * rows * N * 7 / 8)
+        waited = once if sync == "true" else max(0.0, once - MATMUL)
+        assert (waited == 0) == (rows == 512 and sync == "false"), "the cases are to differ"
+        gather = next(row for row in step.rows if row.kind == "all-gather")
+        assert (gather.cause, gather.link, gather.phase, gather.count) == ("state.params.w", "NVLink", "forward", 5)
+        assert gather.nbytes == pytest.approx(5 * whole) and gather.seconds == pytest.approx(5 * once)
+        assert gather.exposed_seconds == pytest.approx(5 * waited)
+        assert gather.hidden_seconds == pytest.approx(5 * (once - waited))
+        assert step.compute_seconds == pytest.approx(5 * (MATMUL + adding))
+        assert step.exposed == {"fsdp": pytest.approx(5 * waited + reduced)}
+        assert step.step_seconds == pytest.approx(5 * (MATMUL + adding + waited) + reduced)
+        assert step.rows[0].exposed_seconds == max(row.exposed_seconds for row in step.rows)
+        assert step.xla_compute_seconds is None and not step.unknown
+
+
+TWO = f"""HloModule m
+
+%wrapped (a: bf16[{N},{N}]) -> bf16[512,{N}] {{
+  %a = bf16[{N},{N}] parameter(0)
+  ROOT %s = bf16[512,{N}] reduce-scatter(%a), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}
+
+ENTRY %main (x: bf16[{N},{N}], w: bf16[65536,{N}]) -> bf16[{N},{N}] {{
+  %x = bf16[{N},{N}] parameter(0)
+  %w = bf16[65536,{N}] parameter(1)
+  %long = (bf16[65536,{N}], bf16[524288,{N}]) all-gather-start(%w), {GROUPS}, dimensions={{0}}
+  %short = ((bf16[{N},{N}]), bf16[512,{N}]) async-start(%x), calls=%wrapped
+  %y = bf16[{N},{N}] dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %shorted = bf16[512,{N}] async-done(%short)
+  %z = bf16[{N},{N}] dot(%y, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %longed = bf16[524288,{N}] all-gather-done(%long)
+  ROOT %r = bf16[{N},{N}] bitcast(%z)
+}}
+"""
+
+
+def test_collectives_under_way_together_share_a_link_and_no_kernel_twice():
+    step = compiled_step(TWO, CLUSTER, MESH)
+    long = seconds("all-gather", 2 * 524288 * N * 7 / 8)
+    short = seconds("reduce-scatter", 2 * N * N * 7 / 8)
+    exposed = {row.kind: row.exposed_seconds for row in step.rows}
+    # The first kernel runs beside the long one, which the short one waits for; the second beside nothing.
+    assert exposed["all-gather"] == pytest.approx(long - MATMUL)
+    assert exposed["reduce-scatter"] == pytest.approx(short)
+    assert step.step_seconds == pytest.approx(2 * MATMUL + (long - MATMUL) + short)
+
+
+def test_xlas_own_estimate_stands_beside():
+    cost = '"reification_cost":[{"exec_time_us":250.0,"name":""},{"exec_time_us":1e9,"name":"sol"}]'
+    step = step_of(512, note=f", backend_config={{{cost}}}")
+    assert step.xla_compute_seconds == pytest.approx(5 * 250e-6)
+    assert step.compute_seconds == step_of(512).compute_seconds
+
+
+FUSIONS = """HloModule m
+
+%sliced (stack: f32[32,64,64], i: s32[]) -> bf16[64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %i = s32[] parameter(1)
+  %same = f32[32,64,64] bitcast(%stack)
+  %one = f32[1,64,64] dynamic-slice(%same, %i, %i, %i), dynamic_slice_sizes={1,64,64}
+  %flat = f32[64,64] bitcast(%one)
+  ROOT %cast = bf16[64,64] convert(%flat)
+}
+
+%updated (stack: f32[32,64,64], x: f32[64,64], i: s32[]) -> f32[32,64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %x = f32[64,64] parameter(1)
+  %i = s32[] parameter(2)
+  %new = f32[1,64,64] bitcast(%x)
+  ROOT %u = f32[32,64,64] dynamic-update-slice(%stack, %new, %i, %i, %i)
+}
+
+ENTRY %main (stack: f32[32,64,64], i: s32[], x: f32[64,64]) -> bf16[64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[64,64] parameter(2)
+  %slice = bf16[64,64] fusion(%stack, %i), kind=kLoop, calls=%sliced
+  %update = f32[32,64,64] fusion(%stack, %x, %i), kind=kLoop, calls=%updated
+  %rows = bf16[100,64] custom-call(%i, %slice, %stack), custom_call_target="mosaic_gpu_v2"
+  ROOT %o = bf16[64,64] custom-call(%slice, %slice), custom_call_target="own"
+}
+"""
+
+
+def test_what_kernels_read_and_write():
+    module = parse(FUSIONS)
+    entry = module.computations[module.entry]
+    found = {name: kernel(module, entry, entry.named[name]) for name in ("slice", "update", "rows", "i")}
+    assert found["i"] is None
+    assert found["slice"].nbytes == 64 * 64 * (4 + 2) + 4  # a slice of what is stacked, and its index
+    assert found["update"].nbytes == 64 * 64 * (4 + 4) + 4  # what is new; the rest stays in its place
+    assert found["rows"].grouped and found["rows"].flops == 2 * 64 * 64 * 64
+    step = compiled_step(FUSIONS, CLUSTER, MESH)
+    assert dict(step.unknown) == {"own": 1}
+
+
+def test_links():
+    two_hosts, mesh = Cluster.of(GPUS["h100"], 16), MeshSpec(fsdp=2, tensor=8)
+    assert [link(two_hosts, mesh, axes) for axes in (("tensor",), ("fsdp",))] == ["NVLink", "network"]
+    assert link(Cluster.of(GPUS["l40s"], 8), MESH, ("fsdp",)) == "PCIe"
+
+
+@on_gpus
+def test_a_real_step():
+    model = LlamaConfig(vocab_size=8192, embed_dim=1024, num_layers=4, num_heads=8, num_kv_heads=8, mlp_dim=4096)
+    config = RunConfig(model, mesh=MESH, train=TrainConfig(global_batch=8, seq_len=2048))
+    program = Program.make(config, MESH.build(topology("h100", 1, 8)))
+    # Matmuls by cuBLAS and no optimisation of other kernels: faster to compile, and none of it matters here.
+    fast = {"xla_gpu_enable_triton_gemm": False, "xla_backend_optimization_level": 0}
+    text = program.compile("step", dict(program.xla_options().options) | fast).as_text()
+    step = compiled_step(text, CLUSTER, MESH)
+    gathered = [row for row in step.rows if row.kind == "all-gather" and ".segments." in row.cause]
+    assert {row.cause.rpartition(".")[2] for row in gathered} == {"wq", "wk", "wv", "wo", "gate", "up", "down"}
+    assert sum(row.count for row in gathered) == 4 * 7 * 2  # of each layer, forward and backward
+    assert 0 < step.exposed_seconds < sum(row.seconds for row in step.rows)
+    # Twice the bandwidth of every link leaves the kernels as they are.
+    fast_gpu = dataclasses.replace(GPUS["h100"], nvlink_bytes_per_second=2 * GPUS["h100"].nvlink_bytes_per_second)
+    faster = compiled_step(text, Cluster.of(fast_gpu, 8), MESH)
+    assert faster.compute_seconds == step.compute_seconds and faster.exposed_seconds < step.exposed_seconds
