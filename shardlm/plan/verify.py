@@ -4,12 +4,12 @@ and sends. What is read is compiled, not measured: nothing ran."""
 import concurrent.futures
 import dataclasses
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 
 from shardlm.errors import ShardlmError
-from shardlm.hlo.bill import Bill
-from shardlm.hlo.collectives import collectives
+from shardlm.plan.bill import CompiledStep, compiled_step
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.plan import Plan
 from shardlm.topology import topology
@@ -23,13 +23,13 @@ class Verified:
 
     argument_bytes   what rests, and the batch
     temporary_bytes  besides, at the fullest moment
-    bill             of every collective
+    step             its kernels and collectives as they are scheduled, with times; None where there is no program
     failure          why there is no program; "" if there is, and then all else is 0
     """
 
     argument_bytes: int = 0
     temporary_bytes: int = 0
-    bill: Bill = Bill(())
+    step: CompiledStep | None = None
     compile_seconds: float = 0.0
     failure: str = ""
 
@@ -43,6 +43,7 @@ def verify(plans: Sequence[Plan], workers: int = 2) -> list[Verified]:
     raise."""
     jobs = [(plan.config, plan.cluster) for plan in plans]
     context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's advice on memory, which is read from the program here
     done: list[Verified] = []
     for job in _batches(jobs, workers):
         with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -61,9 +62,9 @@ def compile_step(config: RunConfig, cluster: Cluster) -> Verified:
     except ShardlmError as error:
         return Verified(failure=str(error))
     memory = step.memory_analysis()
-    bill = Bill.of(collectives(step.as_text(), config.mesh.sizes()))
+    timed = compiled_step(step.as_text(), cluster, config.mesh)
     seconds = time.perf_counter() - started
-    return Verified(memory.argument_size_in_bytes, memory.temp_size_in_bytes, bill, seconds)
+    return Verified(memory.argument_size_in_bytes, memory.temp_size_in_bytes, timed, seconds)
 
 
 def _batches(jobs: list, size: int) -> list[list]:
