@@ -8,7 +8,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import Found, search
-from shardlm.plan.verify import Verified, verify
+from shardlm.plan.verify import Verified, impossible, verify
 from shardlm.train.config import RunConfig
 
 DAY = 86_400.0
@@ -54,6 +54,7 @@ class Answer:
 
     ranked   the fastest first, as far as they fit; those compiled come first where their programs fit
     changes  where nothing fits: what would make it fit
+    unverified  why nothing could be compiled, where that was asked for; else ""
     """
 
     cluster: Cluster
@@ -62,6 +63,7 @@ class Answer:
     ranked: tuple[Ranked, ...]
     changes: tuple[Change, ...]
     budget: Budget
+    unverified: str = ""
 
     @property
     def best(self) -> Ranked | None:
@@ -81,11 +83,12 @@ def answer(
     Raises ShardlmError where nothing can run at all.
     """
     found = search(config, cluster, constraints)
-    ranked = _compiled(found.plans, compiled)
+    unverified = impossible(cluster) if compiled else ""
+    ranked = _compiled(found.plans, 0 if unverified else compiled)
     train = config.train
     budget = budget or Budget(float(train.steps) * train.global_batch * train.seq_len)
     remedies = () if any(one.fits for one in ranked) else tuple(changes(config, cluster, constraints))
-    return Answer(cluster, constraints, found, ranked, remedies, budget)
+    return Answer(cluster, constraints, found, ranked, remedies, budget, unverified)
 
 
 def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:

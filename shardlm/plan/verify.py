@@ -8,6 +8,8 @@ import os
 import time
 from collections.abc import Sequence
 
+import jax
+
 from shardlm.errors import ShardlmError
 from shardlm.plan.bill import CompiledStep, compiled_step
 from shardlm.plan.cluster import Cluster
@@ -46,10 +48,29 @@ def verify(plans: Sequence[Plan], workers: int = 2) -> list[Verified]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's advice on memory, which is read from the program here
     done: list[Verified] = []
     for job in _batches(jobs, workers):
-        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        with concurrent.futures.ProcessPoolExecutor(workers, context, _without_gpus) as pool:
             futures = [pool.submit(compile_step, *one) for one in job]
             done += [_result(future) for future in futures]
     return done
+
+
+def impossible(cluster: Cluster) -> str:
+    """Why nothing can be compiled for these GPUs here; "" where it can."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _without_gpus) as pool:
+        return pool.submit(_topology_error, cluster.gpu.name).result()
+
+
+def _topology_error(gpu: str) -> str:
+    try:
+        topology(gpu, 1, 1)
+    except ShardlmError as error:
+        return str(error)
+    return ""
+
+
+def _without_gpus() -> None:
+    """In a process of its own: a plugin without its GPUs fails to start unless jax is told that it is not to run."""
+    jax.config.update("jax_platforms", "cpu")
 
 
 def compile_step(config: RunConfig, cluster: Cluster) -> Verified:

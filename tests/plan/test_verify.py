@@ -1,0 +1,70 @@
+"""Plans that are compiled: what is said where compiling is not possible, fails, or shows that a plan does not fit."""
+
+import concurrent.futures
+import dataclasses
+import pathlib
+
+import pytest
+from gpu_programs import MARKS
+
+from shardlm.config import load
+from shardlm.plan import answer as answers
+from shardlm.plan.answer import answer
+from shardlm.plan.asked import cluster_of
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.verify import Verified, _result
+
+CONFIG = load(str(pathlib.Path(__file__).parent.parent.parent / "configs" / "llama3_8b.py"))
+H100 = cluster_of("h100", None, 8)
+GIB = 2**30
+
+
+def test_what_cannot_be_compiled_here_is_said_and_leaves_the_estimates(monkeypatch):
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "pip install 'shardlm[cuda13]'")
+    monkeypatch.setattr(answers, "verify", lambda plans: pytest.fail("nothing can be compiled"))
+    told = answer(CONFIG, H100, Constraints.parse(["remat=full", "mesh.pipeline=1"]), compiled=2)
+    assert told.unverified == "pip install 'shardlm[cuda13]'"
+    assert told.best.plan is told.found.plans[0] and all(one.verified is None for one in told.ranked)
+
+
+def test_a_plan_whose_program_fails_or_does_not_fit_goes_behind_those_that_fit(monkeypatch):
+    shown = iter(
+        [
+            Verified(80 * GIB, 10 * GIB),
+            Verified(failure="the compiler ended its process"),
+            Verified(10 * GIB, 10 * GIB),
+            Verified(10 * GIB, 20 * GIB),
+        ]
+    )
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+    monkeypatch.setattr(answers, "verify", lambda plans: [next(shown) for _ in plans])
+    told = answer(CONFIG, H100, Constraints.parse(["remat=full", "mesh.pipeline=1"]), compiled=2)
+    first, second, *rest = told.ranked
+    assert [one.plan for one in (first, second)] == list(told.found.plans[2:4]) and told.best is first
+    assert all(one.verified is None for one in rest[:-2])
+    assert [one.plan for one in rest[-2:]] == list(told.found.plans[:2])
+    assert not rest[-2].fits and rest[-1].verified.failure
+
+
+def test_whatever_ends_a_compilation_is_a_failure_of_that_plan_alone():
+    def ended(error):
+        future = concurrent.futures.Future()
+        future.set_exception(error)
+        return _result(future)
+
+    assert "ended its process" in ended(concurrent.futures.BrokenExecutor()).failure
+    assert ended(RuntimeError("INTERNAL: no\nmore")).failure == "RuntimeError: INTERNAL: no"
+
+
+class TestCompiled:
+    pytestmark = MARKS
+
+    def test_the_best_is_compiled_for_its_gpus(self):
+        few = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, seq_len=2048))
+        told = answer(few, H100, Constraints.parse(["mesh.fsdp=8", "rules=zero3", "remat=full"]), compiled=1)
+        best = told.best
+        assert not told.unverified and not best.verified.failure
+        assert best.verified.hbm_bytes == pytest.approx(sum(best.plan.memory.kinds.values()), rel=0.3)
+        step = best.verified.step
+        assert {row.link for row in step.rows} == {"NVLink"} and {row.axes for row in step.rows} == {("fsdp",)}
+        assert step.step_seconds == pytest.approx(best.plan.step_seconds, rel=0.25)
