@@ -26,7 +26,8 @@ class Op:
     count      executions in a step, or what they are worth
     forward    of these, those of the forward pass
     again      and those that the backward pass repeats; the others make gradients
-    dims       of a matmul: rows, columns, summed
+    dims       of a matmul: rows, columns, summed; of attention: positions of a row, keys that a query sees on average,
+               mean width of a head
     dtype      of its operands, as hardware.Peak.of takes it
     in_stages  whether it belongs to layers that pipeline stages run, and waits while they fill and drain
     """
@@ -58,15 +59,18 @@ def _layers(sketch: Sketch) -> Iterator[Op]:
         count = sketch.passes * segment.repeats / mesh.pipeline
         for block in segment.pattern:
             for op in _block(sketch, block):
-                yield dataclasses.replace(_run(op, count, remat), in_stages=in_stages)
+                yield dataclasses.replace(_run(op, count, remat, block.norms), in_stages=in_stages)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
         for op in _block(sketch, shape.mtp.block):
-            yield _run(op, sketch.passes / mesh.pipeline, remat)
+            yield _run(op, sketch.passes / mesh.pipeline, remat, shape.mtp.block.norms)
 
 
-def _run(op: Op, passes: float, remat: str) -> Op:
+def _run(op: Op, passes: float, remat: str, norms: str) -> Op:
     """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
     again = {"none": 0, "dots": 0 if op.unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
+    last = op.what.endswith("down")
+    if (norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
+        again = 0  # nothing in the backward pass asks for the result, or it was kept
     gradients = 2.5 if op.unit == "attention" else 2
     count = passes * (1 + again + gradients)
     return dataclasses.replace(op, count=count, forward=passes, again=passes * again)
@@ -122,7 +126,8 @@ def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     pairs = sketch.rows * attention_pairs([T], attention.window or None) / sketch.mesh.context
     width = N * (attention.head_dim + attention.value_dim)
     moved = WEIGHT * sketch.tokens * 2 * width
-    dims = (T, attention.head_dim, attention.value_dim)
+    keys = attention_pairs([T], attention.window or None) / T
+    dims = (T, keys, (attention.head_dim + attention.value_dim) / 2)
     return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims=dims)
 
 
