@@ -111,7 +111,7 @@ def _attention(at: Instruction, computation: Computation, matmuls: float) -> Mat
     pairs = sum(min(t + 1 + S - T, window) for t in range(T)) if causal else T * S
     query = computation.named[at.operands[0]].arrays[0]
     flops = 4.0 * math.prod(batch) * pairs * query.dims[-1] * matmuls
-    return Matmul(flops, (T, query.dims[-1], query.dims[-1]), _peak(query.dtype), "attention")
+    return Matmul(flops, (T, pairs / T, query.dims[-1]), _peak(query.dtype), "attention")
 
 
 def _peak(dtype: str, exact: bool = False) -> str:

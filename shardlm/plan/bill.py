@@ -1,6 +1,6 @@
 """The bill of a compiled step with its times: every collective, over which link, how long, how much of that kernels
-cover as the program is scheduled, and what causes it. Read from the optimised program; rates are cost.py's and
-links.py's, so that this and the estimate from formulas differ by the program and not by the GPU."""
+cover as the program is scheduled, and what causes it. Read from the optimised program; rates are kernels.py's
+and links.py's, so that this and the estimate from formulas differ by the program and not by the GPU."""
 
 import collections
 import dataclasses
@@ -18,8 +18,8 @@ from shardlm.hlo.walk import Visit, collect
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op
-from shardlm.plan.cost import op_seconds
-from shardlm.plan.links import collective_seconds
+from shardlm.plan.kernels import Kernels
+from shardlm.plan.links import Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Charge:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """One step of one device, in seconds, as its program is scheduled: kernels by the roofline of cost.py.
+    """One step of one device, in seconds, as its program is scheduled: kernels by the roofline of kernels.py.
 
     rows         the bill, the longest exposed first
     xla_compute_seconds  the same kernels by XLA's own estimate, for comparison; None where the program was compiled
@@ -137,6 +137,7 @@ class _Schedule:
 
     def __init__(self, module: Module, cluster: Cluster, mesh: MeshSpec, filled: float):
         self.module, self.cluster, self.mesh, self.filled = module, cluster, mesh, filled
+        self.kernels = Kernels.of(cluster.gpu)
         self.span = functools.cache(self._span)
 
     def items(self, visit: Visit) -> list[_Item]:
@@ -230,8 +231,8 @@ class _Schedule:
             return 0.0, None
         share = self.filled if found.grouped else 1.0
         flops, nbytes, rows = found.flops * share, found.nbytes * share, found.dims[0] * share
-        op = Op("other", at.name, found.unit, flops, nbytes, 1, (rows, *found.dims[1:]), found.dtype)
-        return op_seconds(op, self.cluster), found
+        op = Op("other", at.name, found.unit, flops, nbytes, 1, dims=(rows, *found.dims[1:]), dtype=found.dtype)
+        return self.kernels.one_seconds(op, "Backward" in _target(at)), found
 
     def _collective(self, computation: Computation, at: Instruction) -> tuple[Computation, Instruction] | None:
         """The collective between devices that `at` is, or issues."""
@@ -246,8 +247,8 @@ class _Schedule:
     def _collective_seconds(self, computation: Computation, at: Instruction) -> float:
         arrays = moved_by(self.module, Visit(at, computation, 1, 0, "", None), self.mesh.sizes())
         sent = math.fsum(map(self._sent, arrays))
-        group = self.cluster.group(self.mesh, arrays[0].axes)
-        return collective_seconds(arrays[0].kind, sent, 1, group, self.cluster)
+        route = Route.of(self.cluster.group(self.mesh, arrays[0].axes), self.cluster)
+        return route.seconds(arrays[0].kind, sent, 1)
 
 
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")

@@ -1,7 +1,6 @@
 """The GPUs of a run and the links between them: which devices a mesh axis joins, and over what."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.mesh import AXES, MeshSpec
 
+HOST = 8  # GPUs; a larger NVLink domain is a rack of hosts
 NIC = 25e9  # bytes/s a GPU where the GPU's own systems name none: a 200 Gb/s adapter
 
 
@@ -22,7 +22,7 @@ class Group:
     @property
     def outside(self) -> int:
         """How many such islands it spans."""
-        return self.size // self.inside
+        return -(-self.size // self.inside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Cluster:
                 f"num_gpus={num_gpus}, gpus_per_host={gpus_per_host}, nic_bytes_per_second={nic_bytes_per_second}: "
                 "GPUs are at least 1, the others at least 0 (0: as in NVIDIA's own systems)"
             )
-        host = gpus_per_host or min(8, num_gpus)
+        host = gpus_per_host or min(HOST, num_gpus)
         if num_gpus % host:
             below = num_gpus // host * host
             raise ShardlmError(
@@ -60,9 +60,12 @@ class Cluster:
 
     @property
     def island(self) -> int:
-        """GPUs that reach each other without a network: over NVLink, or on one host's PCIe."""
-        if self.gpu.nvlink_bytes_per_second and self.gpu.nvlink_domain > self.gpus_per_host:
-            return min(self.gpu.nvlink_domain, self.num_gpus)
+        """GPUs that reach each other without a network: over NVLink, or on one host's PCIe. Of a rack, as many hosts as
+        divide the cluster evenly: 64 of 72 GPUs where there are 256."""
+        if self.gpu.nvlink_bytes_per_second and self.gpu.nvlink_domain > max(HOST, self.gpus_per_host):
+            hosts = self.num_gpus // self.gpus_per_host
+            most = min(hosts, self.gpu.nvlink_domain // self.gpus_per_host)
+            return self.gpus_per_host * max(n for n in range(1, most + 1) if hosts % n == 0)
         return self.gpus_per_host
 
     @property
@@ -76,6 +79,16 @@ class Cluster:
         """The devices along these axes, in the mesh's physical order (mesh.py)."""
         sizes = mesh.sizes()
         strides = {axis: math.prod(sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
-        steps = [[strides[axis] * i for i in range(sizes[axis])] for axis in axes]
-        places = [sum(place) for place in itertools.product(*steps)]
-        return Group(len(places), sum(place < self.island for place in places))
+        outermost = sorted(((strides[axis], sizes[axis]) for axis in axes), reverse=True)
+        return Group(mesh.size(*axes), _below(self.island, outermost))
+
+
+def _below(limit: int, axes: list[tuple[int, int]]) -> int:
+    """How many places under `limit` these axes reach, each (stride, size), the outermost first; within one stride lie
+    all places of the axes behind it."""
+    if not axes:
+        return 1 if limit > 0 else 0
+    (stride, size), *rest = axes
+    whole = min(size, limit // stride)
+    count = whole * math.prod(n for _, n in rest)
+    return count + (_below(limit - whole * stride, rest) if whole < size else 0)

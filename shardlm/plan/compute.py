@@ -23,8 +23,11 @@ class Op:
 
     unit       what limits it: the matrix units by a matmul's shape, attention kernels, or memory alone
     flops, hbm_bytes  of one execution
-    count      executions in a step
-    dims       of a matmul: rows, columns, summed
+    count      executions in a step, or what they are worth
+    forward    of these, those of the forward pass
+    again      and those that the backward pass repeats; the others make gradients
+    dims       of a matmul: rows, columns, summed; of attention: positions of a row, keys that a query sees on average,
+               mean width of a head
     dtype      of its operands, as hardware.Peak.of takes it
     in_stages  whether it belongs to layers that pipeline stages run, and waits while they fill and drain
     """
@@ -35,6 +38,8 @@ class Op:
     flops: float
     hbm_bytes: float
     count: float
+    forward: float = 0
+    again: float = 0
     dims: tuple[float, float, float] = (0, 0, 0)
     dtype: str = "bf16"
     in_stages: bool = False
@@ -54,17 +59,21 @@ def _layers(sketch: Sketch) -> Iterator[Op]:
         count = sketch.passes * segment.repeats / mesh.pipeline
         for block in segment.pattern:
             for op in _block(sketch, block):
-                runs = _runs(op.unit, remat)
-                yield dataclasses.replace(op, count=count * runs, in_stages=in_stages)
+                yield dataclasses.replace(_run(op, count, remat, block.norms), in_stages=in_stages)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
         for op in _block(sketch, shape.mtp.block):
-            yield dataclasses.replace(op, count=sketch.passes / mesh.pipeline * _runs(op.unit, remat))
+            yield _run(op, sketch.passes / mesh.pipeline, remat, shape.mtp.block.norms)
 
 
-def _runs(unit: Unit, remat: str) -> float:
-    """Forward executions that a step's forward, recomputation and backward are worth."""
-    again = {"none": 0, "dots": 0 if unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
-    return 3 + again if unit != "attention" else 1 + again + 2.5
+def _run(op: Op, passes: float, remat: str, norms: str) -> Op:
+    """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
+    again = {"none": 0, "dots": 0 if op.unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
+    last = op.what.endswith("down")
+    if (norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
+        again = 0  # nothing in the backward pass asks for the result, or it was kept
+    gradients = 2.5 if op.unit == "attention" else 2
+    count = passes * (1 + again + gradients)
+    return dataclasses.replace(op, count=count, forward=passes, again=passes * again)
 
 
 def _block(sketch: Sketch, block) -> Iterator[Op]:
@@ -76,7 +85,7 @@ def _block(sketch: Sketch, block) -> Iterator[Op]:
 
     def matmul(layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
         moved = WEIGHT * (rows * n + rows * k + n * k)
-        return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, (rows, n, k), dtype)
+        return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
 
     for what, n, k in _projections(block.attention, D, tensor):
         yield matmul("attention", what, tokens, n, k)
@@ -117,8 +126,9 @@ def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     pairs = sketch.rows * attention_pairs([T], attention.window or None) / sketch.mesh.context
     width = N * (attention.head_dim + attention.value_dim)
     moved = WEIGHT * sketch.tokens * 2 * width
-    dims = (T, attention.head_dim, attention.value_dim)
-    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims)
+    keys = attention_pairs([T], attention.window or None) / T
+    dims = (T, keys, (attention.head_dim + attention.value_dim) / 2)
+    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims=dims)
 
 
 def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
@@ -144,8 +154,8 @@ def _head(sketch: Sketch) -> Iterator[Op]:
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
     count = sketch.passes / mesh.pipeline * heads
     moved = WEIGHT * (tokens * D + V * D) + 4 * tokens * V
-    yield Op("head", "logits and loss", "matmul", 2.0 * tokens * V * D, moved, 3 * count, (tokens, V, D))
-    yield Op("embedding", "lookup", "memory", 0, 3 * WEIGHT * tokens / mesh.tensor * D, 2 * count)
+    yield Op("head", "logits and loss", "matmul", 2.0 * tokens * V * D, moved, 3 * count, count, 0, (tokens, V, D))
+    yield Op("embedding", "lookup", "memory", 0, 3 * WEIGHT * tokens / mesh.tensor * D, 2 * count, count)
 
 
 def _optimizer(sketch: Sketch) -> Op:

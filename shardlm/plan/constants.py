@@ -1,44 +1,145 @@
-"""What rates are worth in practice: the few constants of the cost model, a GPU generation or a kind of link each, with
-their sources. Peaks are hardware.py's."""
+"""What rates are worth in practice: the few constants of the cost model, a GPU generation or a kind of link each.
+Peaks are hardware.py's. Nothing here belongs to one model, one mesh or one published point.
+
+Measurements of single kernels and collectives, with their sources, are in benchmarks/achieved.json; where a comment
+names no other source, it is that file. Achieved.sustained of each generation was chosen with the runs that validate.py
+calls chosen. POWER, GAP, what small TILES lose, the bandwidth of PCIe and all of Ada are estimates without a source.
+"""
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+
+from shardlm.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
 class Achieved:
     """Fractions of a GPU's peaks that kernels reach.
 
-    matmul, matmul_fp8  of large matrix products
-    attention           of cuDNN's or FlashAttention's kernels, against the 16-bit peak
-    memory              of a kernel that only moves memory
-    kernel_seconds      the least that a kernel takes
+    matmul, matmul_8bit  the best products of 16 and of 8 bits, every core busy
+    attention            of the 16-bit peak: a fused forward kernel on long rows, heads of 128
+    attention_backward   and its gradient
+    memory               a kernel that only moves memory
+    sustained            what of these rates a training step holds: power and clocks under load on all GPUs of a host,
+                         operands' layouts, jitter
+    watts_per_peak       of the GPUs that the figures were measured on, by 1e12 FLOP/s of 16-bit peak
     """
 
     matmul: float
-    matmul_fp8: float
+    matmul_8bit: float
     attention: float
+    attention_backward: float
     memory: float
-    kernel_seconds: float
+    sustained: float
+    watts_per_peak: float
+
+    def watts(self, gpu: Gpu) -> float:
+        """The power at which a GPU of this generation runs as those that were measured."""
+        return self.watts_per_peak * gpu.peak.bf16 / 1e12
 
 
 @dataclasses.dataclass(frozen=True)
-class LinkAchieved:
-    """bandwidth  fraction of the peak that large collectives reach
-    seconds    of one hop"""
+class Protocol:
+    """One of NCCL's, which trade latency for bandwidth.
 
+    share  of the link's rate that it leaves
+    base   seconds of any collective
+    hop    seconds of each step of a ring
+    """
+
+    share: float
+    base: float
+    hop: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What joins devices.
+
+    bandwidth  fraction of the peak that large collectives reach
+    switch     the same of sums inside the switch (NVLS), counted as by a ring; 0: none
+    cores      share of a GPU's cores that a running collective takes from kernels beside it
+    """
+
+    name: str
     bandwidth: float
-    seconds: float
+    switch: float
+    cores: float
+    protocols: Mapping[str, Protocol]
 
 
+# Matmul: the best of many shapes: A100 271 of 312 TFLOP/s, H100 794.5 of 989, fp8 1,403 to 1,453 of 1,979; B200 1,745
+# of 2,250, fp8 3,433 of 4,500; GB200 1,822 of 2,500, fp8 3,616 of 5,000. Large products of random operands are within
+# 5% of that on A100 and Hopper, and 0.80 of it on GB200. Ada is taken as Ampere; A100's int8 and Ada's fp8 have no
+# source.
+# Attention, heads of 128, on long rows: H100 616 TFLOP/s forward (FlashAttention-3; cuDNN of that time 539), 518
+# backward (cuDNN); A100 228 and 197 (FlashAttention-2); B200 1,418 and 1,209 (FlashAttention-4). Ada: no source.
+# Memory: copies and triads, A100 1,610 to 1,700 GB/s of 2,039, H100 2,900 to 2,970 of 3,350, B200 6,000 of 7,672.
+_BLACKWELL = Achieved(0.776, 0.763, 0.66, 0.56, 0.80, 0.70, 1000 / 2250)
 ACHIEVED: Mapping[str, Achieved] = MappingProxyType(
     {
-        "ampere": Achieved(0.85, 0.85, 0.62, 0.85, 4e-6),
-        "ada": Achieved(0.85, 0.75, 0.60, 0.85, 4e-6),
-        "hopper": Achieved(0.72, 0.60, 0.50, 0.88, 4e-6),
-        "blackwell": Achieved(0.72, 0.60, 0.50, 0.88, 4e-6),
+        "ampere": Achieved(0.869, 0.80, 0.73, 0.63, 0.82, 0.85, 400 / 312),
+        "ada": Achieved(0.869, 0.75, 0.60, 0.50, 0.87, 0.85, 350 / 362.05),
+        "hopper": Achieved(0.803, 0.72, 0.64, 0.53, 0.87, 0.80, 700 / 989.4),
+        "blackwell": _BLACKWELL,
+        "gb200": dataclasses.replace(_BLACKWELL, matmul=0.729, matmul_8bit=0.723),
     }
 )
-INSIDE = LinkAchieved(0.80, 3e-6)
-NETWORK = LinkAchieved(0.85, 12e-6)
+# FlashAttention-2, forward and backward, where newer kernels exist: 335 and 322 on an H100, about 380 and 334 (heads of
+# 64) on a B200.
+FLASH2: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"ampere": (0.73, 0.63), "ada": (0.60, 0.50), "hopper": (0.35, 0.33), "blackwell": (0.23, 0.20)}
+)
+
+
+def achieved_by(gpu: Gpu) -> Achieved:
+    """Of the GPU itself where it was measured apart, else of its generation."""
+    return ACHIEVED.get(gpu.name) or ACHIEVED[gpu.generation]
+
+
+POWER = 0.5  # rates fall as the root of the power limit: power goes with the clock and the square of the voltage
+GAP = 2e-6  # seconds between kernels: the last blocks of one, the first loads of the next
+
+# Where the mask's edge crosses a tile, what is masked is computed all the same, and cores idle at the ends of short
+# rows: keys / (keys + 256), and by the width of a head width / (width + 64). H100 forward by FlashAttention-3, causal
+# rows of 512, 1k, 2k, 4k, 8k, 16k tokens: 292, 423, 521, 579, 602, 616; not causal, heads of 64 and 128: 497, 648.
+ATTENTION_KEYS = 256
+ATTENTION_WIDTH = 64
+UNFUSED_BYTES = 12  # read and written of each score by separate kernels: product, mask, softmax, dropout, product
+
+# Tiles of an output that a core makes at once, and what smaller ones lose by loading operands more often
+# (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication, section 4).
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
+# Cores of GPUs that topology.CHIPS has not, from the papers that hardware.py names.
+CORES: Mapping[str, int] = MappingProxyType(
+    {
+        "a100-pcie": 108,
+        "a100-pcie-40gb": 108,
+        "a40": 84,
+        "h100-pcie": 114,
+        "l40s": 142,
+        "rtx4090": 128,
+        "rtx5090": 170,
+        "rtxpro6000": 188,
+    }
+)
+
+# Latencies: what NCCL assumes of a ring by its three protocols, baseLat and hwLat of
+# https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc. LL128 carries 120 of 128 bytes, LL half of them in
+# messages of 8; a tree has 0.92 of a ring's rate.
+# Bandwidth: H100 gathers 360 and scatters 370 of 450 GB/s, sums 472 to 480 in the switch (NVLS); B200 668, 693 and 840
+# of 900; A100 sums 230 of 300. Over networks sums of 357 to 366 GB/s through eight adapters of 50, gathers of 323.
+# Cores: https://github.com/calculon-ai/calculon/blob/main/systems/a100_80g.json, processor_usage.
+LL, LL128, SIMPLE = "LL", "LL128", "Simple"
+NVLINK = Link(
+    *("NVLink", 0.78, 1.0, 0.15),
+    {LL: Protocol(0.25, 3.6e-6, 0.47e-6), LL128: Protocol(0.92, 10e-6, 1.9e-6), SIMPLE: Protocol(1, 8.4e-6, 3.4e-6)},
+)
+PCIE = Link(*("PCIe", 0.75, 0, 0.15), {LL: Protocol(0.25, 3.6e-6, 1e-6), SIMPLE: Protocol(1, 8.4e-6, 5.7e-6)})
+NETWORK = Link(
+    *("network", 0.88, 0, 0.02),
+    {LL: Protocol(0.25, 3.6e-6, 2.7e-6), LL128: Protocol(0.92, 10e-6, 4e-6), SIMPLE: Protocol(1, 8.4e-6, 9.6e-6)},
+)
+TREE = 0.92
+SWITCH_SECONDS = 23e-6

@@ -1,22 +1,47 @@
-"""How long a step takes: every operation against the GPU's roofline (https://doi.org/10.1145/1498765.1498785), every
-collective over its links, what hides behind what, and the pipeline's idle time. Estimates, from formulas alone."""
+"""How long a step takes: every operation's kernels, every collective over its links, what hides behind what, and the
+pipeline's idle time. Estimates, from formulas alone."""
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 
 from shardlm.flops import attention_pairs, training_flops
+from shardlm.plan import limits
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op, operations
-from shardlm.plan.constants import ACHIEVED
-from shardlm.plan.links import collective_seconds
+from shardlm.plan.kernels import Kernels
+from shardlm.plan.limits import Part
+from shardlm.plan.overlap import Timed, overlapped
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent, training_traffic
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
-    """What a device sends for one reason in a step, and how long; `exposed` of it no kernel covers."""
+class Phase:
+    """A part of a step, in seconds.
 
-    sent: Sent
+    compute     of kernels that have the device to themselves
+    contention  by how much collectives beside them slow them down
+    exposed     of communication that no kernel covers
+    """
+
+    name: str
+    compute: float
+    contention: float
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.contention + self.exposed
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisComm:
+    """What a step sends over some axes: bytes of one device, seconds, and those of them that no kernel covers."""
+
+    axes: tuple[str, ...]
+    link: str
+    nbytes: float
     seconds: float
     exposed_seconds: float
 
@@ -25,13 +50,19 @@ class Timed:
 class StepCost:
     """One step of one device, in seconds.
 
-    compute  by layer (compute.Layer)
-    comms    every collective's
-    bubble   idle while the pipeline fills and drains
+    compute   of kernels by layer (compute.Layer)
+    units     the same by what limits them (compute.Unit); the optimizer apart
+    repeated  of these, the forward pass a second time
+    comms     every collective's
+    timeline  forward, backward and optimizer
+    bubble    idle while the pipeline fills and drains
     """
 
     compute: dict[str, float]
+    units: dict[str, float]
+    repeated_seconds: float
     comms: tuple[Timed, ...]
+    timeline: tuple[Phase, ...]
     bubble_seconds: float
     model_flops: float
     tokens: float
@@ -45,65 +76,145 @@ class StepCost:
         return sum(one.exposed_seconds for one in self.comms)
 
     @property
+    def hidden_seconds(self) -> float:
+        return sum(one.hidden_seconds for one in self.comms)
+
+    @property
+    def contention_seconds(self) -> float:
+        return sum(phase.contention for phase in self.timeline)
+
+    @property
     def step_seconds(self) -> float:
-        return self.compute_seconds + self.exposed_seconds + self.bubble_seconds
+        return sum(phase.seconds for phase in self.timeline) + self.bubble_seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Of all devices."""
         return self.tokens / self.step_seconds
 
+    @property
+    def by_axes(self) -> tuple[AxisComm, ...]:
+        """The largest first."""
+        found: dict[tuple[str, ...], list[Timed]] = {}
+        for one in self.comms:
+            found.setdefault(one.sent.axes, []).append(one)
+        sums = (
+            AxisComm(
+                axes,
+                timed[0].link,
+                sum(one.sent.nbytes for one in timed),
+                sum(one.seconds for one in timed),
+                sum(one.exposed_seconds for one in timed),
+            )
+            for axes, timed in found.items()
+        )
+        return tuple(sorted(sums, key=lambda one: -one.seconds))
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the step, with the numbers, and what would make it less."""
+        names = {"matmul": limits.MATMUL, "attention": limits.ATTENTION, "memory": limits.MEMORY}
+        parts = [
+            Part(names.get(unit, limits.OPTIMIZER), names.get(unit, limits.OPTIMIZER), s)
+            for unit, s in self.units.items()
+        ]
+        parts += [
+            Part(
+                one.axes[0],
+                f"communication over {'+'.join(one.axes)} ({one.link}) that nothing hides",
+                one.exposed_seconds,
+            )
+            for one in self.by_axes
+        ]
+        parts.append(Part(limits.BUBBLE, limits.BUBBLE, self.bubble_seconds))
+        parts.append(Part(limits.CONTENTION, limits.CONTENTION, self.contention_seconds))
+        return limits.sentence(parts, self.step_seconds, self.repeated_seconds)
+
 
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
     """The estimate for a step."""
-    ops = operations(sketch)
-    compute: dict[str, float] = {}
-    staged = 0.0
-    for op in ops:
-        seconds = op_seconds(op, cluster) * op.count
-        compute[op.layer] = compute.get(op.layer, 0) + seconds
-        staged += seconds if op.in_stages else 0
-    comms = _comms(sketch, cluster, sum(compute.values()))
-    in_stages = staged + sum(one.exposed_seconds for one in comms if one.sent.axes == ("tensor",))
+    kernels = Kernels.of(cluster.gpu, sketch.execution.attention)
+    return cost_of(sketch, cluster, operations(sketch), training_traffic(sketch), kernels)
+
+
+def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
+    """The same of these operations, this traffic and these kernels."""
+    times = _Times.of(ops, kernels)
+    comms = overlapped(sent, sketch, cluster, times.forward, times.backward)
+    timeline = _timeline(times, comms)
+    passes = times.forward + times.backward
+    slower = 1 + sum(phase.contention for phase in timeline) / passes if passes else 1.0
+    staged = times.staged * slower + sum(one.exposed_seconds for one in comms if _in_stages(one.sent))
     bubble = sketch.schedule.bubble_fraction()
     train = sketch.config.train
-    tokens = train.global_batch * train.seq_len
-    pairs = train.global_batch * attention_pairs([train.seq_len]) * sketch.shape.attention_width()
-    flops = training_flops(sketch.shape.parameters_per_token(), tokens, pairs)
-    return StepCost(compute, comms, in_stages * bubble / (1 - bubble), flops, tokens)
+    return StepCost(
+        compute=times.layers,
+        units=times.units,
+        repeated_seconds=times.repeated,
+        comms=comms,
+        timeline=timeline,
+        bubble_seconds=staged * bubble / (1 - bubble),
+        model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len),
+        tokens=train.global_batch * train.seq_len,
+    )
 
 
-def op_seconds(op: Op, cluster: Cluster) -> float:
-    """Of one execution."""
-    gpu, achieved = cluster.gpu, ACHIEVED[cluster.gpu.generation]
-    memory = op.hbm_bytes / (gpu.hbm_bytes_per_second * achieved.memory)
-    if op.unit == "memory":
-        return max(memory, achieved.kernel_seconds)
-    peak = gpu.peak.of(op.dtype) or gpu.peak.bf16
-    if op.unit == "attention":
-        fraction = achieved.attention
-    else:
-        fraction = achieved.matmul_fp8 if op.dtype in ("fp8", "int8") else achieved.matmul
-    return max(op.flops / (peak * fraction), memory, achieved.kernel_seconds)
+@dataclasses.dataclass
+class _Times:
+    """Seconds of a step's kernels: by layer and unit, by pass, of those that are repeated, and of those in stages."""
+
+    layers: dict[str, float] = dataclasses.field(default_factory=dict)
+    units: dict[str, float] = dataclasses.field(default_factory=dict)
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    repeated: float = 0.0
+    staged: float = 0.0
+
+    @classmethod
+    def of(cls, ops: Iterable[Op], kernels: Kernels) -> "_Times":
+        times = cls()
+        for op in ops:
+            times._add(op, kernels)
+        return times
+
+    def _add(self, op: Op, kernels: Kernels) -> None:
+        once = kernels.forward_seconds(op)
+        if op.layer == "optimizer":
+            forward = again = gradients = 0.0
+            seconds = op.count * once
+            self.optimizer += seconds
+        else:
+            forward, again = op.forward * once, op.again * once
+            gradients = op.forward * kernels.gradient_seconds(op) if op.count > op.forward + op.again else 0.0
+            seconds = forward + again + gradients
+        self.forward += forward
+        self.backward += again + gradients
+        self.repeated += again
+        self.staged += seconds if op.in_stages else 0.0
+        unit = "optimizer" if op.layer == "optimizer" else op.unit
+        self.layers[op.layer] = self.layers.get(op.layer, 0.0) + seconds
+        self.units[unit] = self.units.get(unit, 0.0) + seconds
 
 
-def _comms(sketch: Sketch, cluster: Cluster, compute_seconds: float) -> tuple[Timed, ...]:
-    """Gathers, scatters and sums of weights run beside the layers' kernels (test_shipped_programs.py holds programs to
-    it); what a layer waits for does not."""
-    timed = []
-    for sent in training_traffic(sketch):
-        seconds = collective_seconds(sent.kind, sent.nbytes, sent.count, cluster.group(sketch.mesh, sent.axes), cluster)
-        timed.append((sent, seconds))
-    beside = sum(seconds for sent, seconds in timed if sent.beside)
-    left = max(0.0, beside - compute_seconds) / beside if beside else 0.0
-    return tuple(Timed(sent, seconds, seconds * left if sent.beside else seconds) for sent, seconds in timed)
+@functools.lru_cache(maxsize=1024)
+def _model_flops(shape, rows: int, length: int) -> float:
+    pairs = rows * attention_pairs([length]) * shape.attention_width()
+    return training_flops(shape.parameters_per_token(), rows * length, pairs)
 
 
-def limit(cost: StepCost) -> str:
-    """The one thing that takes most of a step."""
-    parts = {f"{layer} ({'matmuls' if layer != 'optimizer' else 'memory'})": s for layer, s in cost.compute.items()}
-    for one in cost.comms:
-        name = f"{'+'.join(one.sent.axes)} communication"
-        parts[name] = parts.get(name, 0) + one.exposed_seconds
-    parts["pipeline bubble"] = cost.bubble_seconds
-    return max(parts, key=parts.get)
+def _in_stages(sent: Sent) -> bool:
+    """Whether stages that fill or drain wait for it too."""
+    return not sent.beside and "pipeline" not in sent.axes
+
+
+def _timeline(times: _Times, comms: tuple[Timed, ...]) -> tuple[Phase, ...]:
+    exposed = sum(one.exposed_seconds for one in comms)
+    slowed = sum(one.slowing_seconds for one in comms)
+    first = sum(one.exposed_seconds * one.forward for one in comms)
+    slowed_first = sum(one.slowing_seconds * one.forward for one in comms)
+    return (
+        Phase("forward", times.forward, slowed_first, first),
+        Phase("backward", times.backward, slowed - slowed_first, exposed - first),
+        Phase("optimizer", times.optimizer, 0.0, 0.0),
+    )

@@ -19,6 +19,8 @@ from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import Settled, settle
 
+CAPABILITY = {"ampere": "8.0", "ada": "8.9", "hopper": "9.0", "blackwell": "10.0"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -77,7 +79,7 @@ class Sketch:
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
-        settled = settle(config, config.mesh, _Described(gpu.device_kinds[0]), traced=False)
+        settled = settle(config, config.mesh, _Described(gpu.name, CAPABILITY[gpu.generation]), traced=False)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled))
 
     @property
@@ -120,6 +122,7 @@ class _Described:
     """A GPU that is not there, as train/settled.py asks for one."""
 
     device_kind: str
+    compute_capability: str
     platform: str = "cuda"
 
     def addressable_memories(self) -> list[Any]:

@@ -13,8 +13,8 @@ from shardlm.models.llama import LlamaConfig
 from shardlm.plan.bill import CompiledStep, compiled_step, link
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op
-from shardlm.plan.cost import op_seconds
-from shardlm.plan.links import collective_seconds
+from shardlm.plan.kernels import Kernels
+from shardlm.plan.links import Route
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -22,7 +22,8 @@ from shardlm.train.program import Program
 MESH = MeshSpec(fsdp=8)
 CLUSTER = Cluster.of(GPUS["h100"], 8)
 N = 4096
-MATMUL = op_seconds(Op("mlp", "", "matmul", 2.0 * N**3, 3 * 2 * N**2, 1, (N, N, N)), CLUSTER)
+KERNELS = Kernels.of(CLUSTER.gpu)
+MATMUL = KERNELS.one_seconds(Op("mlp", "", "matmul", 2.0 * N**3, 3 * 2 * N**2, 1, dims=(N, N, N)))
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
 PROGRAM = f"""HloModule m
@@ -66,11 +67,11 @@ def step_of(rows: int, sync: str = "false", note: str = "") -> CompiledStep:
 
 
 def seconds(kind: str, sent: float) -> float:
-    return collective_seconds(kind, sent, 1, CLUSTER.group(MESH, ("fsdp",)), CLUSTER)
+    return Route.of(CLUSTER.group(MESH, ("fsdp",)), CLUSTER).seconds(kind, sent, 1)
 
 
 def test_what_a_kernel_covers_is_hidden_and_the_rest_waits():
-    adding = op_seconds(Op("norm", "", "memory", 0, 12, 1), CLUSTER)  # the loop's counter: a kernel of its own
+    adding = KERNELS.one_seconds(Op("norm", "", "memory", 0, 12, 1))  # the loop's counter: a kernel of its own
     reduced = seconds("all-reduce", 2 * 7 / 8 * 2 * N * N)
     for rows, sync in ((512, "false"), (8192, "false"), (512, "true")):
         step = step_of(rows, sync)

@@ -1,0 +1,122 @@
+"""How long one kernel takes: every operation against the GPU's roofline (https://doi.org/10.1145/1498765.1498785), with
+the tiles that a matmul is cut into and the cores that they fill."""
+
+import dataclasses
+import math
+
+from shardlm.hardware import Gpu
+from shardlm.plan.compute import Op
+from shardlm.plan.constants import (
+    ATTENTION_KEYS,
+    ATTENTION_WIDTH,
+    CORES,
+    FLASH2,
+    GAP,
+    POWER,
+    TILES,
+    UNFUSED_BYTES,
+    Achieved,
+    achieved_by,
+)
+from shardlm.topology import CHIPS
+
+EIGHT_BITS = ("fp8", "int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What a GPU's kernels reach.
+
+    attention  as Execution.attention, or "flash2"
+    cores   streaming multiprocessors; 0 where they are not known, and work then fills them evenly
+    memory  bytes/s
+    clock   what power leaves of the rates
+    """
+
+    gpu: Gpu
+    achieved: Achieved
+    attention: str
+    cores: int
+    memory: float
+    clock: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, attention: str = "cudnn") -> "Kernels":
+        reached, chip = achieved_by(gpu), CHIPS.get(gpu.name)
+        cores = chip.cores if chip else CORES.get(gpu.name, 0)
+        clock = reached.sustained * min(1.0, gpu.watts / reached.watts(gpu)) ** POWER
+        return cls(gpu, reached, attention, cores, gpu.hbm_bytes_per_second * reached.memory, clock)
+
+    def forward_seconds(self, op: Op) -> float:
+        """Of one execution in the forward pass."""
+        if op.unit == "matmul":
+            rows, n, k = op.dims
+            return self._product(op, rows, n, k) + self._casts(op, rows * k + n * k)
+        if op.unit == "attention":
+            return self._attention(op, self._fraction(0)) if self.attention != "xla" else self._unfused(op)
+        return op.hbm_bytes / self.memory + GAP
+
+    def gradient_seconds(self, op: Op) -> float:
+        """Of all that makes one execution's gradients."""
+        if op.unit == "matmul":
+            rows, n, k = op.dims
+            products = self._product(op, rows, k, n) + self._product(op, k, n, rows)
+            return products + self._casts(op, rows * n)
+        if op.unit == "attention":
+            return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
+        return 2 * (op.hbm_bytes / self.memory + GAP)
+
+    def one_seconds(self, op: Op, backward: bool = False) -> float:
+        """Of a kernel of a compiled program, all of whose FLOPs are the operation's: 8-bit operands came as such, and
+        `backward` says that attention is the gradient's."""
+        if op.unit == "matmul":
+            return self._product(op, *op.dims)
+        if op.unit == "attention":
+            return self._attention(op, self._fraction(int(backward)))
+        return op.hbm_bytes / self.memory + GAP
+
+    def _fraction(self, backward: int) -> float:
+        if self.attention == "flash2":
+            return FLASH2[self.gpu.generation][backward]
+        return (self.achieved.attention, self.achieved.attention_backward)[backward]
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of large products. Types without units of their own are multiplied as bf16."""
+        peak = self.gpu.peak.of(dtype)
+        fraction = self.achieved.matmul_8bit if dtype in EIGHT_BITS and peak else self.achieved.matmul
+        return (peak or self.gpu.peak.bf16) * fraction * self.clock
+
+    def tiled_seconds(self, rows: float, n: float, k: float, copies: int, dtype: str) -> float:
+        """Of `copies` products [rows, k] x [k, n] at once, by the best of TILES: cores work in waves, and the last
+        wave, like the last tile of a row, may be mostly empty."""
+        best = math.inf
+        for height, width, worth in TILES:
+            tiles = copies * math.ceil(rows / height) * math.ceil(n / width)
+            filled = math.ceil(tiles / self.cores) * self.cores if self.cores else tiles
+            best = min(best, filled * height * width / worth)
+        return 2.0 * best * k / self.matmul_rate(dtype)
+
+    def _product(self, op: Op, rows: float, n: float, k: float) -> float:
+        """As often at once as the operation's FLOPs are worth (experts)."""
+        each = 2.0 * math.prod(op.dims)
+        copies = max(1, round(op.flops / each)) if each else 1
+        return max(self.tiled_seconds(rows, n, k, copies, op.dtype), op.hbm_bytes / self.memory) + GAP
+
+    def _casts(self, op: Op, numbers: float) -> float:
+        """16-bit operands are read, and written as 8 bits in the two layouts that both products need."""
+        return 4 * numbers / self.memory + GAP if op.dtype in EIGHT_BITS else 0.0
+
+    def _attention(self, op: Op, fraction: float) -> float:
+        """op.dims: positions of a row, keys that a query sees on average, mean width of a head."""
+        _, keys, width = op.dims
+        wide = (128 + ATTENTION_WIDTH) / 128 * width / (width + ATTENTION_WIDTH)
+        long = keys / (keys + ATTENTION_KEYS)
+        rate = self.gpu.peak.bf16 * fraction * self.clock * wide * long
+        return max(op.flops / rate, op.hbm_bytes / self.memory) + GAP
+
+    def _unfused(self, op: Op) -> float:
+        """Two products of the whole square, masked or not, and the scores in memory between them."""
+        positions, keys, width = op.dims
+        square = op.flops * positions / keys
+        scores = square / (4 * width)
+        return square / self.matmul_rate("bf16") + scores * UNFUSED_BYTES / self.memory + 4 * GAP

@@ -1,0 +1,46 @@
+"""The one thing that bounds a step, in words: what takes most of it, and what would make it less."""
+
+import dataclasses
+
+MATMUL, ATTENTION, MEMORY, OPTIMIZER, BUBBLE, CONTENTION = (
+    "matmuls",
+    "attention",
+    "kernels that only move memory",
+    "the optimizer",
+    "the pipeline's idle time",
+    "the slowing of kernels by communication beside them",
+)
+RELIEF = {
+    MATMUL: "8-bit matmuls (matmul=fp8 where the GPU has them) or more GPUs make it less",
+    ATTENTION: "shorter rows (train.seq_len) or more GPUs make it less",
+    MEMORY: "a tensor axis, which splits them, or more GPUs make it less",
+    OPTIMIZER: "weights split over more GPUs (rules=zero1 or more) or a larger train.global_batch make it less",
+    BUBBLE: "more microbatches (train.accumulation), more pipeline.rounds or fewer stages (mesh.pipeline) make it less",
+    CONTENTION: "fewer bytes make it less: more rows in a microbatch, or weights that stay (rules=zero1)",
+    "data": "a larger train.global_batch, or replicas that meet less often (local_sgd), make it less",
+    "fsdp": "more rows in a microbatch (less train.accumulation) or gathers inside a host (rules=hybrid, mesh.data "
+    "over hosts) make it less",
+    "tensor": "a smaller mesh.tensor makes it less",
+    "context": "a smaller mesh.context makes it less",
+    "expert": "a smaller mesh.expert, inside a host, makes it less",
+    "pipeline": "fewer pipeline.rounds or stages make it less",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Seconds of a step that have one cause. `key` is one of RELIEF's."""
+
+    key: str
+    name: str
+    seconds: float
+
+
+def sentence(parts: list[Part], step_seconds: float, repeated_seconds: float) -> str:
+    """Of the largest part; `repeated_seconds` are those that remat spends on the forward pass a second time."""
+    largest = max(parts, key=lambda part: part.seconds)
+    share = largest.seconds / step_seconds
+    words = f"{largest.name}: {largest.seconds:.3g} of {step_seconds:.3g} s ({share:.0%}); {RELIEF[largest.key]}"
+    if largest.key in (MATMUL, ATTENTION, MEMORY) and repeated_seconds > 0.1 * step_seconds:
+        words += f"; {repeated_seconds:.3g} s of the step are a second forward pass, which a lighter remat saves"
+    return words

@@ -1,0 +1,112 @@
+"""What other training systems do that a configuration of this one has no word for, as their sources say: what a remat
+policy keeps, which attention kernels run, what is hidden, and where the ends of a pipeline count."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from shardlm.plan.compute import Op
+from shardlm.plan.published import Model, Point
+from shardlm.plan.traffic import REDUCE, Sent
+
+MEGATRON = ("Megatron-LM", "Megatron-LM with DeepSpeed ZeRO-3", "NeMo", "Megatron Bridge")
+# Checkpoints that run the whole layer again: Megatron's own, and PyTorch's before 2.1, which came to stop early.
+WHOLE_LAYERS = (*MEGATRON, "Composer FSDP")
+# PyTorch's scaled_dot_product_attention and MPT's kernels are FlashAttention-2's on Hopper too.
+FLASH2 = ("torchtitan", "Composer FSDP")
+# tp_comm_overlap and grad_reduce_in_fp32=False in the recipes.
+RECIPES = ("NeMo", "Megatron Bridge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """Shares of a layer's forward work that the backward pass repeats, by Op.unit.
+
+    last  of its last product, whose result no gradient asks for: jax and PyTorch leave it out
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    last: float = 0.0
+
+    def again(self, op: Op) -> float:
+        return self.last if op.what.endswith("down") else getattr(self, op.unit)
+
+
+POLICIES: Mapping[str, Recomputed] = MappingProxyType(
+    {"none": Recomputed(0, 0, 0), "full": Recomputed(1, 1, 1), "offload": Recomputed(0, 0, 0)}
+)
+# Of the others, by the words in Point.note. The three projections are a tenth of a Llama layer's weights.
+SELECTIVE: Mapping[str, Recomputed] = MappingProxyType(
+    {
+        "minimal_flash": Recomputed(0, 0, 1),
+        "save_qkv_proj": Recomputed(0.9, 1, 1),
+        "every second matmul": Recomputed(0.5, 0, 1),
+        "attention core is recomputed": Recomputed(0, 1, 0),
+        "SAVE_DOT_WITH_NO_BATCH_DIM": Recomputed(0, 1, 1),
+        "up projection": Recomputed(0.1, 0, 0),
+        "recompute of norms": Recomputed(0, 0, 1),
+    }
+)
+
+
+def recomputed(point: Point) -> Recomputed | None:
+    """None where the source does not say what is kept."""
+    if point.remat == "full" and point.framework in WHOLE_LAYERS:
+        return Recomputed(1, 1, 1, 1)
+    if point.remat in POLICIES:
+        return POLICIES[point.remat]
+    return next((policy for words, policy in SELECTIVE.items() if words in point.note), None)
+
+
+def attention_kernel(point: Point) -> str:
+    """As kernels.py names them."""
+    if point.attention == "unfused":
+        return "xla"
+    return "flash2" if point.framework in FLASH2 else "cudnn"
+
+
+def overlaps_tensor(point: Point) -> bool:
+    """Whether what tensor parallelism sends runs behind the matmuls that need it, in parts."""
+    if "tensor parallel not overlapped" in point.note:
+        return False
+    said = ("tensor parallel overlapped", "AsyncTP")
+    return point.framework in RECIPES or any(words in point.note for words in said)
+
+
+def ends_are_layers(point: Point) -> bool:
+    """Whether embedding and loss take the place of a layer each in the pipeline."""
+    return "embedding and loss count as layers" in point.note
+
+
+def with_ends(model: Model) -> Model:
+    """The pipeline is as long as if they were."""
+    return dataclasses.replace(model, num_layers=model.num_layers + 2)
+
+
+def as_run(ops: list[Op], policy: Recomputed, ends: bool) -> Iterator[Op]:
+    """Our operations, repeated as their system repeats them; with `ends`, those of the pipeline's layers only."""
+    for op in ops:
+        if ends and op.layer in ("head", "embedding"):
+            continue
+        if op.layer not in ("head", "embedding", "optimizer"):
+            again = op.forward * policy.again(op)
+            op = dataclasses.replace(op, again=again, count=op.count - op.again + again)
+        yield op
+
+
+def as_sent(sent: list[Sent], point: Point) -> Iterator[Sent]:
+    """Our traffic as theirs: stages keep their weights, interleaved ones send behind other microbatches
+    (overlap_p2p_comm), and recipes sum gradients in 16 bits."""
+    hidden = {("tensor",)} if overlaps_tensor(point) else set()
+    if point.framework in MEGATRON and point.schedule == "interleaved":
+        hidden.add(("pipeline",))
+    for one in sent:
+        if one.why.endswith("to its stage and back"):
+            continue
+        if one.axes in hidden:
+            one = dataclasses.replace(one, beside=True)
+        if point.framework in RECIPES and one.kind == REDUCE:
+            one = dataclasses.replace(one, nbytes=one.nbytes / 2)
+        yield one

@@ -1,0 +1,164 @@
+"""Predicts throughput that others published and says how far off each prediction is.
+
+A point's model, mesh, batch, precision and remat are taken over as a configuration of this project and predicted as
+any other; what its system is known to do otherwise is systems.py's. What the planner has no word for is left out by
+name and with the reason. The constants were chosen with the points of some frameworks; the others are held out.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Callable
+
+from shardlm.errors import ShardlmError
+from shardlm.models.transformer import TransformerConfig
+from shardlm.plan import systems
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import operations
+from shardlm.plan.cost import StepCost, cost_of
+from shardlm.plan.kernels import Kernels
+from shardlm.plan.published import Model, Point, Published, load
+from shardlm.plan.published_models import step_seconds, transformer
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.traffic import training_traffic
+from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+
+POINTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "published.json"
+CHOSEN = ("MaxText", "Megatron-LM", "Megatron Bridge")  # dense models of these: Achieved.sustained
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One point.
+
+    measured  seconds of a step; None where the source does not settle it
+    cost      what is predicted; None where it cannot be, for `reason`
+    assumed   what the source does not say and was assumed
+    experts   whether the model is a mixture
+    """
+
+    point: Point
+    measured: float | None
+    cost: StepCost | None
+    reason: str = ""
+    assumed: str = ""
+    experts: bool = False
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the constants were chosen with it."""
+        return self.point.framework in CHOSEN and not self.experts
+
+    @property
+    def error(self) -> float:
+        """Of the predicted seconds, as a share of the measured ones: negative is too fast. Only of rows with a cost."""
+        return self.cost.step_seconds / self.measured - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoder:
+    """A published model where RunConfig has an architecture's configuration."""
+
+    model: Model
+    seq_len: int
+
+    def transformer(self) -> TransformerConfig:
+        return transformer(self.model, self.seq_len)
+
+
+def validate(path: str | pathlib.Path = POINTS) -> list[Row]:
+    """All points of a file, in its order. Raises ShardlmError for a file that cannot be read."""
+    published = load(path)
+    return [predict(point, published) for point in published.points.values()]
+
+
+def predict(point: Point, published: Published) -> Row:
+    """One of them."""
+    model = published.model_of(point)
+    measured = step_seconds(point, model)
+    policy = systems.recomputed(point)
+    assumed = ""
+    if measured is None:
+        reason = "the source gives FLOP/s and not what it counts"
+    elif point.microbatches is None:
+        reason = "the number of microbatches is not stated"
+    elif point.attention is None:
+        reason = "the attention kernel is not stated"
+    elif policy is None and point.framework not in systems.MEGATRON:
+        reason = "what remat keeps is not stated"
+    else:
+        if policy is None:
+            policy, assumed = systems.POLICIES["none"], "no recomputation"
+        try:
+            cost = _cost(point, published, policy)
+            return Row(point, measured, cost, "", assumed, bool(model.experts))
+        except ShardlmError as error:
+            reason = str(error).partition(";")[0]
+    return Row(point, measured, None, reason, assumed, bool(model.experts))
+
+
+def _cost(point: Point, published: Published, policy: systems.Recomputed) -> StepCost:
+    gpu, kind, model = published.gpu_of(point), published.cluster_of(point), published.model_of(point)
+    host = min(kind.gpus_per_host, point.num_gpus) if kind else 0
+    cluster = Cluster.of(gpu, point.num_gpus, host, kind.nic_bytes_per_second if kind else 0)
+    ends = systems.ends_are_layers(point)
+    sketch = Sketch.of(configuration(point, systems.with_ends(model) if ends else model), gpu)
+    kernels = Kernels.of(gpu, systems.attention_kernel(point))
+    ops = systems.as_run(operations(sketch), policy, ends)
+    return cost_of(sketch, cluster, ops, list(systems.as_sent(training_traffic(sketch), point)), kernels)
+
+
+def configuration(point: Point, model: Model) -> RunConfig:
+    """The run in our words. One forward and one backward pass in turn idles as long as all forward passes first."""
+    eight = point.precision in ("fp8", "mxfp8")
+    interleaved = point.schedule == "interleaved"
+    return RunConfig(
+        model=_Decoder(model, point.seq_len),
+        mesh=point.mesh,
+        rules=point.rules,
+        precision="bf16" if eight else point.precision,
+        remat="full" if point.remat == "full" else "none",
+        attention="xla" if point.attention == "unfused" else "cudnn",
+        context_attention="ring",
+        matmul="fp8" if eight else "dtype",
+        pipeline=PipelineConfig("circular" if interleaved else "gpipe", point.virtual_stages or 1),
+        train=TrainConfig(global_batch=point.global_batch, seq_len=point.seq_len, accumulation=point.microbatches),
+    )
+
+
+def format_validation(rows: list[Row]) -> str:
+    """A table of points, what was left out and why, and medians of the sets."""
+    predicted = [row for row in rows if row.cost]
+    lines = [f"{'point':46} {'system':15} {'measured':>9} {'predicted':>9} {'error':>7}  set"]
+    for row in predicted:
+        of = "experts" if row.experts else "chosen" if row.chosen else "held out"
+        seconds = f"{row.measured:8.3f}s {row.cost.step_seconds:8.3f}s {row.error:+7.1%}"
+        assumed = f", assumed: {row.assumed}" if row.assumed else ""
+        lines.append(f"{row.point.name:46} {row.point.framework[:15]:15} {seconds}  {of}{assumed}")
+    out = [row for row in rows if not row.cost]
+    lines += ["", f"left out ({len(out)}):", *(f"  {row.point.name}: {row.reason}" for row in out), ""]
+    return "\n".join(lines + summary(rows))
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """A line for each set: how many, the median and the largest error, and how many are within 10 and 25%."""
+    sets: dict[str, Callable[[Row], bool]] = {
+        "all": lambda row: True,
+        "dense, constants chosen with": lambda row: row.chosen,
+        "dense, held out": lambda row: not row.chosen and not row.experts,
+        "experts (held out)": lambda row: row.experts,
+        "nothing assumed": lambda row: not row.assumed,
+    }
+    lines = []
+    for name, belongs in sets.items():
+        found = [row for row in rows if row.cost and belongs(row)]
+        if not found:
+            continue
+        errors = [abs(row.error) for row in found]
+        worst = max(found, key=lambda row: abs(row.error))
+        within = f"{sum(e <= 0.10 for e in errors)} within 10%, {sum(e <= 0.25 for e in errors)} within 25%"
+        lines.append(
+            f"{name}: {len(found)} points, median error {statistics.median(errors):.1%}, {within}, worst "
+            f"{worst.error:+.1%} ({worst.point.name})"
+        )
+    return lines

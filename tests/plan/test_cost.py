@@ -1,0 +1,142 @@
+"""A step's cost: its parts add up, what can hide hides, more hardware never slows it down, and the limit says so."""
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlm.hardware import GPUS
+from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.cost import StepCost, step_cost
+from shardlm.plan.overlap import overlapped
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.traffic import GATHER, PERMUTE, REDUCE, SCATTER, Sent
+from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+
+H100 = GPUS["h100"]
+LLAMA = RunConfig(LlamaConfig(), mesh=MeshSpec(fsdp=64), train=TrainConfig(global_batch=64, seq_len=8192))
+
+
+def cost(config: RunConfig = LLAMA, gpu=H100, nic: float = 0) -> StepCost:
+    size = config.mesh.size(*config.mesh.sizes())
+    return step_cost(Sketch.of(config, gpu), Cluster.of(gpu, size, 0, nic))
+
+
+def meshed(batch: int = 64, seq_len: int = 8192, accumulation: int = 1, rules: str = "zero3", **axes: int) -> RunConfig:
+    train = TrainConfig(global_batch=batch, seq_len=seq_len, accumulation=accumulation)
+    return dataclasses.replace(LLAMA, mesh=MeshSpec(**axes), train=train, rules=rules)
+
+
+def test_the_parts_of_a_step_add_up():
+    found = cost(meshed(accumulation=8, pipeline=2, fsdp=4, tensor=8))
+    assert found.step_seconds == pytest.approx(
+        found.compute_seconds + found.contention_seconds + found.exposed_seconds + found.bubble_seconds
+    )
+    assert sum(found.units.values()) == pytest.approx(found.compute_seconds)
+    assert [phase.name for phase in found.timeline] == ["forward", "backward", "optimizer"]
+    assert sum(phase.compute for phase in found.timeline) == pytest.approx(found.compute_seconds)
+    assert sum(phase.exposed for phase in found.timeline) == pytest.approx(found.exposed_seconds)
+    assert set(found.compute) == {"attention", "mlp", "norm", "head", "embedding", "optimizer"}
+    by_axes = {one.axes: one for one in found.by_axes}
+    assert set(by_axes) == {("tensor",), ("fsdp",), ("pipeline",)}
+    assert by_axes[("tensor",)].link == "NVLink" and by_axes[("fsdp",)].link == "network"
+    assert by_axes[("tensor",)].exposed_seconds == by_axes[("tensor",)].seconds > 0
+    assert found.tokens_per_second == 64 * 8192 / found.step_seconds
+
+
+def test_remat_repeats_the_forward_pass_but_its_last_product():
+    repeated = {remat: cost(dataclasses.replace(LLAMA, remat=remat)) for remat in ("none", "dots", "names", "full")}
+    assert repeated["none"].repeated_seconds == 0
+    seconds = [found.step_seconds for found in repeated.values()]
+    assert seconds == sorted(seconds)
+    full = repeated["full"]
+    assert 0.15 < full.repeated_seconds / full.compute_seconds < 0.25
+    assert full.timeline[0].compute == repeated["none"].timeline[0].compute
+
+
+def test_weights_hide_behind_layers_but_the_first_and_the_last():
+    found = cost()
+    moved = sum(one.seconds for one in found.comms)
+    assert found.exposed_seconds == pytest.approx(moved / 32)  # one layer's of 32
+    # A row of 256 tokens computes for less time than its weights take over a slow network.
+    slow = cost(meshed(seq_len=256, fsdp=64), nic=1e9)
+    assert slow.exposed_seconds > 0.5 * sum(one.seconds for one in slow.comms)
+    assert "communication over fsdp (network)" in slow.limit and "microbatch" in slow.limit
+
+
+def test_what_is_hidden_by_hand():
+    """One second of each, in layers of which there are 32, beside windows that are too short, and long enough."""
+    sketch, cluster = Sketch.of(LLAMA, H100), Cluster.of(H100, 64)
+    rate = 0.0
+    for one in overlapped([Sent(("fsdp",), "", 1e12, GATHER, 1, True)], sketch, cluster, 0, 0):
+        assert one.exposed_seconds == one.seconds
+        rate = 1e12 / one.seconds
+    gather, scatter, total = (Sent(("fsdp",), "", rate, kind, 1, True) for kind in (GATHER, SCATTER, REDUCE))
+    (found,) = overlapped([gather], sketch, cluster, 0.25, 10)  # half of it belongs to the forward pass
+    assert found.exposed_seconds == pytest.approx(1 - 31 / 64 - 0.25, rel=0.01)
+    (found,) = overlapped([scatter], sketch, cluster, 10, 10)
+    assert found.exposed_seconds == pytest.approx(1 / 32, rel=0.01)
+    found = overlapped([scatter, total], sketch, cluster, 10, 1.5)  # sums have what scatters leave
+    assert found[1].hidden_seconds == pytest.approx(1.5 - found[0].hidden_seconds, rel=0.01)
+    assert found[0].slowing_seconds > 0
+    (found,) = overlapped([Sent(("fsdp",), "", rate, PERMUTE, 1)], sketch, cluster, 10, 10)
+    assert found.exposed_seconds == found.seconds
+
+
+def test_sums_of_gradients_hide_behind_the_last_microbatch_only():
+    once = cost(meshed(batch=512, seq_len=1024, data=64, rules="replicated"), nic=5e9)
+    often = cost(meshed(batch=512, seq_len=1024, data=64, accumulation=8, rules="replicated"), nic=5e9)
+    assert often.exposed_seconds > once.exposed_seconds
+
+
+def test_the_bubble_is_idle_time_of_the_stages():
+    def piped(rounds: int, accumulation: int) -> StepCost:
+        config = meshed(accumulation=accumulation, pipeline=4, fsdp=2, tensor=8)
+        return cost(dataclasses.replace(config, pipeline=PipelineConfig(rounds=rounds)))
+
+    assert piped(1, 4).bubble_seconds > piped(2, 4).bubble_seconds > piped(2, 16).bubble_seconds > 0
+    found = piped(1, 4)  # three of seven ticks are idle in the layers
+    layers = found.step_seconds - found.bubble_seconds
+    assert found.bubble_seconds / layers == pytest.approx(3 / 4, rel=0.15)
+    assert "pipeline's idle time" in found.limit or "matmuls" in found.limit
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    axes=st.sampled_from(
+        [{"fsdp": 64}, {"fsdp": 8, "tensor": 8}, {"data": 8, "fsdp": 8}, {"fsdp": 4, "context": 8, "tensor": 2}]
+    ),
+    seq_len=st.sampled_from([1024, 8192, 32_768]),
+    nic=st.sampled_from([2e9, 12.5e9, 50e9]),
+)
+def test_faster_hardware_is_never_slower(axes, seq_len, nic):
+    config = meshed(seq_len=seq_len, **axes)
+    base = cost(config, nic=nic).step_seconds
+    assert cost(config, nic=2 * nic).step_seconds <= base
+    for field in ("hbm_bytes_per_second", "nvlink_bytes_per_second"):
+        faster = dataclasses.replace(H100, **{field: 2 * getattr(H100, field)})
+        assert cost(config, faster, nic).step_seconds <= base * (1 + 1e-9)
+    assert cost(meshed(batch=128, seq_len=seq_len, **axes), nic=nic).step_seconds > base
+
+
+def test_the_limit_names_what_takes_most_and_what_helps():
+    assert cost().limit.startswith("matmuls: ") and "matmul=fp8" in cost().limit and "lighter remat" in cost().limit
+    long = cost(meshed(batch=8, seq_len=131_072, fsdp=8, context=8))
+    assert long.limit.startswith("attention: ")
+    wide = cost(meshed(fsdp=2, tensor=32))  # over four hosts
+    assert wide.limit.startswith("communication over tensor (network)") and "mesh.tensor" in wide.limit
+
+
+def test_a_cost_takes_no_time():
+    """Thousands are ranked. The limit has room for a busy machine: a quiet one takes half a millisecond."""
+    sketch, cluster = Sketch.of(LLAMA, H100), Cluster.of(H100, 64)
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        step_cost(sketch, cluster)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 5e-3

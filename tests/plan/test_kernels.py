@@ -1,0 +1,131 @@
+"""The time of single kernels: the roofline's two sides, tiles and waves by hand, and what others measured."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlm.hardware import GPUS, Gpu
+from shardlm.plan.compute import Op
+from shardlm.plan.constants import GAP
+from shardlm.plan.kernels import Kernels
+
+MEASURED = json.loads((pathlib.Path(__file__).parents[2] / "benchmarks" / "achieved.json").read_text())
+H100 = Kernels.of(GPUS["h100"])
+
+
+def product(rows: float, n: float, k: float, dtype: str = "bf16") -> Op:
+    moved = 2 * (rows * n + rows * k + n * k)
+    return Op("mlp", "up", "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
+
+
+def scores(tokens: int, heads: int, width: int) -> Op:
+    pairs = tokens * (tokens + 1) / 2
+    keys = pairs / tokens
+    return Op("attention", "scores", "attention", 4.0 * pairs * heads * width, 0, 1, dims=(tokens, keys, width))
+
+
+def test_large_products_run_at_the_rate_and_thin_ones_at_memory():
+    large = product(132 * 256, 128 * 64, 8192)  # whole waves of whole tiles
+    rate = 989.4e12 * 0.803 * 0.80
+    assert H100.forward_seconds(large) == pytest.approx(large.flops / rate + GAP, rel=1e-6)
+    thin = product(8, 8192, 8192)
+    assert H100.forward_seconds(thin) == pytest.approx(thin.hbm_bytes / (3.35e12 * 0.87) + GAP)
+
+
+def test_a_wave_that_is_hardly_begun_costs_a_whole_one():
+    whole = H100.tiled_seconds(132 * 256, 128, 4096, 1, "bf16")
+    assert H100.tiled_seconds(132 * 256 + 1, 128, 4096, 1, "bf16") > 1.2 * whole
+    smooth = dataclasses.replace(H100, cores=0)
+    assert smooth.tiled_seconds(132 * 256 + 256, 128, 4096, 1, "bf16") == pytest.approx(whole * 133 / 132)
+
+
+def test_products_of_experts_fill_the_cores_together():
+    one = product(512, 2048, 2048)
+    together = dataclasses.replace(one, flops=16 * one.flops)
+    assert H100.forward_seconds(one) < H100.forward_seconds(together) < 16 * H100.forward_seconds(one)
+
+
+def test_eight_bits_are_faster_where_there_are_units_and_cost_casts():
+    large, eight = product(16384, 8192, 8192), product(16384, 8192, 8192, "fp8")
+    assert 0.5 < H100.forward_seconds(eight) / H100.forward_seconds(large) < 0.7
+    small, narrow = product(256, 256, 256), product(256, 256, 256, "fp8")
+    assert H100.forward_seconds(narrow) > H100.forward_seconds(small)
+    a100 = Kernels.of(GPUS["a100"])
+    assert a100.matmul_rate("fp8") == a100.matmul_rate("bf16")
+
+
+def test_less_power_is_slower_and_more_is_not_faster():
+    def rate(watts: float) -> float:
+        return Kernels.of(dataclasses.replace(GPUS["h100"], watts=watts)).matmul_rate("bf16")
+
+    assert rate(500) / rate(700) == pytest.approx(math.sqrt(500 / 700), rel=1e-3)
+    assert rate(900) == pytest.approx(rate(700), rel=1e-3)
+
+
+def test_attention_is_faster_on_long_rows_and_wide_heads_and_slower_unfused():
+    def rate(op: Op, kernels: Kernels = H100) -> float:
+        return op.flops / kernels.forward_seconds(op)
+
+    assert rate(scores(512, 512, 128)) < rate(scores(2048, 128, 128)) < rate(scores(16384, 64, 128))
+    assert rate(scores(8192, 64, 64)) < rate(scores(8192, 64, 128)) < rate(scores(8192, 64, 256))
+    long = scores(8192, 64, 128)
+    newer, older, none = (rate(long, Kernels.of(GPUS["h100"], kind)) for kind in ("cudnn", "flash2", "xla"))
+    assert newer > 1.5 * older > 3 * none
+    assert H100.gradient_seconds(long) > 2.5 * H100.forward_seconds(long)
+
+
+@given(
+    rows=st.integers(1, 1 << 17),
+    n=st.integers(1, 1 << 15),
+    k=st.integers(1, 1 << 15),
+    gpu=st.sampled_from(sorted(GPUS)),
+)
+def test_no_kernel_beats_the_peak_or_gains_from_more_work(rows: int, n: int, k: int, gpu: str):
+    kernels, card = Kernels.of(GPUS[gpu]), GPUS[gpu]
+    op = product(rows, n, k)
+    seconds = kernels.forward_seconds(op)
+    assert seconds >= op.flops / card.peak.bf16
+    assert seconds >= op.hbm_bytes / card.hbm_bytes_per_second
+    assert kernels.forward_seconds(product(2 * rows, n, k)) >= seconds
+    assert kernels.forward_seconds(product(rows, n, 2 * k)) >= seconds
+    assert kernels.gradient_seconds(op) >= 2 * op.flops / card.peak.bf16
+
+
+def unthrottled(gpu: Gpu, attention: str = "cudnn") -> Kernels:
+    """Benchmarks of single kernels are short: none of what a whole step loses."""
+    return dataclasses.replace(Kernels.of(gpu, attention), clock=1.0)
+
+
+def test_products_take_what_others_measured():
+    errors = []
+    for one in MEASURED["matmul"]:
+        if one["m"] and one["gpu"] in GPUS:
+            op = product(one["m"], one["n"], one["k"], {"fp16": "bf16"}.get(one["dtype"], one["dtype"]))
+            op = dataclasses.replace(op, hbm_bytes=0.0)
+            kernels = unthrottled(GPUS[one["gpu"]])
+            seconds = kernels.tiled_seconds(*op.dims, 1, op.dtype) + GAP  # 8-bit operands came as such
+            errors.append(abs(seconds / (op.flops / (one["tflops_per_second"] * 1e12)) - 1))
+    assert len(errors) >= 30
+    assert statistics.median(errors) < 0.15
+
+
+def test_attention_takes_what_others_measured():
+    errors = []
+    for one in MEASURED["attention"]:
+        kinds = {"flash-attention-3": "cudnn", "flash-attention-2": "flash2", "flash-attention-4": "cudnn"}
+        length = one["seq_len"]
+        if not length or one["kernel"] not in kinds or one["head_dim"] is None or one["causal"] is not True:
+            continue
+        kernels = unthrottled(GPUS[one["gpu"]], kinds[one["kernel"]])
+        op = scores(length, (1 << 20) // length, one["head_dim"])
+        backward = one["direction"] == "backward"
+        took = kernels.gradient_seconds(op) / 2.5 if backward else kernels.forward_seconds(op)
+        errors.append(abs(op.flops / took / (one["tflops_per_second"] * 1e12) - 1))
+    assert len(errors) >= 15
+    assert statistics.median(errors) < 0.12

@@ -1,0 +1,126 @@
+"""The time of collectives: arithmetic by hand, what must never get slower, and what others measured."""
+
+import json
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlm.hardware import GPUS
+from shardlm.mesh import AXES, MeshSpec
+from shardlm.plan.cluster import Cluster, Group
+from shardlm.plan.constants import NETWORK, NVLINK, SWITCH_SECONDS
+from shardlm.plan.links import Route
+
+H100 = Cluster.of(GPUS["h100"], 64)
+MEASURED = pathlib.Path(__file__).parents[2] / "benchmarks" / "achieved.json"
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def test_large_gathers_run_at_the_slower_of_both_links():
+    inside = Route.of(Group(8, 8), H100)
+    assert inside.seconds("all-gather", 1e12, 1) == pytest.approx(1e12 / (450e9 * NVLINK.bandwidth), rel=1e-3)
+    hosts = Route.of(Group(64, 8), Cluster.of(GPUS["h100"], 64, 0, 25e9))  # eight adapters of a host together
+    assert hosts.seconds("all-gather", 1e12, 1) == pytest.approx(1e12 / (200e9 * NETWORK.bandwidth), rel=1e-3)
+    alone = Route.of(Group(8, 1), H100)  # one device of each host: one adapter
+    assert alone.seconds("all-gather", 1e12, 1) == pytest.approx(1e12 / (50e9 * NETWORK.bandwidth), rel=1e-3)
+    assert (inside.name, hosts.name, alone.name) == ("NVLink", "network", "network")
+
+
+def test_small_collectives_take_a_latency_that_grows_with_the_ring():
+    ll = NVLINK.protocols["LL"]
+    assert Route.of(Group(8, 8), H100).seconds("all-gather", 0, 1) == pytest.approx(ll.base + 7 * ll.hop)
+    far = NETWORK.protocols["LL"].hop
+    assert Route.of(Group(64, 8), H100).seconds("all-gather", 0, 1) == pytest.approx(ll.base + 56 * ll.hop + 7 * far)
+    # A sum over many islands takes the tree: log2 of them and not all.
+    assert Route.of(Group(64, 8), H100).seconds("all-reduce", 0, 1) == pytest.approx(
+        ll.base + 2 * (7 * ll.hop + 3 * far)
+    )
+
+
+def test_the_switch_sums_from_hopper_on():
+    sent = 2 * 7 / 8 * 1e10
+    assert Route.of(Group(8, 8), H100).seconds("all-reduce", sent, 1) == pytest.approx(sent / 450e9 + SWITCH_SECONDS)
+    a100 = Route.of(Group(8, 8), Cluster.of(GPUS["a100"], 8))
+    assert a100.seconds("all-reduce", sent, 1) == pytest.approx(sent / (300e9 * NVLINK.bandwidth), rel=0.01)
+
+
+def test_point_to_point_uses_one_adapter_and_the_links_at_once():
+    route = Route.of(Group(16, 8), H100)  # 8 of 15 peers are in the other host
+    exchange = route.seconds("all-to-all", 15e9, 1)
+    assert exchange == pytest.approx(8e9 / (50e9 * NETWORK.bandwidth), rel=0.01)
+    assert route.seconds("collective-permute", 15e9, 1) == pytest.approx(15e9 / (50e9 * NETWORK.bandwidth), rel=0.01)
+
+
+def test_cards_without_nvlink_share_pcie():
+    route = Route.of(Group(8, 8), Cluster.of(GPUS["l40s"], 8))
+    assert route.name == "PCIe"
+    assert route.seconds("all-gather", 1e11, 1) == pytest.approx(1e11 / (32e9 * 0.75), rel=0.01)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    size=st.sampled_from([(2, 2), (8, 8), (8, 1), (64, 8), (256, 4)]),
+    sent=st.floats(1, 1e12),
+    count=st.integers(1, 1000),
+    nic=st.floats(1e9, 1e11),
+)
+def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(kind, size, sent, count, nic):
+    group = Group(*size)
+
+    def seconds(sent, count, nic):
+        return Route.of(group, Cluster.of(GPUS["h100"], 256, 0, nic)).seconds(kind, sent, count)
+
+    once = seconds(sent, count, nic)
+    assert once > 0
+    assert seconds(sent, count, 2 * nic) <= once
+    assert seconds(2 * sent, count, nic) >= once
+    assert seconds(sent, count + 1, nic) >= once * (1 - 1e-9)  # the same bytes in more pieces
+    assert seconds(2 * sent, 2 * count, nic) == pytest.approx(2 * once)
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=6, max_size=6), st.sets(st.sampled_from(AXES), min_size=1))
+def test_a_group_counts_its_members_in_the_first_island(sizes, axes):
+    """Against every device's coordinates."""
+    mesh = MeshSpec(**dict(zip(AXES, sizes, strict=True)))
+    total = mesh.size(*AXES)
+    host = next(n for n in (8, 4, 3, 2, 1) if total % n == 0)
+    found = Cluster.of(GPUS["h100"], total, host).group(mesh, sorted(axes))
+    members = 0
+    for device in range(host):
+        at, rest = {}, device
+        for axis in reversed(AXES):
+            at[axis], rest = rest % mesh.size(axis), rest // mesh.size(axis)
+        members += all(at[axis] == 0 for axis in AXES if axis not in axes)
+    assert found == Group(mesh.size(*axes), members)
+
+
+def test_racks_are_cut_into_equal_islands_and_hosts_are_islands():
+    gb200 = GPUS["gb200"]
+    assert Cluster.of(GPUS["h100"], 64, 4).island == 4
+    assert [Cluster.of(gb200, n, 4).island for n in (4, 64, 72, 128, 256, 144)] == [4, 64, 72, 64, 64, 72]
+
+
+def test_large_collectives_take_what_others_measured():
+    """Bus bandwidth of the largest message in each list of nccl-tests, where the file says GPUs and adapters."""
+    ratios = []
+    for one in json.loads(MEASURED.read_text())["collectives"]:
+        nbytes, bus = one["bus_gbytes_per_second"][-1]
+        if one["gpu"] not in GPUS or (
+            one["num_gpus"] > one["gpus_per_host"] and not one["nic_gbit_per_second_per_gpu"]
+        ):
+            continue
+        size, nbytes = one["num_gpus"], nbytes or 8e9
+        nic = (one["nic_gbit_per_second_per_gpu"] or 400) / 8 * 1e9
+        cluster = Cluster.of(GPUS[one["gpu"]], size, one["gpus_per_host"], nic)
+        island = min(size, cluster.island)
+        sent = nbytes * (size - 1) / size * (2 if one["collective"] == "all-reduce" else 1)
+        if one["collective"] == "collective-permute":
+            sent = nbytes
+        took = Route.of(Group(size, island), cluster).seconds(one["collective"], sent, 1)
+        ratios.append(sent / (bus * 1e9) / took)
+    ratios.sort()
+    assert len(ratios) > 15
+    assert 0.9 < ratios[len(ratios) // 2] < 1.1  # measured over predicted seconds
+    assert ratios[0] > 0.7 and ratios[-1] < 1.4

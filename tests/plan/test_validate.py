@@ -1,0 +1,98 @@
+"""Predictions against published throughput: the medians that are reached, and what is left out and why."""
+
+import dataclasses
+
+import pytest
+
+from shardlm.plan import validate as validation
+from shardlm.plan.published import load
+from shardlm.plan.systems import as_run, as_sent, recomputed
+from shardlm.plan.traffic import REDUCE, Sent
+from shardlm.plan.validate import format_validation, predict, summary, validate
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return validate()
+
+
+@pytest.fixture(scope="module")
+def published():
+    return load(validation.POINTS)
+
+
+def median(rows, belongs) -> float:
+    errors = sorted(abs(row.error) for row in rows if row.cost and belongs(row))
+    return errors[len(errors) // 2]
+
+
+def test_medians_are_within_ten_per_cent(rows):
+    """Dense models; of the others the table says what they are."""
+    dense = [row for row in rows if not row.experts]
+    assert len([row for row in dense if row.cost]) >= 100
+    assert median(dense, lambda row: row.chosen) < 0.08
+    assert median(dense, lambda row: not row.chosen) < 0.10
+    assert median(dense, lambda row: not row.assumed) < 0.10
+    errors = [abs(row.error) for row in dense if row.cost]
+    assert sum(error <= 0.25 for error in errors) >= 0.88 * len(errors)
+
+
+def test_each_gpu_and_precision_is_predicted_without_a_lean(rows):
+    kinds: dict[tuple[str, bool], list[float]] = {}
+    for row in rows:
+        if row.cost and not row.experts:
+            kinds.setdefault((row.point.gpu, "fp8" in row.point.precision), []).append(row.error)
+    assert len(kinds) >= 9
+    for kind, errors in kinds.items():
+        assert abs(sorted(errors)[len(errors) // 2]) < 0.15, kind
+
+
+def test_every_point_is_a_row_and_what_is_left_out_says_why(rows, published):
+    assert [row.point.name for row in rows] == list(published.points)
+    out = {row.point.name: row.reason for row in rows if not row.cost}
+    assert all(out.values()) and all(row.reason == "" for row in rows if row.cost)
+    assert out["meta-llama3.1-405b-h100x8192-s8k"] == "the source gives FLOP/s and not what it counts"
+    assert out["megatron2021-1.7b-a100x32"] == "the number of microbatches is not stated"
+    assert out["axlearn-fuji-7b-v2-p5x256"] == "what remat keeps is not stated"
+    assert "embed=20480 cannot be split over pipeline=35" in out["megatron2022-530b-a100x280-full"]
+
+
+def test_the_table_names_systems_sets_and_medians(rows):
+    table = format_validation(rows)
+    for row in rows:
+        assert row.point.name in table
+    assert "torchtitan" in table and "held out" in table and "chosen" in table and "assumed: no recomputation" in table
+    lines = summary(rows)
+    assert lines[0].startswith(f"all: {sum(row.cost is not None for row in rows)} points, median error ")
+    assert [line.partition(":")[0] for line in lines] == [
+        "all",
+        "dense, constants chosen with",
+        "dense, held out",
+        "experts (held out)",
+        "nothing assumed",
+    ]
+
+
+def test_an_error_is_negative_where_the_prediction_is_too_fast(published):
+    point = published.points["maxtext-llama2-7b-h100x8"]
+    row = predict(point, published)
+    slower = dataclasses.replace(point, measured=dataclasses.replace(point.measured, step_seconds=10.0))
+    assert predict(slower, published).error == pytest.approx(row.cost.step_seconds / 10 - 1)
+
+
+def test_other_systems_repeat_and_send_what_their_sources_say(published):
+    points = published.points
+    selective = recomputed(points["torchtitan-llama3.1-8b-x8-bf16"])
+    assert (selective.matmul, selective.attention, selective.last) == (0.5, 0, 0)
+    assert recomputed(points["megatron2022-22b-a100x8-full"]).last == 1
+    assert recomputed(points["maxtext-llama3-70b-h100x128-bf16"]).matmul == 0.9
+    assert recomputed(points["nemo-llama3.1-8b-h100x8-bf16"]) is None
+    sums = Sent(("data",), "w: sum of gradients", 8.0, REDUCE, 1, True)
+    tensor = Sent(("tensor",), "the sequence: gathers", 8.0)
+    stage = Sent(("pipeline",), "w: to its stage and back", 8.0)
+    nemo = list(as_sent([sums, tensor, stage], points["nemo-llama3.1-70b-h100x64-bf16"]))
+    assert [one.nbytes for one in nemo] == [4, 8] and nemo[1].beside
+    plain = list(as_sent([sums, tensor, stage], points["torchtitan-llama3.1-70b-x256-fp8"]))
+    assert [one.nbytes for one in plain] == [8, 8] and not plain[1].beside
+    assert next(as_sent([tensor], points["torchtitan-llama3.1-70b-x256-fp8-async"])).beside
+    assert list(as_run([], selective, False)) == []
