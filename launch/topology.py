@@ -14,6 +14,7 @@ import pathlib
 from absl import flags
 
 from launch.flags import cluster, run
+from shardlm.errors import ShardlmError
 from shardlm.files import write_atomically
 
 _MESH = flags.DEFINE_list("mesh", ["fsdp=-1"], "Sizes of axes, as fsdp=4,tensor=2; one may be -1, for the rest.")
@@ -51,6 +52,10 @@ def show() -> None:
     mesh = spec.build()
     laid = layout.layout_of(mesh)
     over = layout.chosen_axes(_AXES.value, laid) if _MEASURE.value else []
+    if _PNG.value and not over:
+        raise ShardlmError(
+            "--png: nothing is measured that it could show; leave it out, or --nomeasure, or give --mesh"
+        )
     links, why = read_links()
     first = jax.process_index() == 0
     say = functools.partial(print, flush=True) if first else lambda text: None
@@ -68,7 +73,7 @@ def show() -> None:
     if first and _OUTPUT.value:
         text = json.dumps(survey.as_json(laid, rows, rates), indent=1)
         write_atomically(pathlib.Path(_OUTPUT.value), text.encode() + b"\n")
-    if first and _PNG.value and rows:
+    if first and _PNG.value:
         report.plot(rows, f"{len(laid.places)} x {laid.places[0].kind}", _PNG.value)
     if first and _PROFILE.value:
         profile = survey.machine_profile(mesh, laid, links, rates, lambda rate: say(report.format_rate(rate)))

@@ -13,7 +13,7 @@ from shardlm import hardware
 from shardlm.config_tree import suggest
 from shardlm.errors import ShardlmError
 from shardlm.network import machine
-from shardlm.network.collectives import DTYPE, KINDS, Measurement, bus_bytes, measure
+from shardlm.network.collectives import DTYPE, KINDS, bus_bytes, measure
 from shardlm.network.fit import fit
 from shardlm.network.layout import Layout
 from shardlm.network.links import Links
@@ -139,6 +139,3 @@ def as_json(layout: Layout, rows: Sequence[Row], collectives: Sequence[Collectiv
         "measurements": [dataclasses.asdict(row) for row in rows],
         "rates": [{k: v for k, v in dataclasses.asdict(rate).items() if k != "points"} for rate in collectives],
     }
-
-
-__all__ = ["Measurement", "as_json", "chosen_kinds", "machine_profile", "rates", "survey"]

@@ -56,6 +56,7 @@ def test_it_writes_points_and_a_picture(shown):
         (["--axes=tensor"], "--axes=tensor: tensor has one device, so nothing is sent (larger than 1: fsdp)"),
         (["--collectives=all-gathr"], "--collectives: there is no 'all-gathr'; did you mean all-gather? (there are:"),
         (["--sizes=huge"], "--sizes: 'huge' is not a size"),
+        (["--nomeasure", "--png=x.png"], "--png: nothing is measured that it could show"),
         (["--config=x.py"], "this command takes no configuration"),
     ],
 )
