@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from shardlm.config_tree import suggest
 from shardlm.errors import ShardlmError
 
 # Outermost first. Neighbouring devices differ in the last axis, so the axes that talk in every layer (tensor,
@@ -46,6 +47,26 @@ class MeshSpec:
         free = [axis for axis, size in self.sizes().items() if size == -1]
         if len(free) > 1:
             raise ShardlmError(f"mesh.{' and mesh.'.join(free)} are all -1; only one axis may take the rest")
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> "MeshSpec":
+        """The spec of words like "fsdp=4", as a command line has them.
+
+        Raises: ShardlmError for a word of another form, and for an axis that there is not or that is named twice.
+        """
+        sizes: dict[str, int] = {}
+        for word in words:
+            axis, _, size = (part.strip() for part in word.partition("="))
+            if axis not in AXES:
+                raise ShardlmError(f"mesh: there is no axis {axis!r}{suggest(axis, AXES)} (axes: {', '.join(AXES)})")
+            if not size.removeprefix("-").isdecimal():
+                raise ShardlmError(
+                    f"mesh: {word!r} gives {axis} no size; write {axis}=NUMBER, or {axis}=-1 for the rest"
+                )
+            if axis in sizes:
+                raise ShardlmError(f"mesh: {axis} is given twice, as {sizes[axis]} and {size}")
+            sizes[axis] = int(size)
+        return cls(**sizes)
 
     def sizes(self) -> dict[str, int]:
         """Axis sizes in the physical order of AXES."""

@@ -40,6 +40,7 @@ FLOORS = [
         "weight_copies",
         *("merge", "peft"),
         "opened",
+        "network",
     },
     {"train", "serve"},
     {"plan"},
@@ -93,6 +94,7 @@ def test_imports_only_from_below(path):
 
 
 HOST_FILES = [p for p in FILES if room_of(p) in NO_JAX] + [ROOT / "shardlm/serve" / name for name in NO_JAX_IN_SERVE]
+HOST_FILES += [ROOT / f"shardlm/network/{name}.py" for name in ("links", "peaks", "fit", "rates", "profile", "report")]
 HOST_FILES += [path for folder in ("api", "router") for path in sorted((ROOT / "shardlm/serve" / folder).rglob("*.py"))]
 
 

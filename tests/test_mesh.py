@@ -37,6 +37,19 @@ def test_sizes_are_checked():
         MeshSpec(data=-1, fsdp=-1)
 
 
+def test_a_mesh_in_words():
+    assert MeshSpec.parse(["fsdp=4", " tensor=-1"]) == MeshSpec(fsdp=4, tensor=-1) and MeshSpec.parse([]) == MeshSpec()
+    for words, message in {
+        ("tensr=4",): r"no axis 'tensr'; did you mean tensor\? \(axes: data, pipeline, fsdp, expert, context, tensor\)",
+        ("fsdp",): "'fsdp' gives fsdp no size; write fsdp=NUMBER, or fsdp=-1 for the rest",
+        ("fsdp=two",): "'fsdp=two' gives fsdp no size",
+        ("fsdp=2", "fsdp=4"): "fsdp is given twice, as 2 and 4",
+        ("fsdp=0",): r"mesh\.fsdp=0: an axis size is a positive number",
+    }.items():
+        with pytest.raises(ShardlmError, match=message):
+            MeshSpec.parse(words)
+
+
 class Device:
     def __init__(self, id, process_index, slice_index=None):
         self.id, self.process_index, self.slice_index = id, process_index, slice_index

@@ -1,0 +1,146 @@
+"""Measures one device: matmul rates by shape and type, the bandwidth of its memory, and of the way to the host.
+
+What the timed programs compute goes into the next repetition whole, so that XLA can neither drop nor shorten a part.
+Rates are of the median call.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from shardlm import hardware
+from shardlm.network.rates import HostRate, MatmulRate, MemoryRate
+
+ROUNDS = 5
+# (m, k, n): squares, then an MLP of 4,096 x 14,336 over many tokens and over the few of decoding.
+GPU_SHAPES = ((1024,) * 3, (2048,) * 3, (4096,) * 3, (8192,) * 3, (8192, 4096, 14_336), (64, 4096, 14_336))
+CPU_SHAPES = ((256,) * 3, (512,) * 3, (1024,) * 3)
+GPU_WORK, CPU_WORK = 2e13, 2e9  # FLOPs of a timed call, about
+GPU_BYTES, CPU_BYTES = 2**30, 2**26  # of one array, well beyond any cache
+PASSES = {"scale": 2, "triad": 3}  # arrays that are read and written
+PASS_REPEATS = 10
+
+
+def default_dtypes(device: jax.Device) -> tuple[str, ...]:
+    """The types that the device's matrix units take; of a CPU, those it is used with."""
+    if device.platform == "cpu":
+        return ("float32", "bfloat16")
+    gpu = hardware.lookup(device.device_kind)
+    capability = getattr(device, "compute_capability", None) or "0.0"
+    fp8 = gpu.multiplies_fp8 if gpu else tuple(map(int, capability.split("."))) >= (8, 9)
+    return ("float32", "bfloat16", "int8", *(("float8_e4m3fn",) if fp8 else ()))
+
+
+def measure_matmuls(
+    device: jax.Device,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
+    dtypes: Sequence[str] | None = None,
+) -> Iterator[MatmulRate]:
+    """A rate for each shape (m, k, n) and type, by default those above."""
+    cpu = device.platform == "cpu"
+    for dtype in dtypes or default_dtypes(device):
+        for m, k, n in shapes or (CPU_SHAPES if cpu else GPU_SHAPES):
+            flops = 4 * m * k * n  # there and back
+            repeats = math.ceil(min(200, max(2, (CPU_WORK if cpu else GPU_WORK) / flops)))
+            x, there, back = (_random(device, i, shape, dtype) for i, shape in enumerate(((m, k), (k, n), (n, k))))
+            program = matmuls(repeats).lower(x, there, back).compile()
+            seconds = _median(lambda x, p=program, w=there, v=back: p(x, w, v), x)
+            yield MatmulRate(m, k, n, dtype, repeats * flops / seconds)
+
+
+def matmuls(repeats: int) -> Callable:
+    """Jitted (x [m, k], there [k, n], back [n, k]) -> x [m, k], through both weights so many times."""
+
+    def run(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, repeats, lambda _, x: product(product(x, there), back), x)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [m, k] @ w [k, n] -> [m, n] of the same type and, for x and w of size 1, again of size 1."""
+    if x.dtype == jnp.int8:
+        total = jax.lax.dot(x, w, preferred_element_type=jnp.int32)
+        return (total >> 6 + (x.shape[1].bit_length() - 1) // 2).astype(x.dtype)  # what 8 bits do not hold wraps round
+    scale = x.shape[1] ** -0.5
+    if x.dtype.itemsize > 1:
+        return x @ w * scale
+    # 8-bit floats: XLA hands a product of scaled bfloat16 copies to cuBLASLt as what it was made from.
+    y = jax.lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale
+    largest = float(jnp.finfo(x.dtype).max)
+    return jnp.clip(y, -largest, largest).astype(x.dtype)
+
+
+def measure_memory(device: jax.Device, nbytes: int | None = None) -> Iterator[MemoryRate]:
+    """The bandwidth of the device's own memory, on float32 arrays of so many bytes."""
+    nbytes = nbytes or _array_bytes(device)
+    for operation, passes in PASSES.items():
+        x, b = (jax.device_put(jnp.linspace(0, 1, nbytes // 4), device) for _ in range(2))
+        program = streams(operation, PASS_REPEATS).lower(x, b).compile()
+        seconds = _median(lambda x, p=program, b=b: p(x, b), x)
+        yield MemoryRate(operation, nbytes, PASS_REPEATS * passes * nbytes / seconds)
+
+
+def streams(operation: str, repeats: int) -> Callable:
+    """Jitted (x, b) -> x after so many passes of scale or triad, in place."""
+
+    def once(b: jax.Array, x: jax.Array) -> jax.Array:
+        return x * 0.999 if operation == "scale" else b + 0.5 * x
+
+    def run(x: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, repeats, lambda _, x: once(b, x), x)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def measure_host(device: jax.Device, nbytes: int | None = None) -> Iterator[HostRate]:
+    """The way to the host; nothing for a CPU, whose memory is the host's."""
+    if device.platform == "cpu":
+        return
+    nbytes = nbytes or _array_bytes(device) // 4
+    there, pinned = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind="pinned_host")
+    host = np.random.default_rng(0).random(nbytes // 4, np.float32)
+    on_device = jax.block_until_ready(jax.device_put(host, there))
+    on_host = jax.block_until_ready(jax.device_put(host, pinned))
+    ways = {
+        ("to_device", "pinned"): lambda: jax.device_put(on_host, there),
+        ("to_host", "pinned"): lambda: jax.device_put(on_device, pinned),
+        ("to_device", "pageable"): lambda: jax.device_put(host, there),
+        ("to_host", "pageable"): lambda: np.array(
+            on_device + 0
+        ),  # of a new array: jax keeps the copy of one it fetched
+    }
+    for (direction, memory), copy in ways.items():
+        seconds = _median(lambda _, copy=copy: copy(), None)
+        yield HostRate(direction, memory, nbytes, nbytes / seconds)
+
+
+def _array_bytes(device: jax.Device) -> int:
+    if device.platform == "cpu":
+        return CPU_BYTES
+    limit = (device.memory_stats() or {}).get("bytes_limit", 8 * GPU_BYTES)
+    return min(GPU_BYTES, limit // 8)
+
+
+def _random(device: jax.Device, seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Numbers of size 1, of int8 up to 127: what multiplies draws the power that it draws in earnest."""
+    with jax.default_device(device):
+        key = jax.random.key(seed)
+        if dtype == "int8":
+            return jax.random.randint(key, shape, -127, 128, jnp.int8)
+        return jax.random.normal(key, shape).astype(dtype)
+
+
+def _median(call: Callable, x: object) -> float:
+    """Seconds of call(x) -> the next x: the median after one that is not timed."""
+    x, seconds = jax.block_until_ready(call(x)), []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        x = jax.block_until_ready(call(x))
+        seconds.append(time.perf_counter() - started)
+    return float(np.median(seconds))
