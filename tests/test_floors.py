@@ -41,6 +41,7 @@ FLOORS = [
         *("merge", "peft"),
         "opened",
     },
+    {"profile"},
     {"train", "serve"},
     {"plan"},
 ]
