@@ -41,12 +41,12 @@ def main(resolved: Resolved) -> int:
         return 0
     profile = ProfileSteps.parse(_PROFILE.value) if _PROFILE.value is not None else None
     with joined(explicit(**cluster()) or detect(os.environ)):
-        command = shlex.join([python(), "-m", "launch.train", *_again(sys.argv[1:])])
+        command = shlex.join([python(), "-m", "launch.train", *without_profile(sys.argv[1:])])
         started = psutil.Process().create_time()
         return train(config, command=command, started=started, profile=profile)
 
 
-def _again(words: list[str]) -> list[str]:
+def without_profile(words: list[str]) -> list[str]:
     """The command line that resumes this run: the steps to profile are over by then."""
     flag = re.compile(r"--?profile_steps(=.*)?")
     return [

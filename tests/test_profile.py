@@ -94,7 +94,8 @@ def planes() -> dict:
         ("gemm_fusion_dot", 1250, 100, of("fusion.1")),
         ("loop_copy", 1350, 20, of("copy.1")),
         ("multiply", 1500, 50, of("update.1")),
-        ("in_a_graph", 1560, 10, of("not.in.the.text", cuda_graph_id=1)),
+        ("in_a_graph", 1560, 5, of("not.in.the.text", cuda_graph_id=1)),
+        ("in_a_graph", 1565, 5, of("while.1", cuda_graph_id=1)),
         ("memset", 1580, 10, {"correlation_id": 9}),
     ]
     sends = [

@@ -4,11 +4,13 @@ import collections
 import dataclasses
 import gzip
 import json
+import pathlib
 
 import pytest
 import tiny_run
 from jax.profiler import ProfileData
 
+from launch.train import without_profile
 from shardlm.config import resolve
 from shardlm.errors import ShardlmError
 from shardlm.hlo.collectives import collectives
@@ -19,7 +21,7 @@ from shardlm.hlo.walk import collect
 from shardlm.mesh import MeshSpec
 from shardlm.profile import trace
 from shardlm.train.loop import train
-from shardlm.train.profile import ProfileSteps
+from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
 
 
@@ -43,10 +45,10 @@ def test_a_profiled_run(config, capsys, tmp_path):
     capsys.readouterr()
     done = run(config, "profiled", ProfileSteps(2, 4, predicted={"mlp": 0.5}))
     said = capsys.readouterr().out
-    losses = [tiny_run.losses(tmp_path.__class__(c.run_dir)) for c in (plain, done)]
+    losses = [tiny_run.losses(pathlib.Path(c.run_dir)) for c in (plain, done)]
     assert losses[0] == losses[1]  # bit for bit
 
-    written = trace.find(tmp_path.__class__(done.run_dir) / "profile" / "process_0")
+    written = trace.find(pathlib.Path(done.run_dir) / "profile" / "process_0")
     for name in ("perfetto_trace.json.gz", written.name.replace(".xplane.pb", ".trace.json.gz")):
         assert json.loads(gzip.decompress((written.parent / name).read_bytes()))["traceEvents"]
     profile = json.loads((written.parent / "profile.json").read_text())
@@ -88,8 +90,6 @@ def test_a_profiled_run(config, capsys, tmp_path):
 
 
 def test_a_run_that_stops_early_keeps_its_trace(config, tmp_path):
-    from shardlm.train.profile import Profiler
-
     program = Program.make(dataclasses.replace(config, run_dir=str(tmp_path)), config.mesh.build())
     profiler = Profiler(ProfileSteps(1, 3), program, dict)
     assert profiler.reached(0, None) == "" and not profiler.is_edge(2)
@@ -102,6 +102,12 @@ def test_a_run_that_stops_early_keeps_its_trace(config, tmp_path):
 def test_steps_that_are_none(text):
     with pytest.raises(ShardlmError, match="takes FIRST:END with 1 <= FIRST < END"):
         ProfileSteps.parse(text)
+
+
+def test_resuming_does_not_profile_again():
+    rest = ["--config=a.py", "--config.train.steps=9"]
+    for words in (["--profile_steps=2:3"], ["--profile_steps", "2:3"], ["-profile_steps=2:3"], []):
+        assert without_profile([*rest, *words]) == without_profile([*words, *rest]) == rest
 
 
 def test_steps_outside_of_the_run(config):

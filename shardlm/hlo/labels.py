@@ -2,7 +2,6 @@
 over mesh axes. For whoever has the names of instructions alone, as a trace of a GPU does."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 
@@ -42,17 +41,22 @@ class Labels:
         self.name = re.match(r"HloModule ([\w.\-]+)", text)[1] if text.startswith("HloModule") else ""
         self._module, self._mesh = parse(text), dict(mesh)
         computations = self._module.computations.values()
+        self._known: dict[str, Label] = {}
         self._homes = {at.name: computation for computation in computations for at in computation.instructions}
 
     def __contains__(self, name: str) -> bool:
         return name in self._homes
 
-    @functools.cache  # noqa: B019 - a program's labels live as long as the program's profile
     def of(self, name: str) -> Label:
         """Of the instruction `name`, which is in the program. Of an asynchronous pair, both halves are the collective.
 
         Raises ShardlmError for replica groups that do not fit the mesh.
         """
+        if name not in self._known:
+            self._known[name] = self._label(name)
+        return self._known[name]
+
+    def _label(self, name: str) -> Label:
         home = self._homes[name]
         at = home.named[name]
         sender = _collective(self._module, home, at)

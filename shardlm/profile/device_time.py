@@ -22,7 +22,7 @@ class DeviceTime:
     computed  (row, phase) -> seconds
     sent      row -> seconds that a collective, or a copy to or from the host, took
     exposed   row -> those of them in which the device computed nothing
-    unknown   seconds of kernels whose instruction is not in the program's text; among the row "other"
+    unknown   seconds of kernels of which no single instruction is known; among the row "other"
     """
 
     window: float
@@ -87,11 +87,11 @@ def _span(event: Event, labels: Labels | None) -> Span | None:
         return Span(event.start, event.end, COPIES, sends=True)
     if labels is None:
         return Span(event.start, event.end, (OUTSIDE, "other"), sends=False)
-    if event.op not in labels:
-        return Span(event.start, event.end, _UNKNOWN, sends=False)
-    label = labels.of(event.op)
-    if label.contains and not event.kernel:
+    label = labels.of(event.op) if event.op in labels else None
+    if label and label.contains and not event.kernel:
         return None
+    if label is None or label.contains:  # a kernel that is launched by a graph may bear the graph's name
+        return Span(event.start, event.end, _UNKNOWN, sends=False)
     return Span(event.start, event.end, label.row if label.sends else (label.row, label.phase), label.sends)
 
 
