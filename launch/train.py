@@ -5,9 +5,11 @@ python -m launch.train --config=configs/tiny.py --config.train.steps=50 --config
 python -m launch.train --config=configs/llama3_8b.py --config.mesh=auto
 python -m launch.train --config=configs/tiny.py --print_config
 python -m launch.train --config=configs/tiny.py --print_shardings
+python -m launch.train --config=configs/tiny.py --profile_steps=10:15
 """
 
 import os
+import re
 import shlex
 import sys
 
@@ -19,12 +21,16 @@ from launch.flags import cluster, run
 from shardlm.config import Resolved
 
 _PRINT_SHARDINGS = flags.DEFINE_bool("print_shardings", False, "Print where every parameter rests, and stop.")
+_PROFILE = flags.DEFINE_string(
+    "profile_steps", None, "FIRST:END: trace steps FIRST to END - 1 and say where their time went."
+)
 
 
 def main(resolved: Resolved, auto: bool) -> int:
     from launch.devices import use_cpu_devices
     from shardlm.distributed import detect, explicit, joined
     from shardlm.train.loop import train
+    from shardlm.train.profile import ProfileSteps
     from shardlm.train.program import Program
     from shardlm.train.report import python
     from shardlm.train.shardings import format_shardings
@@ -34,11 +40,24 @@ def main(resolved: Resolved, auto: bool) -> int:
         config = planned(resolved) if auto else resolved.config
         print(format_shardings(Program.make(config, config.mesh.build())))
         return 0
+    profile = ProfileSteps.parse(_PROFILE.value) if _PROFILE.value is not None else None
     with joined(explicit(**cluster()) or detect(os.environ)):
         config = planned(resolved) if auto else resolved.config
-        command = shlex.join([python(), "-m", "launch.train", *sys.argv[1:], *([AUTO] if auto else [])])
+        command = shlex.join(
+            [python(), "-m", "launch.train", *without_profile(sys.argv[1:]), *([AUTO] if auto else [])]
+        )
         started = psutil.Process().create_time()
-        return train(config, command=command, started=started)
+        return train(config, command=command, started=started, profile=profile)
+
+
+def without_profile(words: list[str]) -> list[str]:
+    """The command line that resumes this run: the steps to profile are over by then."""
+    flag = re.compile(r"--?profile_steps(=.*)?")
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not flag.fullmatch(word) and not (flag.fullmatch(before) and "=" not in before)
+    ]
 
 
 if __name__ == "__main__":

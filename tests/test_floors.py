@@ -42,6 +42,7 @@ FLOORS = [
         "opened",
         "network",
     },
+    {"profile"},
     {"train", "serve"},
     {"plan"},
 ]

@@ -32,7 +32,7 @@ def matmul_flops(text: str) -> Work:
 
     def find(visit):
         at = visit.instruction
-        flops = _flops(at, visit.computation)
+        flops = matmul_of(at, visit.computation)
         target = _TARGET.search(at.attributes) if at.opcode == "custom-call" and flops is None else None
         unknown = target[1] if target and not _FREE.search(target[1]) else ""
         return [(flops or 0.0, unknown, visit.count)] if flops or unknown else []
@@ -44,7 +44,8 @@ def matmul_flops(text: str) -> Work:
     return Work(sum(flops * count for flops, _, count in found), {name: n for name, n in uncounted.items() if n})
 
 
-def _flops(at: Instruction, computation: Computation) -> float | None:
+def matmul_of(at: Instruction, computation: Computation) -> float | None:
+    """FLOPs of one execution of an instruction; None for what is not a matmul that can be read."""
     found = matmul(at, computation)
     return found.flops if found else None
 

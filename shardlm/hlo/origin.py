@@ -1,8 +1,9 @@
 """What a collective moves, and why: the program's argument it stems from, the phase of the step and the place in the
 source."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from shardlm.hlo.text import Computation, Frame, Instruction, Module
 from shardlm.hlo.walk import Visit
@@ -71,12 +72,27 @@ def cause(module: Module, visit: Visit, operand: str) -> tuple[str, tuple[Frame,
     at, here = visit.instruction, visit.computation
     if _is_noted(at) and len(at.operands) == 1:
         return at.op_name, module.frames(at)
-    before = _nearest((here, operand), lambda place: _makers(module, *place))
-    after = _nearest((here, at.name), _users)
-    for computation, name in (*before, *after):
-        if _is_noted(maker := computation.named[name]):
-            return maker.op_name, module.frames(maker)
+    makers = _nearest((here, operand), lambda place: _makers(module, *place))
+    for computation, name in (*makers, *_nearest((here, at.name), _users)):
+        if _is_noted(one := computation.named[name]):
+            return one.op_name, module.frames(one)
     return "", ()
+
+
+def origins(module: Module, here: Computation, at: Instruction) -> Iterator[tuple[str, tuple[Frame, ...]]]:
+    """(op_name, frames) of an instruction that computes: of the matmul in it, if it is a fusion with one, else its own
+    or, of what it fuses, the last one's. Where nothing was noted, those of its makers and users, the nearest first."""
+    fused = module.computations[at.called("calls")[0]].instructions if at.opcode == "fusion" else ()
+    matmuls = [inner for inner in fused if inner.opcode == "dot"]
+    for one in (*matmuls, at, *reversed(fused)):
+        if _is_noted(one):
+            yield one.op_name, module.frames(one)
+            return
+    makers = _nearest((here, at.name), lambda place: _makers(module, *place))
+    for places in itertools.zip_longest(makers, _nearest((here, at.name), _users)):
+        for computation, name in filter(None, places):
+            if _is_noted(one := computation.named[name]):
+                yield one.op_name, module.frames(one)
 
 
 def _is_noted(at: Instruction) -> bool:
@@ -118,7 +134,7 @@ def _inside(module: Module, at: Instruction) -> Computation | None:
 
 def _users(place: _Place) -> list[_Place]:
     computation, name = place
-    return [(computation, other.name) for other in computation.instructions if name in other.operands]
+    return [(computation, other.name) for other in computation.users.get(name, ())]
 
 
 def phase(op_name: str) -> str:

@@ -87,6 +87,15 @@ class Computation:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Of each value, the instructions that take it, in order."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault(name, []).append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @functools.cached_property
     def root(self) -> Instruction:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 

@@ -27,17 +27,21 @@ from shardlm.train.config import RunConfig
 from shardlm.train.diloco import readings
 from shardlm.train.evaluate import Evaluator
 from shardlm.train.faults import StopSignal, check_finite
+from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
 from shardlm.train.resume import claim, resume
 from shardlm.train.strategy import Step
 
 
-def train(config: RunConfig, *, command: str, started: float) -> int:
+def train(config: RunConfig, *, command: str, started: float, profile: ProfileSteps | None = None) -> int:
     """Runs or resumes the run in config.run_dir to its last step, or until a signal; returns the exit status.
 
-    `command` starts this run again, for messages; `started` is when this process began, in seconds since 1970.
+    `command` starts this run again, for messages; `started` is when this process began, in seconds since 1970;
+    `profile` are steps to profile.
     Raises ShardlmError for whatever the user can solve.
     """
+    if profile:
+        profile.check(config.train.steps)
     if isinstance(config.model, Pretrained):
         config = dataclasses.replace(config, model=config.model.pinned())
     program = Program.make(config, config.mesh.build())
@@ -52,7 +56,7 @@ def train(config: RunConfig, *, command: str, started: float) -> int:
         Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
         StopSignal() as stop,
     ):
-        run = Run.start(program, data, loader, checkpoints, started)
+        run = Run.start(program, data, loader, checkpoints, started, profile)
         with run:
             run.say(report.opening(program, data, run.loader, changes))
             state = run.until_done_or_stopped(stop)
@@ -90,16 +94,27 @@ class Run:
     log: MetricsLog
     progress: ProgressLine
     meter: RateMeter
+    profiler: Profiler
     state: TrainState | None
     step: int
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def start(cls, program: Program, data: Prepared, loader: Loader, checkpoints: Checkpoints, started: float) -> "Run":
+    def start(
+        cls,
+        program: Program,
+        data: Prepared,
+        loader: Loader,
+        checkpoints: Checkpoints,
+        started: float,
+        profile: ProfileSteps | None,
+    ) -> "Run":
         """Restores or creates the state and compiles; under the program's mesh."""
         config, first = program.config, jax.process_index() == 0
         run_dir = pathlib.Path(config.run_dir)
         state, step, origin = resume(program, checkpoints, loader)
+        if profile:
+            profile.check(config.train.steps, done=step)
         goodput = Goodput(run_dir, step, started, enabled=first)
         progress = ProgressLine(config.train.steps, step, enabled=first)
         progress.note(origin)
@@ -107,29 +122,32 @@ class Run:
             xla = program.xla_options()
             if xla.left_out:
                 progress.note(xla.report())
-            train_step = program.compile_step(dict(xla.options))
+            compiled = program.compile_all(dict(xla.options))
+            train_step = program.strategy.assemble(compiled)
             evaluator = Evaluator(program, data, program.lower_eval().compile(dict(xla.options)))
         gpu = hardware.lookup(jax.devices()[0].device_kind)
         peak = gpu and gpu.peak.of(config.precision)
         meter = RateMeter(peak, jax.device_count())
         log = MetricsLog(run_dir, step, enabled=first)
-        return cls(
-            program, data, loader, checkpoints, evaluator, train_step, goodput, log, progress, meter, state, step
-        )
+        profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
+        parts = (program, data, loader, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
+        return cls(*parts, state, step)
 
     def __enter__(self) -> "Run":
         self.progress.__enter__()
         return self
 
     def __exit__(self, *error) -> None:
+        self.say(self.profiler.close())
         self.progress.__exit__(*error)
         self.log.close()
         self.loader.close()
         self.goodput.__exit__(*error)
 
     def say(self, text: str) -> None:
-        """A line above the progress line, from the first process."""
-        self.progress.note(text)
+        """A line above the progress line, from the first process; nothing for ""."""
+        if text:
+            self.progress.note(text)
 
     def until_done_or_stopped(self, stop: StopSignal) -> TrainState:
         """Trains to the last step or to a signal, and saves; returns the state it ends with."""
@@ -137,19 +155,22 @@ class Run:
         if self.step >= train.steps:
             self.validation = self.evaluate(self.state)
         in_flight = None
+        self.say(self.profiler.reached(self.step, self.state))
         clock = time.monotonic()
         for step in range(self.step + 1, train.steps + 1):
             with self.goodput.measure("data"):
                 batch = self._next_batch()
             with self.goodput.measure("step"):
-                self.state, metrics = self.train_step(step, self.state, batch)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    self.state, metrics = self.train_step(step, self.state, batch)
                 if in_flight:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics)
                 last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
                 evaluates = step % train.eval_every == 0 or step == train.steps
-                if last or evaluates or self.checkpoints.due(step):
+                if last or evaluates or self.checkpoints.due(step) or self.profiler.is_edge(step):
                     clock, in_flight = self.report(*in_flight, clock), None
+            self.say(self.profiler.reached(step, self.state))
             if evaluates:
                 self.validation = self.evaluate(self.state)
             if last or self.checkpoints.due(step):
@@ -174,6 +195,7 @@ class Run:
         train = self.program.config.train
         values = readings(metrics)
         now = time.monotonic()
+        self.profiler.timed(step, now - clock)
         rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)
         first_row = (step - 1) * train.global_batch
         bad = check_finite(

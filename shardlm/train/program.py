@@ -134,7 +134,11 @@ class Program:
 
     def compile_step(self, options: dict[str, Any]) -> Step:
         """The training step: (its number from 1, state, batch) -> (state, metrics), the state donated."""
-        return self.strategy.assemble({name: self.compile(name, options) for name in self.strategy.programs})
+        return self.strategy.assemble(self.compile_all(options))
+
+    def compile_all(self, options: dict[str, Any]) -> dict[str, jax.stages.Compiled]:
+        """The strategy's programs by name, "step" among them: what `assemble` makes the training step of."""
+        return {name: self.compile(name, options) for name in self.strategy.programs}
 
     def compile(self, name: str, options: dict[str, Any]) -> jax.stages.Compiled:
         """One of the strategy's programs, with the options that it needs beside these."""
