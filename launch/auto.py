@@ -1,6 +1,8 @@
-"""`--config.mesh=auto`: the planner chooses the mesh, and what goes with it, for the devices that are there."""
+"""What launch.train asks of the planner, for the devices that are there: `--config.mesh=auto`, where it chooses the
+mesh and what goes with it, and what a step is to take, beside a profile."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.config import Resolved, leaves
@@ -27,3 +29,19 @@ def planned(resolved: Resolved) -> Any:
         print(f"mesh=auto, estimated: {plan.step_seconds:.3f} s a step, {gib:.1f} GiB a GPU. It stands for")
         print("  " + " ".join(f"--config.{path}={value}" for path, value in settings(config).items()), flush=True)
     return config
+
+
+def predicted(config: Any) -> Mapping[str, float] | None:
+    """Seconds of a step by row of a profile, estimated; None for devices whose figures are not known."""
+    import jax
+
+    from shardlm import hardware
+    from shardlm.plan.auto import cluster_of_devices
+    from shardlm.plan.plan import Plan
+    from shardlm.plan.predicted import rows
+
+    devices = jax.devices()
+    if hardware.lookup(devices[0].device_kind) is None:
+        return None
+    laid_out = dataclasses.replace(config, mesh=config.mesh.resolve(len(devices)))
+    return rows(Plan.of(laid_out, cluster_of_devices(devices)))

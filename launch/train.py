@@ -8,6 +8,7 @@ python -m launch.train --config=configs/tiny.py --print_shardings
 python -m launch.train --config=configs/tiny.py --profile_steps=10:15
 """
 
+import dataclasses
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import sys
 import psutil
 from absl import flags
 
-from launch.auto import AUTO, planned, split_auto
+from launch.auto import AUTO, planned, predicted, split_auto
 from launch.flags import cluster, run
 from shardlm.config import Resolved
 
@@ -46,6 +47,8 @@ def main(resolved: Resolved, auto: bool) -> int:
         command = shlex.join(
             [python(), "-m", "launch.train", *without_profile(sys.argv[1:]), *([AUTO] if auto else [])]
         )
+        if profile:
+            profile = dataclasses.replace(profile, predicted=predicted(config))
         started = psutil.Process().create_time()
         return train(config, command=command, started=started, profile=profile)
 

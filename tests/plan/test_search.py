@@ -9,6 +9,7 @@ import pytest
 
 from shardlm.config import load
 from shardlm.errors import ShardlmError
+from shardlm.hlo.rows import LAYERS
 from shardlm.mesh import MeshSpec
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import budget_of, cluster_of
@@ -17,6 +18,7 @@ from shardlm.plan.change import changes
 from shardlm.plan.config_source import source
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
+from shardlm.plan.predicted import rows
 from shardlm.plan.search import first_fit, search, settings
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -166,3 +168,13 @@ def test_budget_and_cluster_of_a_command_line():
 
 def test_constraints_that_say_nothing_allow_everything(found):
     assert all(FREE.met_by(plan.config) for plan in found.plans) and FREE.choices("rules", ["zero3"]) == ["zero3"]
+
+
+def test_a_plan_has_the_names_and_the_sums_of_a_profile(found):
+    plan = next(p for p in found.plans if p.config.mesh.tensor > 1 and p.config.mesh.fsdp > 1)
+    told = rows(plan)
+    assert told["step"] == plan.step_seconds and set(LAYERS) > plan.cost.compute.keys()
+    assert sum(told[layer] for layer in plan.cost.compute) == pytest.approx(plan.cost.compute_seconds)
+    assert {"all-gather fsdp", "reduce-scatter tensor exposed"} < told.keys()
+    sent = [told[row] for row in told if row.endswith(" exposed")]
+    assert sum(sent) == pytest.approx(plan.cost.exposed_seconds)
