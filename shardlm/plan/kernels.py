@@ -27,6 +27,7 @@ EIGHT_BITS = ("fp8", "int8")
 class Kernels:
     """What a GPU's kernels reach.
 
+    achieved   fractions of its peaks
     attention  as Execution.attention, or "flash2"
     cores   streaming multiprocessors; 0 where they are not known, and work then fills them evenly
     memory  bytes/s

@@ -2,7 +2,8 @@
 
 Gathers of weights run behind the layer before, forward and backward; scatters of gradients behind the layer that the
 backward pass does next; sums over replicas behind the backward pass of the last microbatch. The first gather and the
-last scatter of a pass find nothing to hide behind. What a layer waits for is exposed in full.
+last scatter of a pass find nothing to hide behind. What a layer waits for (sequences over tensor, tokens to experts, a
+microbatch from the stage before) is exposed in full.
 """
 
 import dataclasses
