@@ -52,7 +52,8 @@ class Budget:
 class Answer:
     """All that is said of a configuration on a cluster.
 
-    ranked   the fastest first, as far as they fit; those compiled come first where their programs fit
+    ranked   those whose compiled programs fit, the fastest as compiled first; then the others, the fastest as
+             estimated first; those whose programs do not fit last
     changes  where nothing fits: what would make it fit
     unverified  why nothing could be compiled, where that was asked for; else ""
     """
@@ -103,4 +104,5 @@ def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:
         for plan, verified in zip(batch, verify(batch), strict=True):
             one = Ranked(plan, verified)
             (good if one.fits and not verified.failure else bad).append(one)
+    good.sort(key=lambda one: one.verified.step.step_seconds)
     return (*good, *map(Ranked, plans[tried:]), *bad)

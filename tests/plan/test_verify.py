@@ -11,6 +11,7 @@ from shardlm.config import load
 from shardlm.plan import answer as answers
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import cluster_of
+from shardlm.plan.bill import CompiledStep
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.verify import Verified, _result
 
@@ -32,15 +33,15 @@ def test_a_plan_whose_program_fails_or_does_not_fit_goes_behind_those_that_fit(m
         [
             Verified(80 * GIB, 10 * GIB),
             Verified(failure="the compiler ended its process"),
-            Verified(10 * GIB, 10 * GIB),
-            Verified(10 * GIB, 20 * GIB),
+            Verified(10 * GIB, 10 * GIB, CompiledStep(2.0, (), None, {})),
+            Verified(10 * GIB, 20 * GIB, CompiledStep(1.0, (), None, {})),
         ]
     )
     monkeypatch.setattr(answers, "impossible", lambda cluster: "")
     monkeypatch.setattr(answers, "verify", lambda plans: [next(shown) for _ in plans])
     told = answer(CONFIG, H100, Constraints.parse(["remat=full", "mesh.pipeline=1"]), compiled=2)
     first, second, *rest = told.ranked
-    assert [one.plan for one in (first, second)] == list(told.found.plans[2:4]) and told.best is first
+    assert [one.plan for one in (second, first)] == list(told.found.plans[2:4]) and told.best is first
     assert all(one.verified is None for one in rest[:-2])
     assert [one.plan for one in rest[-2:]] == list(told.found.plans[:2])
     assert not rest[-2].fits and rest[-1].verified.failure
