@@ -19,7 +19,7 @@ from shardlm.plan.config_source import source
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
-from shardlm.plan.search import first_fit, search, settings
+from shardlm.plan.search import _search, first_fit, search, settings
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 H100 = cluster_of("h100", None, 8)
@@ -178,3 +178,12 @@ def test_a_plan_has_the_names_and_the_sums_of_a_profile(found):
     assert {"all-gather fsdp", "reduce-scatter tensor exposed"} < told.keys()
     sent = [told[row] for row in told if row.endswith(" exposed")]
     assert sum(sent) == pytest.approx(plan.cost.exposed_seconds)
+
+
+def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
+    wanted, cluster = config("mixtral_8x7b"), cluster_of("h100", None, 32)
+    held = Constraints.parse(["mesh.context=1"])
+    everything = _search(wanted, cluster, held, [False], beam=10**9)
+    some = _search(wanted, cluster, held, [False], beam=16)
+    assert some.considered < everything.considered
+    assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
