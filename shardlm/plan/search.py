@@ -29,12 +29,14 @@ class Found:
 
     plans       the best of each mesh that fits, the fastest first
     considered  configurations that were looked at
+    too_large   of them, those that do not fit
     refused     reason -> how many configurations it ruled out
     smallest    of those that do not fit, the one that needs least; None where any fits, or none can run at all
     """
 
     plans: tuple[Plan, ...]
     considered: int
+    too_large: int
     refused: dict[str, int]
     smallest: Plan | None
 
@@ -50,7 +52,8 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE)
     if not found.plans and (free or constraints.names("offload.optimizer")):
         offloaded = constraints.choices("offload.optimizer", [True])
         second = _search(config, cluster, constraints, offloaded)
-        found = dataclasses.replace(second, considered=found.considered + second.considered)
+        both = {name: getattr(found, name) + getattr(second, name) for name in ("considered", "too_large")}
+        found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
     return found
@@ -68,19 +71,20 @@ def _search(config: RunConfig, cluster: Cluster, constraints: Constraints, offlo
     best: dict[tuple, Plan] = {}
     refused: collections.Counter[str] = collections.Counter()
     smallest: Plan | None = None
-    considered = 0
+    considered = too_large = 0
     for plan in _candidates(config, cluster, constraints, offload):
         considered += 1
         if isinstance(plan, ShardlmError):
             refused[str(plan)] += 1
         elif not plan.fits:
+            too_large += 1
             smallest = min(filter(None, (smallest, plan)), key=lambda p: p.memory.total)
         else:
             key = (plan.config.mesh, plan.config.rules)
             if key not in best or plan.step_seconds < best[key].step_seconds:
                 best[key] = plan
     plans = sorted(best.values(), key=lambda p: (p.step_seconds, p.memory.total))
-    return Found(tuple(plans), considered, dict(refused.most_common()), None if plans else smallest)
+    return Found(tuple(plans), considered, too_large, dict(refused.most_common()), None if plans else smallest)
 
 
 def _candidates(
