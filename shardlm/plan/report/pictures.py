@@ -189,7 +189,7 @@ def _colour(at: int, size: int) -> str:
 def _spread(one: Data, cluster: Data) -> str:
     if one["islands"] == 1:
         return f"{one['axis']} = {one['size']}: its GPUs share {cluster['inside_link']}"
-    inside = f", {one['inside']} GPUs in each" if one["inside"] > 1 else ""
+    inside = f", up to {one['inside']} GPUs in each" if one["inside"] > 1 else ""
     what = "hosts" if cluster["gpus_per_island"] == cluster["gpus_per_host"] else f"{cluster['inside_link']} domains"
     return f"{one['axis']} = {one['size']}: over {one['islands']} {what}{inside}"
 

@@ -285,8 +285,10 @@ def facts(plan: Data, run: Data) -> list[tuple[str, str, str]]:
     found = [
         ("step", f"{figure(plan['step_seconds'])} s", "estimated"),
         ("tokens/s", figure(plan["tokens_per_second"]), "estimated"),
-        ("model FLOP utilisation", percent(plan["mfu"]), "estimated"),
+        ("MFU", percent(plan["mfu"]), "estimated"),
     ]
+    if plan["compiled_step"]:
+        found.insert(1, ("step of the program", f"{figure(plan['compiled_step']['step_seconds'])} s", "compiled"))
     if plan["compiled_memory_bytes"] is not None:
         found.append(("memory of a GPU", f"{gib(plan['compiled_memory_bytes'])} GiB", "compiled"))
     else:
