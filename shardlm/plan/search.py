@@ -30,12 +30,14 @@ class Found:
 
     plans       the best of each mesh that fits, the fastest first
     considered  configurations that were looked at
+    too_large   of them, those that do not fit
     refused     reason -> how many configurations it ruled out
     smallest    of those that do not fit, the one that needs least; None where any fits, or none can run at all
     """
 
     plans: tuple[Plan, ...]
     considered: int
+    too_large: int
     refused: dict[str, int]
     smallest: Plan | None
 
@@ -51,7 +53,8 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE)
     if not found.plans and (free or constraints.names("offload.optimizer")):
         offloaded = constraints.choices("offload.optimizer", [True])
         second = _search(config, cluster, constraints, offloaded)
-        found = dataclasses.replace(second, considered=found.considered + second.considered)
+        both = {name: getattr(found, name) + getattr(second, name) for name in ("considered", "too_large")}
+        found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
     return found
@@ -85,7 +88,7 @@ def _search(
         for plan in _all(laid, cluster, constraints, offload):
             tally.add(plan)
     smallest = None if tally.best else tally.smallest
-    return Found(tally.plans, tally.considered, dict(tally.refused.most_common()), smallest)
+    return Found(tally.plans, tally.considered, tally.too_large, dict(tally.refused.most_common()), smallest)
 
 
 class _Tally:
@@ -95,13 +98,14 @@ class _Tally:
         self.best: dict[tuple, Plan] = {}
         self.refused: collections.Counter[str] = collections.Counter()
         self.smallest: Plan | None = None
-        self.considered = 0
+        self.considered = self.too_large = 0
 
     def add(self, plan: Plan | ShardlmError) -> None:
         self.considered += 1
         if isinstance(plan, ShardlmError):
             self.refused[str(plan)] += 1
         elif not plan.fits:
+            self.too_large += 1
             self.smallest = min(filter(None, (self.smallest, plan)), key=lambda p: p.memory.total)
         else:
             key = (plan.config.mesh, plan.config.rules)

@@ -21,15 +21,16 @@ def find() -> str | None:
 
 
 class Page:
-    """One tab. `errors`: what its console said that is an error, and exceptions."""
+    """One tab. `errors`: what its console said that is an error, and exceptions. `asked`: the addresses it wanted."""
 
     def __init__(self, requests: int, replies: int):
         self._requests, self._replies = requests, replies
         self._held, self._number, self._session = b"", 0, None
         self.errors: list[str] = []
+        self.asked: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params):
@@ -58,6 +59,8 @@ class Page:
         params = told.get("params", {})
         if told.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"]))
+        elif told.get("method") == "Network.requestWillBeSent":
+            self.asked.append(params["request"]["url"])
         elif told.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(params["entry"]["text"])
         elif told.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":

@@ -1,0 +1,173 @@
+"""An answer as plain data, units in the names: what `--format=json` prints, and what text and page are made from."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from shardlm.mesh import crossing_axes
+from shardlm.plan.answer import Answer, Budget, Ranked
+from shardlm.plan.change import Change
+from shardlm.plan.cluster import Cluster, Group
+from shardlm.plan.links import Route
+from shardlm.plan.plan import Plan
+from shardlm.plan.report.placement import placement
+from shardlm.plan.report.stages import stages
+from shardlm.plan.report.step import bill, communication, compiled_step, compute, memory, timeline
+
+Sweep = Iterable[tuple[int, float, bool]]
+
+
+def to_json(answer: Answer, name: str = "", sweep: Sweep = (), most: int = 12) -> dict[str, Any]:
+    """All that is said of a configuration called `name`.
+
+    sweep  (number of GPUs, tokens/s of the best plan, whether it fits), for throughput against the number of GPUs
+    most   plans that are listed; those that were compiled are listed in any case
+    """
+    ranked = list(enumerate(answer.ranked, 1))
+    shown = [(rank, one) for rank, one in ranked if rank <= most or one.verified]
+    best = answer.best
+    return {
+        "config": name,
+        "cluster": _cluster(answer.cluster),
+        "run": _run(_any_plan(answer), answer.budget),
+        "constraints": [str(one) for one in answer.constraints.items],
+        "search": _search(answer),
+        "unverified": answer.unverified,
+        "plans": [_summary(one, answer.budget) | {"rank": rank} for rank, one in shown],
+        "plans_left_out": len(ranked) - len(shown),
+        "first": _details(best) if best else None,
+        "shortfall": None if best else _shortfall(answer),
+        "changes": [_change(one, answer.budget) for one in answer.changes],
+        "sweep": [{"num_gpus": n, "tokens_per_second": rate, "fits": fits} for n, rate, fits in sweep],
+    }
+
+
+def _any_plan(answer: Answer) -> Plan:
+    plan = answer.ranked[0].plan if answer.ranked else answer.found.smallest
+    assert plan is not None  # a search without either has raised
+    return plan
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    gpu = cluster.gpu
+    return {
+        "gpu": gpu.name,
+        "num_gpus": cluster.num_gpus,
+        "gpus_per_host": cluster.gpus_per_host,
+        "num_hosts": cluster.num_gpus // cluster.gpus_per_host,
+        "gpus_per_island": cluster.island,
+        "inside_link": Route.of(Group(2, 2), cluster).name,
+        "inside_bytes_per_second": cluster.inside_bytes_per_second,
+        "network_bytes_per_second": cluster.nic_bytes_per_second,
+        "memory_bytes": gpu.hbm_bytes,
+        "memory_bytes_per_second": gpu.hbm_bytes_per_second,
+        "peak_bf16_flops_per_second": gpu.peak.bf16,
+    }
+
+
+def _run(plan: Plan, budget: Budget) -> dict[str, Any]:
+    """What is the same in every plan."""
+    config = plan.config
+    return {
+        "parameters": sum(math.prod(weight.shape) for weight in plan.sketch.weights),
+        "global_batch": config.train.global_batch,
+        "seq_len": config.train.seq_len,
+        "tokens_per_step": plan.cost.tokens,
+        "model_flops_per_step": plan.cost.model_flops,
+        "precision": config.precision,
+        "optimizer": config.optim.name,
+        "tokens": budget.tokens,
+        "dollars_per_gpu_hour": budget.dollars_per_gpu_hour,
+        "price_source": budget.price_source,
+    }
+
+
+def _search(answer: Answer) -> dict[str, Any]:
+    found = answer.found
+    return {
+        "considered": found.considered,
+        "too_large": found.too_large,
+        "meshes": len(found.plans),
+        "impossible": [{"reason": reason, "count": count} for reason, count in found.refused.items()],
+    }
+
+
+def _summary(one: Ranked, budget: Budget) -> dict[str, Any]:
+    """A plan in one row. `status` is estimated, verified, or refused with `why`."""
+    plan, checked = one.plan, one.verified
+    status, why = "estimated", ""
+    if checked:
+        status = "verified" if one.fits and not checked.failure else "refused"
+        why = checked.failure or ("" if one.fits else "its program needs more memory than a GPU has")
+    compiled = checked.hbm_bytes + plan.memory.reserve if checked and not checked.failure else None
+    return _settings(plan) | {
+        "status": status,
+        "why": why,
+        "fits": one.fits,
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.cost.tokens_per_second,
+        "mfu": plan.mfu,
+        "days": budget.days(plan) if budget.tokens else None,
+        "dollars": budget.dollars(plan) if budget.tokens and budget.dollars_per_gpu_hour else None,
+        "limited_by": plan.cost.limit,
+        "timeline": timeline(plan),
+        "hidden_communication_seconds": plan.cost.hidden_seconds,
+        "memory": memory(plan, checked),
+        "estimated_memory_bytes": plan.memory.total,
+        "compiled_memory_bytes": compiled,
+        "compiled_step": compiled_step(checked),
+        "compile_seconds": checked.compile_seconds if compiled is not None else None,
+    }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    config, sketch = plan.config, plan.sketch
+    pipelined = config.mesh.pipeline > 1
+    return {
+        "mesh": config.mesh.sizes(),
+        "mesh_text": str(config.mesh),
+        "crossing_axes": list(crossing_axes(config.mesh, plan.cluster.island)),
+        "rules": config.rules,
+        "remat": config.remat,
+        "matmul": config.matmul,
+        "schedule": config.pipeline.schedule if pipelined else "",
+        "rounds": sketch.schedule.rounds if pipelined else 1,
+        "microbatches": sketch.passes,
+        "rows_per_microbatch": sketch.rows,
+        "offload": [name for name in ("optimizer", "params") if getattr(config.offload, name)],
+    }
+
+
+def _details(one: Ranked) -> dict[str, Any]:
+    """Of the first plan, beyond its row."""
+    plan = one.plan
+    return {
+        "communication": communication(plan),
+        "compute": compute(plan),
+        "bubble_seconds": plan.cost.bubble_seconds,
+        "bill": bill(plan, one.verified),
+        "placement": placement(plan.config.mesh, plan.cluster),
+        "stages": stages(plan),
+    }
+
+
+def _shortfall(answer: Answer) -> dict[str, Any]:
+    """Of what does not fit, the plan that needs least, as compiled where nothing else is known to be too much."""
+    if answer.found.smallest:
+        one = Ranked(answer.found.smallest)
+    else:
+        one = min(answer.ranked, key=_needed)
+    over = _needed(one) - one.plan.gpu.hbm_bytes
+    return _summary(one, answer.budget) | {"over_bytes": max(0.0, over)}
+
+
+def _needed(one: Ranked) -> float:
+    if one.verified and not one.verified.failure:
+        return one.verified.hbm_bytes + one.plan.memory.reserve
+    return one.plan.memory.total
+
+
+def _change(change: Change, budget: Budget) -> dict[str, Any]:
+    cluster = change.plan.cluster
+    summary = _summary(Ranked(change.plan), budget)
+    return {"change": change.what, "gpu": cluster.gpu.name, "num_gpus": cluster.num_gpus} | summary

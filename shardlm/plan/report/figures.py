@@ -1,0 +1,54 @@
+"""Numbers as a reader wants them: three digits, and units that the place says."""
+
+GIB = 2**30
+NONE = "-"
+_NAMES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def figure(x: float | None) -> str:
+    """Three digits, thousands apart; NONE for what is not known."""
+    if x is None:
+        return NONE
+    if x == 0:
+        return "0"
+    if abs(x) >= 99.95:
+        return f"{x:,.0f}"
+    if abs(x) < 0.0005:
+        return f"{x:.0e}"
+    digits = 1 if abs(x) >= 9.995 else 2 if abs(x) >= 0.9995 else 3
+    return f"{x:.{digits}f}"
+
+
+def count(x: float | None) -> str:
+    """As a whole number where it is one."""
+    return f"{round(x):,}" if x is not None and abs(x - round(x)) < 1e-6 else figure(x)
+
+
+def gib(nbytes: float | None) -> str:
+    return figure(None if nbytes is None else nbytes / GIB)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return figure(None if seconds is None else seconds * 1e3)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def large(x: float) -> str:
+    """70.6 B, 4.19 M, 812."""
+    for size, name in _NAMES:
+        if x >= size:
+            return f"{figure(x / size)} {name}"
+    return figure(x)
+
+
+def dollars(x: float | None) -> str:
+    return NONE if x is None else f"${large(x)}" if x >= 1e6 else f"${x:,.0f}"
+
+
+def days(x: float | None) -> str:
+    if x is None:
+        return NONE
+    return f"{figure(x)} days" if x >= 1 else f"{figure(x * 24)} hours"

@@ -1,0 +1,341 @@
+"""The tables of an answer, made from its plain data (data.py): titles, cells as text, which figures are estimated and
+which compiled. text.py and html.py show the same ones."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from shardlm.plan.report.figures import NONE, count, days, dollars, figure, gib, large, milliseconds, percent
+
+Data = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """
+    title  with its unit
+    basis  "estimated" or "compiled", of figures that are one of both
+    words  whether it holds text, which may be wrapped, and no figures
+    below  of text: where there is little room, a line of its own below the row
+    """
+
+    title: str
+    basis: str = ""
+    words: bool = False
+    below: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Cells row by row; the last `sums` rows are sums of those above."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    sums: int = 0
+    note: str = ""
+
+
+Cell = tuple[Column, Callable[[Data], str]]
+
+
+def _table(key: str, title: str, cells: Iterable[Cell], rows: Sequence[Data], note: str = "") -> Table:
+    cells = list(cells)
+    made = tuple(tuple(show(row) for _, show in cells) for row in rows)
+    return Table(key, title, tuple(column for column, _ in cells), made, note=note)
+
+
+def was_compiled(answer: Data) -> bool:
+    """Whether any plan was."""
+    return any(plan["memory"]["compiled"] for plan in answer["plans"])
+
+
+def plans(answer: Data) -> Table:
+    """The best meshes, the fastest first."""
+    rows = answer["plans"]
+    cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *_speed()]
+    cells.append((Column("GiB", "estimated"), lambda p: gib(p["estimated_memory_bytes"])))
+    if was_compiled(answer):
+        cells.append((Column("s/step", "compiled"), lambda p: figure((p["compiled_step"] or {}).get("step_seconds"))))
+        cells.append((Column("GiB", "compiled"), lambda p: gib(p["compiled_memory_bytes"])))
+    cells.append((Column("figures", words=True), lambda p: p["status"]))
+    left = answer["plans_left_out"]
+    note = f"{left:,} slower ones are left out." if left else ""
+    return _table("plans", "The best meshes", cells, rows, note)
+
+
+def changes(answer: Data) -> Table:
+    """What would make it fit."""
+    rows = answer["changes"]
+    cells = [(Column("change", words=True), lambda c: c["change"]), *_settings(rows), *_speed()]
+    cells += [
+        (Column("GiB", "estimated"), lambda c: gib(c["estimated_memory_bytes"])),
+        (Column("of GiB"), lambda c: gib(c["memory"]["limit_bytes"])),
+    ]
+    return _table("changes", "Changes that make it fit", cells, rows)
+
+
+def _settings(rows: Sequence[Data]) -> list[Cell]:
+    """What was chosen, as far as it differs from the ordinary in any row."""
+    cells: list[Cell] = [
+        (Column("mesh", words=True), lambda p: p["mesh_text"]),
+        (Column("rules", words=True), lambda p: p["rules"]),
+        (Column("remat", words=True), lambda p: p["remat"]),
+    ]
+    if any(p["schedule"] for p in rows):
+        cells.append((Column("schedule", words=True), schedule))
+    cells.append((Column("micro-batches"), lambda p: str(p["microbatches"])))
+    if any(p["offload"] for p in rows):
+        cells.append((Column("offload", words=True), lambda p: ", ".join(p["offload"]) or NONE))
+    if len({p["matmul"] for p in rows}) > 1:
+        cells.append((Column("matmul", words=True), lambda p: p["matmul"]))
+    return cells
+
+
+def schedule(plan: Data) -> str:
+    """Of the pipeline, with its rounds."""
+    rounds = f", {plan['rounds']} rounds" if plan["rounds"] > 1 else ""
+    return plan["schedule"] + rounds if plan["schedule"] else NONE
+
+
+def _speed() -> list[Cell]:
+    return [
+        (Column("s/step", "estimated"), lambda p: figure(p["step_seconds"])),
+        (Column("tokens/s", "estimated"), lambda p: figure(p["tokens_per_second"])),
+        (Column("MFU", "estimated"), lambda p: percent(p["mfu"])),
+    ]
+
+
+def memory(plan: Data) -> Table:
+    """GiB of one GPU by kind, and the sums of a compiled program beside the estimated ones."""
+    held = plan["memory"]
+    made = held["compiled"]
+    kinds = [(row["kind"], row["bytes"]) for row in held["kinds"]]
+    rows = [(kind, nbytes, None) for kind, nbytes in [*kinds, ("KV cache (serving only)", 0)]]
+    sums = (("at rest", "at_rest_bytes"), ("besides, during the step", "during_the_step_bytes"))
+    estimated = held["estimated"]
+    rows += [(name, estimated[key], made and made[key]) for name, key in sums]
+    rows.append(("reserve of the runtime", held["reserve_bytes"], made and held["reserve_bytes"]))
+    rows.append(("all", estimated["total_bytes"], made and made["total_bytes"]))
+    limit = held["limit_bytes"]
+    left = limit - estimated["total_bytes"], made and limit - made["total_bytes"]
+    rows.append((f"left of the GPU's {gib(limit)}", *left))
+    title = f"Memory of a GPU, {'the first plan' if 'rank' in plan else 'what needs least'}"
+    columns = [Column("kind", words=True), Column("GiB", "estimated")]
+    cells = [[name, gib(nbytes)] for name, nbytes, _ in rows]
+    if made:
+        columns.append(Column("GiB", "compiled"))
+        cells = [[*cell, gib(nbytes)] for cell, (*_, nbytes) in zip(cells, rows, strict=True)]
+    return Table("memory", title, tuple(columns), tuple(map(tuple, cells)), sums=5)
+
+
+def step(plan: Data) -> Table:
+    """A step's phases and what they are made of."""
+    phases = plan["timeline"]
+    parts = list(dict.fromkeys(part["part"] for phase in phases for part in phase["parts"]))
+    rows = []
+    for phase in phases:
+        seconds = {part["part"]: part["seconds"] for part in phase["parts"]}
+        total = sum(seconds.values())
+        shown = [milliseconds(seconds.get(part, 0)) for part in parts]
+        rows.append((phase["phase"], *shown, milliseconds(total), percent(total / plan["step_seconds"])))
+    totals = [sum(p["seconds"] for phase in phases for p in phase["parts"] if p["part"] == part) for part in parts]
+    rows.append(("all", *map(milliseconds, totals), milliseconds(plan["step_seconds"]), percent(1)))
+    names = [Column(f"{PARTS.get(part, part)} ms", "estimated") for part in parts]
+    ends = [Column("ms", "estimated"), Column("share", "estimated")]
+    return Table("step", "Time of a step", (Column("phase", words=True), *names, *ends), tuple(rows), sums=1)
+
+
+def compared(plan: Data) -> Table:
+    """A step as estimated and as its program is scheduled."""
+    made, xla = plan["compiled_step"], plan["compiled_step"]["xla_compute_seconds"]
+    parts = [part for phase in plan["timeline"] for part in phase["parts"]]
+    exposed = sum(part["seconds"] for part in parts if part["part"] == "exposed")
+    rows = [
+        ("kernels, and stages that wait", plan["step_seconds"] - exposed, made["compute_seconds"]),
+        *([("kernels by XLA's own estimate", None, xla)] if xla else []),
+        ("exposed communication", exposed, made["exposed_seconds"]),
+        ("all", plan["step_seconds"], made["step_seconds"]),
+    ]
+    columns = (Column("part", words=True), Column("ms", "estimated"), Column("ms", "compiled"))
+    cells = tuple((name, *map(milliseconds, seconds)) for name, *seconds in rows)
+    unknown = ", ".join(f"{name} ({times} times)" for name, times in made["unknown_kernels"].items())
+    note = f"Counted by the memory they touch, as their work is not known: {unknown}." if unknown else ""
+    return Table("compared", "The step's formulas and its program", columns, cells, sums=1, note=note)
+
+
+PARTS = {"exposed": "exposed communication", "contention": "slowed by communication"}
+
+
+def communication(first: Data) -> Table:
+    """By axes and collective."""
+    rows = first["communication"]
+    table = _table("communication", "Communication by axis, of a GPU in a step", _sent("estimated"), rows)
+    return _with_sum(table, rows)
+
+
+def bill(first: Data, most: int | None = None, frames: int | None = None) -> Table:
+    """Every collective with its cause, and that many of its source lines; of more than `most` rows the rest in one."""
+    rows, basis = first["bill"]["rows"], first["bill"]["basis"]
+    cells = [*_sent(basis), (Column("cause", words=True, below=True), lambda r: _cause(r, frames))]
+    shown = rows if most is None else rows[:most]
+    title = "Bill of the compiled program's collectives" if basis == "compiled" else "Bill of collectives"
+    table = _table("bill", title, cells, shown)
+    left = rows[len(shown) :]
+    if left:
+        label = (f"{len(left)} more", *[""] * 2)
+        table = dataclasses.replace(table, rows=(*table.rows, _sum_row(table, left, label)), sums=1)
+    return _with_sum(table, rows)
+
+
+def _sent(basis: str) -> list[Cell]:
+    return [
+        (
+            Column("operation", words=True),
+            lambda r: " ".join(filter(None, (r["operation"], r.get("dtype")))) + _guess(r),
+        ),
+        (Column("axes", words=True), lambda r: "+".join(r["axes"])),
+        (Column("link", words=True), lambda r: r["link"]),
+        (Column("count", basis), lambda r: count(r["count"])),
+        (Column("GiB", basis), lambda r: gib(r["bytes"])),
+        (Column("ms", basis), lambda r: milliseconds(r["seconds"])),
+        (Column("exposed ms", basis), lambda r: milliseconds(r["exposed_seconds"])),
+        (Column("hidden ms", basis), lambda r: milliseconds(r["hidden_seconds"])),
+    ]
+
+
+def _guess(row: Data) -> str:
+    return f" (count not certain: {row['guess']})" if row.get("guess") else ""
+
+
+def _cause(row: Data, frames: int | None) -> str:
+    """The weight or functions, and where in the source: lines innermost first, then jax's name of the operation."""
+    said = f"{row.get('phase', '')} {row['cause']}".strip()
+    lines, _, operation = row.get("where", "").partition(" [")
+    if not lines:
+        return said
+    if frames is None:
+        return f"{said}\nat {lines}" + (f" [{operation}" if operation else "")
+    return f"{said} at {' < '.join(lines.split(' < ')[:frames])}"
+
+
+def _with_sum(table: Table, rows: Sequence[Data]) -> Table:
+    last = _sum_row(table, rows, ("all", "", ""))
+    return dataclasses.replace(table, rows=(*table.rows, last), sums=table.sums + 1)
+
+
+def _sum_row(table: Table, rows: Sequence[Data], label: tuple[str, ...]) -> tuple[str, ...]:
+    times, nbytes, *seconds = (sum(row[key] for row in rows) for key in _SUMMED)
+    cells = (*label, count(times), gib(nbytes), *map(milliseconds, seconds))
+    return cells + ("",) * (len(table.columns) - len(cells))
+
+
+_SUMMED = ("count", "bytes", "seconds", "exposed_seconds", "hidden_seconds")
+
+
+def compute(first: Data, step_seconds: float) -> Table:
+    """Kernels by layer, then by what limits them."""
+    rows = [("by layer", r["layer"], r["seconds"]) for r in first["compute"]["layers"]]
+    rows += [("by limit", r["unit"], r["seconds"]) for r in first["compute"]["units"]]
+    cells = tuple((by, kind, milliseconds(s), percent(s / step_seconds)) for by, kind, s in rows)
+    columns = (
+        Column("", words=True),
+        Column("kind", words=True),
+        Column("ms", "estimated"),
+        Column("share", "estimated"),
+    )
+    return Table("compute", "Compute by kind", columns, cells)
+
+
+def sweep(answer: Data) -> Table:
+    """Throughput against the number of GPUs."""
+    cells = [
+        (Column("GPUs"), lambda r: f"{r['num_gpus']:,}"),
+        (Column("tokens/s", "estimated"), lambda r: figure(r["tokens_per_second"]) if r["fits"] else NONE),
+        (Column("tokens/s of a GPU", "estimated"), lambda r: figure(_each(r)) if r["fits"] else NONE),
+        (Column("fits", words=True), lambda r: "yes" if r["fits"] else "no"),
+    ]
+    return _table("sweep", "Throughput against the number of GPUs", cells, answer["sweep"])
+
+
+def _each(row: Data) -> float:
+    return row["tokens_per_second"] / row["num_gpus"]
+
+
+def search(answer: Data, most: int | None = None) -> Table:
+    """What was looked at, and why some of it cannot be; of more than `most` reasons the rest together."""
+    found = answer["search"]
+    impossible = found["impossible"]
+    rows = [("too large for the GPU's memory", found["too_large"])] if found["too_large"] else []
+    rows += [(row["reason"], row["count"]) for row in impossible[:most]]
+    rest = [row["count"] for row in impossible[len(impossible[:most]) :]]
+    rows += [(f"for {len(rest)} other reasons", sum(rest))] if rest else []
+    cells = tuple((f"{times:,}", reason) for reason, times in rows)
+    what = f"on {found['meshes']:,} meshes something fits" if found["meshes"] else "none fits"
+    note = f"{found['considered']:,} configurations were looked at; {what}."
+    if answer["constraints"]:
+        note += f" Asked for: {', '.join(answer['constraints'])}."
+    return Table("search", "Considered and refused", (Column("times"), Column("reason", words=True)), cells, note=note)
+
+
+def facts(plan: Data, run: Data) -> list[tuple[str, str, str]]:
+    """(what, figure, basis) of one plan."""
+    price = run["dollars_per_gpu_hour"]
+    found = [
+        ("step", f"{figure(plan['step_seconds'])} s", "estimated"),
+        ("tokens/s", figure(plan["tokens_per_second"]), "estimated"),
+        ("MFU", percent(plan["mfu"]), "estimated"),
+    ]
+    if plan["compiled_step"]:
+        found.insert(1, ("step of the program", f"{figure(plan['compiled_step']['step_seconds'])} s", "compiled"))
+    if plan["compiled_memory_bytes"] is not None:
+        found.append(("memory of a GPU", f"{gib(plan['compiled_memory_bytes'])} GiB", "compiled"))
+    else:
+        found.append(("memory of a GPU", f"{gib(plan['estimated_memory_bytes'])} GiB", "estimated"))
+    if plan["days"] is not None:
+        found.append((f"{large(run['tokens'])} tokens", days(plan["days"]), "estimated"))
+    if plan["dollars"] is not None:
+        found.append((f"at ${price:,.2f} a GPU-hour", dollars(plan["dollars"]), "estimated"))
+    return found
+
+
+def pipeline(first: Data) -> str:
+    """What the stages do, in a sentence; "" without a pipeline."""
+    found = first["stages"]
+    if not found:
+        return ""
+    rounds = f", {found['rounds']} rounds" if found["rounds"] > 1 else ""
+    return (
+        f"{found['schedule']}{rounds}: {found['microbatches']} microbatches through {len(found['rows'])} stages; "
+        f"{percent(found['idle_share'])} of the stages' time is idle."
+    )
+
+
+def headline(answer: Data) -> tuple[str, str]:
+    """(the cluster, the run) in a line each."""
+    cluster, run = answer["cluster"], answer["run"]
+    hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
+    inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
+    network = f", network {figure(cluster['network_bytes_per_second'] / 1e9)} GB/s" if cluster["num_hosts"] > 1 else ""
+    first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}; {inside}{network} a GPU and direction"
+    second = (
+        f"{large(run['parameters'])} parameters; {run['global_batch']:,} rows of {run['seq_len']:,} = "
+        f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
+    )
+    return first, second
+
+
+def words(answer: Data) -> list[str]:
+    """What the words mean, as far as they are used."""
+    said = ["estimated: by formulas; nothing was run."]
+    if was_compiled(answer):
+        said.append(
+            "compiled: read from the program that XLA made for these GPUs; its times are those of its kernels and "
+            "collectives as they are scheduled, at the rates of the formulas. Nothing was run."
+        )
+        if any(plan["status"] == "verified" for plan in answer["plans"]):
+            said.append("verified: the plan's program was compiled, and fits.")
+    if any(plan["status"] == "refused" for plan in answer["plans"]):
+        said.append("refused: the plan's program does not fit, or there is none.")
+    return said
