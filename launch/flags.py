@@ -21,6 +21,11 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 
 
+def config_name() -> str:
+    """The file that --config names."""
+    return _CONFIG.value or ""
+
+
 def cluster() -> dict[str, object]:
     """What the command line says about the job's processes; None where it is silent."""
     return {

@@ -1,0 +1,73 @@
+"""Plans a run before a GPU is rented: which mesh, whether it fits, how fast it is and what it costs.
+
+python -m launch.plan --config=configs/llama3_70b.py --gpu=h100 --num_gpus=256
+python -m launch.plan --config=configs/llama3_70b.py --cluster=gcp-a3-mega --num_gpus=256 '--mesh.tensor<=8'
+python -m launch.plan --config=configs/llama3_8b.py --gpu=h100 --num_gpus=8 --write=plan.py --report=plan.html
+python -m launch.plan --validate
+"""
+
+import json
+import pathlib
+import sys
+
+from absl import flags
+
+from launch.flags import config_name, run, split_constraints
+from shardlm.config import Resolved
+from shardlm.errors import ShardlmError
+
+_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware.")
+_CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
+_NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
+_GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
+_HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
+_TOP = flags.DEFINE_integer("top", 8, "How many meshes to show.", lower_bound=1)
+_VERIFY = flags.DEFINE_integer("verify", 1, "How many of the best to compile for their GPUs; 0: none.", lower_bound=0)
+_TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
+_PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
+_FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
+_REPORT = flags.DEFINE_string("report", None, "Write a page with pictures to this .html file.")
+_WRITE = flags.DEFINE_string("write", None, "Write the best plan to this .py file, a configuration for launch.train.")
+_VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements and print the errors, instead.")
+
+
+def main(resolved: Resolved, words: list[str]) -> int:
+    import jax
+
+    from shardlm.plan.answer import answer
+    from shardlm.plan.asked import budget_of, cluster_of
+    from shardlm.plan.config_source import source
+    from shardlm.plan.constraints import Constraints
+    from shardlm.plan.report.data import to_json
+    from shardlm.plan.report.html import to_html
+    from shardlm.plan.report.text import to_text
+
+    jax.config.update("jax_platforms", "cpu")
+    config = resolved.config
+    cluster = cluster_of(_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value)
+    found = answer(config, cluster, Constraints.parse(words), compiled=_VERIFY.value, budget=budget)
+    told = to_json(found, config_name(), most=_TOP.value)
+    print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
+    if _REPORT.value:
+        pathlib.Path(_REPORT.value).write_text(to_html(told))
+    if _WRITE.value and found.best is None:
+        raise ShardlmError(f"{_WRITE.value} is not written: nothing fits")
+    if _WRITE.value:
+        command = f"python -m launch.train --config={_WRITE.value}"
+        pathlib.Path(_WRITE.value).write_text(source(found.best.plan.config, command))
+    return 0 if found.best else 2
+
+
+def validation() -> int:
+    from shardlm.plan.validate import format_validation, validate
+
+    print(format_validation(validate()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
+    if "--validate" in sys.argv:
+        run(validation, needs_config=False)
+    run(lambda resolved: main(resolved, CONSTRAINTS))

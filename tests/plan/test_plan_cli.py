@@ -1,0 +1,36 @@
+"""launch.plan as a user runs it: by formulas alone, so that it needs no GPU and no plugin."""
+
+import json
+
+import pytest
+from commands import run
+
+from shardlm.config import load
+
+
+def test_a_plan_is_told_written_and_drawn(tmp_path):
+    words = ("--config=configs/llama3_8b.py", "--cluster=dgx-h100", "--num_gpus=8", "--verify=0", "--format=json")
+    files = (f"--write={tmp_path / 'plan.py'}", f"--report={tmp_path / 'plan.html'}")
+    held = ("--mesh.tensor<=2", "--rules=zero3", "--tokens=1e12", "--dollars_per_gpu_hour=2")
+    done = run("launch.plan", *words, *files, *held)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    written = load(str(tmp_path / "plan.py"))
+    assert told["plans"][0]["mesh"] == written.mesh.sizes() and written.rules == "zero3" and written.mesh.tensor <= 2
+    assert told["plans"][0]["mesh_text"] in (tmp_path / "plan.html").read_text()
+    assert told["run"]["dollars_per_gpu_hour"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("--gpu=h100", "--num_gpus=8", "--verify=0"), 2, "Changes that make it fit"),
+        (("--gpu=h1000", "--num_gpus=8"), 1, "did you mean h100?"),
+        (("--gpu=h100", "--num_gpus=8", "--mesh.tensr=2"), 1, "did you mean mesh.tensor?"),
+        (("--gpu=h100",), 1, "--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed"),
+    ],
+)
+def test_what_does_not_fit_and_what_is_wrong_ends_with_a_status_and_a_remedy(words, status, message):
+    done = run("launch.plan", "--config=configs/llama3_70b.py", *words)
+    assert done.returncode == status and message in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
