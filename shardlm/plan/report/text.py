@@ -4,9 +4,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from shardlm.plan.answer import Answer
 from shardlm.plan.report import tables
-from shardlm.plan.report.data import Sweep, to_json
 from shardlm.plan.report.figures import gib
 from shardlm.plan.report.tables import Table
 
@@ -16,13 +14,8 @@ BILL_ROWS, FRAMES = 12, 2
 REASONS = 3
 
 
-def format_answer(answer: Answer, name: str = "", sweep: Sweep = ()) -> str:
-    """What `launch.plan` prints of a configuration called `name`."""
-    return to_text(to_json(answer, name, sweep))
-
-
 def to_text(answer: dict[str, Any]) -> str:
-    """The same of the plain data."""
+    """What `launch.plan` prints, of data.to_json's structure."""
     head = [answer["config"]] if answer["config"] else []
     blocks = ["\n".join(map(_wrapped, [*head, *tables.headline(answer)]))]
     if answer["first"]:
