@@ -50,7 +50,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     told = to_json(found, config_name(), most=_TOP.value)
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
     if _REPORT.value:
-        pathlib.Path(_REPORT.value).write_text(to_html(told))
+        pathlib.Path(_REPORT.value).write_text(to_html(told), encoding="utf-8")
     if _WRITE.value and found.best is None:
         raise ShardlmError(f"{_WRITE.value} is not written: nothing fits")
     if _WRITE.value:
