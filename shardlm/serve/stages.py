@@ -40,12 +40,17 @@ class Stage:
         return nnx.merge(self.model.graph, joined(params, self.absent))
 
     def layout(self, whole: PageLayout) -> PageLayout:
-        """The page layout of the whole model as this stage has it: the same pages, of fewer layers."""
-        counts, places = collections.Counter(), []
-        for group, _ in whole.places[self.layers]:
-            places.append((group, counts[group]))
-            counts[group] += 1
-        return dataclasses.replace(whole, places=tuple(places))
+        """The page layout of the whole model as this stage has it."""
+        return layout_of(whole, self.layers)
+
+
+def layout_of(whole: PageLayout, layers: slice) -> PageLayout:
+    """The same pages, of these layers alone."""
+    counts, places = collections.Counter(), []
+    for group, _ in whole.places[layers]:
+        places.append((group, counts[group]))
+        counts[group] += 1
+    return dataclasses.replace(whole, places=tuple(places))
 
 
 def layers_of(num_layers: int, count: int) -> list[slice]:
