@@ -76,12 +76,14 @@ def cut(model: ModelDef, params: Tree, meshes: Sequence[Mesh], draft: Tree = ())
     it is."""
     if len(meshes) == 1:
         return Place([Stage(model, meshes[0], True, True, slice(None), {})], [copied(params, meshes[0])], draft)
-    runs = layers_of(model.config.num_layers, len(meshes))
-    last = len(meshes) - 1
-    found = [
-        _stage(model, mesh, run, i == 0, i == last) for i, (mesh, run) in enumerate(zip(meshes, runs, strict=True))
-    ]
+    found = stages_on(model, meshes)
     return Place(found, [part_of(params, stage) for stage in found], draft)
+
+
+def stages_on(model: ModelDef, meshes: Sequence[Mesh]) -> list[Stage]:
+    """The stages of a model whose layers are apart, one on each mesh; no weights are touched."""
+    runs, last = layers_of(model.config.num_layers, len(meshes)), len(meshes) - 1
+    return [_stage(model, mesh, run, i == 0, i == last) for i, (mesh, run) in enumerate(zip(meshes, runs, strict=True))]
 
 
 def part_of(params: Tree, stage: Stage) -> Tree:
