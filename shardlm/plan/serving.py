@@ -96,9 +96,9 @@ class Found:
 
 def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -> Found:
     """Every way to split the cluster's GPUs into equal replicas and each of them over tensor, expert and pipeline, the
-    best first, by the tokens of replies a second and GPU. Of the case's mesh nothing is kept; axes named in `fixed` have
-    these sizes. Raises ShardlmError where none fits, with the least number of GPUs and the shortest change of options
-    that would do, and where there is no such mesh."""
+    best first, by tokens of replies a second and GPU. Of the case's mesh nothing is kept; `fixed` are sizes of axes.
+    Raises ShardlmError where none fits, with the least number of GPUs and the shortest change of options that would do,
+    and where there is no such mesh."""
     plans, refused = [], []
     for mesh in meshes(case, case.cluster.num_gpus, fixed):
         try:
