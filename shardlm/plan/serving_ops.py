@@ -1,5 +1,5 @@
 """What one device of a pipeline stage computes and sends for one pass of some tokens through its layers, as programs of
-the engine do it (serve/programs.py, compiled): operations and collectives for cost.py and links.py to time."""
+the engine do it (serve/programs.py, compiled): operations and collectives for kernels.py and links.py to time."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
@@ -107,7 +107,8 @@ def _projection(held: InUse, tokens: float, itemsize: int) -> Iterator[Op]:
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
     moved = weight + itemsize * tokens * (n + k)
-    yield Op(layer, held.name, "matmul", 2.0 * tokens * held.numbers, moved, 1, (tokens, n, k), NAMES[itemsize])
+    flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
+    yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=NAMES[itemsize])
 
 
 def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, pairs: float, kv: float) -> Op:
@@ -117,7 +118,8 @@ def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, 
     else:
         width = attention.head_dim + attention.value_dim
     moved = kv + one.tokens * N * width * one.itemsize
-    return Op("attention", "pages", "attention", pairs * N * width, moved / 2, 2, (one.each, width, width))
+    dims = (one.each, pairs / one.tokens, width / 2)
+    return Op("attention", "pages", "attention", pairs * N * width, moved / 2, 2, dims=dims)
 
 
 def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:
@@ -135,7 +137,12 @@ def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, 
             yield Op("moe", f"{held.name}: dequantised", "memory", 0, moved, 1)
         k = held.summed
         moved = weight + one.itemsize * pairs * (k + each / k)
-        yield Op("moe", held.name, "matmul", 2.0 * pairs * each, moved, 1, (pairs, each / k, k), NAMES[one.itemsize])
+        dims = (
+            pairs / (touched * moe.num_experts / rules.mesh.expert),
+            each / k,
+            k,
+        )
+        yield Op("moe", held.name, "matmul", 2.0 * pairs * each, moved, 1, dims=dims, dtype=NAMES[one.itemsize])
 
 
 def _reduced(block: BlockConfig, rules: Rules, one: Pass, D: int) -> Iterator[Exchanged]:
@@ -168,10 +175,10 @@ def ends_work(embedding: InUse, head: InUse, rules: Rules, one: Pass, vocab: int
     """Embedding, head and sampling, of the stages that have them."""
     t, B = rules.mesh.tensor, one.rows
     logits = 4 * B * vocab
-    dims = (B, vocab / t, D)
+    of_head = {"dims": (B, vocab / t, D), "dtype": NAMES[one.itemsize]}
     ops = [
         Op("embedding", "lookup", "memory", 0, 2 * one.tokens * D * one.itemsize, 1),
-        Op("head", "logits", "matmul", 2.0 * B * head.numbers, head.nbytes + logits / t, 1, dims, NAMES[one.itemsize]),
+        Op("head", "logits", "matmul", 2.0 * B * head.numbers, head.nbytes + logits / t, 1, **of_head),
         Op("head", "sampling", "memory", 0, SAMPLER_PASSES * logits / SAMPLING_KERNELS, SAMPLING_KERNELS),
     ]
     exchanged = [*gathers({embedding, head}, rules)]

@@ -7,8 +7,10 @@ import math
 from collections import Counter
 
 from shardlm.layers.page_layout import PageLayout
-from shardlm.plan.cost import op_seconds
-from shardlm.plan.links import collective_seconds
+from shardlm.plan.compute import Op
+from shardlm.plan.constants import GAP
+from shardlm.plan.kernels import Kernels
+from shardlm.plan.links import Route
 from shardlm.plan.serving_case import ServingCase
 from shardlm.plan.serving_memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving_ops import Pass, Work, ends_work, layer_work
@@ -146,7 +148,7 @@ class Speed:
             return 0.0
         mesh, cluster = of_replica(self.case.engine.mesh), self.case.cluster
         nbytes = tokens * self.case.model.shape.embed_dim * self.itemsize
-        return collective_seconds("collective-permute", nbytes, 1, cluster.group(mesh, ("pipeline",)), cluster)
+        return Route.of(cluster.group(mesh, ("pipeline",)), cluster).seconds("collective-permute", nbytes, 1)
 
     def _stage(self, i: int, one: Pass) -> Timed:
         """One pass through a stage."""
@@ -204,12 +206,29 @@ class Speed:
         model = one_layer(self.case.model.shape, stage, self.case.dtype, engine.kv_cache_dtype)
         return page_bytes(model, PageLayout.whole(1, 0), 1) / stage.size("expert", "tensor")
 
+    @functools.cached_property
+    def _kernels(self) -> Kernels:
+        return Kernels.of(self.case.cluster.gpu)
+
     def _timed(self, work: Work) -> Timed:
         cluster, mesh = self.case.cluster, of_replica(self.case.engine.mesh)
         parts: Counter = Counter()
         for op in work.ops:
-            parts[op.layer] += op_seconds(op, cluster) * op.count
+            parts[op.layer] += kernel_seconds(op, self._kernels) * op.count
         for sent in work.exchanged:
-            group = cluster.group(mesh, sent.axes)
-            parts["+".join(sent.axes)] += collective_seconds(sent.kind, sent.nbytes, sent.count, group, cluster)
+            route = Route.of(cluster.group(mesh, sent.axes), cluster)
+            parts["+".join(sent.axes)] += route.seconds(sent.kind, sent.nbytes, sent.count)
         return Timed(dict(parts), work.least_bytes / cluster.gpu.hbm_bytes_per_second)
+
+
+SPLITS = (1, 2, 4, 8, 16)  # as XLA's autotuner tries for products of few rows (xla_gpu_enable_split_k_autotuning)
+
+
+def kernel_seconds(op: Op, kernels: Kernels) -> float:
+    """Of one execution. Products of few rows are cut along what is summed too, so that all cores load weights."""
+    if op.unit != "matmul":
+        return kernels.one_seconds(op)
+    rows, n, k = op.dims
+    copies = max(1, round(op.flops / (2.0 * rows * n * k)))
+    tiled = min(kernels.tiled_seconds(rows, n, k / parts, copies * parts, op.dtype) for parts in SPLITS)
+    return max(tiled, op.hbm_bytes / kernels.memory) + GAP
