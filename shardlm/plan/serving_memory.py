@@ -30,20 +30,33 @@ class StageMemory:
     """Bytes of one device of a pipeline stage.
 
     weights, pages, slots  exactly what the engine allocates
-    temporaries  estimated, of its program that needs most
-    page         of one page, scrap page included in `pages`
+    decode        temporaries of its largest decode program, estimated
+    prefill       the same of the program of prompts that needs most
+    prefill_size  and which that is: (rows, tokens of a row)
+    page          of one page
     """
 
     layers: slice
     weights: int
     pages: int
     slots: int
-    temporaries: float
+    decode: float
+    prefill: float
+    prefill_size: tuple[int, int]
     page: int
 
     @property
+    def held(self) -> int:
+        """Between programs."""
+        return self.weights + self.pages + self.slots
+
+    @property
+    def temporaries(self) -> float:
+        return max(self.decode, self.prefill)
+
+    @property
     def total(self) -> float:
-        return self.weights + self.pages + self.slots + self.temporaries
+        return self.held + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +111,9 @@ def serving_memory(case: ServingCase) -> ServingMemory:
         )
     (sizes,) = sized([layout], each, rooms, case.length, engine, engine.mesh.data)
     check_longest(sizes, engine.decoded)
-    slots = slot_bytes(sizes.max_rows, shape.vocab_size)
     stages = [
-        StageMemory(
-            run,
-            nbytes,
-            page // devices * sizes.layout.num_pages,
-            slots if i == len(runs) - 1 else 0,
-            temporaries(case, sizes, rules, stage, i == len(runs) - 1),
-            page // devices,
-        )
-        for i, (run, nbytes, page, stage) in enumerate(zip(runs, held, each, own, strict=True))
+        _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)
+        for i, (run, page, stage) in enumerate(zip(runs, each, own, strict=True))
     ]
     found = ServingMemory(tuple(stages), sizes, limit)
     if found.fullest.total > limit:
@@ -139,20 +144,34 @@ def slot_bytes(rows: int, vocab: int) -> int:
     return (rows + 1) * (4 + 1 + settings + 4 * (2 * MAX_BIASES + MAX_BANNED) + 8 * words + 2 * vocab)
 
 
-def temporaries(case: ServingCase, sizes: RunnerConfig, rules: Rules, weights: list[Held], last: bool) -> float:
-    """Bytes of the program that needs most, by what its fullest moments hold: a layer's activations and what it
-    dequantises; logits of prompts that are scored; the sampler."""
-    shape, itemsize = case.model.shape, DTYPE_BYTES[case.dtype]
-    t = rules.mesh.tensor
-    rows, tokens, V, D = sizes.max_rows, sizes.max_batch_tokens, shape.vocab_size, shape.embed_dim
-    widest = max(_layer_numbers(block, rules.mesh, D) for block in shape.blocks())
+def _stage(
+    case: ServingCase, sizes: RunnerConfig, rules: Rules, run: slice, weights: list[Held], page: int, last: bool
+) -> StageMemory:
+    """Temporaries are what the fullest moments of a program hold: a layer's activations and what it dequantises, logits
+    of prompts that are scored, the sampler."""
+    shape, itemsize, V = case.model.shape, DTYPE_BYTES[case.dtype], case.model.shape.vocab_size
+    widest = max(_layer_numbers(block, rules.mesh, shape.embed_dim) for block in shape.blocks()) / rules.mesh.tensor
     unpacked = 2 * itemsize * max((held.elements(rules.use) * held.packed for held in weights), default=0)
-    layer = tokens * itemsize * (3 * D + widest / t) + unpacked
-    if not last:
-        return layer
-    scored = max(2 * ACTIVATION * count * math.gcd(n, SCORED_AT_ONCE) * V for count, n in sizes.chunk_sizes)
-    sampler = SAMPLER_ARRAYS * ACTIVATION * rows * V + unpacked
-    return max(layer, scored, sampler)
+
+    def needs(rows: int, tokens: int) -> float:
+        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked
+        scored = 2 * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V if last else 0
+        return max(layer, scored)
+
+    rows = sizes.max_rows
+    layer = rows * itemsize * (3 * shape.embed_dim + widest)
+    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked
+    largest = max(sizes.chunk_sizes, key=lambda size: needs(*size))
+    return StageMemory(
+        run,
+        held_bytes(weights, rules),
+        page * sizes.layout.num_pages,
+        slot_bytes(rows, V) if last else 0,
+        decode,
+        needs(*largest),
+        largest,
+        page,
+    )
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

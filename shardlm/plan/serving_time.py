@@ -3,7 +3,6 @@ links, and both against the time that reading the bytes alone would take. Estima
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 
 from shardlm.layers.page_layout import PageLayout
@@ -120,25 +119,22 @@ class Speed:
         budget, done, total = self.memory.sizes.max_batch_tokens - beside, 0, 0.0
         while done < prompt_len:
             count = min(budget, prompt_len - done)
-            chunk = self._chunk(self._padded(count), done)
+            chunk = self.chunk(self.padded(count), done)
             total += chunk if not done else chunk / self.stages
             done += count
         return total
-
-    def chunks(self, prompt_len: int, beside: float = 0) -> int:
-        return math.ceil(prompt_len / (self.memory.sizes.max_batch_tokens - beside))
 
     @property
     def itemsize(self) -> int:
         return DTYPE_BYTES[self.case.dtype]
 
-    def _padded(self, count: int) -> int:
+    def padded(self, count: int) -> int:
         """To the length of the shortest program that holds a chunk."""
         return min(n for _, n in self.memory.sizes.chunk_sizes if n >= count)
 
     @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
-    def _chunk(self, tokens: int, before: int) -> float:
-        """Through all stages, one after another."""
+    def chunk(self, tokens: int, before: int) -> float:
+        """Seconds of a program of so many tokens of a prompt after those before, through all stages in turn."""
         one = Pass(tokens, 1, before, self.itemsize)
         return sum(self._turns(one)) + (self.stages - 1) * self._hop(tokens)
 

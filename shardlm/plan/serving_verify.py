@@ -114,8 +114,8 @@ def runner_of(plan: ServingPlan) -> Runner:
 
 
 def verify_serving(plan: ServingPlan) -> VerifiedServing:
-    """Compiles the largest decode program and the largest ones of prompts, of the stages that hold most. Takes minutes
-    for a large model."""
+    """Compiles the largest decode program and the one of prompts that needs most, of the stages that hold most. Takes
+    minutes for a large model."""
     started = time.perf_counter()
     runner = runner_of(plan)
     work = runner._shapes()
@@ -129,14 +129,16 @@ def verify_serving(plan: ServingPlan) -> VerifiedServing:
 def _largest(plan: ServingPlan) -> list[tuple[str, Any, int, int, int]]:
     """(what, key of the runner, rows, tokens, stage)."""
     sizes, stages = plan.memory.sizes, plan.memory.stages
-    chunks = {(1, sizes.max_batch_tokens), max(sizes.chunk_sizes, key=lambda size: (size[0] * size[1], size[0]))}
     if len(stages) == 1:
-        keys = [("decode", ("decode", sizes.max_rows), sizes.max_rows, 1, 0)]
-        return keys + [("prefill", ("chunk", size), *size, 0) for size in sorted(chunks)]
+        chunk = stages[0].prefill_size
+        decode = ("decode", ("decode", sizes.max_rows), sizes.max_rows, 1, 0)
+        return [decode, ("prefill", ("chunk", chunk), *chunk, 0)]
     rows = -(-sizes.max_rows // len(stages))
-    wanted = sorted({stages.index(plan.memory.fullest), len(stages) - 1})
-    keys = [("decode", ("step", rows, s), rows, 1, s) for s in wanted]
-    return keys + [("prefill", ("chunk", size, s), *size, s) for size in sorted(chunks) for s in wanted]
+    found = []
+    for s in sorted({stages.index(plan.memory.fullest), len(stages) - 1}):
+        chunk = stages[s].prefill_size
+        found += [("decode", ("step", rows, s), rows, 1, s), ("prefill", ("chunk", chunk, s), *chunk, s)]
+    return found
 
 
 def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, stage: int) -> Program:
@@ -144,7 +146,7 @@ def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, sta
     beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
     mesh = dataclasses.replace(of_replica(plan.case.engine.mesh), pipeline=1)
     bill = Bill.of(collectives(compiled.as_text(), mesh.sizes()))
-    staged = len(plan.memory.stages) > 1
+    unused = own.slots if len(plan.memory.stages) > 1 and what == "decode" else 0  # their own programs have them
     return Program(
         what,
         rows,
@@ -152,6 +154,6 @@ def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, sta
         stage,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes + beside,
-        own.total - (own.slots if staged else 0),
+        own.held - unused + getattr(own, what),
         bill.by_axis(),
     )
