@@ -98,6 +98,14 @@ class Speed:
         turns = self._turns(Pass(rows, rows, context, self.itemsize))
         return max(groups * max(turns), sum(turns) + self.stages * self._hop(rows))
 
+    def sent(self, stage: int, one: Pass) -> dict[str, dict[str, float]]:
+        """Axes joined by "+" -> kind -> bytes that one device of a stage sends in one pass."""
+        found: dict[str, Counter] = {}
+        for work, count in self._works(stage, one):
+            for sent in work.exchanged:
+                found.setdefault("+".join(sent.axes), Counter())[sent.kind] += sent.nbytes * count
+        return {axes: dict(kinds) for axes, kinds in found.items()}
+
     def _turns(self, one: Pass) -> list[float]:
         """Seconds of each stage."""
         found = {i: self._stage(i, one).seconds for i in self._distinct}

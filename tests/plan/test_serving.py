@@ -20,6 +20,7 @@ from shardlm.plan.serving import ServingPlan, fits, search
 from shardlm.plan.serving_case import ServedModel, ServingCase
 from shardlm.plan.serving_load import Replica
 from shardlm.plan.serving_memory import serving_memory
+from shardlm.plan.serving_ops import Pass
 from shardlm.plan.serving_report import format_found, format_serving, to_json
 from shardlm.plan.serving_time import Speed
 from shardlm.plan.serving_verify import verify_serving
@@ -225,5 +226,6 @@ def test_memory_is_what_the_programs_for_gpus_need(shape, tensor):
     for program in verified.programs:
         assert abs(program.difference) < 0.05, program
     assert verified.fits(plan.memory.limit) and [one.what for one in verified.programs] == ["decode", "prefill"]
-    assert set(verified.programs[0].sent) == ({"tensor"} if tensor > 1 else set())
+    sent = Speed.of(plan.case, plan.memory).sent(0, Pass(256, 256, 1024, 2))
+    assert verified.programs[0].sent == sent and set(sent) == ({"tensor"} if tensor > 1 else set())
     assert "compiled for h100" in format_serving(plan, verified)
