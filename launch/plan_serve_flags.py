@@ -1,12 +1,8 @@
 """The flags of a serving plan. Those of the engine have the names and meaning that launch.serve gives them."""
 
-from absl import flags
+from typing import Any
 
-from shardlm.mesh import MeshSpec
-from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving_case import ServedModel, ServingCase
-from shardlm.serve.build import EngineConfig
-from shardlm.train.config import RunConfig
+from absl import flags
 
 _AXES = ("tensor", "expert", "pipeline", "data")
 _SIZES = {
@@ -31,16 +27,18 @@ _TTFT = flags.DEFINE_float("ttft_seconds", 0.0, "The longest mean time to the fi
 _ITL = flags.DEFINE_float("itl_seconds", 0.0, "The longest time between two tokens that will do; 0: any.")
 
 
-def serving_case(source: str | RunConfig, cluster: Cluster) -> ServingCase:
-    """What the command line asks of a plan for a configuration, or for a Hugging Face folder or config.json. Raises
-    ShardlmError for what cannot be."""
-    if isinstance(source, RunConfig):
-        model = ServedModel.of_config(source)
-    else:
-        model = ServedModel.of_folder(source, _MAX_MODEL_LEN.value or 0)
-    sizes = {axis: flag.value for axis, flag in _SIZES.items() if flag.value is not None}
+def serving_case(source: Any, cluster: Any) -> Any:
+    """The ServingCase that the command line asks for: `source` is a RunConfig, or the path of a Hugging Face folder or
+    its config.json; `cluster` a plan.cluster.Cluster. Raises ShardlmError for what cannot be."""
+    from shardlm.mesh import MeshSpec
+    from shardlm.plan.serving_case import ServedModel, ServingCase
+    from shardlm.serve.build import EngineConfig
+    from shardlm.train.config import RunConfig
+
+    named = isinstance(source, RunConfig)
+    model = ServedModel.of_config(source) if named else ServedModel.of_folder(source, _MAX_MODEL_LEN.value or 0)
     engine = EngineConfig(
-        mesh=MeshSpec(**sizes),
+        mesh=MeshSpec(**fixed_axes()),
         dtype=_DTYPE.value,
         quantization=_QUANTIZATION.value,
         kv_cache_dtype=_KV_CACHE.value,
@@ -59,3 +57,20 @@ def serving_case(source: str | RunConfig, cluster: Cluster) -> ServingCase:
 def fixed_axes() -> dict[str, int]:
     """Of the mesh, what the command line says; the others are searched."""
     return {axis: flag.value for axis, flag in _SIZES.items() if flag.value is not None}
+
+
+def plan_serving(source: Any, cluster: Any, *, most: int, compiled: bool, as_json: bool) -> str:
+    """What `--serve` prints: the best meshes, and the plan of the first one; compiled too where asked for."""
+    import json
+
+    from shardlm.plan.serving import search
+    from shardlm.plan.serving_report import format_found, format_serving, to_json
+    from shardlm.plan.serving_verify import verify_serving
+
+    found = search(serving_case(source, cluster), fixed_axes())
+    best = found.plans[0]
+    verified = verify_serving(best) if compiled else None
+    if as_json:
+        others = [to_json(plan) for plan in found.plans[1:most]]
+        return json.dumps({"best": to_json(best, verified), "others": others}, indent=2, allow_nan=False)
+    return f"{format_found(found, most)}\n\n{format_serving(best, verified)}"

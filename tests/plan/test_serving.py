@@ -8,8 +8,11 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from gpu_programs import on_gpus
 
+from launch import plan_serve_flags
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
@@ -180,6 +183,8 @@ def test_the_search_ranks_what_fits_and_says_what_would():
     assert described["compiled"] is None and described["estimated"]["num_pages"] == plan.memory.layout.num_pages
     assert [p.mesh.tensor for p in search(on("h100", 8, LLAMA_70B), {"tensor": 8}).plans] == [8]
 
+
+def test_what_does_not_fit_is_told_with_what_would():
     one = on("h100", 1, LLAMA_70B)
     with pytest.raises(ShardlmError) as error:
         search(one)
@@ -214,6 +219,22 @@ def test_the_search_ranks_what_fits_and_says_what_would():
 def test_bad_input_is_refused(make, message):
     with pytest.raises(ShardlmError, match=message):
         make()
+
+
+def test_the_command_line_has_the_flags_of_the_server():
+    asked = ["x", "--tensor=2", "--kv_cache_dtype=fp8", "--max_model_len=40", "--prompt_len=20", "--output_len=8"]
+    with flagsaver.flagsaver():
+        flags.FLAGS(asked)
+        told = plan_serve_flags.plan_serving(
+            REFERENCES / "llama" / "config.json", Cluster.of(GPUS["h100"], 4), most=3, compiled=False, as_json=True
+        )
+    best = json.loads(told)["best"]
+    assert best["mesh"]["tensor"] == 2 and best["engine"]["kv_cache_dtype"] == "fp8"
+    assert (best["engine"]["max_model_len"], best["asked"]["prompt_len"]) == (40, 20)
+    names = [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name) == "launch.plan_serve_flags"]
+    server = pathlib.Path(plan_serve_flags.__file__).with_name("serve.py").read_text()
+    own = {"prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds"}
+    assert {name for name in names if f'"{name}"' not in server} == own
 
 
 @on_gpus
