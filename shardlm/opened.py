@@ -21,6 +21,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
+from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, paged_attention
 from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
@@ -222,27 +223,44 @@ def _published(found: Found, mesh: Mesh) -> str:
     """The dtype that a run computed in, or that of a checkpoint; float32 on a CPU, which is slow in others."""
     if found.run:
         return jnp.dtype(COMPUTE_DTYPE[found.run.config_json["precision"]]).name
-    stored = registry.text_config(found.source.options)
     slow = mesh.devices.flat[0].platform == "cpu"
-    return "float32" if slow else stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    return "float32" if slow else stored_dtype(found.source)
+
+
+def stored_dtype(source: Pretrained) -> str:
+    """The dtype that a Hugging Face checkpoint says its weights are in."""
+    stored = registry.text_config(source.options)
+    return stored.get("dtype") or stored.get("torch_dtype") or "float32"
 
 
 def _model(found: Found, rules: Rules, name: str, mesh: Mesh, held: WeightFormat, mtp: bool) -> ModelDef:
-    device = mesh.devices.flat[0]
-    if name not in DTYPES:
-        raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
     shape = found.source.transformer()
     shape = shape if mtp else shape.without_mtp()
+    held = found.lora.base if found.lora.rank else held
+    return ModelDef.make(shape, execution_of(shape, rules, name, mesh.devices.flat[0].platform, held, found.lora))
+
+
+def execution_of(
+    shape: TransformerConfig,
+    rules: Rules,
+    name: str,
+    platform: str,
+    held: WeightFormat,
+    lora: LoraConfig,
+) -> Execution:
+    """How a model that is opened runs in the dtype of this name on devices of a platform. Raises ShardlmError for
+    another dtype, and for experts on GPUs without the package of their kernels."""
+    if name not in DTYPES:
+        raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
     widest = max(block.attention.head_dim for block in shape.all_blocks())
     plain = not any(block.attention.soft for block in shape.all_blocks())
     experts = any(block.mlp.num_experts for block in shape.all_blocks())
-    execution = Execution(
+    return Execution(
         rules,
         DTYPES[name],
-        attention=attention.choose("auto", device.platform, DTYPES[name], widest, plain),
-        grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
-        lora=found.lora,
-        weights=found.lora.base if found.lora.rank else held,
-        paged_attention=paged_attention.choose(device.platform),
+        attention=attention.choose("auto", platform, DTYPES[name], widest, plain),
+        grouped_matmul=grouped_matmul.choose(platform) if experts else "blocked",
+        lora=lora,
+        weights=held,
+        paged_attention=paged_attention.choose(platform),
     )
-    return ModelDef.make(shape, execution)

@@ -1,6 +1,7 @@
 """From a checkpoint's folder to an engine that is ready: mesh, weights, the pool of pages, and the programs."""
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,9 @@ from shardlm.serve.submeshes import of_replica, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
+STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
+ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -49,7 +53,7 @@ class EngineConfig:
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
-    gpu_memory_utilization  share of a GPU's memory for weights, pages and what programs need
+    gpu_memory_utilization  share of what jax may take of a GPU (use_memory) for weights, pages and what programs need
     kv_cache_bytes          of all pages, over all devices; None: what is left of a GPU's memory, 1 GiB on a CPU
     max_num_seqs            requests that run at once, of each replica; None: 256, on a CPU 32
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
@@ -109,12 +113,18 @@ class EngineConfig:
         """Tokens that each step drafts."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
+    @property
+    def decoded(self) -> int:
+        """The most tokens of a row in one decode program."""
+        return self.decode_steps * (1 + self.drafts)
+
 
 def build(
     path: str | os.PathLike, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Engine | EngineGroup, Opened]:
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
     or is not there."""
+    use_memory()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
     submeshes(config.mesh)  # says where devices are too few
@@ -151,6 +161,7 @@ def assemble(
         model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
     draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
+    del params  # the stages have their own, and pages want the room
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
     sizes, *beside = sizes_of(model, draft, places, length, config)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
@@ -174,16 +185,30 @@ def sizes_of(
 ) -> tuple[RunnerConfig | PageLayout, ...]:
     """(the sizes of a replica's programs, the page layout of the layers that draft, where there are any), once the
     weights are on the devices."""
-    cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
-    rows = config.max_num_seqs or (32 if cpu else 256)
-    ahead = 1 + config.drafts
-    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * ahead + 1)
-    decoded = config.decode_steps * ahead
-    layouts = layouts_of(model, draft, length, config.block_size, decoded)
+    stages = [stage for place in places for stage in place.stages]
+    cpu = stages[0].mesh.devices.flat[0].platform == "cpu"
+    layouts = layouts_of(model, draft, length, config.block_size, config.decoded)
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[0] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
-    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, decoded))
-    count = min(pages_of(places, each, config), usable)
+    rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
+    return sized(layouts, each, rooms, length, config, len(places))
+
+
+def sized(
+    layouts: Sequence[PageLayout],
+    each: Sequence[int],
+    rooms: Sequence[int] | None,
+    length: int,
+    config: EngineConfig,
+    replicas: int,
+) -> tuple[RunnerConfig | PageLayout, ...]:
+    """The same from what a page takes of the devices of each stage and from what is free there, of all replicas' stages
+    in turn; None on CPUs. Needs no devices."""
+    cpu = rooms is None
+    rows = config.max_num_seqs or (32 if cpu else 256)
+    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + config.drafts) + 1)
+    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
+    count = min(pages_of(each, rooms, config, replicas), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
     return RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps), *beside
 
@@ -195,33 +220,33 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
-        longest_step=max(tokens, steps * (1 + config.drafts)),
+        longest_step=max(tokens, config.decoded),
         caching=config.enable_prefix_caching,
     )
     return Scheduler(SchedulerConfig(sizes.max_rows, tokens, sizes.max_model_len, (1, steps), config.drafts), table)
 
 
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
-    """Of one page in the layers that it has room for, over all devices."""
+    """Of one page in the layers that it has room for, over all devices of a stage: those over which the heads of a pool
+    are not split have a copy each."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
     pools = held(entries, model.execution.kv_cache, model.execution.dtype).values()
-    position = sum(heads * width * dtype.itemsize for (heads, width), _, dtype in pools)
+    rules = model.execution.rules
+    devices = rules.mesh.size(*STAGE_AXES)
+    position = sum(
+        heads * width * dtype.itemsize * devices // rules.mesh.size(*rules.act.axes(kv_name))
+        for (heads, width), kv_name, dtype in pools
+    )
     return layout.layers * block_size * position
 
 
-def pages_of(places: Sequence[Place], each: Sequence[int], config: EngineConfig) -> int:
-    """How many pages the memory of a replica holds, scrap page included, of which each stage has so many bytes. Raises
-    ShardlmError where it holds none."""
-    cpu = places[0].stages[0].mesh.devices.flat[0].platform == "cpu"
-    if config.kv_cache_bytes or cpu:
-        nbytes, own = (config.kv_cache_bytes or 2**30) // len(places), sum(each)
+def pages_of(each: Sequence[int], rooms: Sequence[int] | None, config: EngineConfig, replicas: int) -> int:
+    """How many pages the memory of a replica holds, scrap page included; arguments as of `sized`. Raises ShardlmError
+    where it holds none."""
+    if config.kv_cache_bytes or rooms is None:
+        nbytes, own = (config.kv_cache_bytes or 2**30) // replicas, sum(each)
     else:  # the stage with the least room for its own layers decides
-        room = [
-            (free_bytes(stage.mesh, config), own)
-            for place in places
-            for stage, own in zip(place.stages, each, strict=True)
-        ]
-        nbytes, own = min(room, key=lambda one: one[0] / one[1])
+        nbytes, own = min(zip(rooms, itertools.cycle(each), strict=False), key=lambda one: one[0] / one[1])
     if nbytes < 2 * own:
         raise ShardlmError(
             f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "
@@ -230,12 +255,21 @@ def pages_of(places: Sequence[Place], each: Sequence[int], config: EngineConfig)
     return nbytes // own
 
 
+def use_memory() -> None:
+    """Lets jax have ALLOCATED of each GPU, unless the environment says how much; before its backend starts."""
+    if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(ALLOCATED)
+
+
 def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
-    """What is left of these GPUs' memory for pages, measured once the weights are there; a twentieth of the memory is
-    for programs."""
+    """What is left of these GPUs' memory for pages, measured once the weights are there."""
     stats = [device.memory_stats() for device in mesh.devices.flat]
-    left = min(s["bytes_limit"] * (config.gpu_memory_utilization - 0.05) - s["bytes_in_use"] for s in stats)
-    return max(0, int(left)) * len(stats)
+    return min(room_beside(s["bytes_in_use"], s["bytes_limit"], config) for s in stats) * len(stats)
+
+
+def room_beside(in_use: float, limit: float, config: EngineConfig) -> int:
+    """Bytes for pages on a GPU that holds so many already, of those that jax may take; a twentieth is for programs."""
+    return max(0, int(limit * (config.gpu_memory_utilization - 0.05) - in_use))
 
 
 def described(opened: Opened, engine: Engine | EngineGroup) -> str:

@@ -148,7 +148,11 @@ class Runner:
     def _empty(self) -> Any:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
         make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
-        with jax.set_mesh(self.mesh):
+        return self._new(make, self.mesh)
+
+    def _new(self, make: Callable, mesh: Mesh) -> Any:
+        """What `make` makes, on the devices of a mesh."""
+        with jax.set_mesh(mesh):
             return jax.jit(make)()
 
     # Programs.

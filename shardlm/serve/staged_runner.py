@@ -34,11 +34,15 @@ class StagedRunner(Runner):
     def __init__(self, model: ModelDef, place: Place, config: RunnerConfig, like: "StagedRunner | None" = None):
         self.stages = tuple(place.stages)
         self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in self.stages]
-        steps = [np.int32(i) for i in range(config.decode_steps)]
-        self._steps = [jax.device_put(steps, whole) for whole in self._whole]
         self._parts = place.params
         params = together(place.params, self.stages)
         super().__init__(model, params, self.stages[-1].mesh, config, like=like)
+
+    @functools.cached_property
+    def _steps(self) -> list[list[jax.Array]]:
+        """The number of each step, on the devices of each stage."""
+        steps = [np.int32(i) for i in range(self.config.decode_steps)]
+        return [jax.device_put(steps, whole) for whole in self._whole]
 
     @property
     def spec(self) -> MeshSpec:
@@ -57,8 +61,7 @@ class StagedRunner(Runner):
             make = functools.partial(make_pages, stage.model, *sizes)
             if stage.last:
                 make = functools.partial(empty_state, stage.model, *sizes, config.max_rows)
-            with jax.set_mesh(stage.mesh):
-                made.append(jax.jit(make)())
+            made.append(self._new(make, stage.mesh))
         return made
 
     # Programs: the stage is last in the key.
@@ -90,12 +93,12 @@ class StagedRunner(Runner):
             own, found = jax.tree.map(lambda s: at_rest(s, self.mesh), (own, found))
         work = {}
         for s, stage in enumerate(self.stages):
-            where = jax.device_put(empty, self._whole[s])
+            where, step = self._shapes_on(s, (empty, np.int32(0)))
             entering = self._entering(s, (rows,)) if stage.first else self._entering(s, (rows, 1))
             function = stage_programs.last_step if stage.last else stage_programs.step
             function = functools.partial(function, stage, stage.layout(self.config.layout))
             held = (self._state[s].pages, own, found) if stage.last else self._state[s]
-            work["step", rows, s] = function, (self._parts[s], held, where, entering, self._steps[s][0])
+            work["step", rows, s] = function, (self._parts[s], held, where, entering, step)
         work["begin", rows, last] = begin, ((), slots, where)
         work["end", rows, last] = stage_programs.end, ((), slots, where, own)
         return work
@@ -106,10 +109,14 @@ class StagedRunner(Runner):
         for s, stage in enumerate(self.stages):
             function = stage_programs.last_chunk if stage.last else stage_programs.chunk
             where = rows if stage.last else rows.where
-            own = jax.device_put(where, self._whole[s])
+            own = self._shapes_on(s, where)
             function = functools.partial(function, stage, stage.layout(self.config.layout))
             work["chunk", size, s] = function, (self._parts[s], self._state[s], own, self._entering(s, size))
         return work
+
+    def _shapes_on(self, s: int, arguments: Any) -> Any:
+        """Of arrays of the host, whole on each device of a stage."""
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._whole[s]), arguments)
 
     def _entering(self, s: int, tokens: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """What comes into a stage for these rows (and columns) of tokens."""

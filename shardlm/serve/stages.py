@@ -40,12 +40,17 @@ class Stage:
         return nnx.merge(self.model.graph, joined(params, self.absent))
 
     def layout(self, whole: PageLayout) -> PageLayout:
-        """The page layout of the whole model as this stage has it: the same pages, of fewer layers."""
-        counts, places = collections.Counter(), []
-        for group, _ in whole.places[self.layers]:
-            places.append((group, counts[group]))
-            counts[group] += 1
-        return dataclasses.replace(whole, places=tuple(places))
+        """The page layout of the whole model as this stage has it."""
+        return layout_of(whole, self.layers)
+
+
+def layout_of(whole: PageLayout, layers: slice) -> PageLayout:
+    """The same pages, of these layers alone."""
+    counts, places = collections.Counter(), []
+    for group, _ in whole.places[layers]:
+        places.append((group, counts[group]))
+        counts[group] += 1
+    return dataclasses.replace(whole, places=tuple(places))
 
 
 def layers_of(num_layers: int, count: int) -> list[slice]:
@@ -71,12 +76,14 @@ def cut(model: ModelDef, params: Tree, meshes: Sequence[Mesh], draft: Tree = ())
     it is."""
     if len(meshes) == 1:
         return Place([Stage(model, meshes[0], True, True, slice(None), {})], [copied(params, meshes[0])], draft)
-    runs = layers_of(model.config.num_layers, len(meshes))
-    last = len(meshes) - 1
-    found = [
-        _stage(model, mesh, run, i == 0, i == last) for i, (mesh, run) in enumerate(zip(meshes, runs, strict=True))
-    ]
+    found = stages_on(model, meshes)
     return Place(found, [part_of(params, stage) for stage in found], draft)
+
+
+def stages_on(model: ModelDef, meshes: Sequence[Mesh]) -> list[Stage]:
+    """The stages of a model whose layers are apart, one on each mesh; no weights are touched."""
+    runs, last = layers_of(model.config.num_layers, len(meshes)), len(meshes) - 1
+    return [_stage(model, mesh, run, i == 0, i == last) for i, (mesh, run) in enumerate(zip(meshes, runs, strict=True))]
 
 
 def part_of(params: Tree, stage: Stage) -> Tree:

@@ -21,10 +21,10 @@ MEMORY = 2**16
 
 
 # Pages of 4 tokens in MEMORY, and the largest difference that was measured: 0.020 nats, 0.43, 0.026. In float32 they
-# are 42 and 56.
+# are 42 and 56. Latents are whole on each device of tensor, so that over two of them a page takes twice as much.
 @pytest.mark.parametrize(
     ("family", "how", "tensor", "pages", "measured"),
-    [("llama", "int8", 2, 113, 0.020), ("deepseek_v2", "fp8", 1, 227, 0.43), ("deepseek_v2", "int8", 2, 195, 0.026)],
+    [("llama", "int8", 2, 113, 0.020), ("deepseek_v2", "fp8", 1, 227, 0.43), ("deepseek_v2", "int8", 2, 97, 0.026)],
 )
 def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
     reference = hf_files.header(REFERENCES / family / "expected.safetensors.reference")
@@ -36,7 +36,8 @@ def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
     engine = assemble(opened, TOKENIZER, [], 60, config)
     model, layout = engine.runner.model, engine.runner.config.layout
     assert MEMORY // page_bytes(model, layout, 4) == pages
-    held_bytes = sum(a.nbytes for a in jax.tree.leaves(engine.runner._state.pages))
+    pools = jax.tree.leaves(engine.runner._state.pages)
+    held_bytes = sum(shard.data.nbytes for pool in pools for shard in pool.addressable_shards)
     assert page_bytes(model, layout, 4) * layout.num_pages == held_bytes
     engine.add("a", tokens.tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0))
     output = finished(engine)["a"]

@@ -1,0 +1,139 @@
+"""What a replica does under continuous batching at a rate of requests, as a fluid and a queue: prompts take a share of
+the device's time and replies the rest; a prompt waits for those before it. Estimates, from formulas.
+
+Replies: of R requests a second with O tokens each, B = R O t run at once (Little's law), where t is the time between
+two tokens of one, a decode step over the share of time that prompts leave. Prompts: a queue with random arrivals and
+equal service, M/D/1, whose mean wait is R S^2 / 2 (1 - R S); DistServe (https://arxiv.org/abs/2401.09670, section 3.1)
+takes the same for the time to the first token. Lengths are all equal here; longer bursts than Poisson's wait longer.
+
+Against the real scheduler with random arrivals and these times of programs (tests/plan/test_serving_load.py), at half
+of the most, the mean time to the first token is within a quarter and the time between tokens within a fifth.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from shardlm.plan.serving_case import ServingCase
+from shardlm.plan.serving_time import Speed
+from shardlm.serve.engine import AHEAD
+
+HEADROOM = 0.8  # of the most that a replica sustains; nearer to it waits grow without bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A replica at `rate` requests a second.
+
+    running       requests whose replies are under way
+    itl_seconds   between two tokens of a reply
+    ttft_seconds  mean, from arrival to the first token; infinite where prompts come faster than they are read
+    prompts       share of the time that goes to prompts
+    limit         what keeps it from more
+    """
+
+    rate: float
+    running: float
+    itl_seconds: float
+    ttft_seconds: float
+    prompts: float
+    limit: str
+
+    def tokens_per_second(self, output_len: int) -> float:
+        return self.rate * output_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """A replica of a case, as the fluid sees it.
+
+    alone    seconds of one prompt with nothing beside it
+    crowded  its share of steps that always have others to read: cut where the budget of a step ends, and each part
+             padded to the next power of two, for PADDED times the tokens
+    """
+
+    case: ServingCase
+    speed: Speed
+    alone: float
+    crowded: float
+    slots: int
+
+    @classmethod
+    def of(cls, case: ServingCase, speed: Speed) -> "Replica":
+        at_once = speed.memory.at_once(case.prompt_len, case.output_len)
+        whole = speed.memory.sizes.max_batch_tokens
+        chunk = speed.chunk(whole, max(0, (case.prompt_len - whole) // 2))
+        alone = speed.prefill(case.prompt_len)
+        return cls(case, speed, alone, max(alone, PADDED * case.prompt_len / whole * chunk), at_once)
+
+    @property
+    def context(self) -> float:
+        """Of a reply under way, on average."""
+        return self.case.prompt_len + self.case.output_len / 2
+
+    def running(self, batch: float) -> Load:
+        """With so many replies under way on average."""
+        P, O = self.case.prompt_len, self.case.output_len
+        sizes = self.speed.memory.sizes
+        step = self.speed.step_seconds(batch, self.context)
+        budget = sizes.max_batch_tokens - batch
+        prompt = self.alone
+        for _ in range(4):  # how often prompts meet others depends on how long they take
+            rate = batch / (O * step + batch * prompt)
+            service = prompt + P / budget * step  # several short prompts share a step
+            busy = rate * service
+            prompt = self.alone + min(1.0, busy) * (self.crowded - self.alone)
+        wait = rate * service**2 / (2 * (1 - busy)) if busy < 1 else math.inf
+        own = prompt + math.ceil(P / budget) * step
+        # A request finds a batch under way, on average half done, and those started behind it; with no prompt among
+        # them each is a whole decode program.
+        found = (AHEAD - 0.5) * step * (sizes.decode_steps * max(0.0, 1 - busy) + min(1.0, busy))
+        share = rate * prompt
+        return Load(rate, batch, step / (1 - share), found + wait + own, share, "")
+
+    def most(self) -> Load:
+        """The highest rate within the slots, the pages, the budget of prompts and the latencies asked for; `rate` 0
+        where none is."""
+        case, sizes = self.case, self.speed.memory.sizes
+        # Each reply needs its prompt read before it ends: B P tokens of prompts in the O steps of a reply.
+        by_budget = case.output_len * sizes.max_batch_tokens / (case.prompt_len + case.output_len)
+        limits = {
+            "max_num_seqs" if self.slots == sizes.max_rows else "pages": float(self.slots),
+            "max_num_batched_tokens": 0.999 * by_budget,
+        }
+        targets: dict[str, Callable[[Load], bool]] = {}
+        if case.ttft_seconds:
+            targets["ttft_seconds"] = lambda load: load.ttft_seconds <= case.ttft_seconds
+        if case.itl_seconds:
+            targets["itl_seconds"] = lambda load: load.itl_seconds <= case.itl_seconds
+        for name, holds in targets.items():
+            limits[name] = self._largest(holds, min(limits.values()))
+        name = min(limits, key=limits.get)
+        if limits[name] <= LEAST:
+            one = self.running(LEAST)
+            return dataclasses.replace(one, rate=0.0, running=0.0, limit=name)
+        return dataclasses.replace(self.running(limits[name]), limit=name)
+
+    def at(self, rate: float) -> Load | None:
+        """At this rate; None where it is more than `most` allows."""
+        most = self.most()
+        if rate > most.rate:
+            return None
+        batch = self._largest(lambda load: load.rate <= rate, most.running)
+        return dataclasses.replace(self.running(batch), rate=rate, limit="")
+
+    def _largest(self, holds: Callable[[Load], bool], most: float) -> float:
+        """The largest number of replies under way for which this holds; it does for fewer, and not for more."""
+        low, high = LEAST, most
+        if holds(self.running(high)):
+            return high
+        if not holds(self.running(low)):
+            return low
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if holds(self.running(middle)) else (low, middle)
+        return low
+
+
+PADDED = 4 / 3  # a cut anywhere in a power of two leaves two parts, each of 2/3 of it on average once padded
+LEAST = 1e-2  # replies under way of a replica that is all but idle

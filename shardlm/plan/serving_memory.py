@@ -1,0 +1,189 @@
+"""What a serving engine holds on each device, and how many requests at once: the arithmetic is the engine's own
+(serve/build.py, layers/page_layout.py), on sizes that are known without devices."""
+
+import dataclasses
+import math
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.mlp import MlpConfig
+from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.mesh import MeshSpec
+from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.plan.serving_case import ServingCase
+from shardlm.plan.serving_weights import Held, decoding_rules, held_bytes, one_layer, stages_of, weights_of
+from shardlm.rules import Rules
+from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
+from shardlm.serve.programs import SCORED_AT_ONCE
+from shardlm.serve.runner import RunnerConfig
+from shardlm.serve.stages import layout_of as part_of_layout
+from shardlm.serve.state import MAX_BANNED, MAX_BIASES
+from shardlm.serve.submeshes import of_replica, of_stage
+
+ACTIVATION = 4  # bytes of a logit
+# Arrays of [rows, vocabulary] in float32 that a decode program keeps at once: 5.6 (compiled for an H100: Llama 3's
+# vocabulary, 256 rows), and 4 without the rows' counts (ops/batch_sampling.py).
+SAMPLER_ARRAYS = 5.6
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one device of a pipeline stage.
+
+    weights, pages, slots  exactly what the engine allocates
+    decode        temporaries of its largest decode program, estimated
+    prefill       the same of the program of prompts that needs most
+    prefill_size  and which that is: (rows, tokens of a row)
+    page          of one page
+    """
+
+    layers: slice
+    weights: int
+    pages: int
+    slots: int
+    decode: float
+    prefill: float
+    prefill_size: tuple[int, int]
+    page: int
+
+    @property
+    def held(self) -> int:
+        """Between programs."""
+        return self.weights + self.pages + self.slots
+
+    @property
+    def temporaries(self) -> float:
+        return max(self.decode, self.prefill)
+
+    @property
+    def total(self) -> float:
+        return self.held + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingMemory:
+    """sizes   of a replica's programs and its pool, as the engine makes them
+    limit   bytes that jax may take of a GPU
+    """
+
+    stages: tuple[StageMemory, ...]
+    sizes: RunnerConfig
+    limit: float
+
+    @property
+    def layout(self) -> PageLayout:
+        return self.sizes.layout
+
+    @property
+    def fullest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def tokens_held(self) -> int:
+        """Of one sequence after another, in the pages of a replica, where every layer sees all; with windows, fewer
+        pages a token are needed once a sequence is longer than they are."""
+        return (self.layout.num_pages - 1) * self.sizes.page_size // len(self.layout.windows)
+
+    def at_once(self, prompt_len: int, output_len: int) -> int:
+        """Requests of these lengths of which a replica preempts none, wherever in their replies they are: slots and
+        pages for all of them when they are longest. The last token is sampled and not written."""
+        most = self.layout.pages_of(prompt_len + output_len - 1, self.sizes.page_size, self.sizes.decode_steps)
+        return min(self.sizes.max_rows, (self.layout.num_pages - 1) // most)
+
+
+def serving_memory(case: ServingCase) -> ServingMemory:
+    """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
+    as the engine does."""
+    engine, shape = case.engine, case.model.shape
+    mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
+    weights = weights_of(shape, mesh, case.dtype, case.weights)
+    rules, runs = decoding_rules(of_stage(mesh)), stages_of(shape.num_layers, mesh)
+    windows = [block.attention.window for block in shape.blocks()]
+    layout = layout_of(windows, 0, case.length, engine.block_size, engine.decoded)
+    own = [weights.stage(run, i == 0, i == len(runs) - 1) for i, run in enumerate(runs)]
+    held = [held_bytes(stage, rules) for stage in own]
+    each = [page_bytes(model, part_of_layout(layout, run), engine.block_size) for run in runs]
+    limit, devices = ALLOCATED * case.cluster.gpu.hbm_bytes, of_stage(mesh).size("expert", "tensor")
+    rooms = [room_beside(nbytes, limit, engine) * devices for nbytes in held]
+    if not all(rooms):
+        raise ShardlmError(
+            f"{max(held) / 2**30:.1f} GiB of weights a GPU leave no room for pages: gpu_memory_utilization="
+            f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
+        )
+    (sizes,) = sized([layout], each, rooms, case.length, engine, engine.mesh.data)
+    check_longest(sizes, engine.decoded)
+    stages = [
+        _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)
+        for i, (run, page, stage) in enumerate(zip(runs, each, own, strict=True))
+    ]
+    found = ServingMemory(tuple(stages), sizes, limit)
+    if found.fullest.total > limit:
+        most = found.fullest
+        raise ShardlmError(
+            f"{most.total / 2**30:.1f} GiB a GPU, {most.temporaries / 2**30:.1f} of them temporaries (estimated), and "
+            f"jax may take {limit / 2**30:.1f}: lower gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
+        )
+    return found
+
+
+def check_longest(sizes: RunnerConfig, decoded: int) -> None:
+    """Raises ShardlmError where the pool does not hold a request of max_model_len, as the scheduler does."""
+    layout, steps = sizes.layout, max(sizes.max_batch_tokens, decoded)
+    needed = layout.pages_of(sizes.max_model_len, sizes.page_size, steps)
+    if needed > layout.num_pages - 1:
+        raise ShardlmError(
+            f"a request of max_model_len={sizes.max_model_len} tokens needs {needed} pages of {sizes.page_size}, and "
+            f"the pool has {layout.num_pages - 1}"
+        )
+
+
+def slot_bytes(rows: int, vocab: int) -> int:
+    """What the engine keeps of each request besides pages, and of padding (serve/state.py's Slots), whole on each
+    device."""
+    words = -(-vocab // 32)
+    settings = 4 * 9 + 8  # ops/batch_sampling.py's RowSettings
+    return (rows + 1) * (4 + 1 + settings + 4 * (2 * MAX_BIASES + MAX_BANNED) + 8 * words + 2 * vocab)
+
+
+def _stage(
+    case: ServingCase, sizes: RunnerConfig, rules: Rules, run: slice, weights: list[Held], page: int, last: bool
+) -> StageMemory:
+    """Temporaries are what the fullest moments of a program hold: a layer's activations and what it dequantises, logits
+    of prompts that are scored, the sampler."""
+    shape, itemsize, V = case.model.shape, DTYPE_BYTES[case.dtype], case.model.shape.vocab_size
+    widest = max(_layer_numbers(block, rules.mesh, shape.embed_dim) for block in shape.blocks()) / rules.mesh.tensor
+    unpacked = 2 * itemsize * max((held.elements(rules.use) * held.packed for held in weights), default=0)
+
+    def needs(rows: int, tokens: int) -> float:
+        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked
+        scored = 2 * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V if last else 0
+        return max(layer, scored)
+
+    rows = sizes.max_rows
+    layer = rows * itemsize * (3 * shape.embed_dim + widest)
+    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked
+    largest = max(sizes.chunk_sizes, key=lambda size: needs(*size))
+    return StageMemory(
+        run,
+        held_bytes(weights, rules),
+        page * sizes.layout.num_pages,
+        slot_bytes(rows, V) if last else 0,
+        decode,
+        needs(*largest),
+        largest,
+        page,
+    )
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _layer_numbers(block, mesh: MeshSpec, D: int) -> float:
+    """Of one token's activations inside the MLP, all devices of tensor together; of experts, of the buffer that holds
+    the worst case (ops/expert_dispatch.py), which all tokens of the expert axis enter."""
+    mlp = block.mlp
+    if isinstance(mlp, MlpConfig):
+        return (2 if mlp.gated else 1) * mlp.mlp_dim
+    ranks = mesh.expert
+    pairs = ranks * min(mlp.top_k, mlp.num_experts // ranks)
+    exchanged = 2 if choose_exchange(ranks, mlp.top_k) == "all_to_all" else 1
+    return pairs * (2 * mlp.expert_dim + (1 + exchanged) * D * mesh.tensor)

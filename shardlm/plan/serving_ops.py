@@ -1,0 +1,189 @@
+"""What one device of a pipeline stage computes and sends for one pass of some tokens through its layers, as programs of
+the engine do it (serve/programs.py, compiled): operations and collectives for kernels.py and links.py to time."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mla import MlaConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.plan.compute import Op
+from shardlm.plan.serving_weights import InUse
+from shardlm.rules import Rules
+
+# Kernels that are neither matmuls nor attention, compiled for an H100: of a layer 6 besides 7 matmuls and attention's 2
+# (norms, rotation, writes of keys and values, activation), of sampling 32.
+SMALL_KERNELS, SAMPLING_KERNELS = 6, 32
+NAMES = {2: "bf16", 4: "fp32"}  # of numbers of so many bytes, as hardware.Peak has them
+SAMPLER_PASSES = 10  # over float32 [rows, vocabulary]: log-probabilities, the greedy token, top log-probabilities
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Rows of tokens that go through the model at once.
+
+    tokens    in all rows
+    rows      of which the last token is sampled
+    context   positions before each row's tokens
+    itemsize  bytes of an activation
+    """
+
+    tokens: float
+    rows: float
+    context: float
+    itemsize: int
+
+    @property
+    def each(self) -> float:
+        """Tokens of a row."""
+        return self.tokens / self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """kind as in links.py; nbytes sent by one device in all `count` of them together."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    count: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of one pass through a stage. `least_bytes` is what any engine has to read: weights in use as they are held and
+    the keys and values that are seen."""
+
+    ops: tuple[Op, ...]
+    exchanged: tuple[Exchanged, ...]
+    least_bytes: float
+
+
+def layer_work(
+    block: BlockConfig, weights: Sequence[InUse], rules: Rules, cache_bytes: float, one: Pass, D: int
+) -> Work:
+    """Of one layer. cache_bytes: of one position in the layer, on this device."""
+    plain = [held for held in weights if held.summed and not held.of_experts]
+    ops = [op for held in plain for op in _projection(held, one.tokens, one.itemsize)]
+    least = sum(held.nbytes for held in weights if not held.of_experts)
+    seen, pairs = attended(block.attention, one)
+    kv = one.rows * seen * cache_bytes
+    ops.append(_attention(block.attention, rules, one, pairs, kv))
+    small = one.tokens * D * 3 * one.itemsize
+    ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
+    exchanged = [*_reduced(block, rules, one, D), *gathers(weights, rules)]
+    if isinstance(block.mlp, MoeConfig):
+        touched = touched_share(block.mlp, one.tokens)
+        experts = [held for held in weights if held.of_experts]
+        ops += _experts(block.mlp, experts, rules, one, touched)
+        exchanged += _to_experts(block.mlp, rules, one, D)
+        least += touched * sum(held.nbytes for held in experts)
+    return Work(tuple(ops), tuple(exchanged), least + kv)
+
+
+def touched_share(moe: MoeConfig, tokens: float) -> float:
+    """Of the experts, those that tokens with even and independent choices are expected to reach."""
+    return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
+
+
+def attended(attention: AttentionConfig | MlaConfig, one: Pass) -> tuple[float, float]:
+    """(positions whose keys and values a row reads, (query, key) pairs of all rows)."""
+    window, c, s = attention.window, one.each, one.context
+    if not window:
+        return s + c, one.rows * (c * s + c * (c + 1) / 2)
+    ramp = max(0.0, min(c, window - s))  # tokens that do not fill the window yet
+    pairs = ramp * s + ramp * (ramp + 1) / 2 + (c - ramp) * window
+    return min(s + c, window + c - 1), one.rows * pairs
+
+
+def _projection(held: InUse, tokens: float, itemsize: int) -> Iterator[Op]:
+    """The matmul and, of a weight in few bits, its numbers made and written first (compiled: XLA makes them anew for
+    each use)."""
+    k, layer = held.summed, "attention" if held.name.startswith("w") else "mlp"
+    weight, n = held.nbytes, held.numbers / k
+    if held.packed:
+        weight = held.numbers * itemsize
+        yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
+    moved = weight + itemsize * tokens * (n + k)
+    flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
+    yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=NAMES[itemsize])
+
+
+def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, pairs: float, kv: float) -> Op:
+    N = attention.num_heads / rules.mesh.tensor
+    if isinstance(attention, MlaConfig):  # in the space of the latents
+        width = 2 * attention.kv_latent_dim + attention.rope_dim
+    else:
+        width = attention.head_dim + attention.value_dim
+    moved = kv + one.tokens * N * width * one.itemsize
+    dims = (one.each, pairs / one.tokens, width / 2)
+    return Op("attention", "pages", "attention", pairs * N * width, moved / 2, 2, dims=dims)
+
+
+def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:
+    """Every device of the expert axis has all tokens and sends them to all: experts see each as often as there are
+    devices (layers/moe.py under Rules.for_decoding)."""
+    pairs = one.tokens * moe.top_k
+    for held in experts:
+        if not held.summed:
+            continue
+        each = held.numbers / (moe.num_experts / rules.mesh.expert)  # of one expert
+        weight = touched * held.nbytes
+        if held.packed:  # of all experts, whichever are reached
+            weight = touched * held.numbers * one.itemsize
+            moved = held.nbytes + held.numbers * one.itemsize
+            yield Op("moe", f"{held.name}: dequantised", "memory", 0, moved, 1)
+        k = held.summed
+        moved = weight + one.itemsize * pairs * (k + each / k)
+        dims = (
+            pairs / (touched * moe.num_experts / rules.mesh.expert),
+            each / k,
+            k,
+        )
+        yield Op("moe", held.name, "matmul", 2.0 * pairs * each, moved, 1, dims=dims, dtype=NAMES[one.itemsize])
+
+
+def _reduced(block: BlockConfig, rules: Rules, one: Pass, D: int) -> Iterator[Exchanged]:
+    """The sums after attention and MLP over tensor."""
+    t = rules.mesh.tensor
+    if t > 1:
+        sums = 2 + bool(isinstance(block.mlp, MoeConfig) and block.mlp.shared_dim)
+        yield Exchanged("all-reduce", ("tensor",), sums * 2 * (t - 1) / t * one.tokens * D * one.itemsize, sums)
+
+
+def gathers(weights: Collection[InUse], rules: Rules) -> Iterator[Exchanged]:
+    """Weights that rest split over the expert axis and are used whole."""
+    e = rules.mesh.expert
+    for held in weights:
+        if held.gathered:
+            yield Exchanged("all-gather", ("expert",), held.nbytes * (e - 1) / e, 1)
+
+
+def _to_experts(moe: MoeConfig, rules: Rules, one: Pass, D: int) -> Iterator[Exchanged]:
+    e, stream = rules.mesh.expert, one.tokens * D * one.itemsize
+    exchange = choose_exchange(e, moe.top_k)
+    if exchange == "gather":
+        yield Exchanged("all-gather", ("expert",), stream * (e - 1), 1)
+        yield Exchanged("reduce-scatter", ("expert",), stream * (e - 1), 1)
+    elif exchange == "all_to_all":
+        yield Exchanged("ragged-all-to-all", ("expert",), 2 * stream * moe.top_k * (e - 1) / e, 2)
+
+
+def ends_work(embedding: InUse, head: InUse, rules: Rules, one: Pass, vocab: int, D: int) -> Work:
+    """Embedding, head and sampling, of the stages that have them."""
+    t, B = rules.mesh.tensor, one.rows
+    logits = 4 * B * vocab
+    of_head = {"dims": (B, vocab / t, D), "dtype": NAMES[one.itemsize]}
+    ops = [
+        Op("embedding", "lookup", "memory", 0, 2 * one.tokens * D * one.itemsize, 1),
+        Op("head", "logits", "matmul", 2.0 * B * head.numbers, head.nbytes + logits / t, 1, **of_head),
+        Op("head", "sampling", "memory", 0, SAMPLER_PASSES * logits / SAMPLING_KERNELS, SAMPLING_KERNELS),
+    ]
+    exchanged = [*gathers({embedding, head}, rules)]
+    if t > 1:
+        share = (t - 1) / t
+        exchanged.append(Exchanged("all-reduce", ("tensor",), 2 * share * one.tokens * D * one.itemsize, 1))
+        exchanged.append(Exchanged("all-gather", ("tensor",), share * logits, 1))
+    return Work(tuple(ops), tuple(exchanged), head.nbytes)

@@ -1,0 +1,238 @@
+"""How long a decode step and the chunks of a prompt take: every operation against the roofline, collectives over their
+links, and both against the time that reading the bytes alone would take. Estimates, from formulas."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+from shardlm.layers.page_layout import PageLayout
+from shardlm.plan.compute import Op
+from shardlm.plan.constants import GAP
+from shardlm.plan.kernels import Kernels
+from shardlm.plan.links import Route
+from shardlm.plan.serving_case import ServingCase
+from shardlm.plan.serving_memory import DTYPE_BYTES, ServingMemory
+from shardlm.plan.serving_ops import Pass, Work, ends_work, layer_work
+from shardlm.plan.serving_weights import Held, InUse, Weights, decoding_rules, one_layer, weights_of
+from shardlm.rules import Rules
+from shardlm.serve.build import page_bytes
+from shardlm.serve.submeshes import of_replica, of_stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Seconds of one device.
+
+    parts   by layer (compute.Layer), and of collectives by their axes
+    least   of reading what has to be read at the memory's full rate
+    """
+
+    parts: dict[str, float]
+    least: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+    """A token for each of `batch` requests of a replica.
+
+    seconds       between two tokens of a request
+    least         by the bandwidth bound: bytes read by the device with most, at the memory's full rate
+    parts         seconds by what takes them, of the slowest stage times the number of stages
+    """
+
+    batch: int
+    seconds: float
+    least: float
+    parts: dict[str, float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the replica."""
+        return self.batch / self.seconds
+
+    @property
+    def of_bound(self) -> float:
+        """1: as fast as the memory can be read."""
+        return self.least / self.seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity, for what it remembers
+class Speed:
+    """A replica's times."""
+
+    case: ServingCase
+    memory: ServingMemory
+    weights: Weights
+    rules: Rules
+
+    @classmethod
+    def of(cls, case: ServingCase, memory: ServingMemory) -> "Speed":
+        mesh = of_replica(case.engine.mesh)
+        weights = weights_of(case.model.shape, mesh, case.dtype, case.weights)
+        return cls(case, memory, weights, decoding_rules(of_stage(mesh)))
+
+    @property
+    def stages(self) -> int:
+        return len(self.memory.stages)
+
+    def decode(self, batch: float, context: float) -> DecodeStep:
+        """One step at this many rows whose sequences have `context` tokens."""
+        groups = min(self.stages, batch)
+        one = Pass(batch / groups, batch / groups, context, self.itemsize)
+        slowest = max((self._stage(i, one) for i in self._distinct), key=lambda timed: timed.seconds)
+        seconds = self.step_seconds(batch, context)
+        parts = {name: part * seconds / slowest.seconds for name, part in slowest.parts.items()}
+        whole = Pass(batch, batch, context, self.itemsize)
+        least = max(self._stage(i, whole).least for i in self._distinct)
+        return DecodeStep(batch, seconds, least, parts)
+
+    def step_seconds(self, batch: float, context: float) -> float:
+        """Of `decode`. Rows are dealt into as many groups as there are stages, which each stage runs in turn
+        (serve/staged_runner.py); with fewer rows than stages some of them wait."""
+        groups = max(1.0, min(self.stages, batch))
+        rows = batch / groups
+        turns = self._turns(Pass(rows, rows, context, self.itemsize))
+        return max(groups * max(turns), sum(turns) + self.stages * self._hop(rows))
+
+    def sent(self, stage: int, one: Pass) -> dict[str, dict[str, float]]:
+        """Axes joined by "+" -> kind -> bytes that one device of a stage sends in one pass."""
+        found: dict[str, Counter] = {}
+        for work, count in self._works(stage, one):
+            for sent in work.exchanged:
+                found.setdefault("+".join(sent.axes), Counter())[sent.kind] += sent.nbytes * count
+        return {axes: dict(kinds) for axes, kinds in found.items()}
+
+    def _turns(self, one: Pass) -> list[float]:
+        """Seconds of each stage."""
+        found = {i: self._stage(i, one).seconds for i in self._distinct}
+        return [found[self._like[i]] for i in range(self.stages)]
+
+    @functools.cached_property
+    def _like(self) -> list[int]:
+        """The first stage with the same layers as each; the last one has the head."""
+        last = self.stages - 1
+        return [i if i == last else self._kinds.index(kinds) for i, kinds in enumerate(self._kinds)]
+
+    @property
+    def _distinct(self) -> set[int]:
+        return set(self._like)
+
+    def prefill(self, prompt_len: int, beside: int = 0) -> float:
+        """Seconds of a prompt's chunks in a replica where `beside` rows decode: each step holds that many tokens less.
+        Chunks follow each other through the stages."""
+        budget, done, total = self.memory.sizes.max_batch_tokens - beside, 0, 0.0
+        while done < prompt_len:
+            count = min(budget, prompt_len - done)
+            chunk = self.chunk(self.padded(count), done)
+            total += chunk if not done else chunk / self.stages
+            done += count
+        return total
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.case.dtype]
+
+    def padded(self, count: int) -> int:
+        """To the length of the shortest program that holds a chunk."""
+        return min(n for _, n in self.memory.sizes.chunk_sizes if n >= count)
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
+    def chunk(self, tokens: int, before: int) -> float:
+        """Seconds of a program of so many tokens of a prompt after those before, through all stages in turn."""
+        one = Pass(tokens, 1, before, self.itemsize)
+        return sum(self._turns(one)) + (self.stages - 1) * self._hop(tokens)
+
+    def _hop(self, tokens: float) -> float:
+        """What leaves a stage, to the next one's devices."""
+        if self.stages == 1:
+            return 0.0
+        mesh, cluster = of_replica(self.case.engine.mesh), self.case.cluster
+        nbytes = tokens * self.case.model.shape.embed_dim * self.itemsize
+        return Route.of(cluster.group(mesh, ("pipeline",)), cluster).seconds("collective-permute", nbytes, 1)
+
+    def _stage(self, i: int, one: Pass) -> Timed:
+        """One pass through a stage."""
+        parts: Counter = Counter()
+        least = 0.0
+        for work, count in self._works(i, one):
+            timed = self._timed(work)
+            least += timed.least * count
+            for name, seconds in timed.parts.items():
+                parts[name] += seconds * count
+        return Timed(dict(parts), least)
+
+    def _works(self, i: int, one: Pass) -> list[tuple[Work, float]]:
+        """(work, how often) of each kind of layer of a stage, and of the ends of the model, where they are there."""
+        shape = self.case.model.shape
+        D, cache = shape.embed_dim, self.cache_bytes
+        found = [
+            (layer_work(block, self._in_use[own], self.rules, cache, one, D), count)
+            for (block, own), count in self._kinds[i].items()
+        ]
+        if i == self.stages - 1:
+            found.append((ends_work(*self._ends, self.rules, one, shape.vocab_size, D), 1))
+        return found
+
+    @functools.cached_property
+    def _kinds(self) -> list[Counter]:
+        """(block, number of its weights among `_in_use`) -> how many such layers each stage has."""
+        numbers = {id(own): i for i, own in enumerate(self._layers)}
+        pairs = [
+            (block, numbers[id(own)])
+            for block, own in zip(self.case.model.shape.blocks(), self.weights.layers, strict=True)
+        ]
+        return [Counter(pairs[stage.layers]) for stage in self.memory.stages]
+
+    @functools.cached_property
+    def _layers(self) -> list[tuple[Held, ...]]:
+        """Weights of layers that differ."""
+        return list({id(own): own for own in self.weights.layers}.values())
+
+    @functools.cached_property
+    def _in_use(self) -> list[list[InUse]]:
+        return [[InUse.of(held, self.rules) for held in own] for own in self._layers]
+
+    @functools.cached_property
+    def _ends(self) -> tuple[InUse, InUse]:
+        """(embedding, head)"""
+        beside = self.weights.beside
+        (embedding,), (head,) = beside["embedding"], beside["embedding" if self.weights.tied else "head"]
+        return InUse.of(embedding, self.rules), InUse.of(head, self.rules)
+
+    @functools.cached_property
+    def cache_bytes(self) -> float:
+        """Of one position in one layer, on one device."""
+        stage, engine = of_stage(self.case.engine.mesh), self.case.engine
+        model = one_layer(self.case.model.shape, stage, self.case.dtype, engine.kv_cache_dtype)
+        return page_bytes(model, PageLayout.whole(1, 0), 1) / stage.size("expert", "tensor")
+
+    @functools.cached_property
+    def _kernels(self) -> Kernels:
+        return Kernels.of(self.case.cluster.gpu)
+
+    def _timed(self, work: Work) -> Timed:
+        cluster, mesh = self.case.cluster, of_replica(self.case.engine.mesh)
+        parts: Counter = Counter()
+        for op in work.ops:
+            parts[op.layer] += kernel_seconds(op, self._kernels) * op.count
+        for sent in work.exchanged:
+            route = Route.of(cluster.group(mesh, sent.axes), cluster)
+            parts["+".join(sent.axes)] += route.seconds(sent.kind, sent.nbytes, sent.count)
+        return Timed(dict(parts), work.least_bytes / cluster.gpu.hbm_bytes_per_second)
+
+
+SPLITS = (1, 2, 4, 8, 16)  # as XLA's autotuner tries for products of few rows (xla_gpu_enable_split_k_autotuning)
+
+
+def kernel_seconds(op: Op, kernels: Kernels) -> float:
+    """Of one execution. Products of few rows are cut along what is summed too, so that all cores load weights."""
+    if op.unit != "matmul":
+        return kernels.one_seconds(op)
+    rows, n, k = op.dims
+    copies = max(1, round(op.flops / (2.0 * rows * n * k)))
+    tiled = min(kernels.tiled_seconds(rows, n, k / parts, copies * parts, op.dtype) for parts in SPLITS)
+    return max(tiled, op.hbm_bytes / kernels.memory) + GAP

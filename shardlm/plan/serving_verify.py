@@ -1,0 +1,159 @@
+"""Compiles the engine's own programs for a plan's GPUs, none of which is there, and reads memory and collectives from
+them. What is said here is "compiled"; the plan's own figures are "estimated"."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardlm.hlo.bill import Bill
+from shardlm.hlo.collectives import collectives
+from shardlm.layers.lora import LoraConfig
+from shardlm.opened import execution_of
+from shardlm.plan.serving import ServingPlan
+from shardlm.plan.serving_weights import decoding_rules
+from shardlm.serve.layers import apart
+from shardlm.serve.runner import Runner
+from shardlm.serve.staged_runner import StagedRunner
+from shardlm.serve.stages import Place, stages_on
+from shardlm.serve.submeshes import of_replica, submeshes
+from shardlm.state import ModelDef, at_rest
+from shardlm.topology import topology
+
+
+class _Described:
+    """A runner of shapes, on devices that are not there: it lowers programs and runs none."""
+
+    def _new(self, make, mesh: Mesh) -> Any:
+        with jax.set_mesh(mesh):
+            return jax.tree.map(lambda s: at_rest(s, mesh), jax.eval_shape(make))
+
+    def lower(self, key, function, arguments):
+        whole = NamedSharding(self.mesh, jax.P())
+
+        def described(a):
+            host = isinstance(a, (np.ndarray, np.generic))
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) if host else a
+
+        return super().lower(key, function, jax.tree.map(described, arguments))
+
+
+class _Whole(_Described, Runner):
+    pass
+
+
+class _Staged(_Described, StagedRunner):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program; bytes are of one device.
+
+    what       decode or prefill
+    rows, tokens  of its shape: tokens of each row
+    stage      of the pipeline
+    arguments  weights, pages, slots and inputs
+    temporaries  while it runs, with results that do not take an argument's place
+    estimated  the plan's figure for both together
+    sent       axes joined by "+" -> kind -> bytes that one device sends, of decode in one step
+    """
+
+    what: str
+    rows: int
+    tokens: int
+    stage: int
+    arguments: int
+    temporaries: int
+    estimated: float
+    sent: dict[str, dict[str, int]]
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries
+
+    @property
+    def difference(self) -> float:
+        """Of the estimate, as a share of what is compiled."""
+        return self.estimated / self.total - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedServing:
+    """Compiled."""
+
+    programs: tuple[Program, ...]
+    seconds: float
+
+    def fits(self, limit: float) -> bool:
+        """Whether every program has room in so many bytes (ServingMemory.limit)."""
+        return all(program.total <= limit for program in self.programs)
+
+
+def runner_of(plan: ServingPlan) -> Runner:
+    """The engine's runner of one replica on GPUs that are not there, with shapes for weights. Raises ShardlmError where
+    nothing can be compiled for them, or without the packages of the kernels."""
+    case, mesh = plan.case, of_replica(plan.case.engine.mesh)
+    shape, gpus = case.model.shape, plan.gpus_per_replica
+    hosts, own = divmod(gpus, case.cluster.gpus_per_host)
+    grid = (hosts, case.cluster.gpus_per_host) if hosts and not own else (1, gpus)
+    devices = topology(case.cluster.gpu.name, *grid)
+    rules, built = decoding_rules(mesh), mesh.build(devices)
+    with jax.set_mesh(built):
+        execution = execution_of(shape, rules, case.dtype, devices[0].platform, case.weights, LoraConfig())
+        execution = dataclasses.replace(execution, kv_cache=case.engine.kv_cache_dtype)
+        model = ModelDef.make(apart(shape), execution)
+    sizes = plan.memory.sizes
+    if mesh.pipeline == 1:
+        return _Whole(model, model.held_at_rest(built), built, sizes)
+    stages = stages_on(model, submeshes(mesh, devices)[0])
+    return _Staged(model, Place(stages, [stage.held for stage in stages]), sizes)
+
+
+def verify_serving(plan: ServingPlan) -> VerifiedServing:
+    """Compiles the largest decode program and the one of prompts that needs most, of the stages that hold most. Takes
+    minutes for a large model."""
+    started = time.perf_counter()
+    runner = runner_of(plan)
+    work = runner._shapes()
+    found = []
+    for what, key, rows, tokens, stage in _largest(plan):
+        compiled = runner.lower(key, *work[key]).compile()
+        found.append(_program(plan, compiled, what, rows, tokens, stage))
+    return VerifiedServing(tuple(found), time.perf_counter() - started)
+
+
+def _largest(plan: ServingPlan) -> list[tuple[str, Any, int, int, int]]:
+    """(what, key of the runner, rows, tokens, stage)."""
+    sizes, stages = plan.memory.sizes, plan.memory.stages
+    if len(stages) == 1:
+        chunk = stages[0].prefill_size
+        decode = ("decode", ("decode", sizes.max_rows), sizes.max_rows, 1, 0)
+        return [decode, ("prefill", ("chunk", chunk), *chunk, 0)]
+    rows = -(-sizes.max_rows // len(stages))
+    found = []
+    for s in sorted({stages.index(plan.memory.fullest), len(stages) - 1}):
+        chunk = stages[s].prefill_size
+        found += [("decode", ("step", rows, s), rows, 1, s), ("prefill", ("chunk", chunk, s), *chunk, s)]
+    return found
+
+
+def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, stage: int) -> Program:
+    memory, own = compiled.memory_analysis(), plan.memory.stages[stage]
+    beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    mesh = dataclasses.replace(of_replica(plan.case.engine.mesh), pipeline=1)
+    bill = Bill.of(collectives(compiled.as_text(), mesh.sizes()))
+    unused = own.slots if len(plan.memory.stages) > 1 and what == "decode" else 0  # their own programs have them
+    return Program(
+        what,
+        rows,
+        tokens,
+        stage,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes + beside,
+        own.held - unused + getattr(own, what),
+        bill.by_axis(),
+    )

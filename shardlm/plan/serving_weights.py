@@ -1,0 +1,179 @@
+"""The weights of a served model as its engine places them, layer by layer, from shapes and names alone."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.ops.grouped_weights import WeightFormat, numbers_a_byte
+from shardlm.ops.kv_format import KvFormat
+from shardlm.rules import Rules, Table
+from shardlm.serve.layers import apart
+from shardlm.serve.stages import layers_of
+from shardlm.serve.submeshes import of_stage
+from shardlm.state import ModelDef, held_as
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter of one layer, or of none.
+
+    name      the last part of its path
+    shape     of one layer's
+    names     of the dimensions
+    into      how many leading ones a projection sums over; 0: it is none
+    itemsize  bytes of an element as it is held
+    packed    numbers in one element, where it is dequantised before it is multiplied; 0: it is not
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    into: int
+    itemsize: int
+    packed: int = 0
+
+    def elements(self, table: Table) -> int:
+        """On one device, where `table` puts it."""
+        return math.prod(self.shape) // table.mesh.size(*(axis for name in self.names for axis in table.axes(name)))
+
+    def nbytes(self, table: Table) -> int:
+        return self.elements(table) * self.itemsize
+
+    @property
+    def of_experts(self) -> bool:
+        return self.names[0] == "experts"
+
+
+@dataclasses.dataclass(frozen=True)
+class InUse:
+    """A parameter as one device uses it.
+
+    nbytes    as it is held, gathered from where it rests
+    gathered  whether it has to be
+    numbers   unpacked
+    summed    numbers that one result is summed from; 0: it is no projection
+    """
+
+    name: str
+    of_experts: bool
+    nbytes: int
+    gathered: bool
+    numbers: int
+    summed: int
+    packed: bool
+
+    @classmethod
+    def of(cls, held: Held, rules: Rules) -> "InUse":
+        use, unpacked = rules.use, max(1, held.packed)
+        inner = range(held.of_experts, held.into)
+        sizes = [held.shape[i] // use.mesh.size(*use.axes(held.names[i])) for i in inner]
+        return cls(
+            held.name,
+            held.of_experts,
+            held.nbytes(use),
+            held.elements(use) > held.elements(rules.rest),
+            held.elements(use) * unpacked,
+            math.prod(sizes) * unpacked if held.into else 0,
+            bool(held.packed),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """layers  the parameters of each layer, first to last
+    beside  of no layer, by name: embedding, final_norm, head, positions
+    """
+
+    layers: tuple[tuple[Held, ...], ...]
+    beside: dict[str, tuple[Held, ...]]
+    tied: bool
+
+    def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
+        """Of a pipeline stage (serve/stages.py)."""
+        here = ["embedding", "positions"] if first else []
+        here += ["final_norm", "head"] if last else []
+        here += ["embedding"] if last and self.tied and not first else []
+        own = [held for layer in self.layers[layers] for held in layer]
+        return own + [held for name in here for held in self.beside.get(name, ())]
+
+
+def decoding_rules(mesh: MeshSpec) -> Rules:
+    """As opened.load makes them for an engine."""
+    return Rules.make("zero3", mesh).for_decoding()
+
+
+def weights_of(shape: TransformerConfig, mesh: MeshSpec, dtype: str, held: WeightFormat) -> Weights:
+    """Of a replica on a mesh. Raises ShardlmError for what does not divide, as the engine does."""
+    # Groups of scales are whole where the devices of expert do not divide them; all else depends on tensor alone.
+    seen_by = MeshSpec(tensor=mesh.tensor) if held == "dtype" else of_stage(mesh)
+    found = _traced(shape, seen_by, dtype, held)
+    rest = decoding_rules(dataclasses.replace(mesh, data=1)).rest
+    kinds = set(found.layers) | set(found.beside.values())
+    for weight in {weight for kind in kinds for weight in kind}:
+        for name, size in zip(weight.names, weight.shape, strict=True):
+            if not weight.name.endswith("_scale"):
+                rest.check(name, size)
+    return found
+
+
+def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
+    """The layers of each pipeline stage. Raises ShardlmError for more stages than layers."""
+    return layers_of(num_layers, mesh.pipeline)
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: WeightFormat) -> Weights:
+    """On a mesh."""
+    execution = Execution(decoding_rules(mesh), jnp.dtype(dtype), weights=weights)
+    with jax.sharding.use_abstract_mesh(mesh.abstract()):
+        _, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, execution, nnx.Rngs(0))))
+    shapes = flatten_dict(nnx.to_pure_dict(state))
+    blocks: dict[tuple[int, int], list[Held]] = {}
+    beside: dict[str, list[Held]] = {}
+    for path, param in nnx.to_flat_state(state):
+        stack, names = param.get_metadata("stack_names"), param.get_metadata("names")
+        leaf = held_as(path, shapes[path], jnp.dtype(dtype))
+        into = param.get_metadata("into")
+        packed = numbers_a_byte(weights) if into and weights != "dtype" else 0
+        own = Held(path[-1], leaf.shape[len(stack) :], names, into, leaf.dtype.itemsize, packed)
+        if path[0] == "segments":
+            blocks.setdefault((path[1], path[3]), []).append(own)
+        else:
+            beside.setdefault(path[0], []).append(own)
+    layers = []
+    for i, segment in enumerate(shape.segments):
+        pattern = [tuple(blocks[i, offset]) for offset in range(len(segment.pattern))]
+        layers += pattern * segment.repeats
+    return Weights(tuple(layers), {name: tuple(own) for name, own in beside.items()}, shape.tie_embeddings)
+
+
+def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
+    """A model of the first layer alone on the mesh of a stage: it has the cache entries of all (serve/build.py's
+    page_bytes)."""
+    model = _first_layer(shape, mesh.tensor, dtype, kv_cache)
+    execution = dataclasses.replace(model.execution, rules=decoding_rules(mesh))
+    return dataclasses.replace(model, execution=execution)
+
+
+@functools.lru_cache(maxsize=256)
+def _first_layer(shape: TransformerConfig, tensor: int, dtype: str, kv_cache: KvFormat) -> ModelDef:
+    mesh = MeshSpec(tensor=tensor)
+    execution = Execution(decoding_rules(mesh), jnp.dtype(dtype), kv_cache=kv_cache)
+    whole = apart(shape)
+    small = dataclasses.replace(whole, segments=whole.segments[:1])
+    with jax.sharding.use_abstract_mesh(mesh.abstract()):
+        return ModelDef.make(small, execution)
+
+
+def held_bytes(weights: Sequence[Held], rules: Rules) -> int:
+    """On one device."""
+    return sum(held.nbytes(rules.rest) for held in weights)

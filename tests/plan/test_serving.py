@@ -1,0 +1,252 @@
+"""A serving plan is held to what the engine allocates and the scheduler does, on CPU devices that the plan never sees,
+and to what must follow when a case changes."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from gpu_programs import on_gpus
+
+from launch import plan_serve_flags
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.opened import load
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving import ServingPlan, fits, search
+from shardlm.plan.serving_case import ServedModel, ServingCase
+from shardlm.plan.serving_load import Replica
+from shardlm.plan.serving_memory import serving_memory
+from shardlm.plan.serving_ops import Pass
+from shardlm.plan.serving_report import format_found, format_serving, to_json
+from shardlm.plan.serving_time import Speed
+from shardlm.plan.serving_verify import verify_serving
+from shardlm.serve import build
+from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
+from shardlm.serve.request import Request
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.submeshes import of_replica
+
+REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
+SIZES = {"max_model_len": 48, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 8, "decode_steps": 4}
+LLAMA = LlamaConfig()
+LLAMA_70B = dataclasses.replace(LLAMA, embed_dim=8192, num_layers=80, num_heads=64, mlp_dim=28_672)
+
+
+def served(shape: LlamaConfig, name: str = "llama") -> ServedModel:
+    return ServedModel(name, shape.transformer(), "bfloat16", 8192)
+
+
+def on(gpu: str, count: int, shape: LlamaConfig = LLAMA, lengths=(1024, 256), **options) -> ServingCase:
+    asked = {name: options.pop(name) for name in ("request_rate", "ttft_seconds", "itl_seconds") if name in options}
+    return ServingCase(served(shape), Cluster.of(GPUS[gpu], count), EngineConfig(**options), *lengths, **asked)
+
+
+def bytes_by_device(tree) -> set[int]:
+    """Of all arrays of a tree, on each device that has any."""
+    found: dict = {}
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return set(found.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "options"),
+    [
+        ("llama", {"tensor": 2}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "int4", "kv_cache_dtype": "fp8"}),
+        ("gemma3", {"pipeline": 2, "data": 2}, {}),
+    ],
+)
+def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):
+    mesh, folder = MeshSpec(**axes), REFERENCES / family
+    config = EngineConfig(mesh=mesh, dtype="float32", kv_cache_bytes=2**17, **SIZES, **options)
+    case = ServingCase(ServedModel.of_folder(folder, 48), Cluster.of(GPUS["h100"], 4), config, 20, 9)
+    plan = serving_memory(case)
+
+    monkeypatch.setattr(build, "compile_all", lambda runners, progress: None)
+    how = {"dtype": "float32", "quantization": config.quantization, "length": 48}
+    opened = load(folder, mesh=of_replica(mesh), decoding=True, **how)
+    engine = build.assemble(opened, None, [], 48, config)
+    runner = engine.runner
+    assert runner.config == plan.sizes
+    last = plan.stages[-1]
+    if mesh.pipeline == 1:
+        assert bytes_by_device(runner.params) == {last.weights}
+        assert bytes_by_device(runner._state.pages) == {last.pages}
+        assert bytes_by_device(runner._state.slots) == {last.slots}
+    else:
+        for stage, params, state in zip(plan.stages, runner._parts, runner._state, strict=True):
+            pages = getattr(state, "pages", state)
+            assert (bytes_by_device(params), bytes_by_device(pages)) == ({stage.weights}, {stage.pages})
+        assert bytes_by_device(runner._state[-1].slots) == {last.slots}
+
+
+def test_the_pool_of_a_gpu_is_what_its_weights_leave():
+    case = on("h100", 2, mesh=MeshSpec(tensor=2), max_num_seqs=1024)
+    memory = serving_memory(case)
+    (stage,) = memory.stages
+    assert stage.page == 2 * 32 * 16 * 8 * 128 * 2 // 2  # keys and values, layers, tokens, heads, width, bytes, devices
+    room = room_beside(stage.weights, memory.limit, case.engine)
+    assert memory.layout.num_pages == room // stage.page and 0 <= room - stage.pages < stage.page
+    # 8,030,261,248 parameters; norms lie whole on each of both devices.
+    assert stage.weights == 2 * (8_030_261_248 + (2 * 32 + 1) * 4096) // 2
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_the_real_scheduler_reaches_the_concurrency_and_no_more(windows):
+    folder = REFERENCES / ("gemma3" if windows else "llama")
+    options = SIZES | {"max_num_seqs": 64, "max_num_batched_tokens": 72, "enable_prefix_caching": False}
+    config = EngineConfig(dtype="float32", kv_cache_bytes=2**17 + 2**16, **options)
+    case = ServingCase(ServedModel.of_folder(folder, 48), Cluster.of(GPUS["h100"], 1), config, 20, 9)
+    memory = serving_memory(case)
+    assert len(memory.layout.windows) > windows
+    most = memory.at_once(20, 9)
+    assert 4 < most < 64
+    assert preemptions(memory, config, most) == (0, most)
+    # What a window keeps depends on where in a page it ends, and the count takes the worst for all requests at once.
+    more = most + (most // 4 if windows else 1)
+    turned_out, running = preemptions(memory, config, more)
+    assert turned_out > 0 or running < more
+
+
+def preemptions(memory, config, count: int) -> tuple[int, int]:
+    """(preemptions, the most that ran at once) of so many requests that come together."""
+    scheduler, running = scheduler_of(memory.sizes, config), 0
+    for number in range(count):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        scheduler.add(Request(str(number), [number * 31 + i for i in range(20)], params, eos_ids=[]))
+    while scheduler.has_unfinished:
+        batch = scheduler.schedule()
+        running = max(running, scheduler.num_running)
+        scheduler.land(batch, np.full((len(batch.rows), batch.steps), 7))
+    return scheduler.preemptions, running
+
+
+def test_what_must_follow():
+    base = ServingPlan.of(on("h100", 1))
+    steps = base.decode
+    assert [step.batch for step in steps] == [1, 8, 32, 64, 128, 256]
+    seconds, rates = [s.seconds for s in steps], [s.tokens_per_second for s in steps]
+    assert seconds == sorted(seconds) and rates == sorted(rates) and all(0 < s.of_bound < 1 for s in steps)
+    # 16.06 GB of weights, less the embedding's 1.05 of which a row is looked up, at 3.35 TB/s; 1,152 tokens of context.
+    assert steps[0].least == pytest.approx((15.01e9 + 1152 * 131_072) / 3.35e12, rel=1e-3)
+    small = ServingPlan.of(on("h100", 1, kv_cache_dtype="fp8"))
+    assert small.memory.tokens_held == pytest.approx(2 * base.memory.tokens_held, rel=1e-3)
+    assert small.decode[-1].seconds < steps[-1].seconds
+    assert ServingPlan.of(on("h200", 1)).most.rate > base.most.rate > ServingPlan.of(on("a100", 1)).most.rate
+    assert ServingPlan.of(on("h100", 1, lengths=(2048, 256))).prefill > base.prefill
+    two = ServingPlan.of(on("h100", 2, mesh=MeshSpec(tensor=2)))
+    assert two.decode[0].seconds < steps[0].seconds < 2 * two.decode[0].seconds
+    packed = ServingPlan.of(on("h100", 1, quantization="int8"))  # dequantised anew at each use
+    assert packed.memory.fullest.weights < 0.6 * base.memory.fullest.weights
+    assert packed.decode[0].seconds > steps[0].seconds
+
+
+def test_rates_obey_littles_law_and_the_queue():
+    case = on("h100", 1)
+    replica = Replica.of(case, Speed.of(case, serving_memory(case)))
+    most = replica.most()
+    for share in (0.2, 0.5, 0.8):
+        load = replica.at(share * most.rate)
+        assert load.running == pytest.approx(load.rate * 256 * load.itl_seconds, rel=0.01)
+        assert replica.alone < load.ttft_seconds < most.ttft_seconds
+    assert replica.at(1.01 * most.rate) is None
+    wanted = dataclasses.replace(case, request_rate=100.0, ttft_seconds=0.5, itl_seconds=0.03)
+    plan = ServingPlan.of(wanted)
+    assert plan.most.itl_seconds <= 0.03 and plan.most.ttft_seconds <= 0.5 and plan.most.rate < most.rate
+    assert plan.replicas == -(-100 // (0.8 * plan.most.rate)) and plan.usual.rate == pytest.approx(100 / plan.replicas)
+    with pytest.raises(
+        ShardlmError, match=r"itl_seconds=0\.001 is less than the .* s that an all but idle replica on one"
+    ):
+        ServingPlan.of(dataclasses.replace(case, itl_seconds=0.001))
+
+
+def test_the_search_ranks_what_fits_and_says_what_would():
+    found = search(on("h100", 8, LLAMA_70B))
+    rates = [plan.tokens_per_second_per_gpu for plan in found.plans]
+    assert rates == sorted(rates, reverse=True) and {plan.num_gpus for plan in found.plans} == {8}
+    assert {plan.mesh.tensor * plan.mesh.pipeline for plan in found.plans} == {4, 8}
+    assert any(mesh == MeshSpec(data=8) for mesh, _ in found.refused)
+    text, plan = format_found(found), found.plans[0]
+    assert "tensor=4" in text and "estimated" in text
+    report = format_serving(plan)
+    assert "nothing was compiled" in report and "requests of these lengths at once" in report
+    described = json.loads(json.dumps(to_json(plan), allow_nan=False))
+    assert described["compiled"] is None and described["estimated"]["num_pages"] == plan.memory.layout.num_pages
+    assert [p.mesh.tensor for p in search(on("h100", 8, LLAMA_70B), {"tensor": 8}).plans] == [8]
+
+
+def test_what_does_not_fit_is_told_with_what_would():
+    one = on("h100", 1, LLAMA_70B)
+    with pytest.raises(ShardlmError) as error:
+        search(one)
+    assert "it fits with quantization=int4; as it is it needs at least 4 h100" in str(error.value)
+    assert fits(one.on(quantization="int4")) and not fits(one.on(quantization="int8"))
+    assert fits(on("h100", 4, LLAMA_70B, mesh=MeshSpec(tensor=4)))
+    assert not fits(on("h100", 2, LLAMA_70B, mesh=MeshSpec(tensor=2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: on("h100", 1, lengths=(0, 5)),
+            "prompt_len=0 and output_len=5: a request has at least 1 token of each",
+        ),
+        (lambda: on("h100", 1, lengths=(8000, 500)), "8500 tokens, and max_model_len=8192; shorten them, or raise"),
+        (lambda: on("h100", 1, max_model_len=9000), "max_model_len=9000 is more than the model's 8192 positions"),
+        (lambda: on("h100", 1, dtype="fp8"), "dtype='fp8'; choose from float32, bfloat16, float16"),
+        (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is at least 0"),
+        (lambda: on("h100", 1, deterministic=True), "covers neither speculative_config nor deterministic=True"),
+        (lambda: serving_memory(on("h100", 3, mesh=MeshSpec(tensor=3))), "cannot be split over tensor=3"),
+        (lambda: serving_memory(on("h100", 64, mesh=MeshSpec(pipeline=64))), "pipeline=64 stages of 32 layers"),
+        (lambda: search(on("h100", 8), {"tensor": 3}), "8 GPUs have no mesh with tensor=3"),
+        (
+            lambda: serving_memory(on("h100", 1, kv_cache_bytes=2**29)),
+            "a request of max_model_len=8192 tokens needs 512",
+        ),
+        (lambda: ServedModel.of_folder("nowhere"), "config.json is not there"),
+    ],
+)
+def test_bad_input_is_refused(make, message):
+    with pytest.raises(ShardlmError, match=message):
+        make()
+
+
+def test_the_command_line_has_the_flags_of_the_server():
+    asked = ["x", "--tensor=2", "--kv_cache_dtype=fp8", "--max_model_len=40", "--prompt_len=20", "--output_len=8"]
+    with flagsaver.flagsaver():
+        flags.FLAGS(asked)
+        told = plan_serve_flags.plan_serving(
+            REFERENCES / "llama" / "config.json", Cluster.of(GPUS["h100"], 4), most=3, compiled=False, as_json=True
+        )
+    best = json.loads(told)["best"]
+    assert best["mesh"]["tensor"] == 2 and best["engine"]["kv_cache_dtype"] == "fp8"
+    assert (best["engine"]["max_model_len"], best["asked"]["prompt_len"]) == (40, 20)
+    names = [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name) == "launch.plan_serve_flags"]
+    server = pathlib.Path(plan_serve_flags.__file__).with_name("serve.py").read_text()
+    own = {"prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds"}
+    assert {name for name in names if f'"{name}"' not in server} == own
+
+
+@on_gpus
+@pytest.mark.parametrize(("shape", "tensor"), [(LLAMA, 1), (LLAMA_70B, 4)])
+def test_memory_is_what_the_programs_for_gpus_need(shape, tensor):
+    """Two layers, whose temporaries are those of all, and beside them as many pages as they can use: less than all
+    layers leave room for, so that temporaries weigh more than they would."""
+    plan = ServingPlan.of(on("h100", tensor, dataclasses.replace(shape, num_layers=2), mesh=MeshSpec(tensor=tensor)))
+    verified = verify_serving(plan)
+    for program in verified.programs:
+        assert abs(program.difference) < 0.05, program
+    assert verified.fits(plan.memory.limit) and [one.what for one in verified.programs] == ["decode", "prefill"]
+    sent = Speed.of(plan.case, plan.memory).sent(0, Pass(256, 256, 1024, 2))
+    assert verified.programs[0].sent == sent and set(sent) == ({"tensor"} if tensor > 1 else set())
+    assert "compiled for h100" in format_serving(plan, verified)
