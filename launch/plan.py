@@ -3,6 +3,7 @@
 python -m launch.plan --config=configs/llama3_70b.py --gpu=h100 --num_gpus=256
 python -m launch.plan --config=configs/llama3_70b.py --cluster=gcp-a3-mega --num_gpus=256 '--mesh.tensor<=8'
 python -m launch.plan --config=configs/llama3_8b.py --gpu=h100 --num_gpus=8 --write=plan.py --report=plan.html
+python -m launch.plan --serve --model=FOLDER --gpu=h100 --num_gpus=8 --prompt_len=2048 --request_rate=20
 python -m launch.plan --validate
 """
 
@@ -28,6 +29,8 @@ _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list pric
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
 _REPORT = flags.DEFINE_string("report", None, "Write a page with pictures to this .html file.")
 _WRITE = flags.DEFINE_string("write", None, "Write the best plan to this .py file, a configuration for launch.train.")
+_SERVE = flags.DEFINE_bool("serve", False, "Plan serving the model, with the flags of launch.serve.")
+_MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder or config.json, instead of --config.")
 _VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements and print the errors, instead.")
 
 
@@ -59,6 +62,21 @@ def main(resolved: Resolved, words: list[str]) -> int:
     return 0 if found.best else 2
 
 
+def serving(resolved: Resolved | None = None) -> int:
+    import jax
+
+    from launch.plan_serve_flags import plan_serving
+    from shardlm.plan.asked import cluster_of
+
+    if (resolved is None) == (_MODEL.value is None):
+        raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+    jax.config.update("jax_platforms", "cpu")
+    cluster = cluster_of(_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    source = resolved.config if resolved else _MODEL.value
+    print(plan_serving(source, cluster, most=_TOP.value, compiled=_VERIFY.value > 0, as_json=_FORMAT.value == "json"))
+    return 0
+
+
 def validation() -> int:
     from shardlm.plan.validate import format_validation, validate
 
@@ -70,4 +88,8 @@ if __name__ == "__main__":
     sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
     if "--validate" in sys.argv:
         run(validation, needs_config=False)
+    if "--serve" in sys.argv:
+        import launch.plan_serve_flags  # noqa: F401  its flags
+
+        run(serving, needs_config=any(word.startswith("--config=") for word in sys.argv))
     run(lambda resolved: main(resolved, CONSTRAINTS))
