@@ -23,6 +23,9 @@ ACTIVATION = 4  # bytes of a logit
 # Arrays of [rows, vocabulary] in float32 that a decode program keeps at once: 5.6 (compiled for an H100: Llama 3's
 # vocabulary, 256 rows), and 4 without the rows' counts (ops/batch_sampling.py).
 SAMPLER_ARRAYS = 5.6
+# The same of prompts whose tokens are scored, on one device and where the parts of several are gathered first: 2.0 and
+# 3.1 (compiled: 64 rows of 32 tokens, tensor 1 and 4).
+SCORED_ARRAYS = (2.0, 3.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +158,11 @@ def _stage(
 
     def needs(rows: int, tokens: int) -> float:
         layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked
-        scored = 2 * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V if last else 0
+        scored = (
+            SCORED_ARRAYS[rules.mesh.tensor > 1] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
+            if last
+            else 0
+        )
         return max(layer, scored)
 
     rows = sizes.max_rows
