@@ -2,13 +2,16 @@
 
 python -m launch.bench train --config=configs/bench_768x12.py --steps=20 --output=bench.json
 python -m launch.bench strategies --config=configs/bench_strategies.py --output=benchmarks/results/strategies.json
+python -m launch.bench plan --config=configs/bench_strategies.py --output=benchmarks/results/plan_ranking.json
 python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --concurrency=1,8,32 --output=serve.json
 python -m launch.bench serve --url=http://HOST:PORT --rates=2,4 --file=chats.jsonl --goodput=ttft:0.5,tpot:0.05
 """
 
 import asyncio
+import concurrent.futures
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -26,6 +29,7 @@ BENCHMARKS = {
     "train": "the training step of a configuration, on made-up tokens",
     "serve": "a configuration's model with random weights, or whatever answers at --url: under load over HTTP",
     "strategies": "the same in each way of shardlm/train/strategies.py, one process after another, as one table",
+    "plan": "meshes as the planner predicts them from a profile of this machine, beside what they take, and the ranks",
 }
 
 _WARMUP = flags.DEFINE_integer("warmup", 3, "Steps before the clock starts.", lower_bound=1)
@@ -33,7 +37,9 @@ _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps, at most.", lower_bound=
 _SECONDS = flags.DEFINE_float("seconds", math.inf, "Start no timed step after this long.", lower_bound=0.001)
 _OUTPUT = flags.DEFINE_string("output", "", "File for the JSON, besides standard output.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print nothing besides --output.")
-_STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies to compare; empty: all.")
+_STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies, or meshes, to compare; empty: all.")
+_PROFILE = flags.DEFINE_string("profile", None, "plan: the machine's profile, by launch.topology; else it is measured.")
+_CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "plan: virtual CPU devices; else as the configuration says.")
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
 _SHARED = flags.DEFINE_integer("shared_prefix", 0, "serve: tokens that all prompts begin with.", lower_bound=0)
@@ -53,6 +59,8 @@ def main(resolved: Resolved, benchmark: str) -> int:
         raise ShardlmError(unknown(benchmark))
     if benchmark == "strategies":
         return compare_strategies()
+    if benchmark == "plan":
+        return compare_plans(resolved.config)
     return serve(resolved.config) if benchmark == "serve" else train(resolved.config)
 
 
@@ -159,29 +167,90 @@ def compare_strategies() -> int:
 
     rows, results = [], []
     for variant in chosen(_STRATEGIES.value):
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder, "result.json")
-            done = subprocess.run(_command(variant, file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            if done.returncode:
-                rows.append(failed(variant, (done.stderr.strip().splitlines() or ["no message"])[-1]))
-            else:
-                results.append(json.loads(file.read_text()))
-                rows.append(row(variant, results[-1]))
+        result = _trained(variant)
+        if isinstance(result, str):
+            rows.append(failed(variant, result))
+        else:
+            results.append(result)
+            rows.append(row(variant, result))
         print(f"{variant.name}: {rows[-1].get('error') or 'done'}", file=sys.stderr)
     table = report(rows, results)
-    print(markdown(table))
+    _write_table(table, markdown(table))
+    return int(len(results) < len(rows))
+
+
+def compare_plans(config) -> int:
+    """Predicts each mesh of shardlm/plan/ranking.py from the machine's profile, runs `train` on it in a process of its
+    own, and writes both as `compare_strategies` does. 1 if one of them did not run."""
+    from launch.devices import use_cpu_devices
+    from shardlm.config import resolve
+    from shardlm.network.profile import load_profile
+    from shardlm.plan import ranking
+
+    use_cpu_devices(1)  # here nothing runs: a GPU is left to those processes that measure
+    count = config.cpu_devices if _CPU_DEVICES.value is None else _CPU_DEVICES.value
+    profile = load_profile(_PROFILE.value) if _PROFILE.value else _profile_of(count)
+    rows, results = [], []
+    for variant in ranking.meshes(_STRATEGIES.value):
+        changes = [tuple(change.split("=", 1)) for change in variant.changes.split()]
+        asked = resolve(variant.config or flags.FLAGS.config, [*_overrides(), *changes]).config
+        try:
+            predicted, result = ranking.predict(asked, profile), _trained(variant)
+        except ShardlmError as error:
+            predicted, result = {}, str(error)
+        results += [result] if isinstance(result, dict) else []
+        rows.append(ranking.row(variant, asked, predicted, result))
+        print(f"{variant.name}: {ranking.sentence(rows[-1])}", file=sys.stderr)
+    table = ranking.report(rows, results[-1] if results else None, profile)
+    _write_table(table, ranking.markdown(table))
+    return int(len(results) < len(rows))
+
+
+def _profile_of(cpu_devices: int):
+    """The machine measured, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_measured, cpu_devices).result()
+
+
+def _measured(cpu_devices: int):
+    from launch.devices import use_cpu_devices
+    from shardlm.plan.local import measure_here
+
+    use_cpu_devices(cpu_devices)
+    return measure_here(lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def _trained(variant) -> dict | str:
+    """The result of `train` in a process of its own, or the last line of what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "result.json")
+        done = subprocess.run(_command(variant, file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return json.loads(file.read_text())
+
+
+def _write_table(table: dict, text: str) -> None:
+    """Printed; as JSON to --output, and as Markdown beside it."""
+    print(text)
     if _OUTPUT.value:
         output = pathlib.Path(_OUTPUT.value)
         write_atomically(output, json.dumps(table, indent=2).encode() + b"\n")
-        write_atomically(output.with_suffix(".md"), markdown(table).encode())
-    return int(len(results) < len(rows))
+        write_atomically(output.with_suffix(".md"), text.encode())
+
+
+def _overrides() -> list[tuple[str, str]]:
+    """Those of the command line, and of --cpu_devices."""
+    given = [] if _CPU_DEVICES.value is None else [("cpu_devices", str(_CPU_DEVICES.value))]
+    return [*split_overrides(sys.argv)[1], *given]
 
 
 def _command(variant, output: pathlib.Path) -> list[str]:
     """`train` with the same flags and overrides as here, and then the variant's."""
     config = variant.config or flags.FLAGS.config
     bounds = [f"--warmup={_WARMUP.value}", f"--steps={_STEPS.value}", f"--seconds={_SECONDS.value}"]
-    own = [f"{PREFIX}{path}={value}" for path, value in split_overrides(sys.argv)[1]]
+    own = [f"{PREFIX}{path}={value}" for path, value in _overrides()]
     start = [sys.executable, "-m", "launch.bench", "train", f"--config={config}", f"--output={output}"]
     return [*start, *bounds, *own, *variant.flags()]
 

@@ -4,9 +4,12 @@ python -m launch.plan --config=configs/llama3_70b.py --gpu=h100 --num_gpus=256
 python -m launch.plan --config=configs/llama3_70b.py --cluster=gcp-a3-mega --num_gpus=256 '--mesh.tensor<=8'
 python -m launch.plan --config=configs/llama3_8b.py --gpu=h100 --num_gpus=8 --write=plan.py --report=plan.html
 python -m launch.plan --serve --model=FOLDER --gpu=h100 --num_gpus=8 --prompt_len=2048 --request_rate=20
+python -m launch.plan --config=configs/tiny.py --gpu=local --cpu_devices=8 --profile=machine.json
+python -m launch.plan --config=configs/tiny.py --profile=machine.json
 python -m launch.plan --validate
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -17,11 +20,15 @@ from launch.flags import config_name, run, split_constraints
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 
-_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware.")
+_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware; local: measures the devices here.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
 _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
+_PROFILE = flags.DEFINE_string(
+    "profile", None, "A measured machine's profile to plan with; with --gpu=local the file to save it in."
+)
+_CPU_DEVICES = flags.DEFINE_integer("cpu_devices", 0, "--gpu=local: so many virtual CPU devices; 0: the real ones.")
 _TOP = flags.DEFINE_integer("top", 8, "How many meshes to show.", lower_bound=1)
 _VERIFY = flags.DEFINE_integer("verify", 1, "How many of the best to compile for their GPUs; 0: none.", lower_bound=0)
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
@@ -35,19 +42,16 @@ _VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements
 
 
 def main(resolved: Resolved, words: list[str]) -> int:
-    import jax
-
     from shardlm.plan.answer import answer
-    from shardlm.plan.asked import budget_of, cluster_of
+    from shardlm.plan.asked import budget_of
     from shardlm.plan.config_source import source
     from shardlm.plan.constraints import Constraints
     from shardlm.plan.report.data import to_json
     from shardlm.plan.report.html import to_html
     from shardlm.plan.report.text import to_text
 
-    jax.config.update("jax_platforms", "cpu")
     config = resolved.config
-    cluster = cluster_of(_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value)
     found = answer(config, cluster, Constraints.parse(words), compiled=_VERIFY.value, budget=budget)
     told = to_json(found, config_name(), most=_TOP.value)
@@ -63,18 +67,34 @@ def main(resolved: Resolved, words: list[str]) -> int:
 
 
 def serving(resolved: Resolved | None = None) -> int:
-    import jax
-
     from launch.plan_serve_flags import plan_serving
-    from shardlm.plan.asked import cluster_of
 
     if (resolved is None) == (_MODEL.value is None):
         raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
-    jax.config.update("jax_platforms", "cpu")
-    cluster = cluster_of(_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
     source = resolved.config if resolved else _MODEL.value
-    print(plan_serving(source, cluster, most=_TOP.value, compiled=_VERIFY.value > 0, as_json=_FORMAT.value == "json"))
+    print(
+        plan_serving(
+            source, asked_cluster(), most=_TOP.value, compiled=_VERIFY.value > 0, as_json=_FORMAT.value == "json"
+        )
+    )
     return 0
+
+
+def asked_cluster():
+    """What is measured says so on stderr. Without measuring, no GPU is asked for."""
+    import jax
+
+    from launch.devices import use_cpu_devices
+    from shardlm.plan.asked import LOCAL, cluster_of
+
+    if _CPU_DEVICES.value and _GPU.value != LOCAL:
+        raise ShardlmError("--cpu_devices says what --gpu=local measures; without that leave it out")
+    use_cpu_devices(_CPU_DEVICES.value)
+    if _GPU.value != LOCAL:
+        jax.config.update("jax_platforms", "cpu")
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    known = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    return cluster_of(*known, profile=_PROFILE.value, say=say)
 
 
 def validation() -> int:

@@ -1,4 +1,5 @@
-"""Measures one device: matmul rates by shape and type, the bandwidth of its memory, and of the way to the host.
+"""Measures a device: matmul rates by shape and type, the bandwidth of its memory, and of the way to the host. Of
+several devices, which virtual CPU devices need that share cores, all do the same at once and the rate is of each.
 
 What the timed programs compute goes into the next repetition whole, so that XLA can neither drop nor shorten a part.
 Rates are of the median call.
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardlm import hardware
 from shardlm.network.rates import HostRate, MatmulRate, MemoryRate
@@ -19,7 +20,7 @@ from shardlm.network.rates import HostRate, MatmulRate, MemoryRate
 ROUNDS = 5
 # (m, k, n): squares, then an MLP of 4,096 x 14,336 over many tokens and over the few of decoding.
 GPU_SHAPES = ((1024,) * 3, (2048,) * 3, (4096,) * 3, (8192,) * 3, (8192, 4096, 14_336), (64, 4096, 14_336))
-CPU_SHAPES = ((256,) * 3, (512,) * 3, (1024,) * 3)
+CPU_SHAPES = ((8,) * 3, (64,) * 3, (256,) * 3, (512,) * 3, (1024,) * 3)  # the first takes what any kernel does
 GPU_WORK, CPU_WORK = 2e13, 2e9  # FLOPs of a timed call, about
 GPU_BYTES, CPU_BYTES = 2**30, 2**26  # of one array, well beyond any cache
 PASSES = {"scale": 2, "triad": 3}  # arrays that are read and written
@@ -37,19 +38,20 @@ def default_dtypes(device: jax.Device) -> tuple[str, ...]:
 
 
 def measure_matmuls(
-    device: jax.Device,
+    devices: Sequence[jax.Device],
     shapes: Sequence[tuple[int, int, int]] | None = None,
     dtypes: Sequence[str] | None = None,
 ) -> Iterator[MatmulRate]:
     """A rate for each shape (m, k, n) and type, by default those above."""
-    cpu = device.platform == "cpu"
-    for dtype in dtypes or default_dtypes(device):
+    cpu = devices[0].platform == "cpu"
+    work = CPU_WORK / len(devices) if cpu else GPU_WORK
+    for dtype in dtypes or default_dtypes(devices[0]):
         for m, k, n in shapes or (CPU_SHAPES if cpu else GPU_SHAPES):
             flops = 4 * m * k * n  # there and back
-            repeats = math.ceil(min(200, max(2, (CPU_WORK if cpu else GPU_WORK) / flops)))
-            x, there, back = (_random(device, i, shape, dtype) for i, shape in enumerate(((m, k), (k, n), (n, k))))
-            program = matmuls(repeats).lower(x, there, back).compile()
-            seconds = _median(lambda x, p=program, w=there, v=back: p(x, w, v), x)
+            repeats = math.ceil(min(200, max(2, work / flops)))
+            args = [_random(devices, i, shape, dtype) for i, shape in enumerate(((m, k), (k, n), (n, k)))]
+            program = _on_each(devices, matmuls(repeats), len(args)).lower(*args).compile()
+            seconds = _median(lambda x, p=program, w=args[1:]: p(x, *w), args[0])
             yield MatmulRate(m, k, n, dtype, repeats * flops / seconds)
 
 
@@ -76,12 +78,13 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.clip(y, -largest, largest).astype(x.dtype)
 
 
-def measure_memory(device: jax.Device, nbytes: int | None = None) -> Iterator[MemoryRate]:
-    """The bandwidth of the device's own memory, on float32 arrays of so many bytes."""
-    nbytes = nbytes or _array_bytes(device)
+def measure_memory(devices: Sequence[jax.Device], nbytes: int | None = None) -> Iterator[MemoryRate]:
+    """The bandwidth of a device's own memory, on float32 arrays of so many bytes; the memory of CPU devices is one."""
+    cpu = devices[0].platform == "cpu"
+    nbytes = nbytes or _array_bytes(devices[0]) // (len(devices) if cpu else 1)
     for operation, passes in PASSES.items():
-        x, b = (jax.device_put(jnp.linspace(0, 1, nbytes // 4), device) for _ in range(2))
-        program = streams(operation, PASS_REPEATS).lower(x, b).compile()
+        x, b = (_made(devices, lambda: jnp.linspace(0, 1, nbytes // 4)) for _ in range(2))
+        program = _on_each(devices, streams(operation, PASS_REPEATS), 2).lower(x, b).compile()
         seconds = _median(lambda x, p=program, b=b: p(x, b), x)
         yield MemoryRate(operation, nbytes, PASS_REPEATS * passes * nbytes / seconds)
 
@@ -127,13 +130,28 @@ def _array_bytes(device: jax.Device) -> int:
     return min(GPU_BYTES, limit // 8)
 
 
-def _random(device: jax.Device, seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+def _random(devices: Sequence[jax.Device], seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Numbers of size 1, of int8 up to 127: what multiplies draws the power that it draws in earnest."""
-    with jax.default_device(device):
+
+    def made() -> jax.Array:
         key = jax.random.key(seed)
         if dtype == "int8":
             return jax.random.randint(key, shape, -127, 128, jnp.int8)
         return jax.random.normal(key, shape).astype(dtype)
+
+    return _made(devices, made)
+
+
+def _made(devices: Sequence[jax.Device], make: Callable[[], jax.Array]) -> jax.Array:
+    """What it makes, once on each device, one after the other along the first dimension."""
+    return _on_each(devices, make, 0)()
+
+
+def _on_each(devices: Sequence[jax.Device], function: Callable, arguments: int) -> Callable:
+    """Jitted: each device on its part of the arguments' first dimension. The first argument is given up."""
+    mesh, spec = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * arguments, out_specs=spec, check_vma=False)
+    return jax.jit(mapped, donate_argnums=(0,) if arguments else (), out_shardings=NamedSharding(mesh, spec))
 
 
 def _median(call: Callable, x: object) -> float:

@@ -3,7 +3,8 @@
 The file is JSON, the fields of `Profile` below by name; seconds, bytes and FLOP/s in plain units. For instance
 
     {"format": 1, "device_kind": "NVIDIA H200", "devices": 8, "hosts": 1, "nvlink_domain": 8,
-     "nvlink_bytes_per_second": 4.78e11, "jax": "0.10.2", "date": "2026-11-21", "mesh": [["fsdp", 8]],
+     "nvlink_bytes_per_second": 4.78e11, "memory_bytes": 112000000000, "jax": "0.10.2", "date": "2026-11-21",
+     "mesh": [["fsdp", 8]],
      "matmuls": [{"m": 4096, "k": 4096, "n": 4096, "dtype": "bfloat16", "flops_per_second": 7.1e14}],
      "memory": [{"operation": "triad", "bytes": 1073741824, "bytes_per_second": 4.1e12}],
      "host": [{"direction": "to_device", "memory": "pinned", "bytes": 268435456, "bytes_per_second": 5.5e10}],
@@ -56,7 +57,9 @@ class Profile:
     nvlink_domain            devices that reach each other over NVLink; 1: none
     nvlink_bytes_per_second  of one GPU in one direction, from the driver; None where it tells none
     mesh                     (axis, size) of those larger than 1, outermost first
-    matmuls, memory, host    of one device; empty where only collectives were measured, `host` also on CPUs
+    matmuls, memory, host    of one device, of CPU devices while those of its host all work; empty where only
+                             collectives were measured, `host` also on CPUs
+    memory_bytes             of one device, of CPU devices its share of the host's; None where nothing tells it
     """
 
     format: int
@@ -72,6 +75,7 @@ class Profile:
     memory: tuple[MemoryRate, ...]
     host: tuple[HostRate, ...]
     collectives: tuple[CollectiveRate, ...]
+    memory_bytes: int | None = None
 
     def collective(self, kind: str, group_size: int, hosts: int) -> CollectiveRate | None:
         """The rate of a kind in groups of such a size that span so many hosts; None where it was not measured."""

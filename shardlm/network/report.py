@@ -66,7 +66,10 @@ def format_rates(rates: Sequence[CollectiveRate]) -> str:
 def format_rate(rate: MatmulRate | MemoryRate | HostRate) -> str:
     """A line for what was measured of one device."""
     if isinstance(rate, MatmulRate):
-        return f"matmul {rate.m} x {rate.k} x {rate.n} {rate.dtype}: {rate.flops_per_second / 1e12:.2f} TFLOP/s"
+        giga = rate.flops_per_second / 1e9
+        return f"matmul {rate.m} x {rate.k} x {rate.n} {rate.dtype}: " + (
+            f"{giga / 1e3:.2f} TFLOP/s" if giga >= 100 else f"{giga:.2f} GFLOP/s"
+        )
     what = f"memory {rate.operation}" if isinstance(rate, MemoryRate) else f"{rate.direction}, {rate.memory} memory"
     return f"{what}, {rate.bytes:,} bytes: {rate.bytes_per_second / 1e9:.2f} GB/s"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import psutil
 from jax.sharding import Mesh
 
 from shardlm import hardware
@@ -90,14 +91,14 @@ def machine_profile(
     collectives: Sequence[CollectiveRate],
     say: Callable[[object], Any] = lambda rate: None,
 ) -> Profile:
-    """The profile of the machine: measures this process's first device, telling `say` each rate as it comes, and adds
-    what was measured between devices."""
-    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    """The profile of the machine: measures this process's first device, or its CPU devices at once, telling `say` each
+    rate as it comes, and adds what was measured between devices."""
+    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    device, together = mine[0], mine if mine[0].platform == "cpu" else mine[:1]
     measured: dict[str, list] = {"matmuls": [], "memory": [], "host": []}
-    for group, measuring in zip(
-        measured, (machine.measure_matmuls, machine.measure_memory, machine.measure_host), strict=True
-    ):
-        for rate in measuring(device):
+    measuring = (machine.measure_matmuls(together), machine.measure_memory(together), machine.measure_host(device))
+    for group, rates_of in zip(measured, measuring, strict=True):
+        for rate in rates_of:
             measured[group].append(rate)
             say(rate)
     return Profile(
@@ -107,12 +108,18 @@ def machine_profile(
         hosts=len(layout.hosts),
         nvlink_domain=nvlink_domain(layout, links),
         nvlink_bytes_per_second=links.nvlink_bytes_per_second if links else None,
+        memory_bytes=layout.places[0].memory_bytes or _share_of_host(mine),
         jax=jax.__version__,
         date=datetime.date.today().isoformat(),
         mesh=tuple((axis, layout.sizes[axis]) for axis in layout.axes),
         **{group: tuple(found) for group, found in measured.items()},
         collectives=tuple(collectives),
     )
+
+
+def _share_of_host(devices: Sequence[jax.Device]) -> int | None:
+    """What CPU devices have of their host's memory, each; None of others."""
+    return psutil.virtual_memory().total // len(devices) if devices[0].platform == "cpu" else None
 
 
 def nvlink_domain(layout: Layout, links: Links | None) -> int:

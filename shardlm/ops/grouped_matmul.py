@@ -84,7 +84,7 @@ _grouped.defvjp(_forward, _backward)
 def _blocked_rows(x, w, group_sizes, transposed: bool):
     """x [n, D] @ w[g] [D, F], or w[g] [F, D] transposed. A block that reaches over its group's end writes rows that the
     next group writes again."""
-    n, block = x.shape[0], _block(x.shape[0], w.shape[0])
+    n, block = x.shape[0], block_rows(x.shape[0], w.shape[0])
     F = w.shape[1] if transposed else w.shape[2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
     padded = jnp.pad(x, ((0, block), (0, 0)))
@@ -107,7 +107,7 @@ def _blocked_rows(x, w, group_sizes, transposed: bool):
 
 def _blocked_weights(x, dy, group_sizes):
     """[G, D, F] with the sum of x[i] (outer) dy[i] over the rows of each group."""
-    block = _block(x.shape[0], group_sizes.shape[0])
+    block = block_rows(x.shape[0], group_sizes.shape[0])
     x, dy = (jnp.pad(a, ((0, block), (0, 0))) for a in (x, dy))
     starts = jnp.cumsum(group_sizes) - group_sizes
 
@@ -127,7 +127,7 @@ def _blocked_weights(x, dy, group_sizes):
     return jax.lax.scan(group, None, (starts, group_sizes))[1]
 
 
-def _block(rows: int, groups: int) -> int:
+def block_rows(rows: int, groups: int) -> int:
     """Rows of one matmul, about half a group's: enough for full speed (from 64 on there is little to gain), few enough
     that the last block of a group is not mostly empty."""
     half = max(1, rows // groups // 2)

@@ -7,20 +7,28 @@ import jax
 from shardlm import hardware
 from shardlm.config import override
 from shardlm.errors import ShardlmError
+from shardlm.network.profile import Profile
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FIELDS, Constraint, Constraints
+from shardlm.plan.local import check_machine, cluster_of_profile
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import search, settings
 from shardlm.train.config import RunConfig
 
 
-def cluster_of_devices(devices: Sequence[jax.Device]) -> Cluster:
-    """The cluster that these devices are. Raises ShardlmError for devices whose figures are not known."""
+def cluster_of_devices(devices: Sequence[jax.Device], profile: Profile | None = None) -> Cluster:
+    """The cluster that these devices are, with the rates of a profile where one is given. Raises ShardlmError for
+    devices whose figures are not known, and for a profile of others."""
+    if profile:
+        check_machine(profile, devices)
+        hosts = len({device.process_index for device in devices})
+        return cluster_of_profile(profile, len(devices), len(devices) // hosts)
     gpu = hardware.lookup(devices[0].device_kind)
     if gpu is None:
         raise ShardlmError(
             f"mesh=auto plans with the figures of a GPU, and none are known of {devices[0].device_kind!r}; set the "
-            f"mesh's sizes (known GPUs: {', '.join(hardware.GPUS)})"
+            "mesh's sizes, or measure them (python -m launch.topology --profile=FILE) and give --hardware_profile=FILE "
+            f"(known GPUs: {', '.join(hardware.GPUS)})"
         )
     hosts = len({device.process_index for device in devices})
     return Cluster.of(gpu, len(devices), len(devices) // hosts)

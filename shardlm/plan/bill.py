@@ -18,8 +18,7 @@ from shardlm.hlo.walk import Visit, collect
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op
-from shardlm.plan.kernels import Kernels
-from shardlm.plan.links import Route
+from shardlm.plan.measured import kernels_of, route_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,7 @@ class _Schedule:
 
     def __init__(self, module: Module, cluster: Cluster, mesh: MeshSpec, filled: float):
         self.module, self.cluster, self.mesh, self.filled = module, cluster, mesh, filled
-        self.kernels = Kernels.of(cluster.gpu)
+        self.kernels = kernels_of(cluster)
         self.span = functools.cache(self._span)
 
     def items(self, visit: Visit) -> list[_Item]:
@@ -247,7 +246,7 @@ class _Schedule:
     def _collective_seconds(self, computation: Computation, at: Instruction) -> float:
         arrays = moved_by(self.module, Visit(at, computation, 1, 0, "", None), self.mesh.sizes())
         sent = math.fsum(map(self._sent, arrays))
-        route = Route.of(self.cluster.group(self.mesh, arrays[0].axes), self.cluster)
+        route = route_of(self.cluster.group(self.mesh, arrays[0].axes), self.cluster)
         return route.seconds(arrays[0].kind, sent, 1)
 
 

@@ -30,7 +30,7 @@ def changes(config: RunConfig, cluster: Cluster, constraints: Constraints) -> li
         plan = _fit(changed, other, rules)
         if plan:
             found.append(Change(what, plan))
-    more = fewest_gpus(config, cluster, constraints)
+    more = None if cluster.is_cpu else fewest_gpus(config, cluster, constraints)  # more CPU devices are no more memory
     return [*found, *([more] if more else [])]
 
 

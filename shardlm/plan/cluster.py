@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.mesh import AXES, MeshSpec
+from shardlm.network.profile import Profile
 
 HOST = 8  # GPUs; a larger NVLink domain is a rack of hosts
 NIC = 25e9  # bytes/s a GPU where the GPU's own systems name none: a 200 Gb/s adapter
@@ -31,12 +32,14 @@ class Cluster:
 
     gpus_per_host         GPUs of one host
     nic_bytes_per_second  network of one GPU, in one direction
+    measured              what was measured on the machine: rates to plan with in place of the GPU's (measured.py)
     """
 
     gpu: Gpu
     num_gpus: int
     gpus_per_host: int
     nic_bytes_per_second: float
+    measured: Profile | None = None
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int, gpus_per_host: int = 0, nic_bytes_per_second: float = 0) -> "Cluster":
@@ -57,6 +60,11 @@ class Cluster:
                 "gpus_per_host"
             )
         return cls(gpu, num_gpus, host, nic_bytes_per_second or gpu.nic_bytes_per_second or NIC)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are a host's CPU, as local.py describes it: all of them share its cores."""
+        return self.gpu.generation == "cpu"
 
     @property
     def island(self) -> int:

@@ -14,7 +14,6 @@ from shardlm.plan.sketch import Sketch
 
 Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
 Unit = Literal["matmul", "attention", "memory"]
-WEIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +78,10 @@ def _run(op: Op, passes: float, remat: str, norms: str) -> Op:
 def _block(sketch: Sketch, block) -> Iterator[Op]:
     """Forward, once."""
     D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
-    dtype = {"dtype": "bf16" if sketch.config.precision != "fp32" else "fp32"}.get(
-        sketch.config.matmul, sketch.config.matmul
-    )
+    dtype = _dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
 
     def matmul(layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
-        moved = WEIGHT * (rows * n + rows * k + n * k)
+        moved = sketch.itemsize * (rows * n + rows * k + n * k)
         return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
 
     for what, n, k in _projections(block.attention, D, tensor):
@@ -94,11 +91,16 @@ def _block(sketch: Sketch, block) -> Iterator[Op]:
         F = block.mlp.mlp_dim / tensor
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
         yield matmul("mlp", "down", tokens, D, F)
-        yield Op("mlp", "activation", "memory", 0, 3 * WEIGHT * tokens * F, 1)
+        yield Op("mlp", "activation", "memory", 0, 3 * sketch.itemsize * tokens * F, 1)
     else:
         yield from _experts(sketch, block.mlp, matmul)
     norms = 4 if block.norms == "both" else 2
-    yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * WEIGHT * tokens / tensor * D, 1)
+    yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
+
+
+def _dtype(sketch: Sketch) -> str:
+    """Of products whose operands are not made 8-bit."""
+    return "fp32" if sketch.config.precision == "fp32" else "bf16"
 
 
 def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
@@ -125,10 +127,10 @@ def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     T, N = sketch.config.train.seq_len, attention.num_heads / sketch.mesh.tensor
     pairs = sketch.rows * attention_pairs([T], attention.window or None) / sketch.mesh.context
     width = N * (attention.head_dim + attention.value_dim)
-    moved = WEIGHT * sketch.tokens * 2 * width
+    moved = sketch.itemsize * sketch.tokens * 2 * width
     keys = attention_pairs([T], attention.window or None) / T
     dims = (T, keys, (attention.head_dim + attention.value_dim) / 2)
-    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims=dims)
+    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims=dims, dtype=_dtype(sketch))
 
 
 def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
@@ -140,7 +142,7 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
     for what, n, k in (("up", 2 * F, D), ("down", D, F)):
         one = matmul("moe", what, rows, n, k)
         yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts)
-    yield Op("moe", "activation and moving", "memory", 0, WEIGHT * rows * experts * (3 * F + 4 * D), 1)
+    yield Op("moe", "activation and moving", "memory", 0, sketch.itemsize * rows * experts * (3 * F + 4 * D), 1)
     yield matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
     if moe.shared_dim:
         yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
@@ -153,9 +155,10 @@ def _head(sketch: Sketch) -> Iterator[Op]:
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
     count = sketch.passes / mesh.pipeline * heads
-    moved = WEIGHT * (tokens * D + V * D) + 4 * tokens * V
-    yield Op("head", "logits and loss", "matmul", 2.0 * tokens * V * D, moved, 3 * count, count, 0, (tokens, V, D))
-    yield Op("embedding", "lookup", "memory", 0, 3 * WEIGHT * tokens / mesh.tensor * D, 2 * count, count)
+    moved = sketch.itemsize * (tokens * D + V * D) + 4 * tokens * V
+    flops, dims = 2.0 * tokens * V * D, (tokens, V, D)
+    yield Op("head", "logits and loss", "matmul", flops, moved, 3 * count, count, 0, dims, _dtype(sketch))
+    yield Op("embedding", "lookup", "memory", 0, 3 * sketch.itemsize * tokens / mesh.tensor * D, 2 * count, count)
 
 
 def _optimizer(sketch: Sketch) -> Op:

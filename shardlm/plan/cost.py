@@ -11,6 +11,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op, operations
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.limits import Part
+from shardlm.plan.measured import kernels_of
 from shardlm.plan.overlap import Timed, overlapped
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent, training_traffic
@@ -133,7 +134,7 @@ class StepCost:
 
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
     """The estimate for a step."""
-    kernels = Kernels.of(cluster.gpu, sketch.execution.attention)
+    kernels = kernels_of(cluster, sketch.execution.attention)
     return cost_of(sketch, cluster, operations(sketch), training_traffic(sketch), kernels)
 
 

@@ -32,6 +32,7 @@ class Kernels:
     cores   streaming multiprocessors; 0 where they are not known, and work then fills them evenly
     memory  bytes/s
     clock   what power leaves of the rates
+    gap     seconds between kernels
     """
 
     gpu: Gpu
@@ -40,13 +41,14 @@ class Kernels:
     cores: int
     memory: float
     clock: float
+    gap: float
 
     @classmethod
     def of(cls, gpu: Gpu, attention: str = "cudnn") -> "Kernels":
         reached, chip = achieved_by(gpu), CHIPS.get(gpu.name)
         cores = chip.cores if chip else CORES.get(gpu.name, 0)
         clock = reached.sustained * min(1.0, gpu.watts / reached.watts(gpu)) ** POWER
-        return cls(gpu, reached, attention, cores, gpu.hbm_bytes_per_second * reached.memory, clock)
+        return cls(gpu, reached, attention, cores, gpu.hbm_bytes_per_second * reached.memory, clock, GAP)
 
     def forward_seconds(self, op: Op) -> float:
         """Of one execution in the forward pass."""
@@ -55,7 +57,7 @@ class Kernels:
             return self._product(op, rows, n, k) + self._casts(op, rows * k + n * k)
         if op.unit == "attention":
             return self._attention(op, self._fraction(0)) if self.attention != "xla" else self._unfused(op)
-        return op.hbm_bytes / self.memory + GAP
+        return op.hbm_bytes / self.memory + self.gap
 
     def gradient_seconds(self, op: Op) -> float:
         """Of all that makes one execution's gradients."""
@@ -65,7 +67,7 @@ class Kernels:
             return products + self._casts(op, rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
-        return 2 * (op.hbm_bytes / self.memory + GAP)
+        return 2 * (op.hbm_bytes / self.memory + self.gap)
 
     def one_seconds(self, op: Op, backward: bool = False) -> float:
         """Of a kernel of a compiled program, all of whose FLOPs are the operation's: 8-bit operands came as such, and
@@ -74,7 +76,7 @@ class Kernels:
             return self._product(op, *op.dims)
         if op.unit == "attention":
             return self._attention(op, self._fraction(int(backward)))
-        return op.hbm_bytes / self.memory + GAP
+        return op.hbm_bytes / self.memory + self.gap
 
     def _fraction(self, backward: int) -> float:
         if self.attention == "flash2":
@@ -101,11 +103,11 @@ class Kernels:
         """As often at once as the operation's FLOPs are worth (experts)."""
         each = 2.0 * math.prod(op.dims)
         copies = max(1, round(op.flops / each)) if each else 1
-        return max(self.tiled_seconds(rows, n, k, copies, op.dtype), op.hbm_bytes / self.memory) + GAP
+        return max(self.tiled_seconds(rows, n, k, copies, op.dtype), op.hbm_bytes / self.memory) + self.gap
 
     def _casts(self, op: Op, numbers: float) -> float:
         """16-bit operands are read, and written as 8 bits in the two layouts that both products need."""
-        return 4 * numbers / self.memory + GAP if op.dtype in EIGHT_BITS else 0.0
+        return 4 * numbers / self.memory + self.gap if op.dtype in EIGHT_BITS else 0.0
 
     def _attention(self, op: Op, fraction: float) -> float:
         """op.dims: positions of a row, keys that a query sees on average, mean width of a head."""
@@ -113,11 +115,11 @@ class Kernels:
         wide = (128 + ATTENTION_WIDTH) / 128 * width / (width + ATTENTION_WIDTH)
         long = keys / (keys + ATTENTION_KEYS)
         rate = self.gpu.peak.bf16 * fraction * self.clock * wide * long
-        return max(op.flops / rate, op.hbm_bytes / self.memory) + GAP
+        return max(op.flops / rate, op.hbm_bytes / self.memory) + self.gap
 
     def _unfused(self, op: Op) -> float:
         """Two products of the whole square, masked or not, and the scores in memory between them."""
         positions, keys, width = op.dims
         square = op.flops * positions / keys
         scores = square / (4 * width)
-        return square / self.matmul_rate("bf16") + scores * UNFUSED_BYTES / self.memory + 4 * GAP
+        return square / self.matmul_rate("bf16") + scores * UNFUSED_BYTES / self.memory + 4 * self.gap

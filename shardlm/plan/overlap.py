@@ -10,6 +10,7 @@ import dataclasses
 
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.links import Route
+from shardlm.plan.measured import MeasuredRoute, route_of
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent
 
@@ -44,7 +45,7 @@ def overlapped(
     sent: list[Sent], sketch: Sketch, cluster: Cluster, forward: float, backward: float
 ) -> tuple[Timed, ...]:
     """Each with what of it is exposed, beside `forward` and `backward` seconds of kernels in a step."""
-    routes = {axes: Route.of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
+    routes = {axes: route_of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
     timed = [_timed(one, routes[one.axes], sketch.config.remat) for one in sent]
     # While a layer waits on a link inside the island, weights move over the network.
     for one in timed:
@@ -52,7 +53,8 @@ def overlapped(
             forward += one.seconds * one.forward
             backward += one.seconds * (1 - one.forward)
     layers = [one for one in timed if one.sent.beside and one.sent.kind != REDUCE]
-    hideable = 1 - 1 / max(1, sketch.shape.cached_layers)
+    # XLA:CPU runs a collective as any kernel: nothing beside it.
+    hideable = 0.0 if cluster.is_cpu else 1 - 1 / max(1, sketch.shape.cached_layers)
     first = hideable * sum(one.seconds * one.forward for one in layers)
     then = hideable * sum(one.seconds * (1 - one.forward) for one in layers)
     sums = hideable * sum(one.seconds for one in timed if one.sent.beside and one.sent.kind == REDUCE)
@@ -73,7 +75,7 @@ def _with_hidden(one: Timed, hideable: float, in_forward: float, in_backward: fl
     return dataclasses.replace(one, exposed_seconds=one.seconds * (1 - hideable * part))
 
 
-def _timed(sent: Sent, route: Route, remat: str) -> Timed:
+def _timed(sent: Sent, route: Route | MeasuredRoute, remat: str) -> Timed:
     """Not hidden yet."""
     seconds = route.seconds(sent.kind, sent.nbytes, sent.count)
     return Timed(sent, seconds, seconds, route.name, _forward_share(sent, remat), route.cores)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from shardlm.hardware import Gpu
@@ -79,7 +80,7 @@ class Sketch:
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
-        settled = settle(config, config.mesh, _Described(gpu.name, CAPABILITY[gpu.generation]), traced=False)
+        settled = settle(config, config.mesh, _Described.of(gpu), traced=False)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled))
 
     @property
@@ -89,6 +90,11 @@ class Sketch:
     @property
     def num_gpus(self) -> int:
         return math.prod(self.mesh.sizes().values())
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in use."""
+        return np.dtype(self.execution.dtype).itemsize
 
     @property
     def rows(self) -> float:
@@ -119,11 +125,16 @@ class Sketch:
 
 @dataclasses.dataclass(frozen=True)
 class _Described:
-    """A GPU that is not there, as train/settled.py asks for one."""
+    """A device that is not there, as train/settled.py asks for one."""
 
     device_kind: str
     compute_capability: str
-    platform: str = "cuda"
+    platform: str
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "_Described":
+        cpu = gpu.generation == "cpu"
+        return cls(gpu.name, "0.0", "cpu") if cpu else cls(gpu.name, CAPABILITY[gpu.generation], "cuda")
 
     def addressable_memories(self) -> list[Any]:
         return []

@@ -41,7 +41,7 @@ class Sent:
 
 
 def training_traffic(sketch: Sketch) -> list[Sent]:
-    """All that a step of a 16-bit run has to send, but for scalars, norms and integers."""
+    """All that a step has to send, but for scalars, norms and integers."""
     found = [*_weights(sketch), *_layers(sketch)]
     return [sent for sent in found if sent.nbytes and sent.axes]
 
@@ -73,7 +73,7 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
         numbers = weight.numbers(rules.use) / stages  # of one device while in use
         if gathered:
             times = sketch.passes * ((forward if weight.stacked else 1) + 1)  # a gradient is scattered once a pass
-            once = numbers * WEIGHT * _share(mesh.size(*gathered))
+            once = numbers * sketch.itemsize * _share(mesh.size(*gathered))
             repeats = math.prod(weight.shape[: weight.stacked]) / stages
             yield Sent(
                 gathered,
@@ -109,7 +109,9 @@ def _ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
 def _layers(sketch: Sketch) -> Iterator[Sent]:
     """Activations, of all layers and microbatches."""
     mesh, config, shape = sketch.mesh, sketch.config, sketch.shape
-    stream = sketch.tokens * shape.embed_dim * WEIGHT  # of one microbatch where the sequence is whole over tensor
+    stream = (
+        sketch.tokens * shape.embed_dim * sketch.itemsize
+    )  # of one microbatch where the sequence is whole over tensor
     layers = sketch.passes / mesh.pipeline  # passes of each layer through one device
     again = 1 if config.remat == "full" else 0
     if mesh.tensor > 1:
@@ -144,13 +146,13 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: flo
     mesh, tokens = sketch.mesh, sketch.tokens
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     if sketch.execution.context_attention == "ring":
-        keys_values = tokens * 2 * kv * attention.head_dim * WEIGHT
+        keys_values = tokens * 2 * kv * attention.head_dim * sketch.itemsize
         moves = mesh.context - 1
         # Keys and values go round forward, again, and backward beside their float32 gradients, which also come home.
         times = (1 + again + 1) * moves + 2 * (moves + 1)
         sent = times * keys_values * layers
         yield Sent(("context",), "keys, values and their gradients", sent, PERMUTE, times * layers, beside=True)
     else:
-        moved = tokens * (2 * heads + 2 * kv) * attention.head_dim * WEIGHT * _share(mesh.context)
+        moved = tokens * (2 * heads + 2 * kv) * attention.head_dim * sketch.itemsize * _share(mesh.context)
         runs = (2 + again) * layers
         yield Sent(("context",), "heads for tokens", runs * moved, "all-to-all", runs)

@@ -52,12 +52,12 @@ VARIANTS = (
 )
 
 
-def chosen(names: Sequence[str]) -> tuple[Variant, ...]:
+def chosen(names: Sequence[str], variants: Sequence[Variant] = VARIANTS) -> tuple[Variant, ...]:
     """The variants of these names, in the table's order; all for none. Raises ShardlmError for an unknown name."""
-    known = [variant.name for variant in VARIANTS]
+    known = [variant.name for variant in variants]
     if unknown := [name for name in names if name not in known]:
         raise ShardlmError(f"there is no strategy {unknown[0]!r}; there are {', '.join(known)}")
-    return tuple(variant for variant in VARIANTS if not names or variant.name in names)
+    return tuple(variant for variant in variants if not names or variant.name in names)
 
 
 def row(variant: Variant, result: Mapping[str, Any]) -> dict[str, Any]:

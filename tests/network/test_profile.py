@@ -52,7 +52,7 @@ def test_points_that_tell_no_bandwidth_are_refused():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_products_keep_the_size_of_what_they_multiply(dtype):
-    x, there, back = (machine._random(jax.devices()[0], i, (256, 256), dtype) for i in range(3))
+    x, there, back = (machine._random(jax.devices()[:1], i, (256, 256), dtype) for i in range(3))
     before = np.asarray(x, np.float32).std()
     after = machine.matmuls(4)(x, there, back)
     assert after.dtype == dtype and 0.3 < np.asarray(after, np.float32).std() / before < 3
@@ -90,7 +90,7 @@ def profile():
 
 def test_a_profile_has_the_rates_of_a_device_and_between_devices(profile):
     assert [(r.m, r.k, r.n, r.dtype) for r in profile.matmuls] == [(32, 64, 16, "float32"), (32, 64, 16, "bfloat16")]
-    assert [(r.operation, r.bytes) for r in profile.memory] == [("scale", 2**16), ("triad", 2**16)]
+    assert [(r.operation, r.bytes) for r in profile.memory] == [("scale", 2**13), ("triad", 2**13)]
     assert profile.host == () and (profile.devices, profile.hosts, profile.nvlink_domain) == (8, 1, 1)
     assert profile.mesh == (("fsdp", 4), ("tensor", 2)) and profile.device_kind == "cpu"
     rate = profile.collective("all-gather", 4, 1)

@@ -8,7 +8,8 @@ from shardlm.mesh import crossing_axes
 from shardlm.plan.answer import Answer, Budget, Ranked
 from shardlm.plan.change import Change
 from shardlm.plan.cluster import Cluster, Group
-from shardlm.plan.links import Route
+from shardlm.plan.local import provenance
+from shardlm.plan.measured import route_of
 from shardlm.plan.plan import Plan
 from shardlm.plan.report.placement import placement
 from shardlm.plan.report.stages import stages
@@ -56,12 +57,13 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
         "gpus_per_host": cluster.gpus_per_host,
         "num_hosts": cluster.num_gpus // cluster.gpus_per_host,
         "gpus_per_island": cluster.island,
-        "inside_link": Route.of(Group(2, 2), cluster).name,
+        "inside_link": route_of(Group(2, 2), cluster).name,
         "inside_bytes_per_second": cluster.inside_bytes_per_second,
         "network_bytes_per_second": cluster.nic_bytes_per_second,
         "memory_bytes": gpu.hbm_bytes,
         "memory_bytes_per_second": gpu.hbm_bytes_per_second,
         "peak_bf16_flops_per_second": gpu.peak.bf16,
+        "measured": provenance(cluster),
     }
 
 

@@ -328,7 +328,7 @@ def headline(answer: Data) -> tuple[str, str]:
 
 def words(answer: Data) -> list[str]:
     """What the words mean, as far as they are used."""
-    said = ["estimated: by formulas; nothing was run."]
+    said = ["estimated: by formulas; nothing was run.", *(f"{one}." for one in answer["cluster"]["measured"])]
     if was_compiled(answer):
         said.append(
             "compiled: read from the program that XLA made for these GPUs; its times are those of its kernels and "
