@@ -10,6 +10,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
+from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.memory import state
@@ -42,17 +43,20 @@ class Found:
     smallest: Plan | None
 
 
-def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Found:
+def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE, *, every: bool = True) -> Found:
     """Looks at every mesh over the cluster's GPUs, with the presets, schedules, microbatches and remat policies that go
     with it, where the constraints leave the choice. State goes to host memory where nothing fits otherwise.
 
+    every  False, for who wants the fastest alone: on each mesh leaves out what will be slower than one that was seen
+
     Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
     """
-    found = _search(config, cluster, constraints, [config.offload.optimizer])
+    find = _search if every else _fastest
+    found = find(config, cluster, constraints, [config.offload.optimizer])
     free = not constraints.names("offload.optimizer") and not config.offload.optimizer and not config.lora.rank
     if not found.plans and (free or constraints.names("offload.optimizer")):
         offloaded = constraints.choices("offload.optimizer", [True])
-        second = _search(config, cluster, constraints, offloaded)
+        second = find(config, cluster, constraints, offloaded)
         both = {name: getattr(found, name) + getattr(second, name) for name in ("considered", "too_large")}
         found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
@@ -87,8 +91,18 @@ def _search(
     for laid in meshes:
         for plan in _all(laid, cluster, constraints, offload):
             tally.add(plan)
-    smallest = None if tally.best else tally.smallest
-    return Found(tally.plans, tally.considered, tally.too_large, dict(tally.refused.most_common()), smallest)
+    return tally.found()
+
+
+def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]) -> Found:
+    """Of each mesh, what may be faster than all that was seen before."""
+    tally, bound = _Tally(), Bound(config.model.transformer())
+    for laid in _laid_out(config, cluster, constraints):
+        for plan in _all(laid, cluster, constraints, offload, bound):
+            tally.add(plan)
+            if isinstance(plan, Plan) and plan.fits:
+                bound.add(plan)
+    return tally.found()
 
 
 class _Tally:
@@ -116,14 +130,20 @@ class _Tally:
     def plans(self) -> tuple[Plan, ...]:
         return tuple(sorted(self.best.values(), key=lambda p: (p.step_seconds, p.memory.total)))
 
+    def found(self) -> Found:
+        smallest = None if self.best else self.smallest
+        return Found(self.plans, self.considered, self.too_large, dict(self.refused.most_common()), smallest)
+
 
 def _all(
-    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool], bound: Bound | None = None
 ) -> Iterator[Plan | ShardlmError]:
-    """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
-    what keeps more does not fit, as it runs longer."""
+    """Everything on one mesh that a bound does not exclude: a plan, or why there is none. What keeps less of the
+    forward pass is looked at only where what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
     for variant in _variants(laid, constraints):
+        if bound and bound.excludes(variant):
+            continue
         for candidate in _kept(variant, remats, offload):
             plan = _plan(candidate, cluster)
             yield plan
