@@ -56,14 +56,26 @@ def _measured(gpu, cluster, num_gpus, gpus_per_host, known, profile, say) -> Clu
     return cluster_of_profile(found, num_gpus, gpus_per_host, known)
 
 
-def budget_of(config: RunConfig, cluster: Cluster, tokens: float, dollars_per_gpu_hour: float) -> Budget:
-    """The run's length, by default all its steps, and a GPU's price, by default what the lists typically say."""
+def budget_of(
+    config: RunConfig, cluster: Cluster, tokens: float, dollars_per_gpu_hour: float, at: str | None = None
+) -> Budget:
+    """The run's length, by default all its steps, and a GPU's price, by default what the lists say: of the provider
+    whose kind of cluster `at` is, else of all."""
     train = config.train
     tokens = tokens or float(train.steps) * train.global_batch * train.seq_len
     if dollars_per_gpu_hour:
         return Budget(tokens, dollars_per_gpu_hour, "as given")
-    if not any(price.gpu == cluster.gpu.name for price in PRICES):
-        return Budget(tokens)
-    prices = price_of(cluster.gpu.name)
+    return Budget(tokens, *list_price(cluster.gpu.name, at))
+
+
+def list_price(gpu: str, cluster: str | None = None) -> tuple[float, str]:
+    """Dollars of a GPU-hour and in words where they are from: the middle of what a cluster's provider lists ("aws-p5":
+    aws), of what all list where it lists none; 0 where no price is known."""
+    known = [price for price in PRICES if price.gpu == gpu]
+    provider = cluster.partition("-")[0] if cluster else ""
+    own = [price for price in known if price.provider == provider]
+    if not known:
+        return 0.0, ""
+    prices = price_of(gpu, own or known)
     names = ", ".join(sorted({price.provider for price in prices.prices}))
-    return Budget(tokens, prices.typical, f"the median of list prices of {names}")
+    return prices.typical, f"list price of {names}" if len(prices.prices) == 1 else f"median of list prices of {names}"
