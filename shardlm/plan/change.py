@@ -25,13 +25,22 @@ class Change:
 def changes(config: RunConfig, cluster: Cluster, constraints: Constraints) -> list[Change]:
     """Single changes after which a configuration fits, the least intrusive first: constraints, the batch, the GPU, the
     row's length, the number of GPUs."""
-    found = []
+    return list(_found(config, cluster, constraints))
+
+
+def first_change(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Change | None:
+    """The least intrusive alone; None where none of them helps."""
+    return next(_found(config, cluster, constraints), None)
+
+
+def _found(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Change]:
     for what, changed, other, rules in _tried(config, cluster, constraints):
         plan = _fit(changed, other, rules)
         if plan:
-            found.append(Change(what, plan))
+            yield Change(what, plan)
     more = None if cluster.is_cpu else fewest_gpus(config, cluster, constraints)  # more CPU devices are no more memory
-    return [*found, *([more] if more else [])]
+    if more:
+        yield more
 
 
 def fewest_gpus(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Change | None:

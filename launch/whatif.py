@@ -1,0 +1,103 @@
+"""What if: the best plan for each value of one thing that is varied, or the hardware for a target. All figures are
+estimates, and no GPU is needed; launch.plan compiles a plan.
+
+python -m launch.whatif --config=configs/llama3_70b.py --gpu=h100 --sweep=num_gpus=64,128,256,512 --png=sweep.png
+python -m launch.whatif --config=configs/llama3_70b.py --num_gpus=256 --sweep=gpu=a100,h100,h200,b200 '--mesh.tensor<=8'
+python -m launch.whatif --config=configs/llama3_70b.py --target='2T tokens in 30 days' --clusters=aws-p5,gcp-a3-mega
+"""
+
+import json
+import sys
+
+from absl import flags
+
+from launch.flags import run, split_constraints
+from shardlm.config import Resolved
+from shardlm.errors import ShardlmError
+
+_SWEEP = flags.DEFINE_string("sweep", None, "FIELD=VALUE,VALUE: num_gpus, gpu, cluster, a field of the configuration.")
+_SCALE = flags.DEFINE_bool("scale_batch", False, "Sweep of num_gpus: keep rows per GPU and not the global batch.")
+_PNG = flags.DEFINE_string("png", None, "Draw the sweep into this .png file.")
+_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware.")
+_CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
+_NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
+_GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
+_TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
+
+_TARGET = flags.DEFINE_string("target", None, "'2T tokens in 30 days'")
+_CLUSTERS = flags.DEFINE_list("clusters", None, "Kinds of clusters or GPUs that may serve a target.")
+_DOLLARS = flags.DEFINE_float("max_dollars", 0, "What a run may cost; 0: anything.", lower_bound=0)
+_BATCH = flags.DEFINE_integer("max_batch_tokens", 0, "How far the global batch may be raised; 0: 16 M.", lower_bound=0)
+
+_HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
+_PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
+_FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
+OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _TOKENS)
+OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH)
+
+
+def main(resolved: Resolved, words: list[str]) -> int:
+    import jax
+
+    from shardlm.hardware_file import SHIPPED, load_hardware
+    from shardlm.plan.constraints import Constraints
+
+    if bool(_SWEEP.value) == bool(_TARGET.value):
+        raise ShardlmError("one of --sweep=FIELD=VALUE,VALUE and --target='2T tokens in 30 days' is needed")
+    strange = [flag.name for flag in (OF_TARGETS if _SWEEP.value else OF_SWEEPS) if flag.value]
+    if strange:
+        other, this = ("--target", "--sweep") if _SWEEP.value else ("--sweep", "--target")
+        raise ShardlmError(f"--{strange[0]} goes with {other}, not with {this}; leave it out")
+    jax.config.update("jax_platforms", "cpu")
+    hardware = load_hardware(_HARDWARE.value) if _HARDWARE.value else SHIPPED
+    constraints = Constraints.parse(words)
+    return (_sweep if _SWEEP.value else _advise)(resolved.config, constraints, hardware)
+
+
+def _sweep(config, constraints, hardware) -> int:
+    from shardlm.plan.sweep import Over, base_cluster, sweep
+    from shardlm.plan.sweep_output import to_json, to_text
+    from shardlm.plan.sweep_picture import plot
+
+    if _PNG.value and not _PNG.value.endswith(".png"):
+        raise ShardlmError(f"--png={_PNG.value}: the name must end in .png")
+    over = Over.parse(_SWEEP.value)
+    cluster = base_cluster(over, _GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    found = sweep(
+        config,
+        cluster,
+        over,
+        constraints,
+        tokens=_TOKENS.value,
+        dollars_per_gpu_hour=_PRICE.value,
+        scale_batch=_SCALE.value,
+        hardware=hardware,
+    )
+    print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
+    if _PNG.value:
+        plot(found, _PNG.value)
+    return 0 if found.fits else 2
+
+
+def _advise(config, constraints, hardware) -> int:
+    from shardlm.plan.advice import SYSTEMS, advise
+    from shardlm.plan.advice_output import to_json, to_text
+    from shardlm.plan.target import parse_target
+
+    found = advise(
+        config,
+        parse_target(_TARGET.value),
+        constraints,
+        names=_CLUSTERS.value or SYSTEMS,
+        max_dollars=_DOLLARS.value,
+        max_batch_tokens=_BATCH.value,
+        dollars_per_gpu_hour=_PRICE.value,
+        hardware=hardware,
+    )
+    print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
+    return 0 if found.best else 2
+
+
+if __name__ == "__main__":
+    sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
+    run(lambda resolved: main(resolved, CONSTRAINTS))

@@ -1,0 +1,191 @@
+"""What if: sweeps of one thing, their output, and the search that looks for the fastest alone. By formulas alone."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+from commands import run
+
+from shardlm.config import load
+from shardlm.errors import ShardlmError
+from shardlm.hardware_file import SHIPPED
+from shardlm.models.llama import LlamaConfig
+from shardlm.plan.asked import cluster_of, list_price
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.search import _search, search
+from shardlm.plan.shares import described, limited_by, shares
+from shardlm.plan.sweep import Over, base_cluster, sweep
+from shardlm.plan.sweep_output import to_json, to_text
+from shardlm.plan.sweep_picture import plot
+from shardlm.prices import PRICES
+
+CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
+
+
+def config(name: str, **train):
+    loaded = load(str(CONFIGS / f"{name}.py"))
+    return dataclasses.replace(loaded, train=dataclasses.replace(loaded.train, **train))
+
+
+def small(**train):
+    """A model of 0.4 B parameters: a GPU holds it, so that searches are short."""
+    model = LlamaConfig(embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096, vocab_size=32_768)
+    one = config("llama3_8b", global_batch=64, seq_len=2048, **train)
+    return dataclasses.replace(one, model=model)
+
+
+def swept(text: str, one, **options):
+    over = Over.parse(text)
+    given = {name: options.pop(name, None) for name in ("gpu", "cluster", "num_gpus")}
+    return sweep(one, base_cluster(over, *given.values(), 0, None), over, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "gpu", "num_gpus", "words"),
+    [
+        ("llama3_8b", {"global_batch": 64}, "a100-40gb", 16, ()),
+        ("llama3_70b", {}, "h100", 128, ()),  # too few rows: pipelines and long contexts compete
+        ("mixtral_8x7b", {}, "h100", 16, ("rules=zero3",)),
+        ("llama3_8b", {"global_batch": 16}, "h100", 16, ("mesh.pipeline=2,4", "matmul=dtype,fp8")),
+    ],
+)
+def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, num_gpus, words):
+    asked = config(name, **train), cluster_of(gpu, None, num_gpus), Constraints.parse(words)
+    whole, fast = _search(*asked, [False], beam=10**6), search(*asked, every=False)
+    assert fast.plans[0].step_seconds == whole.plans[0].step_seconds
+    assert fast.plans[0].config == whole.plans[0].config
+    assert fast.considered < 0.7 * whole.considered
+
+
+@pytest.fixture(scope="module")
+def strong():
+    return swept("num_gpus=8,16,64", small(), gpu="h100", tokens=1e12)
+
+
+def test_a_row_is_the_best_plan_of_its_value(strong):
+    assert [row.case.cluster.num_gpus for row in strong.rows] == [8, 16, 64] and strong.fits
+    for row in strong.rows:
+        assert row.case.config.train.global_batch == 64
+        assert sum(shares(row.plan).values()) == pytest.approx(1)
+        largest = max(shares(row.plan), key=shares(row.plan).get)
+        assert limited_by(row.plan).startswith(largest)
+    first = strong.rows[0]
+    assert first.plan.config == search(first.case.config, first.case.cluster).plans[0].config
+    rates = [rate for _, rate, _ in strong.throughput()]
+    assert rates == sorted(rates) and [n for n, *_ in strong.throughput()] == [8, 16, 64]
+    each = [rate / n for n, rate, _ in strong.throughput()]
+    assert each == sorted(each, reverse=True)  # the batch stays: more GPUs are used less well
+
+
+def test_the_plain_data_is_that_of_the_plan_and_its_run(strong):
+    told, row = to_json(strong)["rows"][1], strong.rows[1]
+    assert told["settings"]["mesh.fsdp"] == row.plan.config.mesh.fsdp and told["status"] == "estimated"
+    assert told["tokens_per_second"] == 64 * 2048 / told["step_seconds"]
+    assert told["tokens_per_second_per_gpu"] * 16 == told["tokens_per_second"]
+    assert told["days"] == pytest.approx(1e12 / told["tokens_per_second"] / 86_400)
+    assert told["dollars"] == pytest.approx(told["days"] * 24 * 16 * told["dollars_per_gpu_hour"])
+    assert told["dollars_per_gpu_hour"] == list_price("h100")[0] and "median" in told["price_source"]
+    lines = to_text(strong).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["8", "16", "64"]
+    assert f"{row.plan.mfu:.1%}" in lines[2] and described(row.plan) in lines[2] and limited_by(row.plan) in lines[2]
+    assert "Global batch 64 rows of 2,048 tokens; days and dollars are of 1 T tokens" in " ".join(lines)
+
+
+def test_rows_per_gpu_stay_where_the_batch_is_scaled():
+    weak = swept("num_gpus=32,8,16", small(), gpu="h100", tokens=1e12, scale_batch=True)
+    assert [row.case.config.train.global_batch for row in weak.rows] == [256, 64, 128]
+    assert {row.case.budget.tokens for row in weak.rows} == {1e12}
+    table = to_text(weak).splitlines()
+    assert table[0].split()[:2] == ["num_gpus", "batch"] and table[1].split()[:2] == ["32", "256"]
+    with pytest.raises(ShardlmError, match=r"64 rows on 24 GPUs is 85.3333 on 32.*multiples of 24 GPUs"):
+        swept("num_gpus=24,32", small(), gpu="h100", scale_batch=True)
+
+
+def test_gpus_clusters_fields_and_searched_fields_are_swept():
+    gpus = swept("gpu=a100,h100", small(), num_gpus=8)
+    assert [row.case.cluster.gpu.name for row in gpus.rows] == ["a100", "h100"]
+    assert gpus.rows[1].plan.step_seconds < gpus.rows[0].plan.step_seconds
+    clusters = swept("cluster=aws-p5,gcp-a3-high", small(), num_gpus=32)
+    slow = SHIPPED.cluster("gcp-a3-high").nic_bytes_per_second
+    assert clusters.rows[1].case.cluster.nic_bytes_per_second == slow
+    assert clusters.rows[0].case.budget.price_source == "list price of aws"
+    assert "median of list prices" in clusters.rows[1].case.budget.price_source
+    lengths = swept("train.seq_len=1024,4096", small(), gpu="h100", num_gpus=8)
+    assert [row.plan.config.train.seq_len for row in lengths.rows] == [1024, 4096]
+    assert len({row.case.budget.tokens for row in lengths.rows}) == 1  # of the configuration as given
+    tensor = swept("mesh.tensor=1,8", small(), gpu="h100", num_gpus=8, constraints=Constraints.parse(["remat=full"]))
+    assert [row.plan.config.mesh.tensor for row in tensor.rows] == [1, 8]
+    assert {row.plan.config.remat for row in tensor.rows} == {"full"}
+
+
+def test_a_value_that_nothing_fits_or_runs_with_says_why_and_what_would():
+    found = swept("num_gpus=8,64", config("llama3_70b"), gpu="h100")
+    assert [row.plan is None for row in found.rows] == [True, False] and found.fits
+    why, change = found.rows[0].why, found.rows[0].change
+    assert "nothing fits: the smallest plan needs" in why and change.plan.fits
+    assert found.throughput()[0] == (8, 0.0, False) and to_json(found)["rows"][0]["change"] == change.what
+    text = " ".join(to_text(found).split())
+    assert f"num_gpus=8: {why}; it fits with {change.what} (estimated)" in text
+    none = swept("mesh.tensor=8,7", small(), gpu="h100", num_gpus=8)
+    assert none.rows[0].plan and none.rows[1].plan is None and "with mesh.tensor=7" in none.rows[1].why
+
+
+def test_it_is_drawn(strong, tmp_path):
+    plot(strong, tmp_path / "one.png")
+    plot(swept("gpu=h100,h200", small(), num_gpus=8), tmp_path / "two.png")
+    one, two = (tmp_path / "one.png").read_bytes(), (tmp_path / "two.png").read_bytes()
+    assert one.startswith(b"\x89PNG") and two.startswith(b"\x89PNG") and one != two
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("num_gpus", {"gpu": "h100"}, "FIELD=VALUE,VALUE"),
+        ("num_gpus=8,,16", {"gpu": "h100"}, "FIELD=VALUE,VALUE"),
+        ("num_gpus=8,8", {"gpu": "h100"}, "8 is there twice"),
+        ("num_gpus=8,x", {"gpu": "h100"}, "num_gpus=x: a number of GPUs is a whole number"),
+        ("num_gpus=8,12", {"gpu": "h100"}, "does not fill hosts of 8; choose 8 or 16"),
+        ("num_gpus=8", {"gpu": "h100", "num_gpus": 8}, "--num_gpus=8 is what the sweep varies"),
+        ("num_gpus=8", {"gpu": "local"}, "a sweep is of hardware with a name"),
+        ("num_gpus=8", {}, "--gpu=NAME or --cluster=NAME"),
+        ("gpu=h100", {"cluster": "aws-p5", "num_gpus": 8}, "--cluster=aws-p5 says the gpu too"),
+        ("gpu=h100,h1000", {"num_gpus": 8}, "did you mean h100?"),
+        ("cluster=aws-p55", {"num_gpus": 8}, "did you mean aws-p5"),
+        ("train.seq_le=1", {"gpu": "h100", "num_gpus": 8}, "did you mean seq_len"),
+        ("num_gpu=8", {"gpu": "h100", "num_gpus": 8}, "or one of num_gpus, gpu, cluster"),
+        ("train.seq_len=long", {"gpu": "h100", "num_gpus": 8}, "sweep of train.seq_len"),
+        ("gpu=h100", {"num_gpus": 8, "scale_batch": True}, "scale_batch goes with a sweep of num_gpus"),
+    ],
+)
+def test_what_is_no_sweep_is_refused_before_anything_is_searched(text, options, message):
+    with pytest.raises(ShardlmError) as error:
+        swept(text, small(), **options)
+    assert message in str(error.value)
+
+
+def test_prices_of_a_cluster_are_its_providers():
+    azure = [price.dollars_per_hour for price in PRICES if (price.gpu, price.provider) == ("h100", "azure")]
+    assert list_price("h100", "azure-nd-h100-v5") == (*azure, "list price of azure")
+    assert list_price("gb200", "gcp-a4x") == (0.0, "")
+
+
+def test_the_command_sweeps_and_says_what_is_wrong(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(
+        "import dataclasses, sys\n"
+        f"sys.path.insert(0, {str(CONFIGS)!r})\n"
+        "import llama3_8b\n"
+        "from shardlm.models.llama import LlamaConfig\n"
+        "def get_config():\n"
+        "    model = LlamaConfig(embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096, vocab_size=32_768)\n"
+        "    return dataclasses.replace(llama3_8b.get_config(), model=model)\n"
+    )
+    words = (f"--config={path}", "--gpu=h100", "--sweep=num_gpus=8,16", "--rules=zero3")
+    done = run("launch.whatif", *words, "--format=json", f"--png={tmp_path / 'sweep.png'}", "--tokens=1e12")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [row["settings"]["rules"] for row in told["rows"]] == ["zero3", "zero3"]
+    assert told["rows"][0]["tokens"] == 1e12 and (tmp_path / "sweep.png").exists()
+    done = run("launch.whatif", f"--config={path}", "--sweep=num_gpus=8", "--max_dollars=3")
+    assert done.returncode == 1 and "--max_dollars goes with --target" in done.stderr, done.stderr
