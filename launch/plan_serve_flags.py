@@ -27,9 +27,11 @@ _TTFT = flags.DEFINE_float("ttft_seconds", 0.0, "The longest mean time to the fi
 _ITL = flags.DEFINE_float("itl_seconds", 0.0, "The longest time between two tokens that will do; 0: any.")
 
 
-def serving_case(source: Any, cluster: Any) -> Any:
+def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     """The ServingCase that the command line asks for: `source` is a RunConfig, or the path of a Hugging Face folder or
-    its config.json; `cluster` a plan.cluster.Cluster. Raises ShardlmError for what cannot be."""
+    its config.json; `cluster` a plan.cluster.Cluster; a plan.target.ServingTarget says rate and lengths instead of
+    their flags. Raises ShardlmError for what cannot be."""
+    from shardlm.errors import ShardlmError
     from shardlm.mesh import MeshSpec
     from shardlm.plan.serving_case import ServedModel, ServingCase
     from shardlm.serve.build import EngineConfig
@@ -49,9 +51,13 @@ def serving_case(source: Any, cluster: Any) -> Any:
         max_num_seqs=_MAX_SEQS.value,
         max_num_batched_tokens=_MAX_TOKENS.value,
     )
-    lengths = {"prompt_len": _PROMPT.value, "output_len": _OUTPUT.value}
-    wanted = {"request_rate": _RATE.value, "ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value}
-    return ServingCase(model, cluster, engine, **lengths, **wanted)
+    asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
+    if target:
+        twice = [flag.name for flag in (_PROMPT, _OUTPUT, _RATE) if flag.present]
+        if twice:
+            raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
+        asked = {name: getattr(target, name) for name in asked}
+    return ServingCase(model, cluster, engine, **asked, ttft_seconds=_TTFT.value, itl_seconds=_ITL.value)
 
 
 def fixed_axes() -> dict[str, int]:

@@ -4,8 +4,10 @@ estimates, and no GPU is needed; launch.plan compiles a plan.
 python -m launch.whatif --config=configs/llama3_70b.py --gpu=h100 --sweep=num_gpus=64,128,256,512 --png=sweep.png
 python -m launch.whatif --config=configs/llama3_70b.py --num_gpus=256 --sweep=gpu=a100,h100,h200,b200 '--mesh.tensor<=8'
 python -m launch.whatif --config=configs/llama3_70b.py --target='2T tokens in 30 days' --clusters=aws-p5,gcp-a3-mega
+python -m launch.whatif --serve --model=FOLDER --target='500 requests/s at 2k in, 200 out' --ttft_seconds=2
 """
 
+import functools
 import json
 import sys
 
@@ -24,7 +26,9 @@ _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
 
-_TARGET = flags.DEFINE_string("target", None, "'2T tokens in 30 days'")
+_TARGET = flags.DEFINE_string("target", None, "As above; K, M, B and T for thousands to trillions.")
+_SERVE = flags.DEFINE_bool("serve", False, "The target is of serving; with the flags of launch.plan --serve.")
+_MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder or config.json, instead of --config.")
 _CLUSTERS = flags.DEFINE_list("clusters", None, "Kinds of clusters or GPUs that may serve a target.")
 _DOLLARS = flags.DEFINE_float("max_dollars", 0, "What a run may cost; 0: anything.", lower_bound=0)
 _BATCH = flags.DEFINE_integer("max_batch_tokens", 0, "How far the global batch may be raised; 0: 16 M.", lower_bound=0)
@@ -33,10 +37,11 @@ _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with furthe
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
 OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _TOKENS)
-OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH)
+OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH, _MODEL, _SERVE)
+OF_TRAINING = (_DOLLARS, _BATCH)
 
 
-def main(resolved: Resolved, words: list[str]) -> int:
+def main(words: list[str], resolved: Resolved | None = None) -> int:
     import jax
 
     from shardlm.hardware_file import SHIPPED, load_hardware
@@ -44,14 +49,21 @@ def main(resolved: Resolved, words: list[str]) -> int:
 
     if bool(_SWEEP.value) == bool(_TARGET.value):
         raise ShardlmError("one of --sweep=FIELD=VALUE,VALUE and --target='2T tokens in 30 days' is needed")
-    strange = [flag.name for flag in (OF_TARGETS if _SWEEP.value else OF_SWEEPS) if flag.value]
-    if strange:
-        other, this = ("--target", "--sweep") if _SWEEP.value else ("--sweep", "--target")
-        raise ShardlmError(f"--{strange[0]} goes with {other}, not with {this}; leave it out")
+    _refuse(OF_TARGETS if _SWEEP.value else OF_SWEEPS, "a sweep" if _SWEEP.value else "a target")
     jax.config.update("jax_platforms", "cpu")
     hardware = load_hardware(_HARDWARE.value) if _HARDWARE.value else SHIPPED
-    constraints = Constraints.parse(words)
-    return (_sweep if _SWEEP.value else _advise)(resolved.config, constraints, hardware)
+    if _SERVE.value:
+        _refuse(OF_TRAINING, "--serve")
+        if words:
+            raise ShardlmError(f"--{words[0]} is a constraint of training; with --serve give --tensor=N and the like")
+        return _advise_serving(resolved, hardware)
+    return (_sweep if _SWEEP.value else _advise)(resolved.config, Constraints.parse(words), hardware)
+
+
+def _refuse(those, what: str) -> None:
+    for flag in those:
+        if flag.value:
+            raise ShardlmError(f"--{flag.name} does not go with {what}; leave it out")
 
 
 def _sweep(config, constraints, hardware) -> int:
@@ -82,11 +94,14 @@ def _sweep(config, constraints, hardware) -> int:
 def _advise(config, constraints, hardware) -> int:
     from shardlm.plan.advice import SYSTEMS, advise
     from shardlm.plan.advice_output import to_json, to_text
-    from shardlm.plan.target import parse_target
+    from shardlm.plan.target import TrainingTarget, parse_target
 
+    target = parse_target(_TARGET.value)
+    if not isinstance(target, TrainingTarget):
+        raise ShardlmError(f"target {_TARGET.value!r} is one of serving; add --serve")
     found = advise(
         config,
-        parse_target(_TARGET.value),
+        target,
         constraints,
         names=_CLUSTERS.value or SYSTEMS,
         max_dollars=_DOLLARS.value,
@@ -98,6 +113,36 @@ def _advise(config, constraints, hardware) -> int:
     return 0 if found.best else 2
 
 
+def _advise_serving(resolved, hardware) -> int:
+    from launch.plan_serve_flags import fixed_axes, serving_case
+    from shardlm.plan.serving_advice import KINDS, advise_serving
+    from shardlm.plan.serving_advice_output import to_json, to_text
+    from shardlm.plan.target import ServingTarget, parse_target
+
+    target, fixed = parse_target(_TARGET.value), fixed_axes()
+    if not isinstance(target, ServingTarget):
+        raise ShardlmError(f"target {_TARGET.value!r} is one of training; leave out --serve")
+    if (resolved is None) == (_MODEL.value is None):
+        raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+    if "data" in fixed:
+        raise ShardlmError("--data is the number of replicas, which the target decides; leave it out")
+    source = resolved.config if resolved else _MODEL.value
+    found = advise_serving(
+        lambda cluster: serving_case(source, cluster, target),
+        names=_CLUSTERS.value or KINDS,
+        fixed=fixed,
+        dollars_per_gpu_hour=_PRICE.value,
+        hardware=hardware,
+    )
+    print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
+    return 0 if found.offers else 2
+
+
 if __name__ == "__main__":
     sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
-    run(lambda resolved: main(resolved, CONSTRAINTS))
+    if "--serve" in sys.argv:
+        import launch.plan_serve_flags  # noqa: F401  its flags
+
+        with_config = any(word.startswith("--config=") for word in sys.argv)
+        run(functools.partial(main, CONSTRAINTS), needs_config=with_config)
+    run(functools.partial(main, CONSTRAINTS))

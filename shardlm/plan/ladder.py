@@ -124,7 +124,7 @@ class Ladder:
         return point
 
     def _rows(self, count: int) -> int:
-        """Of the raised batch: the next whole number for each GPU, as far as that is CLOSE to what the configuration has
+        """Of the raised batch: the next whole number for each GPU, where that is CLOSE to what the configuration has
         or the least; one for each 2, 3, ... GPUs where more are not allowed."""
         rows = self._config.train.global_batch
         if rows >= count:

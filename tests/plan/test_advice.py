@@ -161,4 +161,4 @@ def test_the_command_advises(tmp_path):
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=soon")
     assert done.returncode == 1 and "'2T tokens in 30 days'" in done.stderr and "Traceback" not in done.stderr
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=1T tokens in 3 days", "--gpu=h100")
-    assert done.returncode == 1 and "--gpu goes with --sweep" in done.stderr
+    assert done.returncode == 1 and "--gpu does not go with a target" in done.stderr

@@ -188,4 +188,4 @@ def test_the_command_sweeps_and_says_what_is_wrong(tmp_path):
     assert [row["settings"]["rules"] for row in told["rows"]] == ["zero3", "zero3"]
     assert told["rows"][0]["tokens"] == 1e12 and (tmp_path / "sweep.png").exists()
     done = run("launch.whatif", f"--config={path}", "--sweep=num_gpus=8", "--max_dollars=3")
-    assert done.returncode == 1 and "--max_dollars goes with --target" in done.stderr, done.stderr
+    assert done.returncode == 1 and "--max_dollars does not go with a sweep" in done.stderr, done.stderr

@@ -1,0 +1,87 @@
+"""Hardware for a serving target, held against the serving plans themselves; by formulas alone."""
+
+import json
+import math
+
+import pytest
+from commands import run
+from test_sweep import config
+
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving import search
+from shardlm.plan.serving_advice import advise_serving
+from shardlm.plan.serving_advice_output import reasons, to_json, to_text
+from shardlm.plan.serving_case import ServedModel, ServingCase
+from shardlm.serve.build import EngineConfig
+
+MODEL = ServedModel.of_config(config("llama3_8b"))
+
+
+def asked(rate: float, **latencies):
+    return lambda cluster: ServingCase(MODEL, cluster, EngineConfig(), 2000, 200, rate, **latencies)
+
+
+def advised(case_on, names=("l40s", "dgx-h100", "aws-p5", "gb200-nvl72"), **options):
+    return advise_serving(case_on, names=names, fixed={}, **options)
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return advised(asked(300, ttft_seconds=1, itl_seconds=0.05))
+
+
+def test_an_offer_is_the_fewest_gpus_of_all_replicas(advice):
+    offer = next(o for o in advice.offers if o.kind.name == "dgx-h100")
+    plans = search(asked(300, ttft_seconds=1, itl_seconds=0.05)(Cluster.of(GPUS["h100"], 8))).plans
+    assert offer.num_gpus == min(plan.num_gpus for plan in plans) == offer.plan.replicas * offer.plan.gpus_per_replica
+    assert offer.plan.replicas == math.ceil(300 / (0.8 * offer.plan.most.rate))
+    assert offer.plan.usual.ttft_seconds <= 1 and offer.plan.usual.itl_seconds <= 0.05
+    sizes = [other.gpus_per_replica for other in offer.others]
+    assert sizes and len({*sizes, offer.plan.gpus_per_replica}) == len(sizes) + 1
+    assert all(other.num_gpus >= offer.num_gpus for other in offer.others)
+
+
+def test_offers_come_by_dollars_and_say_what_they_cost(advice):
+    by_name = {offer.kind.name: offer for offer in advice.offers}
+    aws, nvidia = by_name["aws-p5"], by_name["dgx-h100"]
+    assert aws.plan is nvidia.plan and aws.dollars_per_hour == pytest.approx(aws.num_gpus * 6.88)
+    assert aws.dollars_per_million(200) == pytest.approx(aws.dollars_per_hour / (300 * 3600 * 200) * 1e6)
+    priced = [offer.dollars_per_hour for offer in advice.offers[:-1]]
+    assert priced == sorted(priced) and advice.offers[-1].kind.name == "gb200-nvl72"
+    said = " ".join(reasons(aws))
+    assert f"take {aws.plan.replicas} of them, {aws.num_gpus} GPUs" in said and "list price of aws" in said
+    assert f"where {aws.plan.most.limit} limits it" in said and "Replicas of" in said
+    text = to_text(advice)
+    assert text.startswith("300 requests/s of 2,000 tokens in and 200 out") and "No price of a gb200 is known" in text
+    assert json.loads(json.dumps(to_json(advice)))["offers"][0]["num_gpus"] == advice.offers[0].num_gpus
+
+
+def test_more_requests_need_more_gpus_and_tighter_latencies_no_fewer():
+    def gpus(rate: float, **latencies) -> int:
+        return advised(asked(rate, **latencies), names=["h100"]).offers[0].num_gpus
+
+    counts = [gpus(rate) for rate in (1, 50, 500)]
+    assert counts == sorted(counts) and counts[0] == 1 < counts[1]
+    assert gpus(500) <= gpus(500, itl_seconds=0.03) <= gpus(500, itl_seconds=0.02)
+
+
+def test_what_no_replica_does_says_why():
+    none = advised(asked(5, itl_seconds=1e-5), names=["h100"])
+    assert not none.offers and "as fast as asked for" in to_text(none)
+    large = ServedModel.of_config(config("deepseek_v3"))
+    case_on = lambda cluster: ServingCase(large, cluster, EngineConfig(max_model_len=4096), 2000, 200, 5)  # noqa: E731
+    hosts = advised(case_on, names=["dgx-h100"]).offers[0].plan.case.cluster.num_gpus
+    assert hosts > 8  # 671 B parameters in 16 bits are more than eight GPUs hold
+    with pytest.raises(ShardlmError, match="did you mean aws-p5"):
+        advised(asked(5), names=["aws-p55"])
+
+
+def test_the_command_advises_and_says_what_is_wrong():
+    words = ("--serve", "--config=configs/llama3_8b.py", "--clusters=h100", "--format=json")
+    done = run("launch.whatif", *words, "--target=50 requests/s at 2k in, 200 out", "--itl_seconds=0.05")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["offers"][0]["itl_seconds"] <= 0.05
+    done = run("launch.whatif", *words, "--target=5 requests/s at 2k in, 2 out", "--prompt_len=3")
+    assert done.returncode == 1 and "--prompt_len is what the target says" in done.stderr, done.stderr
