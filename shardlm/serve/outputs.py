@@ -83,8 +83,9 @@ class SpeculationStats:
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
-    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, and what
-    came of drafts, None where there are none. replicas: the same of each, where there are several."""
+    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, what
+    came of drafts, None where there are none, and batches that failed. engines_up: those that this has not ended.
+    replicas: the same of each, where there are several."""
 
     num_running: int
     num_waiting: int
@@ -95,4 +96,6 @@ class Stats:
     generation_tokens: int
     prompt_tokens: int
     speculation: SpeculationStats | None = None
+    failed_batches: int = 0
+    engines_up: int = 1
     replicas: tuple["Stats", ...] = ()
