@@ -10,7 +10,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve.build import EngineConfig, build
 from shardlm.serve.live_weights import new_weights
-from shardlm.serve.outputs import EngineError, RequestOutput
+from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -111,11 +111,3 @@ class LLM:
                 self.engine.abort(id)
             raise
         return [done[id] for id in ids]
-
-
-def whole(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The same. Raises EngineError where one of them broke."""
-    broken = [output.error for output in outputs if output.error]
-    if broken:
-        raise EngineError(f"{len(broken)} of {len(outputs)} prompts could not be read: {broken[0]}")
-    return outputs

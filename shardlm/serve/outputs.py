@@ -2,6 +2,7 @@
 of the engine. No jax."""
 
 import dataclasses
+from collections.abc import Sequence
 
 
 class EngineError(Exception):
@@ -55,6 +56,14 @@ class RequestOutput:
     truncated: int = 0
     embedding: list[float] | None = None
     error: str | None = None
+
+
+def whole(outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+    """The same. Raises EngineError where one of them broke."""
+    broken = [output.error for output in outputs if output.error]
+    if broken:
+        raise EngineError(f"{len(broken)} of {len(outputs)} requests broke: {broken[0]}")
+    return outputs
 
 
 @dataclasses.dataclass(frozen=True)

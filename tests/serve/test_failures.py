@@ -19,8 +19,7 @@ from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.engine import Engine
-from shardlm.serve.llm import whole
-from shardlm.serve.outputs import EngineError
+from shardlm.serve.outputs import EngineError, whole
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
@@ -128,7 +127,7 @@ def test_a_batch_that_fails_leaves_the_others(runners, expected, monkeypatch, ca
         else:
             assert output.outputs[0].token_ids == tokens
     assert engine.stats().failed_batches == 2 and engine.stats().engines_up == 1
-    with pytest.raises(EngineError, match="prompts could not be read: the batch of this request failed"):
+    with pytest.raises(EngineError, match="requests broke: the batch of this request failed"):
         whole([*done.values()])
 
 
