@@ -4,6 +4,7 @@ python -m launch.bench train --config=configs/bench_768x12.py --steps=20 --outpu
 python -m launch.bench strategies --config=configs/bench_strategies.py --output=benchmarks/results/strategies.json
 python -m launch.bench plan --config=configs/bench_strategies.py --output=benchmarks/results/plan_ranking.json
 python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --concurrency=1,8,32 --output=serve.json
+python -m launch.bench serve --config=configs/bench_768x12.py --data=2 --tensor=2 --quantization=int8
 python -m launch.bench serve --url=http://HOST:PORT --rates=2,4 --file=chats.jsonl --goodput=ttft:0.5,tpot:0.05
 """
 
@@ -20,6 +21,7 @@ import tempfile
 
 from absl import flags
 
+from launch.engine_flags import engine_options, mesh_sizes
 from launch.flags import PREFIX, cluster, run, split_overrides
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -43,7 +45,6 @@ _CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "plan: virtual CPU devi
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
 _SHARED = flags.DEFINE_integer("shared_prefix", 0, "serve: tokens that all prompts begin with.", lower_bound=0)
-_SPECULATIVE = flags.DEFINE_string("speculative_config", None, "serve: JSON of drafts, as launch.serve takes it.")
 _RATES = flags.DEFINE_list("rates", [], "serve: requests a second, each measured in turn; inf: all at once.")
 _CONCURRENCY = flags.DEFINE_list("concurrency", [], "serve: requests at once, each measured in turn.")
 _REQUESTS = flags.DEFINE_integer("requests", 64, "serve: requests of each rate and concurrency.", lower_bound=1)
@@ -70,14 +71,13 @@ def serve(config) -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
     from shardlm.serve.build import EngineConfig
-    from shardlm.serve.speculation.config import SpeculativeConfig
 
-    mesh = MeshSpec(tensor=config.mesh.tensor, expert=config.mesh.expert)
-    use_cpu_devices(config.cpu_devices and mesh.tensor * mesh.expert)
+    sizes = mesh_sizes({"tensor": config.mesh.tensor, "expert": config.mesh.expert})
+    use_cpu_devices(config.cpu_devices and math.prod(sizes.values()))
     prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
-    speculative = SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None
-    options = EngineConfig(mesh=mesh, speculative_config=speculative)
-    engine = random_engine(config.model.transformer(), options, prompt + output)
+    options = {"mesh": MeshSpec(**sizes), **engine_options()}
+    options["max_model_len"] = options["max_model_len"] or prompt + output
+    engine = random_engine(config.model.transformer(), EngineConfig(**options))
     found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value)
     if _RATES.value or _CONCURRENCY.value:
         with tempfile.TemporaryDirectory() as folder:

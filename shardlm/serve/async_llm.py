@@ -97,8 +97,12 @@ class AsyncLLM:
         id, done = f"weights-{uuid.uuid4().hex}", _Stream(asyncio.get_running_loop())
 
         def swap() -> None:
-            self._engine.update_weights(params)
             del self._streams[id]
+            try:
+                self._engine.update_weights(params)
+            except Exception as error:
+                done.put(EngineError(f"{type(error).__name__}: {error}"))
+                return
             done.put(None)
 
         self._streams[id] = done  # so that it hears of the engine's end

@@ -1,8 +1,13 @@
 """The engine: requests in, text out. Keeps the scheduler one batch ahead of the devices, turns what they sampled into
-text, and ends replies at stop strings and grammars' ends. One thread calls it (async_llm.py for many clients)."""
+text, and ends replies at stop strings and grammars' ends. One thread calls it (async_llm.py for many clients).
+
+A batch that fails, while it is started or read, ends its own requests with the error. What programs keep on the device
+may be gone with it, as it was donated to them: it is made anew, and the other requests are computed anew from the
+tokens that they have. Batches that fail one after another end the engine.
+"""
 
 import collections
-import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +17,11 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.bad_words import BadWords
+from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar, GrammarCompiler
-from shardlm.serve.outputs import CompletionOutput, RequestOutput, SpeculationStats, Stats, TokenLogprob
+from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
+from shardlm.serve.replies import Group, Reply, collect_embeddings, collect_scores, described
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
@@ -27,28 +34,7 @@ log = logging.getLogger(__name__)
 AHEAD = 2  # batches that are started before the first of them is waited for
 # With drafts, the next batch of a request waits for the one before: two at once would have half of the requests each.
 AHEAD_WITH_DRAFTS = 1
-
-
-@dataclasses.dataclass
-class Reply:
-    """One reply under way: what the scheduler, the device and the text know of it."""
-
-    request: Request
-    settings: RequestSettings
-    detokenizer: Detokenizer
-    grammar: Grammar | None
-    bad_words: BadWords
-    output: CompletionOutput
-    group: "Group"
-
-
-@dataclasses.dataclass
-class Group:
-    """The replies to one prompt."""
-
-    output: RequestOutput
-    replies: list[Reply]
-    embed: bool
+FAILURES = 3  # batches that fail, none landing between them, before the engine ends
 
 
 class Engine:
@@ -66,7 +52,9 @@ class Engine:
         self._groups: dict[str, Group] = {}
         self._replies: dict[str, Reply] = {}
         self._started: collections.deque[Started] = collections.deque()
-        self._grammars: GrammarCompiler | None = None
+        self._failures = 0  # since a batch last landed
+        self._failed_batches = 0
+        self.ended: EngineError | None = None
         self._prompt_tokens = self._generated_tokens = 0
         proposer = runner.proposer
         self._ahead = AHEAD_WITH_DRAFTS if proposer else AHEAD
@@ -97,7 +85,9 @@ class Engine:
     ) -> None:
         """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `grammar`:
         that of `params`, where it was compiled before. Raises ShardlmError for what cannot be served; nothing is added
-        then."""
+        then. Raises EngineError where the engine ended."""
+        if self.ended is not None:
+            raise self.ended
         check_prompt(prompt, self._vocab)
         params.check_vocabulary(self._vocab)
         if id in self._groups:
@@ -132,11 +122,13 @@ class Engine:
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer, self._vocab, self.stop_ids)
         kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
         name = next(name for name in kinds if getattr(wanted, name) is not None)
         return self._grammars.compile(kinds[name], getattr(wanted, name))
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self._vocab, self.stop_ids)
 
     def _reply(self, id, prompt, params, grammar, index: int, priority: int, salt: str, group: Group) -> Reply:
         words = BadWords.make(params.bad_words, self.tokenizer)
@@ -183,36 +175,61 @@ class Engine:
             generation_tokens=self._generated_tokens,
             prompt_tokens=self._prompt_tokens,
             speculation=self._speculation,
+            failed_batches=self._failed_batches,
+            engines_up=int(self.ended is None),
         )
 
     # Steps.
 
     def step(self) -> list[RequestOutput]:
-        """Starts what can run, waits for the oldest batch, and returns the requests that it moved on."""
-        self.dispatch()
-        return self.collect()
+        """Starts what can run, waits for the oldest batch, and returns the requests that it moved on, or that ended
+        with an error. Raises EngineError where too much fails; the requests are left to be handed over."""
+        return [*self.dispatch(), *self.collect()]
 
     @property
     def oldest(self) -> Started | None:
         """The batch that `collect` waits for."""
         return self._started[0] if self._started else None
 
-    def dispatch(self) -> None:
-        """Starts what can run, as far ahead as `_ahead` says."""
-        while len(self._started) < self._ahead and (batch := self.scheduler.schedule()) is not None:
-            rows = [row for row in batch.rows if row.request.lockstep and row.samples]
-            settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
-            self._started.append(self.runner.start(batch, settings, self._masks(rows)))
+    def dispatch(self) -> list[RequestOutput]:
+        """Starts what can run, as far ahead as `_ahead` says, until a batch fails: its requests. Raises as `step`."""
+        while len(self._started) < self._ahead:
+            batch = None
+            try:
+                batch = self.scheduler.schedule()
+                if batch is None:
+                    break
+                self._start(batch)
+            except Exception as error:
+                return self._recover(error, batch)
+        return []
+
+    def _start(self, batch: ScheduledBatch) -> None:
+        rows = [row for row in batch.rows if row.request.lockstep and row.samples]
+        settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
+        self._started.append(self.runner.start(batch, settings, self._masks(rows)))
 
     def collect(self) -> list[RequestOutput]:
-        """Waits for the oldest batch, and returns the requests that it moved on."""
+        """Waits for the oldest batch, and returns the requests that it moved on, or that failed. Raises as `step`."""
         if not self._started:
             return []
         started = self._started.popleft()
-        sampled = started.sampled()
-        self._collect_scores(started)
-        self._collect_embeddings(started)
         moved: dict[str, RequestOutput] = {}
+        try:
+            self._land(started, moved)
+            self._failures = 0
+        except Exception as error:
+            # What ended in spite of it has been told of nobody yet; the rest comes again with a later batch.
+            ended = {id: output for id, output in moved.items() if output.finished}
+            failed = {output.request_id: output for output in self._recover(error, started.batch)}
+            return [*(ended | failed).values()]
+        return list(moved.values())
+
+    def _land(self, started: Started, moved: dict[str, RequestOutput]) -> None:
+        """Waits for a batch, and puts the requests that it moved on into `moved`."""
+        sampled = started.sampled()
+        collect_scores(started, self._replies, self.tokenizer)
+        collect_embeddings(started, self._replies)
         for request, row, tokens in self.scheduler.land(started.batch, sampled.token, self._counts(started)):
             reply = self._replies.get(request.id)
             if reply is None:  # aborted while the batch was under way
@@ -227,7 +244,59 @@ class Engine:
         for output in moved.values():
             if not output.finished:
                 self._finish(self._groups[output.request_id])
-        return list(moved.values())
+
+    def _recover(self, error: Exception, batch: ScheduledBatch | None) -> list[RequestOutput]:
+        """After `error` at a batch, or before there was one: its requests, or all that ran, have ended with it, and the
+        engine is as new for the others. Raises EngineError, and leaves all requests, where that is not to be."""
+        self._failures += 1
+        self._failed_batches += 1
+        log.exception("a batch failed")
+        self._started.clear()
+        reason = f"{type(error).__name__}: {error}"
+        if self._failures >= FAILURES:
+            self._end(f"{self._failures} batches failed one after another, the last with {reason}", error)
+        try:
+            self.runner.reset()
+        except Exception as again:
+            self._end(f"a batch failed with {reason}, and what programs keep could not be made anew: {again}", again)
+        ran = self.scheduler.lose()
+        failed = [row.request for row in batch.rows] if batch else ran
+        outputs = [self._fail(request, f"the batch of this request failed with {reason}") for request in failed]
+        return [output for output in outputs if output is not None]
+
+    def _end(self, message: str, error: Exception) -> None:
+        self.ended = EngineError(f"the engine ended: {message}. Its log says more; start it again")
+        raise self.ended from error
+
+    def _fail(self, request: Request, reason: str) -> RequestOutput | None:
+        """Ends the group of a request; None where it has ended."""
+        reply = self._replies.get(request.id)
+        if reply is None:
+            return None
+        reply.group.output.error = reason
+        return self.abort(reply.group.output.request_id)
+
+    # Requests that go on elsewhere, after the engine ended.
+
+    def hand_over(self) -> list[Group]:
+        """All unfinished requests, as far as they have come; they are no longer this engine's."""
+        self.scheduler.lose()
+        groups = list(self._groups.values())
+        for group in groups:
+            for reply in group.replies:
+                if reply.output.finish_reason is None:
+                    self.scheduler.forget(reply.request)
+                    del self._replies[reply.request.id]
+        self._groups.clear()
+        return groups
+
+    def take_over(self, group: Group) -> None:
+        """Goes on with the request of another engine of the same model and sizes."""
+        self._groups[group.output.request_id] = group
+        for reply in group.replies:
+            if reply.output.finish_reason is None:
+                self.scheduler.add(reply.request)
+                self._replies[reply.request.id] = reply
 
     def _counts(self, started: Started) -> np.ndarray | None:
         """How many tokens each row of a batch brought; None: all that it was to bring."""
@@ -273,7 +342,8 @@ class Engine:
             for i in range(kept):
                 ids, top = sampled.top_ids[row, i].tolist(), sampled.top_logprobs[row, i].tolist()
                 alternatives = zip(ids, top, strict=True)
-                output.logprobs.append(self._described(tokens[i], logprobs[i], alternatives, request.params.logprobs))
+                found = described(self.tokenizer, tokens[i], logprobs[i], alternatives, request.params.logprobs)
+                output.logprobs.append(found)
         if request.finished:
             if reply.detokenizer.stopped is None:
                 output.text += reply.detokenizer.finish()
@@ -300,37 +370,3 @@ class Engine:
         if all(reply.output.finish_reason is not None for reply in group.replies):
             output.finished = True
             del self._groups[output.request_id]
-
-    # Log-probabilities.
-
-    def _collect_scores(self, started: Started) -> None:
-        for n, row in enumerate(started.batch.rows):
-            reply = self._replies.get(row.request.id)
-            wanted = row.request.params.prompt_logprobs
-            if row.tokens is None or wanted is None or reply is None or reply.output.index:
-                continue
-            scores, found = started.scores(n), reply.group.output.prompt_logprobs
-            for i in range(min(row.end, row.request.prompt_len - 1) - row.start):
-                position = row.start + i + 1
-                alternatives = zip(scores.top_ids[i].tolist(), scores.top_logprobs[i].tolist(), strict=True)
-                token, rank = row.request.tokens[position], int(scores.rank[i])
-                found[position] = self._described(token, float(scores.logprob[i]), alternatives, wanted, rank)
-
-    def _collect_embeddings(self, started: Started) -> None:
-        """The last token's vector, of length 1: how embedding models that are decoders are used."""
-        for n, row in enumerate(started.batch.rows):
-            reply = self._replies.get(row.request.id)
-            if reply is not None and reply.group.embed and row.end == row.request.prompt_len:
-                vector = started.hidden(n)
-                reply.group.output.embedding = (vector / max(np.linalg.norm(vector), 1e-12)).tolist()
-
-    def _described(self, token: int, logprob: float, alternatives, count: int, rank: int | None = None):
-        """The chosen token, then the `count` most likely ones."""
-        most = [*alternatives][:count]
-        if rank is None:
-            rank = next((place for place, (other, _) in enumerate(most, 1) if other == token), None)
-        chosen = TokenLogprob(token, logprob, rank, self._text(token))
-        return (chosen, *(TokenLogprob(t, lp, place, self._text(t)) for place, (t, lp) in enumerate(most, 1)))
-
-    def _text(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special=False)

@@ -10,7 +10,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve.build import EngineConfig, build
 from shardlm.serve.live_weights import new_weights
-from shardlm.serve.outputs import RequestOutput
+from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -51,8 +51,9 @@ class LLM:
         *,
         _embed: bool = False,
     ) -> list[RequestOutput]:
-        """Replies to prompts (texts or token ids), in their order. Raises ShardlmError, before any runs, for a prompt
-        or parameters that cannot be served."""
+        """Replies to prompts (texts or token ids), in their order; `error` says of one what broke it. Raises
+        ShardlmError, before any runs, for a prompt or parameters that cannot be served, and EngineError where the
+        engine ended."""
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
             prompts = [prompts]
         params = sampling_params or SamplingParams()
@@ -78,13 +79,14 @@ class LLM:
         return self._run([(self.tokenizer.encode(text), text, params) for text in texts])
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
-        """The log-probability of each token of each prompt but the first, given those before it."""
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        return [[one[0].logprob for one in output.prompt_logprobs[1:]] for output in self.generate(prompts, params)]
+        """The log-probability of each token of each prompt but the first, given those before it. Raises EngineError
+        where one could not be read."""
+        outputs = whole(self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+        return [[one[0].logprob for one in output.prompt_logprobs[1:]] for output in outputs]
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
-        """A vector of length 1 for each prompt: what the model makes of its last token."""
-        return [output.embedding for output in self.generate(prompts, SamplingParams(max_tokens=0), _embed=True)]
+        """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
+        return [output.embedding for output in whole(self.generate(prompts, SamplingParams(max_tokens=0), _embed=True))]
 
     def update_weights(self, weights: Any) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`. Nothing is

@@ -2,6 +2,7 @@
 of the engine. No jax."""
 
 import dataclasses
+from collections.abc import Sequence
 
 
 class EngineError(Exception):
@@ -57,6 +58,14 @@ class RequestOutput:
     error: str | None = None
 
 
+def whole(outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+    """The same. Raises EngineError where one of them broke."""
+    broken = [output.error for output in outputs if output.error]
+    if broken:
+        raise EngineError(f"{len(broken)} of {len(outputs)} requests broke: {broken[0]}")
+    return outputs
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationStats:
     """From the engine's start: steps that verified drafts, drafted tokens, and those of them that the model sampled
@@ -83,8 +92,9 @@ class SpeculationStats:
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
-    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, and what
-    came of drafts, None where there are none. replicas: the same of each, where there are several."""
+    engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, what
+    came of drafts, None where there are none, and batches that failed. engines_up: those that this has not ended.
+    replicas: the same of each, where there are several."""
 
     num_running: int
     num_waiting: int
@@ -95,4 +105,6 @@ class Stats:
     generation_tokens: int
     prompt_tokens: int
     speculation: SpeculationStats | None = None
+    failed_batches: int = 0
+    engines_up: int = 1
     replicas: tuple["Stats", ...] = ()

@@ -1,21 +1,28 @@
 """Data-parallel replicas in one process: engines of the same weights on devices of their own, behind what looks like
-one engine. Owns which replica a request goes to; everything else is engine.py's. One thread calls it."""
+one engine. Owns which replica a request goes to; everything else is engine.py's. One thread calls it.
+
+A replica that ends, as too many of its batches failed, is taken out: its requests go on elsewhere with the tokens they
+have. The last one's end is everybody's.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from shardlm.serve.engine import Engine
 from shardlm.serve.grammar import Grammar
-from shardlm.serve.outputs import RequestOutput, SpeculationStats, Stats
+from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
-from shardlm.serve.runner import Started
+from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 # What a reply under way weighs, in tokens of prompts to be read, when the replica with the least to do is sought: equal
 # beginnings of 640 tokens keep requests together until one replica runs ten more replies than another.
@@ -31,16 +38,25 @@ class _Place:
 
 
 class EngineGroup:
-    """Engines with pages and schedulers of their own. `runner` and `scheduler` are the first one's, from whose
-    parameters `update_weights` takes its form."""
+    """Engines with pages and schedulers of their own."""
 
     def __init__(self, engines: Sequence[Engine]):
         self.engines = tuple(engines)
         first = self.engines[0]
-        self.runner, self.scheduler = first.runner, first.scheduler
+        self.scheduler = first.scheduler
         self.tokenizer, self.stop_ids, self.max_model_len = first.tokenizer, first.stop_ids, first.max_model_len
         self._places: dict[str, _Place] = {}
         self._weights = [0] * len(self.engines)
+
+    @property
+    def _up(self) -> list[int]:
+        """The replicas that have not ended."""
+        return [number for number, engine in enumerate(self.engines) if engine.ended is None]
+
+    @property
+    def runner(self) -> Runner:
+        """Of one of them: `update_weights` takes the form of its parameters."""
+        return self.engines[(self._up or [0])[0]].runner
 
     @property
     def has_unfinished(self) -> bool:
@@ -52,8 +68,11 @@ class EngineGroup:
         """As Engine.add, to the replica that `route` chooses."""
         replica, missing = self.route(prompt, params, salt) if id not in self._places else (self._places[id].replica, 0)
         self.engines[replica].add(id, prompt, params, salt=salt, **options)
-        self._places[id] = _Place(replica, missing + REPLY_WEIGHT * params.n)
-        self._weights[replica] += self._places[id].weight
+        self._enter(id, replica, missing + REPLY_WEIGHT * params.n)
+
+    def _enter(self, id: str, replica: int, weight: int) -> None:
+        self._places[id] = _Place(replica, weight)
+        self._weights[replica] += weight
 
     def route(self, prompt: Sequence[int], params: SamplingParams, salt: str = "") -> tuple[int, int]:
         """(the replica that has the least to do with this prompt in it, tokens of the prompt that it lacks)."""
@@ -65,7 +84,7 @@ class EngineGroup:
                 extend_hashes(hashes, own, len(own) - 1, self.scheduler.pages.page_size, salt)
         found = [engine.scheduler.pages for engine in self.engines]
         missing = [len(prompt) - cut - pages.find(hashes) * pages.page_size for pages in found]
-        best = min(range(len(self.engines)), key=lambda i: (missing[i] + self._weights[i], i))
+        best = min(self._up or [0], key=lambda i: (missing[i] + self._weights[i], i))
         return best, missing[best]
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
@@ -85,7 +104,7 @@ class EngineGroup:
 
     def update_weights(self, params: Any) -> None:
         """As Engine.update_weights, for all replicas, with parameters at the places of the first one's."""
-        for engine in self.engines:
+        for engine in (self.engines[number] for number in self._up):
             own = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, engine.runner.params)
             engine.update_weights(own)
 
@@ -102,19 +121,42 @@ class EngineGroup:
 
     def step(self) -> list[RequestOutput]:
         """Starts what can run on every replica before it waits for any; returns the requests that batches which have
-        ended moved on, of at least one replica."""
-        for engine in self.engines:
-            engine.dispatch()
-        busy = [engine for engine in self.engines if engine.oldest is not None]
+        ended moved on, of at least one replica, or that failed. Raises EngineError where no replica is left."""
+        moved = self._of(self._up, Engine.dispatch)
+        busy = [number for number in self._up if self.engines[number].oldest is not None]
         # None has ended: the first in turn is waited for, and the others have a batch more to run meanwhile.
-        ended = [engine for engine in busy if _ended(engine.oldest)] or busy[:1]
-        moved = [output for engine in ended for output in engine.collect()]
+        ended = [number for number in busy if _ended(self.engines[number].oldest)] or busy[:1]
+        moved += self._of(ended, Engine.collect)
         for output in moved:
             if output.finished and output.request_id in self._places:
                 self._leave(output.request_id)
         return moved
 
+    def _of(self, replicas: Sequence[int], act: Callable[[Engine], list[RequestOutput]]) -> list[RequestOutput]:
+        """What these replicas say; one that ends at it hands its requests over."""
+        found = []
+        for number in replicas:
+            try:
+                found += act(self.engines[number])
+            except EngineError:
+                if not self._up:
+                    raise
+                log.exception("replica %d of %d is taken out", number, len(self.engines))
+                self._hand_over(number)
+        return found
+
+    def _hand_over(self, number: int) -> None:
+        for group in self.engines[number].hand_over():
+            request = group.replies[0].request
+            self._leave(group.output.request_id)
+            replica, missing = self.route(request.tokens[: request.prompt_len], request.params, request.salt)
+            self.engines[replica].take_over(group)
+            self._enter(group.output.request_id, replica, missing + REPLY_WEIGHT * request.params.n)
+
 
 def _ended(started: Started) -> bool:
-    """Whether a batch has run."""
-    return all(call.sampled.token.is_ready() for call in started.calls)
+    """Whether a batch has run, or failed, which `collect` finds."""
+    try:
+        return all(call.sampled.token.is_ready() for call in started.calls)
+    except jax.errors.JaxRuntimeError:
+        return True

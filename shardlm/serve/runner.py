@@ -139,21 +139,32 @@ class Runner:
         for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
         self.proposer, self._proposer_params = proposer, proposer_params
+        self._makers = self._state_makers()
         self._state = self._empty()
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
         self._masked: set[int] = set()  # slots whose masks are not all ones
 
-    def _empty(self) -> Any:
+    def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
         make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
-        return self._new(make, self.mesh)
+        return (jax.jit(make),)
+
+    def _empty(self) -> Any:
+        return self._new(self._makers[0], self.mesh)
 
     def _new(self, make: Callable, mesh: Mesh) -> Any:
         """What `make` makes, on the devices of a mesh."""
         with jax.set_mesh(mesh):
-            return jax.jit(make)()
+            return make()
+
+    def reset(self) -> None:
+        """After a program failed, which may have taken the state with it: an empty one in its place."""
+        for array in jax.tree.leaves(self._state):
+            array.delete()  # frames of the error may hold it
+        self._state = self._empty()
+        self._masked.clear()
 
     # Programs.
 

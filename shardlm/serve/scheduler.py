@@ -123,6 +123,21 @@ class Scheduler:
             self._preempt(self._running[-1])
         self.pages.forget()
 
+    def lose(self) -> list[Request]:
+        """For what failed on the device: what is in flight will not land, and nothing that was computed is left.
+        Returns the requests that ran, which are in the queue again with the tokens they have."""
+        self._in_flight.clear()
+        for request in self._requests.values():
+            request.in_flight = request.batches_in_flight = 0
+        ran = list(self._running)
+        self.reset()
+        return ran
+
+    def forget(self, request: Request) -> None:
+        """A waiting request that another scheduler goes on with."""
+        self._waiting.remove(request)
+        del self._requests[request.id]
+
     # What runs next.
 
     def schedule(self) -> ScheduledBatch | None:

@@ -53,16 +53,19 @@ class StagedRunner(Runner):
         super().update_weights(params)
         self._parts = [part_of(params, stage) for stage in self.stages]
 
-    def _empty(self) -> list[Any]:
-        """The pages of each stage; of the last one with its slots."""
-        config, made = self.config, []
+    def _state_makers(self) -> tuple[Callable[[], Any], ...]:
+        """Of the pages of each stage; of the last one with its slots."""
+        config, makers = self.config, []
         for stage in self.stages:
             sizes = (stage.layout(config.layout), config.page_size)
             make = functools.partial(make_pages, stage.model, *sizes)
             if stage.last:
                 make = functools.partial(empty_state, stage.model, *sizes, config.max_rows)
-            made.append(self._new(make, stage.mesh))
-        return made
+            makers.append(jax.jit(make))
+        return tuple(makers)
+
+    def _empty(self) -> list[Any]:
+        return [self._new(make, stage.mesh) for stage, make in zip(self.stages, self._makers, strict=True)]
 
     # Programs: the stage is last in the key.
 

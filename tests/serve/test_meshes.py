@@ -174,7 +174,7 @@ class _Fake:
 
     def __init__(self):
         self.scheduler = types.SimpleNamespace(pages=PageTable(200, 4))
-        self.runner = self.tokenizer = self.stop_ids = self.max_model_len = None
+        self.ended = self.runner = self.tokenizer = self.stop_ids = self.max_model_len = None
         self.ids = []
 
     def add(self, id, *_, **options):

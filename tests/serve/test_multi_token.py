@@ -174,8 +174,8 @@ def test_what_has_no_modules_is_refused(tmp_path):
     folder = folder_of(tmp_path / "model")
     with pytest.raises(ShardlmError, match=r"modules that predict further tokens, and .*model has none.*Choose method"):
         shardlm.LLM(folder, speculative_config=MTP)
-    config = EngineConfig(speculative_config=MTP)
+    config = EngineConfig(speculative_config=MTP, max_model_len=32)
     with pytest.raises(ShardlmError, match="and this configuration has none"):
-        random_engine(CONFIG.transformer(), config, 32)
+        random_engine(CONFIG.transformer(), config)
     with pytest.raises(ShardlmError, match="method 'mtp' drafts by the model itself; leave out model"):
         EngineConfig(speculative_config=MTP | {"model": "a"})

@@ -72,7 +72,13 @@ class Metrics:
         }
         for name, (field, meaning) in (gauges | counters).items():
             kind = "gauge" if name in gauges else "counter"
-            yield from self._of_each(name, kind, [getattr(one, field) for one in each], meaning)
+            yield from self._of_each(f"vllm:{name}", kind, [getattr(one, field) for one in each], meaning)
+        up = "1, or 0 where so many batches failed that the engine ended."
+        yield from self._of_each("shardlm:engine_up", "gauge", [one.engines_up for one in each], up)
+        failed = "Batches that failed; their requests were answered with an error."
+        yield from self._of_each(
+            "shardlm:failed_batches_total", "counter", [one.failed_batches for one in each], failed
+        )
         if stats.speculation is not None:
             yield from self._drafts([one.speculation for one in each])
 
@@ -84,7 +90,7 @@ class Metrics:
             f"{accepted}_total": ([sum(one.accepted) for one in each], "Drafted tokens that the model said."),
         }
         for name, (values, meaning) in found.items():
-            yield from self._of_each(name, "counter", values, meaning)
+            yield from self._of_each(f"vllm:{name}", "counter", values, meaning)
         yield from head(f"vllm:{accepted}_per_pos_total", "counter", "The same, by their place among a step's drafts.")
         for number, one in enumerate(each):
             for place, count in enumerate(one.accepted):
@@ -93,9 +99,9 @@ class Metrics:
 
     def _of_each(self, name: str, kind: str, values: Sequence[float], meaning: str) -> Iterator[str]:
         """A line for each replica: their sum is Prometheus's to make."""
-        yield from head(f"vllm:{name}", kind, meaning)
+        yield from head(name, kind, meaning)
         for number, value in enumerate(values):
-            yield f'vllm:{name}{{{self._model},engine="{number}"}} {value}'
+            yield f'{name}{{{self._model},engine="{number}"}} {value}'
 
     def _requests(self) -> Iterator[str]:
         yield from head("vllm:request_success_total", "counter", "Replies that ended, by what ended them.")

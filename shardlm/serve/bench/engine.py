@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.param import Execution
@@ -27,11 +28,11 @@ from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bench.workload import prompts
 from shardlm.serve.build import EngineConfig, assemble
 from shardlm.serve.engine import Engine
-from shardlm.serve.outputs import SpeculationStats
+from shardlm.serve.outputs import SpeculationStats, whole
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import open_draft_model, wants_modules
-from shardlm.serve.submeshes import of_replica
+from shardlm.serve.submeshes import of_replica, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -39,28 +40,49 @@ BATCHES = (1, 8, 32)
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax")
 
 
-def random_engine(shape: TransformerConfig, config: EngineConfig, length: int) -> Engine | EngineGroup:
-    """An engine of random weights: how fast a model is does not depend on what it says."""
-    one = of_replica(config.mesh)
+def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | EngineGroup:
+    """An engine of random weights for requests of config.max_model_len tokens: how fast a model is does not depend on
+    what it says. Raises ShardlmError for what does not fit."""
+    submeshes(config.mesh)  # says where devices are too few
+    one, length = of_replica(config.mesh), config.max_model_len
     mesh = one.build(jax.devices()[: one.size(*one.sizes())])
     dtype = DTYPES[config.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")]
     tokenizer = train_bpe(["a model to be timed"], 300)
     if not wants_modules(config.speculative_config, shape, "this configuration"):
         shape = shape.without_mtp()
     with jax.set_mesh(mesh):
-        model = ModelDef.make(shape, Execution(Rules.make("zero3", one).for_decoding(), dtype))
-        make = jax.jit(lambda seed: jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(seed))))
-        opened = Opened(model, make(0), mesh, None, pathlib.Path())
+        rules = Rules.make("zero3", one).for_decoding()
+        model = ModelDef.make(shape, Execution(rules, dtype, weights=config.quantization or "dtype"))
+        opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
     draft = open_draft_model(config.speculative_config, shape.vocab_size, length, one, config.dtype)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 
-def bench_serving(engine: Engine, *, prompt_len: int, output_len: int, shared: int) -> dict:
+def random_weights(model: ModelDef, mesh: Mesh) -> Any:
+    """As they are held: initial ones or, of a quantised model, integers and scales of about such sizes."""
+    shapes = model.held_at_rest(mesh)
+    if model.execution.weights == "dtype":
+        make = lambda key: jax.tree.map(lambda a, s: a.astype(s.dtype), model.init(key), shapes)  # noqa: E731
+        return jax.jit(make)(jax.random.key(0))
+
+    def one(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jax.random.randint(key, shape.shape, -127, 128, jnp.int32).astype(shape.dtype)
+        return (0.02 * jax.random.normal(key, shape.shape)).astype(shape.dtype)
+
+    leaves, tree = jax.tree.flatten(shapes)
+    sharded = jax.tree.map(lambda s: s.sharding, shapes)
+    make = lambda keys: jax.tree.unflatten(tree, [one(k, s) for k, s in zip(keys, leaves, strict=True)])  # noqa: E731
+    return jax.jit(make, out_shardings=sharded)(jax.random.split(jax.random.key(0), len(leaves)))
+
+
+def bench_serving(engine: Engine | EngineGroup, *, prompt_len: int, output_len: int, shared: int) -> dict:
     """Offline at each batch, as JSON."""
-    rows = engine.runner.config.max_rows
+    replicas = len(engine.engines) if isinstance(engine, EngineGroup) else 1
+    rows = replicas * engine.runner.config.max_rows
     together = [offline(engine, n, prompt_len, output_len, shared) for n in BATCHES if n <= rows]
     device = engine.runner.mesh.devices.flat[0]
-    params = jax.tree.leaves(engine.runner.params)
+    params, execution = jax.tree.leaves(engine.runner.params), engine.runner.model.execution
     return {
         "benchmark": "serve",
         "offline": together,
@@ -69,8 +91,10 @@ def bench_serving(engine: Engine, *, prompt_len: int, output_len: int, shared: i
         "num_programs": engine.runner.num_programs,
         "parameters": sum(math.prod(a.shape) for a in params),
         "weight_bytes": sum(a.nbytes for a in params),
-        "dtype": jnp.dtype(engine.runner.model.execution.dtype).name,
-        "mesh": {axis: size for axis, size in engine.runner.mesh.shape.items() if size > 1},
+        "dtype": jnp.dtype(execution.dtype).name,
+        "quantization": None if execution.weights == "dtype" else execution.weights,
+        "kv_cache_dtype": execution.kv_cache,
+        "mesh": {axis: size for axis, size in (engine.runner.spec.sizes() | {"data": replicas}).items() if size > 1},
         "device_kind": device.device_kind,
         "host_cpus": os.cpu_count(),
         "date": datetime.date.today().isoformat(),
@@ -93,7 +117,7 @@ def offline(engine: Engine, batch: int, prompt_len: int, output_len: int, shared
             engine.add(f"bench-{round}-{i}", prompt, params)
         first: dict[str, float] = {}
         while engine.has_unfinished:
-            outputs = engine.step()
+            outputs = whole(engine.step())
             now = time.perf_counter() - started
             for output in outputs:
                 first.setdefault(output.request_id, now)

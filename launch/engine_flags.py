@@ -1,0 +1,59 @@
+"""Flags of the launchers that run the serving engine: its mesh, sizes, precisions and drafts. Imports no jax."""
+
+from typing import Any
+
+from absl import flags
+
+AXES = {
+    "tensor": "Devices to split heads, MLPs and vocabulary over.",
+    "expert": "Devices to split experts over.",
+    "pipeline": "Stages to split the layers into.",
+    "data": "Replicas, each on devices of its own.",
+}
+_SIZES = {
+    axis: flags.DEFINE_integer(axis, None, f"{meaning} By default 1, or the configuration's.", lower_bound=1)
+    for axis, meaning in AXES.items()
+}
+_DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the checkpoint's, on a CPU float32.")
+_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["fp8", "int8", "int4"], "Of weights; by default none.")
+_KV_CACHE = flags.DEFINE_enum(
+    "kv_cache_dtype", "auto", ["auto", "bfloat16", "fp8", "int8"], "Of keys and values that are kept; auto: dtype."
+)
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
+_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a page.", lower_bound=1)
+_MEMORY = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of a GPU's memory that is used.")
+_CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default what is left, on a CPU 1.")
+_MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
+_PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
+_DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
+_SPECULATIVE = flags.DEFINE_string(
+    "speculative_config",
+    None,
+    "JSON of drafts to verify: {method: ngram, draft_model or mtp, num_speculative_tokens, ...}.",
+)
+
+
+def mesh_sizes(otherwise: dict[str, int] | None = None) -> dict[str, int]:
+    """Of the mesh's axes that serving has; `otherwise`: of those that the command line does not give."""
+    return {axis: flag.value or (otherwise or {}).get(axis, 1) for axis, flag in _SIZES.items()}
+
+
+def engine_options() -> dict[str, Any]:
+    """Fields of EngineConfig but the mesh. Raises ShardlmError for what cannot be."""
+    from shardlm.serve.speculation.config import SpeculativeConfig
+
+    return {
+        "dtype": _DTYPE.value,
+        "quantization": _QUANTIZATION.value,
+        "kv_cache_dtype": _KV_CACHE.value,
+        "max_model_len": _MAX_MODEL_LEN.value,
+        "block_size": _BLOCK_SIZE.value,
+        "gpu_memory_utilization": _MEMORY.value,
+        "kv_cache_bytes": int(_CACHE_GIB.value * 2**30) if _CACHE_GIB.value else None,
+        "max_num_seqs": _MAX_SEQS.value,
+        "max_num_batched_tokens": _MAX_TOKENS.value,
+        "enable_prefix_caching": _PREFIX.value,
+        "deterministic": _DETERMINISTIC.value,
+        "speculative_config": SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
+    }

@@ -1,0 +1,32 @@
+"""What `launch.bench serve` builds to be measured: any mesh and precision that launch.serve takes."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+from engines import CONFIG
+
+from shardlm.mesh import MeshSpec
+from shardlm.serve.bench.engine import bench_serving, random_engine
+from shardlm.serve.build import EngineConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_replicas_of_quantised_weights():
+    shape = dataclasses.replace(CONFIG, num_layers=1).transformer()
+    sizes = {"max_model_len": 16, "max_num_seqs": 1, "max_num_batched_tokens": 8, "block_size": 4}
+    mesh = MeshSpec(data=2, tensor=2)
+    engine = random_engine(shape, EngineConfig(mesh=mesh, quantization="int8", kv_cache_dtype="int8", **sizes))
+    found = bench_serving(engine, prompt_len=9, output_len=4, shared=0)
+    assert found["mesh"] == {"data": 2, "tensor": 2} and found["quantization"] == found["kv_cache_dtype"] == "int8"
+    assert found["weight_bytes"] < 4 * found["parameters"] and [one["batch"] for one in found["offline"]] == [1]
+    assert engine.stats().generation_tokens == 2 * 4  # the round that is not counted, and the one that is
+
+
+def test_the_command_takes_what_launch_serve_takes():
+    words = ["--deterministic", "--pipeline=2", "--data=2", "--kv_cache_dtype=fp8", "--config.cpu_devices=8"]
+    command = [sys.executable, "-m", "launch.bench", "serve", "--config=configs/tiny.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "deterministic=True and mesh.pipeline=2: stages run rows" in done.stderr
