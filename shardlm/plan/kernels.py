@@ -57,7 +57,7 @@ class Kernels:
             return self._product(op, rows, n, k) + self._casts(op, rows * k + n * k)
         if op.unit == "attention":
             return self._attention(op, self._fraction(0)) if self.attention != "xla" else self._unfused(op)
-        return op.hbm_bytes / self.memory + self.gap
+        return self._moving(op)
 
     def gradient_seconds(self, op: Op) -> float:
         """Of all that makes one execution's gradients."""
@@ -67,7 +67,7 @@ class Kernels:
             return products + self._casts(op, rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
-        return 2 * (op.hbm_bytes / self.memory + self.gap)
+        return 2 * self._moving(op)
 
     def one_seconds(self, op: Op, backward: bool = False) -> float:
         """Of a kernel of a compiled program, all of whose FLOPs are the operation's: 8-bit operands came as such, and
@@ -76,6 +76,10 @@ class Kernels:
             return self._product(op, *op.dims)
         if op.unit == "attention":
             return self._attention(op, self._fraction(int(backward)))
+        return op.hbm_bytes / self.memory + self.gap
+
+    def _moving(self, op: Op) -> float:
+        """What only moves memory, as one fused kernel."""
         return op.hbm_bytes / self.memory + self.gap
 
     def _fraction(self, backward: int) -> float:

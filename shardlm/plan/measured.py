@@ -20,6 +20,10 @@ from shardlm.plan.links import Route
 REACHED = Achieved(1, 1, 1, 1, 1, 1, 1)  # by a CPU of its figures, which are what was measured
 NAMES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of operands and results; else 1
+# What XLA:CPU makes of one kernel that only moves memory. Counted in the compiled step of configs/bench_strategies.py on
+# data=8 (jax 0.10.2): 1,223 kernels and 467 MB of a device besides products, where the formulas have 64 such kernels
+# of 72 MB, attention's scores of 100 MB and the optimizer.
+CPU_KERNELS, CPU_BYTES = 16, 5
 GROUPED = ("up", "down")  # of compute.py's moe: the experts' products
 TURN_KERNELS = 4  # slices of rows and of the result, the loop's count and condition, besides the product
 MEMORY_BOUND = 0.5  # of the rate that memory allows a product: from there on it says nothing of the matrix units
@@ -90,6 +94,12 @@ class MeasuredKernels(Kernels):
         if self.gpu.generation == "cpu" and op.layer == "moe" and op.what in GROUPED:
             return self._in_blocks(op, op.dims[0], rows * n * k / op.dims[0])
         return max(op.flops / self._rate(op.dtype, rows * n * k), op.hbm_bytes / self.memory)
+
+    def _moving(self, op: Op) -> float:
+        """XLA:CPU leaves in many kernels, and in copies between them, what is one on a GPU."""
+        if self.gpu.generation != "cpu" or op.layer == "optimizer":
+            return super()._moving(op)
+        return CPU_BYTES * op.hbm_bytes / self.memory + CPU_KERNELS * self.gap
 
     def _in_blocks(self, op: Op, rows: float, area: float) -> float:
         """The experts' products on a CPU: groups in turn, of each the rows in blocks (ops/grouped_matmul.py), the last
