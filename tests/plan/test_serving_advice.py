@@ -9,6 +9,7 @@ from test_sweep import config
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
+from shardlm.hardware_file import hardware_from
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving import search
 from shardlm.plan.serving_advice import advise_serving
@@ -70,10 +71,14 @@ def test_more_requests_need_more_gpus_and_tighter_latencies_no_fewer():
 def test_what_no_replica_does_says_why():
     none = advised(asked(5, itl_seconds=1e-5), names=["h100"])
     assert not none.offers and "as fast as asked for" in to_text(none)
-    large = ServedModel.of_config(config("deepseek_v3"))
-    case_on = lambda cluster: ServingCase(large, cluster, EngineConfig(max_model_len=4096), 2000, 200, 5)  # noqa: E731
-    hosts = advised(case_on, names=["dgx-h100"]).offers[0].plan.case.cluster.num_gpus
-    assert hosts > 8  # 671 B parameters in 16 bits are more than eight GPUs hold
+    large = ServedModel.of_config(config("llama3_70b"))
+    single = hardware_from({"clusters": [{"base": "dgx-h100", "name": "one-each", "gpus_per_host": 1}]})
+
+    def case_on(cluster):
+        return ServingCase(large, cluster, EngineConfig(), 2000, 200, 5)
+
+    offer = advised(case_on, names=["one-each"], hardware=single).offers[0]
+    assert offer.plan.case.cluster.num_gpus == 4  # 132 GiB of weights: two hosts' 158 GiB leave no room for pages
     with pytest.raises(ShardlmError, match="did you mean aws-p5"):
         advised(asked(5), names=["aws-p55"])
 
