@@ -39,6 +39,11 @@ def mesh_sizes(otherwise: dict[str, int] | None = None) -> dict[str, int]:
     return {axis: flag.value or (otherwise or {}).get(axis, 1) for axis, flag in _SIZES.items()}
 
 
+def fixed_axes() -> dict[str, int]:
+    """Of the mesh's axes, what the command line gives."""
+    return {axis: flag.value for axis, flag in _SIZES.items() if flag.value}
+
+
 def engine_options() -> dict[str, Any]:
     """Fields of EngineConfig but the mesh. Raises ShardlmError for what cannot be."""
     from shardlm.serve.speculation.config import SpeculativeConfig
