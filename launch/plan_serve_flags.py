@@ -19,7 +19,7 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     their flags. Raises ShardlmError for what cannot be."""
     from shardlm.errors import ShardlmError
     from shardlm.mesh import MeshSpec
-    from shardlm.plan.serving_case import ServedModel, ServingCase
+    from shardlm.plan.serving.case import ServedModel, ServingCase
     from shardlm.serve.build import EngineConfig
     from shardlm.train.config import RunConfig
 
@@ -40,9 +40,9 @@ def plan_serving(source: Any, cluster: Any, *, most: int, compiled: bool, as_jso
     """What `--serve` prints: the best meshes, and the plan of the first one; compiled too where asked for."""
     import json
 
-    from shardlm.plan.serving import search
-    from shardlm.plan.serving_report import format_found, format_serving, to_json
-    from shardlm.plan.serving_verify import verify_serving
+    from shardlm.plan.serving.report import format_found, format_serving, to_json
+    from shardlm.plan.serving.search import search
+    from shardlm.plan.serving.verify import verify_serving
 
     found = search(serving_case(source, cluster), fixed_axes())
     best = found.plans[0]

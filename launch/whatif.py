@@ -116,8 +116,8 @@ def _advise(config, constraints, hardware) -> int:
 def _advise_serving(resolved, hardware) -> int:
     from launch.engine_flags import fixed_axes
     from launch.plan_serve_flags import serving_case
-    from shardlm.plan.serving_advice import KINDS, advise_serving
-    from shardlm.plan.serving_advice_output import to_json, to_text
+    from shardlm.plan.serving.advice import KINDS, advise_serving
+    from shardlm.plan.serving.advice_output import to_json, to_text
     from shardlm.plan.target import ServingTarget, parse_target
 
     target, fixed = parse_target(_TARGET.value), fixed_axes()

@@ -19,14 +19,14 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.opened import load
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving import ServingPlan, fits, search
-from shardlm.plan.serving_case import ServedModel, ServingCase
-from shardlm.plan.serving_load import Replica
-from shardlm.plan.serving_memory import serving_memory
-from shardlm.plan.serving_ops import Pass
-from shardlm.plan.serving_report import format_found, format_serving, to_json
-from shardlm.plan.serving_time import Speed
-from shardlm.plan.serving_verify import verify_serving
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.load import Replica
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.serving.ops import Pass
+from shardlm.plan.serving.report import format_found, format_serving, to_json
+from shardlm.plan.serving.search import ServingPlan, fits, search
+from shardlm.plan.serving.time import Speed
+from shardlm.plan.serving.verify import verify_serving
 from shardlm.serve import build
 from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
 from shardlm.serve.request import Request

@@ -11,10 +11,10 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.hardware_file import hardware_from
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving import search
-from shardlm.plan.serving_advice import advise_serving
-from shardlm.plan.serving_advice_output import reasons, to_json, to_text
-from shardlm.plan.serving_case import ServedModel, ServingCase
+from shardlm.plan.serving.advice import advise_serving
+from shardlm.plan.serving.advice_output import reasons, to_json, to_text
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.search import search
 from shardlm.serve.build import EngineConfig
 
 MODEL = ServedModel.of_config(config("llama3_8b"))

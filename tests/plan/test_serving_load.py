@@ -10,10 +10,10 @@ import pytest
 from shardlm.hardware import GPUS
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving_case import ServedModel, ServingCase
-from shardlm.plan.serving_load import Replica
-from shardlm.plan.serving_memory import serving_memory
-from shardlm.plan.serving_time import Speed
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.load import Replica
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.serving.time import Speed
 from shardlm.serve.build import EngineConfig, scheduler_of
 from shardlm.serve.engine import AHEAD
 from shardlm.serve.request import Request

@@ -13,8 +13,8 @@ from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.layers.lora import LoraConfig
 from shardlm.opened import execution_of
-from shardlm.plan.serving import ServingPlan
-from shardlm.plan.serving_weights import decoding_rules
+from shardlm.plan.serving.search import ServingPlan
+from shardlm.plan.serving.weights import decoding_rules
 from shardlm.serve.layers import apart
 from shardlm.serve.runner import Runner
 from shardlm.serve.staged_runner import StagedRunner

@@ -14,8 +14,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from shardlm.plan.serving_case import ServingCase
-from shardlm.plan.serving_time import Speed
+from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.time import Speed
 from shardlm.serve.engine import AHEAD
 
 HEADROOM = 0.8  # of the most that a replica sustains; nearer to it waits grow without bound

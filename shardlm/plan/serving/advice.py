@@ -1,5 +1,5 @@
 """Hardware for a serving target: of each kind of cluster the best replica, how many of them the rate takes, and what
-they cost. The words around it are serving_advice_output.py's."""
+they cost. The words around it are serving/advice_output.py's."""
 
 import contextlib
 import dataclasses
@@ -12,8 +12,8 @@ from shardlm.hardware_file import SHIPPED, Hardware
 from shardlm.plan.advice import SYSTEMS, kind_named
 from shardlm.plan.asked import list_price
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving import ServingPlan, meshes, search
-from shardlm.plan.serving_case import ServingCase
+from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.search import ServingPlan, meshes, search
 
 KINDS = ("l40s", *SYSTEMS)
 MOST_HOSTS = 8  # of one replica

@@ -5,9 +5,9 @@ from typing import Any
 
 from shardlm.hardware import GIB
 from shardlm.plan.columns import columns, three_digits
-from shardlm.plan.serving import ServingPlan
-from shardlm.plan.serving_advice import MOST_HOSTS, ServingAdvice, ServingOffer
-from shardlm.plan.serving_load import HEADROOM
+from shardlm.plan.serving.advice import MOST_HOSTS, ServingAdvice, ServingOffer
+from shardlm.plan.serving.load import HEADROOM
+from shardlm.plan.serving.search import ServingPlan
 
 WIDTH = 120
 HEAD = (

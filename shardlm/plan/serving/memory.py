@@ -9,8 +9,8 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
 from shardlm.ops.expert_dispatch import choose as choose_exchange
-from shardlm.plan.serving_case import ServingCase
-from shardlm.plan.serving_weights import Held, decoding_rules, held_bytes, one_layer, stages_of, weights_of
+from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.weights import Held, decoding_rules, held_bytes, one_layer, stages_of, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.programs import SCORED_AT_ONCE

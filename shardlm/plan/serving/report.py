@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardlm.plan.serving import Found, ServingPlan
-from shardlm.plan.serving_load import HEADROOM, Load
-from shardlm.plan.serving_verify import Program, VerifiedServing
+from shardlm.plan.serving.load import HEADROOM, Load
+from shardlm.plan.serving.search import Found, ServingPlan
+from shardlm.plan.serving.verify import Program, VerifiedServing
 
 GIB = 2**30
 

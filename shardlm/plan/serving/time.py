@@ -10,10 +10,10 @@ from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
-from shardlm.plan.serving_case import ServingCase
-from shardlm.plan.serving_memory import DTYPE_BYTES, ServingMemory
-from shardlm.plan.serving_ops import Pass, Work, ends_work, layer_work
-from shardlm.plan.serving_weights import Held, InUse, Weights, decoding_rules, one_layer, weights_of
+from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
+from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work
+from shardlm.plan.serving.weights import Held, InUse, Weights, decoding_rules, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import page_bytes
 from shardlm.serve.submeshes import of_replica, of_stage

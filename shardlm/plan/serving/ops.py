@@ -10,7 +10,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.compute import Op
-from shardlm.plan.serving_weights import InUse
+from shardlm.plan.serving.weights import InUse
 from shardlm.rules import Rules
 
 # Kernels that are neither matmuls nor attention, compiled for an H100: of a layer 6 besides 7 matmuls and attention's 2

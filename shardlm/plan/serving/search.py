@@ -1,5 +1,5 @@
 """The plan of a serving engine: its memory, pages, times and rates on one mesh, the best mesh for a cluster, and what
-would make a model fit that does not. Estimates, by formulas; serving_verify.py compiles."""
+would make a model fit that does not. Estimates, by formulas; serving/verify.py compiles."""
 
 import dataclasses
 import itertools
@@ -10,10 +10,10 @@ from types import MappingProxyType
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving_case import ServingCase
-from shardlm.plan.serving_load import HEADROOM, Load, Replica
-from shardlm.plan.serving_memory import ServingMemory, serving_memory
-from shardlm.plan.serving_time import DecodeStep, Speed
+from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.load import HEADROOM, Load, Replica
+from shardlm.plan.serving.memory import ServingMemory, serving_memory
+from shardlm.plan.serving.time import DecodeStep, Speed
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 

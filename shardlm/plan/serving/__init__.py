@@ -1,0 +1,1 @@
+"""Plans of serving: what fits, how fast it decodes, and how many replicas a rate takes."""
