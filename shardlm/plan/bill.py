@@ -87,7 +87,8 @@ class CompiledStep:
 
 def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1.0) -> CompiledStep:
     """text is `Compiled.as_text()` of a step on `mesh`. `filled` is the share of the experts' buffers that holds tokens
-    (traffic.filled): a program shows the buffers alone. Raises ShardlmError for text that is not an optimised module.
+    (program_layers.buffers_filled): a program shows the buffers alone. Raises ShardlmError for text that is not an
+    optimised module.
 
     Kernels follow each other as they are scheduled; collectives run one at a time beside them, each from its start, or
     the end of the one before, and a kernel behind its end waits for it. A synchronous one has its end at its start. Of

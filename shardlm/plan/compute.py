@@ -1,6 +1,7 @@
 """What one device computes in a training step: matmuls, attention and what only moves memory, by layer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Literal
@@ -10,6 +11,7 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.ops.blocked_attention import LEAST_BLOCK
 from shardlm.plan.sketch import Sketch
 
 Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
@@ -29,6 +31,10 @@ class Op:
                mean width of a head
     dtype      of its operands, as hardware.Peak.of takes it
     in_stages  whether it belongs to layers that pipeline stages run, and waits while they fill and drain
+    executed   what a program runs for each of its FLOPs: stages that fill and drain compute too, as do their empty
+               slots, and so do attention's kernels where a mask hides parts of their blocks
+    wide       of attention: width of queries and keys of a head
+    grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
     """
 
     layer: Layer
@@ -42,6 +48,9 @@ class Op:
     dims: tuple[float, float, float] = (0, 0, 0)
     dtype: str = "bf16"
     in_stages: bool = False
+    executed: float = 1.0
+    grouped: bool = False
+    wide: float = 0.0
 
 
 def operations(sketch: Sketch) -> list[Op]:
@@ -50,40 +59,94 @@ def operations(sketch: Sketch) -> list[Op]:
 
 
 def _layers(sketch: Sketch) -> Iterator[Op]:
-    shape, mesh, remat = sketch.shape, sketch.mesh, sketch.config.remat
+    shape, mesh, schedule = sketch.shape, sketch.mesh, sketch.schedule
+    both_ways = mesh.pipeline > 1 and schedule.both_ways
     staged = shape.segments[shape.pipelined_segment()]
     for segment in shape.segments:
         in_stages = mesh.pipeline > 1 and segment is staged
-        # Outside the stages each device of `pipeline` works on its own rows.
-        count = sketch.passes * segment.repeats / mesh.pipeline
         for block in segment.pattern:
+            if in_stages:
+                scan, idle = schedule.slots, 1 / (1 - schedule.bubble_fraction())
+                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, scan, both_ways, idle)
+            else:
+                run = _Run.outside(sketch, block.norms, segment.repeats)
             for op in _block(sketch, block):
-                yield dataclasses.replace(_run(op, count, remat, block.norms), in_stages=in_stages)
+                yield dataclasses.replace(run(op), in_stages=in_stages or both_ways)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
-        for op in _block(sketch, shape.mtp.block):
-            yield _run(op, sketch.passes / mesh.pipeline, remat, shape.mtp.block.norms)
+        run = dataclasses.replace(_Run.outside(sketch, shape.mtp.block.norms, 1), twice=False)
+        D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
+        for op in (*_block(sketch, shape.mtp.block), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
+            yield dataclasses.replace(run(op), in_stages=both_ways)
 
 
-def _run(op: Op, passes: float, remat: str, norms: str) -> Op:
-    """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
-    again = {"none": 0, "dots": 0 if op.unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
-    last = op.what.endswith("down")
-    if (norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
-        again = 0  # nothing in the backward pass asks for the result, or it was kept
-    gradients = 2.5 if op.unit == "attention" else 2
-    count = passes * (1 + again + gradients)
-    return dataclasses.replace(op, count=count, forward=passes, again=passes * again)
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """How often a layer's operations run.
+
+    passes   of all its layers, forward and useful
+    scan     layers of one scan
+    twice    1F1B takes each microbatch forward once more, for the input of the next stage
+    idle     runs of a device for each useful one
+    """
+
+    sketch: Sketch
+    norms: str
+    passes: float
+    scan: int
+    twice: bool
+    idle: float
+
+    @classmethod
+    def outside(cls, sketch: Sketch, norms: str, repeats: int) -> "_Run":
+        """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
+        mesh, schedule = sketch.mesh, sketch.schedule
+        if mesh.pipeline > 1 and schedule.both_ways:
+            return cls(sketch, norms, sketch.passes * repeats, repeats, True, schedule.ticks / sketch.passes)
+        return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, repeats, False, 1.0)
+
+    def __call__(self, op: Op) -> Op:
+        """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
+        remat = self.sketch.config.remat
+        again = {"none": 0, "dots": 0 if op.unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
+        last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
+        if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
+            again = 0  # nothing in the backward pass asks for the result, or it was kept
+        elif self.sketch.mesh.tensor > 1 and remat in ("full", "offload") and op.layer == "attention":
+            again = 2 - 1 / self.scan  # XLA repeats it for the next layer too (program_layers.py)
+        again += self.twice
+        gradients = 2.5 if op.unit == "attention" else 2
+        count = self.passes * (1 + again + gradients)
+        executed = self.idle
+        if op.unit == "attention":
+            executed *= _attended(op, 1 + again, gradients, self.sketch)
+        return dataclasses.replace(op, count=count, forward=self.passes, again=self.passes * again, executed=executed)
+
+
+def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float:
+    """What attention computes for each of its FLOPs.
+
+    cuDNN skips what the mask hides, and multiplies values as wide as keys. XLA's own (ops/blocked_attention.py) goes in
+    blocks of queries, an eighth of a row, over all keys before their end, in a ring (ops/attention_pair.py) over all
+    keys, and makes gradients in five matmuls, three as wide as keys; one of them makes the scores again, which XLA
+    takes from the layer's own repetition where there is one.
+    """
+    T, keys, mean = op.dims
+    wide, parts = op.wide / mean, sketch.mesh.context
+    if sketch.execution.attention == "cudnn":
+        return wide
+    if parts > 1 and sketch.execution.context_attention == "ring":
+        seen = T / parts * (1 + parts) / 2
+    else:
+        blocks = next((n for n in (8, 4, 2) if T % n == 0 and T // n >= LEAST_BLOCK), 1)
+        seen = T * (1 + 1 / blocks) / 2
+    worth = (4 + wide) / 5 if sketch.config.remat == "none" else 4 / 5
+    return seen / keys * (forward + worth * gradients) / (forward + gradients)
 
 
 def _block(sketch: Sketch, block) -> Iterator[Op]:
     """Forward, once."""
     D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
-    dtype = _dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
-
-    def matmul(layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
-        moved = sketch.itemsize * (rows * n + rows * k + n * k)
-        return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
-
+    matmul = functools.partial(_matmul, sketch)
     for what, n, k in _projections(block.attention, D, tensor):
         yield matmul("attention", what, tokens, n, k)
     yield _scores(sketch, block.attention)
@@ -96,6 +159,12 @@ def _block(sketch: Sketch, block) -> Iterator[Op]:
         yield from _experts(sketch, block.mlp, matmul)
     norms = 4 if block.norms == "both" else 2
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
+
+
+def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
+    dtype = _dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
+    moved = sketch.itemsize * (rows * n + rows * k + n * k)
+    return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
 
 
 def _dtype(sketch: Sketch) -> str:
@@ -117,7 +186,7 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
         yield "keys and values", N * (attention.nope_dim + attention.value_dim), R
         yield "output", D, N * attention.value_dim
         return
-    K = max(1, attention.num_kv_heads / tensor)
+    K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
     yield "queries, keys and values", (N + 2 * K) * attention.head_dim, D
     yield "output", D, N * attention.head_dim
 
@@ -129,8 +198,8 @@ def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     width = N * (attention.head_dim + attention.value_dim)
     moved = sketch.itemsize * sketch.tokens * 2 * width
     keys = attention_pairs([T], attention.window or None) / T
-    dims = (T, keys, (attention.head_dim + attention.value_dim) / 2)
-    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dims=dims, dtype=_dtype(sketch))
+    how = {"dims": (T, keys, (attention.head_dim + attention.value_dim) / 2), "wide": attention.head_dim}
+    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dtype=_dtype(sketch), **how)
 
 
 def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
@@ -141,7 +210,7 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
     rows = sketch.tokens * moe.top_k / experts
     for what, n, k in (("up", 2 * F, D), ("down", D, F)):
         one = matmul("moe", what, rows, n, k)
-        yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts)
+        yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
     yield Op("moe", "activation and moving", "memory", 0, sketch.itemsize * rows * experts * (3 * F + 4 * D), 1)
     yield matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
     if moe.shared_dim:
@@ -154,11 +223,23 @@ def _head(sketch: Sketch) -> Iterator[Op]:
     shape, mesh = sketch.shape, sketch.mesh
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
-    count = sketch.passes / mesh.pipeline * heads
+    run = _Run.outside(sketch, "pre", heads)
     moved = sketch.itemsize * (tokens * D + V * D) + 4 * tokens * V
-    flops, dims = 2.0 * tokens * V * D, (tokens, V, D)
-    yield Op("head", "logits and loss", "matmul", flops, moved, 3 * count, count, 0, dims, _dtype(sketch))
-    yield Op("embedding", "lookup", "memory", 0, 3 * sketch.itemsize * tokens / mesh.tensor * D, 2 * count, count)
+    yield Op(
+        "head",
+        "logits and loss",
+        "matmul",
+        2.0 * tokens * V * D,
+        moved,
+        3 * run.passes,
+        run.passes,
+        0,
+        (tokens, V, D),
+        in_stages=run.twice,
+        executed=run.idle,
+    )
+    read = 3 * sketch.itemsize * tokens / mesh.tensor * D
+    yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.twice)
 
 
 def _optimizer(sketch: Sketch) -> Op:
@@ -168,5 +249,10 @@ def _optimizer(sketch: Sketch) -> Op:
 
 
 def total_flops(ops: list[Op]) -> float:
-    """Of one device's step, as executed."""
+    """Of one device's step, but for what its stages compute while they fill and drain."""
     return math.fsum(op.flops * op.count for op in ops)
+
+
+def executed_flops(ops: list[Op]) -> float:
+    """Of one device's step, as a compiled program shows it: all that it executes but the experts' kernels."""
+    return math.fsum(op.flops * op.count * op.executed for op in ops if not op.grouped)

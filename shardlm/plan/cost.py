@@ -13,8 +13,9 @@ from shardlm.plan.kernels import Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
 from shardlm.plan.overlap import Timed, overlapped
+from shardlm.plan.program_traffic import program_traffic
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import Sent, training_traffic
+from shardlm.plan.traffic import Sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class StepCost:
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
     """The estimate for a step."""
     kernels = kernels_of(cluster, sketch.execution.attention)
-    return cost_of(sketch, cluster, operations(sketch), training_traffic(sketch), kernels)
+    return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels)
 
 
 def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:

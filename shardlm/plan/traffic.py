@@ -26,10 +26,13 @@ class Sent:
 
     axes    over which
     why     what is moved
-    nbytes  in a step
+    nbytes  in a step, for work that is useful
     kind    the collective, as hlo/collectives.py names it; of gathers and scatters together the gather
     count   how often in a step, arrays that XLA may combine counted apart
     beside  whether kernels of other layers run meanwhile: weights and gradients, which no layer waits for
+    idle_bytes  besides, by stages that fill and drain, and for their empty slots
+    shown   how many times as much a compiled program shows: of a ragged exchange the buffers, which hold the worst
+            case, and a branch of a conditional as if it were always taken
     """
 
     axes: tuple[str, ...]
@@ -38,6 +41,19 @@ class Sent:
     kind: str = "all-gather"
     count: float = 1
     beside: bool = False
+    idle_bytes: float = 0.0
+    shown: float = 1.0
+
+    @property
+    def shown_bytes(self) -> float:
+        """As a compiled program shows it."""
+        return (self.nbytes + self.idle_bytes) * self.shown
+
+
+def idling(sent: Sent, idle: float) -> Sent:
+    """The same, of which the share `idle` does no useful work."""
+    useful = sent.nbytes * (1 - idle)
+    return dataclasses.replace(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
 
 
 def training_traffic(sketch: Sketch) -> list[Sent]:
@@ -55,7 +71,8 @@ def by_axes(found: list[Sent]) -> dict[str, float]:
     return totals
 
 
-def _share(n: int) -> float:
+def share(n: int) -> float:
+    """Of n devices' array, what each sends in a gather or a scatter."""
     return (n - 1) / n
 
 
@@ -67,13 +84,13 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
         if not weight.is_matrix:
             continue
         rest, use = set(weight.axes(rules.rest)), set(weight.axes(rules.use))
-        gathered = _ordered(mesh, rest - use - {"pipeline"})
+        gathered = ordered(mesh, rest - use - {"pipeline"})
         staged = sketch.staged(weight)
         stages = mesh.pipeline if staged else 1
         numbers = weight.numbers(rules.use) / stages  # of one device while in use
         if gathered:
             times = sketch.passes * ((forward if weight.stacked else 1) + 1)  # a gradient is scattered once a pass
-            once = numbers * sketch.itemsize * _share(mesh.size(*gathered))
+            once = numbers * sketch.itemsize * share(mesh.size(*gathered))
             repeats = math.prod(weight.shape[: weight.stacked]) / stages
             yield Sent(
                 gathered,
@@ -92,31 +109,31 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
                 beside=True,
             )
         if staged:
-            moved = numbers * MASTER * _share(stages) / mesh.size(*gathered)
+            moved = numbers * MASTER * share(stages) / mesh.size(*gathered)
             yield Sent(("pipeline",), f"{weight.path}: to its stage and back", 2 * moved, "all-to-all", 2)
         seen = {"data", "fsdp", "context", "expert"} - set(gathered) - use
-        copies = _ordered(mesh, seen if config.local_sgd.inner_steps == 0 else seen - {"data"})
+        copies = ordered(mesh, seen if config.local_sgd.inner_steps == 0 else seen - {"data"})
         if copies:
             held = numbers * MASTER / mesh.size(*gathered)
-            total = 2 * held * _share(mesh.size(*copies))
+            total = 2 * held * share(mesh.size(*copies))
             yield Sent(copies, f"{weight.path}: sum of gradients", total, REDUCE, 1, beside=True)
 
 
-def _ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
+def ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
+    """In the mesh's order, those larger than 1."""
     return tuple(axis for axis, size in mesh.sizes().items() if axis in axes and size > 1)
 
 
 def _layers(sketch: Sketch) -> Iterator[Sent]:
     """Activations, of all layers and microbatches."""
     mesh, config, shape = sketch.mesh, sketch.config, sketch.shape
-    stream = (
-        sketch.tokens * shape.embed_dim * sketch.itemsize
-    )  # of one microbatch where the sequence is whole over tensor
+    # Of one microbatch where the sequence is whole over tensor.
+    stream = sketch.tokens * shape.embed_dim * sketch.itemsize
     layers = sketch.passes / mesh.pipeline  # passes of each layer through one device
     again = 1 if config.remat == "full" else 0
     if mesh.tensor > 1:
         # Two layers, each a gather and a scatter: forward, backward; again all but the last scatter.
-        each = stream * _share(mesh.tensor) * layers * shape.cached_layers
+        each = stream * share(mesh.tensor) * layers * shape.cached_layers
         runs = layers * shape.cached_layers
         yield Sent(("tensor",), "the sequence: gathers", (4 + 2 * again) * each, GATHER, (4 + 2 * again) * runs)
         yield Sent(("tensor",), "the sequence: scatters", (4 + again) * each, SCATTER, (4 + again) * runs)
@@ -138,7 +155,7 @@ def _experts(moe: MoeConfig, stream: float, ranks: int, layers: float, again: in
         return Sent(("expert",), "tokens gathered", times * stream * (ranks - 1) * layers, GATHER, times * layers)
     # The results of the experts need not come back a second time.
     times = 4 + again
-    sent = times * stream * moe.top_k * _share(ranks) * layers
+    sent = times * stream * moe.top_k * share(ranks) * layers
     return Sent(("expert",), "tokens sent", sent, "ragged-all-to-all", times * layers)
 
 
@@ -153,6 +170,6 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: flo
         sent = times * keys_values * layers
         yield Sent(("context",), "keys, values and their gradients", sent, PERMUTE, times * layers, beside=True)
     else:
-        moved = tokens * (2 * heads + 2 * kv) * attention.head_dim * sketch.itemsize * _share(mesh.context)
+        moved = tokens * (2 * heads + 2 * kv) * attention.head_dim * sketch.itemsize * share(mesh.context)
         runs = (2 + again) * layers
         yield Sent(("context",), "heads for tokens", runs * moved, "all-to-all", runs)

@@ -14,6 +14,8 @@ from shardlm.errors import ShardlmError
 from shardlm.plan.bill import CompiledStep, compiled_step
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.plan import Plan
+from shardlm.plan.program_layers import buffers_filled
+from shardlm.plan.sketch import Sketch
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
@@ -83,7 +85,8 @@ def compile_step(config: RunConfig, cluster: Cluster) -> Verified:
     except ShardlmError as error:
         return Verified(failure=str(error))
     memory = step.memory_analysis()
-    timed = compiled_step(step.as_text(), cluster, config.mesh)
+    filled = buffers_filled(Sketch.of(config, cluster.gpu))
+    timed = compiled_step(step.as_text(), cluster, config.mesh, filled)
     seconds = time.perf_counter() - started
     return Verified(memory.argument_size_in_bytes, memory.temp_size_in_bytes, timed, seconds)
 

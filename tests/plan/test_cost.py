@@ -42,7 +42,7 @@ def test_the_parts_of_a_step_add_up():
     assert sum(phase.exposed for phase in found.timeline) == pytest.approx(found.exposed_seconds)
     assert set(found.compute) == {"attention", "mlp", "norm", "head", "embedding", "optimizer"}
     by_axes = {one.axes: one for one in found.by_axes}
-    assert set(by_axes) == {("tensor",), ("fsdp",), ("pipeline",)}
+    assert set(by_axes) == {("tensor",), ("fsdp",), ("pipeline",), ("pipeline", "fsdp")}  # together: the embedding's
     assert by_axes[("tensor",)].link == "NVLink" and by_axes[("fsdp",)].link == "network"
     assert by_axes[("tensor",)].exposed_seconds == by_axes[("tensor",)].seconds > 0
     assert found.tokens_per_second == 64 * 8192 / found.step_seconds

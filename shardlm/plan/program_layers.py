@@ -1,0 +1,241 @@
+"""What our program sends of activations: between the devices of `tensor`, `context`, `expert` and `pipeline`. Weights
+are program_traffic.py's."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mla import MlaConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.ops.ring_attention import stops
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.traffic import GATHER, PERMUTE, REDUCE, SCATTER, Sent, idling, ordered, share
+from shardlm.train.replicas import apart
+
+EXCHANGE, RAGGED = "all-to-all", "ragged-all-to-all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often one device runs a layer in a step, its rows being those of a microbatch.
+
+    layers    runs that have a backward pass
+    scans     scans over layers that have one
+    forward   forward passes of each run
+    idle      share of the runs by stages that fill and drain, and of empty slots
+    again     whether the backward pass repeats it
+    whole     whether it repeats all of it, and not what some policy leaves out
+    twice     and XLA attention twice (`repeated`)
+    """
+
+    layers: float
+    scans: float
+    forward: int
+    idle: float
+    again: int
+
+    whole: bool
+    twice: bool
+
+    @property
+    def repeated(self) -> float:
+        """Repetitions of what leads to the reduce-scatter behind attention, where the backward pass repeats all of a
+        layer: XLA repeats it twice, once for the layer before, but for the last one of each scan."""
+        return self.again * ((2 * self.layers - self.scans) if self.twice else self.layers)
+
+
+def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
+    """Of each block of each segment, and of modules that predict further tokens."""
+    shape, mesh, schedule = sketch.shape, sketch.mesh, sketch.schedule
+    again = 0 if sketch.config.remat == "none" else 1
+    both_ways = mesh.pipeline > 1 and schedule.both_ways
+    whole = sketch.config.remat in ("full", "offload")
+    how = (again, whole, whole and mesh.tensor > 1)
+    outside = schedule.ticks if both_ways else sketch.passes / mesh.pipeline
+    idle = 1 - sketch.passes / outside if both_ways else 0.0
+    for number, segment in enumerate(shape.segments):
+        if mesh.pipeline > 1 and number == shape.pipelined_segment():
+            ticks, bubble = schedule.ticks, schedule.bubble_fraction()
+            runs = Runs(ticks * schedule.slots, ticks, 1 + both_ways, bubble, *how)
+        else:
+            runs = Runs(outside * segment.repeats, outside, 1 + both_ways, idle, *how)
+        for block in segment.pattern:
+            yield block, runs
+    for _ in range(shape.mtp.depth if shape.mtp else 0):
+        yield shape.mtp.block, Runs(outside, outside, 1, idle, *how)
+
+
+def activations(sketch: Sketch) -> Iterator[Sent]:
+    """Of all layers, the embedding and the head."""
+    mesh = sketch.mesh
+    if mesh.pipeline > 1:
+        yield _between_stages(sketch)
+        yield _rows(sketch)
+    both_ways = mesh.pipeline > 1 and sketch.schedule.both_ways
+    for sent in _embedding(sketch, both_ways):
+        yield idling(sent, 1 - sketch.passes / sketch.schedule.ticks if both_ways else 0.0)
+    for block, runs in runs_of(sketch):
+        for sent in _layer(sketch, block, runs):
+            yield idling(sent, runs.idle)
+
+
+def _layer(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
+    mesh = sketch.mesh
+    if mesh.tensor > 1:
+        yield from _tensor(sketch, block, runs)
+    if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
+        yield from _experts(sketch, block.mlp, runs)
+    if mesh.context > 1:
+        yield from _context(sketch, block.attention, runs)
+
+
+def stream_bytes(sketch: Sketch) -> float:
+    """Of one microbatch on one device, where the sequence is whole over tensor."""
+    return sketch.tokens * sketch.shape.embed_dim * sketch.itemsize
+
+
+def _between_stages(sketch: Sketch) -> Sent:
+    """On, and in the circular schedule back from the last stage to where the microbatch waits, in every tick forward
+    and backward; with rounds, the ways back only in the ticks that need them."""
+    mesh, schedule = sketch.mesh, sketch.schedule
+    S, R = schedule.stages, schedule.rounds
+    real = shown = 1.0
+    if not schedule.both_ways:
+        real, shown = (1 + (S - 1) / (S * R) + 1 / R, 3.0) if R > 1 else (3.0, 3.0)
+    times = 2 * schedule.ticks * real
+    moved = times * stream_bytes(sketch) / mesh.tensor
+    sent = Sent(("pipeline",), "between stages", moved, PERMUTE, times, shown=shown / real)
+    return idling(sent, 1 - sketch.passes * R / schedule.ticks)
+
+
+def _rows(sketch: Sketch) -> Sent:
+    """Tokens and what belongs to them, 32 bits each, of all microbatches to every stage: of the circular schedule three
+    of a device's own rows, of 1F1B five, of all rows of its replica."""
+    mesh, train = sketch.mesh, sketch.config.train
+    own = sketch.tokens * sketch.passes
+    if not sketch.schedule.both_ways:
+        return Sent(("pipeline",), "rows", 3 * 4 * own * share(mesh.pipeline), GATHER, 3)
+    own = train.global_batch * train.seq_len / mesh.size(*sketch.rules.replicas())
+    return Sent(("pipeline",), "rows", 5 * 4 * own * share(mesh.pipeline), GATHER, 5)
+
+
+def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
+    """The lookup and the head, where the vocabulary is split; and, inside one replica or stage, the lookup's gradient,
+    for which XLA gathers all tokens."""
+    mesh, shape = sketch.mesh, sketch.shape
+    passes = sketch.schedule.ticks if both_ways else sketch.passes / mesh.pipeline
+    passes *= 1 + (shape.mtp.depth if shape.mtp else 0)
+    tensor = ("tensor",)
+    part = stream_bytes(sketch) * share(mesh.tensor)
+    manual = both_ways or apart(sketch.config)
+    if mesh.tensor > 1:
+        yield Sent(tensor, "the head's sequence: gathers", part * passes, GATHER, passes)
+        yield Sent(tensor, "the head's sequence: scatters", part * passes, SCATTER, passes)
+    if mesh.tensor > 1 and not manual:
+        yield Sent(tensor, "the lookup: gathers", part * passes, GATHER, passes)
+        yield Sent(tensor, "the lookup: scatters", part * passes, SCATTER, passes)
+    if not manual:
+        return
+    table = shape.vocab_size * shape.embed_dim / mesh.tensor * sketch.itemsize * share(mesh.tensor)
+    times = passes * (3 if both_ways else 2)
+    if mesh.tensor > 1:
+        yield Sent(tensor, "the lookup", (table + part / mesh.tensor) * times, EXCHANGE, 2 * times)
+    embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
+    gathered = set(embedding.axes(sketch.rules.rest)) - set(embedding.axes(sketch.rules.use)) - {"pipeline"}
+    held = stream_bytes(sketch) / mesh.tensor
+    for axes in (gathered & {"context"}, gathered - {"context"}):
+        over = ordered(mesh, axes)
+        held *= mesh.size(*over)
+        yield Sent(over, "the lookup's gradient: all tokens", held * share(mesh.size(*over)) * passes, GATHER, passes)
+
+
+def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
+    """The sequence, whole inside attention and MLP and split between: gathered forward, again, and its gradient;
+    scattered forward, and the gradient of what was gathered."""
+    mesh, item, D = sketch.mesh, sketch.itemsize, sketch.shape.embed_dim
+    there, back = runs.forward + runs.again, runs.forward
+    attention, moe = block.attention, block.mlp
+    gathers = scatters = sums = 0.0  # bytes a token
+    repeated = runs.repeated / runs.layers if runs.whole else 0.0
+    # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart.
+    both_ways = runs.forward == 2
+    apart_in_stages = runs.again and runs.idle and both_ways != runs.whole
+    gathers += (4 if apart_in_stages else 2) * D * item
+    scatters += (2 * back + repeated) * D * item
+    if isinstance(attention, MlaConfig):
+        narrow = attention.kv_latent_dim + attention.rope_dim
+        gathers += there * (narrow + (attention.q_latent_dim or D)) * item
+        scatters += (attention.q_latent_dim or D) * item
+        sums += 2 * narrow * item
+    elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
+        gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
+        sums += 2 * D * item
+    else:
+        gathers += there * D * item
+        scatters += D * item
+    if isinstance(moe, MoeConfig):
+        mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
+        gathers += there * (D * item + 2 * mixed)
+        scatters += D * item + mixed
+        if moe.shared_dim:
+            gathers += (there + 1) * D * item
+            scatters += (back + 1) * D * item
+    else:
+        gathers += there * D * item
+        scatters += D * item
+    one = sketch.tokens * share(mesh.tensor) * runs.layers
+    for kind, nbytes, count in ((GATHER, gathers, 2 * there + 2), (SCATTER, scatters, 2 * back + 2), (REDUCE, sums, 1)):
+        yield Sent(("tensor",), "the sequence", one * nbytes, kind, count * runs.layers)
+
+
+def _experts(sketch: Sketch, moe: MoeConfig, runs: Runs) -> Iterator[Sent]:
+    """Tokens to the experts and back: forward, backward and again."""
+    ranks, item, n = sketch.mesh.expert, sketch.itemsize, sketch.tokens
+    times = (runs.forward + 1 + runs.again) * runs.layers
+    row = sketch.shape.embed_dim * item
+    if choose_exchange(ranks, moe.top_k) == "gather":
+        mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
+        there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
+        back = (row * times + mixed * runs.layers) * n * (ranks - 1)
+        yield Sent(("expert",), "tokens gathered", there, GATHER, times)
+        yield Sent(("expert",), "results scattered", back, SCATTER, times)
+        return
+    sent = 2 * times * n * moe.top_k * row * share(ranks)
+    yield Sent(("expert",), "tokens sent", sent, RAGGED, 2 * times, shown=1 / filled(moe, ranks, n))
+
+
+def filled(moe: MoeConfig, ranks: int, tokens: float) -> float:
+    """The share of the buffers of an exchange that holds tokens under an even load (ops/expert_dispatch.py)."""
+    worst = tokens * min(moe.top_k, moe.num_experts // ranks)
+    even = tokens * moe.top_k / ranks
+    room = min(worst, math.ceil(even * moe.capacity_factor)) if moe.capacity_factor else worst
+    return even / room
+
+
+def buffers_filled(sketch: Sketch) -> float:
+    """The same of a run; of its mixtures, if they differ, the one that fills least. 1 where there are none."""
+    mixtures = [block.mlp for block in sketch.shape.all_blocks() if isinstance(block.mlp, MoeConfig)]
+    return min((filled(moe, sketch.mesh.expert, sketch.tokens) for moe in mixtures), default=1.0)
+
+
+def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, runs: Runs) -> Iterator[Sent]:
+    mesh, tokens, item = sketch.mesh, sketch.tokens, sketch.itemsize
+    heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
+    width = attention.head_dim + attention.value_dim
+    if sketch.execution.context_attention == "ring":
+        moves = len(stops(mesh.context, sketch.config.train.seq_len // (2 * mesh.context), attention.window))
+        if not moves:
+            return
+        # Forward, again and backward, of which the last two share the first move; float32 gradients come home besides.
+        times = moves * ((runs.forward + 1) * runs.layers + runs.repeated) - runs.again * runs.layers
+        gradients = (moves + 1) * runs.layers
+        moved = tokens * kv * width * (times * item + gradients * 4)
+        yield Sent(("context",), "keys, values and their gradients", moved, PERMUTE, times + gradients, beside=True)
+        return
+    copies = max(1, mesh.context // kv)
+    one = tokens * (heads + kv * copies) * width * item * share(mesh.context)
+    times = (runs.forward + 1) * runs.layers + runs.repeated
+    yield Sent(("context",), "heads for tokens", one * times, EXCHANGE, 4 * times)

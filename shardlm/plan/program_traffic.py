@@ -1,0 +1,236 @@
+"""Bytes that one device sends in a training step as our program sends them: what traffic.py's algorithms demand, and
+what the program sends besides. Held to compiled programs in tests/plan/test_traffic.py. Weights and gradients are here,
+activations in program_layers.py.
+
+What a program sends besides: stages compute and send while they fill and drain; 1F1B runs each layer's forward pass a
+third time, and embedding and head in every tick; gradients of the head are float32; under zero1 and zero2 updated
+weights are gathered in float32; gradients of the embedding are summed whole, or from all tokens, where XLA finds no
+reduce-scatter.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from shardlm.plan.program_layers import activations
+from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.traffic import GATHER, MASTER, PERMUTE, REDUCE, SCATTER, Sent, idling, ordered, share
+from shardlm.train.replicas import apart
+
+EXCHANGE = "all-to-all"
+# Not split over tensor, and used on each device's part of the sequence.
+WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
+
+
+def program_traffic(sketch: Sketch) -> list[Sent]:
+    """All that a step of our program sends, but for norms, scalars and integers."""
+    found = [*_weights(sketch), *activations(sketch)]
+    return [sent for sent in found if sent.nbytes and sent.axes]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """A weight and where it goes.
+
+    gathered  axes that it is split over at rest and not in use, but for pipeline
+    copies    axes whose devices see other tokens and hold the same of it in use
+    numbers   of one device while in use, of all layers
+    repeats   arrays that it is stacked of
+    """
+
+    weight: Weight
+    gathered: tuple[str, ...]
+    copies: tuple[str, ...]
+    numbers: float
+    repeats: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, weight: Weight, sketch: Sketch) -> "_Moved":
+        rules, mesh = sketch.rules, sketch.mesh
+        rest, use = set(weight.axes(rules.rest)), set(weight.axes(rules.use))
+        gathered = rest - use - {"pipeline"}
+        seen = {"data", "fsdp", "context", "expert"} - gathered - use
+        copies = seen - {"data"} if sketch.config.local_sgd.inner_steps else seen
+        if weight.path.endswith(WHOLE_OVER_TENSOR):
+            copies = copies | {"tensor"}
+        itemsize = MASTER if weight.path.endswith("router") else sketch.itemsize
+        return cls(
+            weight,
+            ordered(mesh, gathered),
+            ordered(mesh, copies),
+            weight.numbers(rules.use),
+            math.prod(weight.shape[: weight.stacked]),
+            itemsize,
+        )
+
+    def sent(self, axes, what: str, nbytes: float, kind: str, count: float = 1, idle: float = 0.0) -> Sent:
+        return idling(Sent(tuple(axes), f"{self.weight.path}: {what}", nbytes, kind, count, beside=True), idle)
+
+
+def _weights(sketch: Sketch) -> Iterator[Sent]:
+    one_f_one_b = sketch.schedule.both_ways and sketch.mesh.pipeline > 1
+    for weight in sketch.weights:
+        if not weight.is_matrix:
+            continue
+        moved = _Moved.of(weight, sketch)
+        if sketch.staged(weight):
+            found = _staged(sketch, moved)
+        elif one_f_one_b:
+            found = _of_some_stages(sketch, moved)
+        else:
+            found = _of_all(sketch, moved)
+        if weight.trained:
+            yield from found
+            yield from _updated(sketch, moved)
+        else:  # it has no gradient
+            yield from (sent for sent in found if sent.kind == GATHER or sent.why.endswith("to its stage"))
+
+
+def _further(sketch: Sketch) -> int:
+    """Modules that predict further tokens."""
+    return sketch.shape.mtp.depth if sketch.shape.mtp else 0
+
+
+def _updated(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+    """Where the optimizer rests apart from the weights, what it updated comes back."""
+    rules, weight = sketch.rules, moved.weight
+    axes = ordered(sketch.mesh, set(weight.axes(rules.optimizer)) - set(weight.axes(rules.rest)))
+    held = weight.numbers(rules.rest) * MASTER
+    yield moved.sent(axes, "updated", held * share(sketch.mesh.size(*axes)), GATHER)
+
+
+def _again(sketch: Sketch) -> int:
+    """Whether the backward pass gathers layers' weights again."""
+    return 0 if sketch.config.remat == "none" else 1
+
+
+def _of_all(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+    """Outside stages: every device uses it, for its own rows. `pipeline` splits the batch there, and all microbatches
+    are one."""
+    mesh, weight = sketch.mesh, moved.weight
+    passes = 1 if mesh.pipeline > 1 else sketch.passes
+    axes = ordered(mesh, {*moved.gathered, "pipeline"})
+    size, use = mesh.size(*axes), moved.numbers * moved.itemsize
+    again = _again(sketch) if weight.stacked else 0
+    times = passes * (1 + again)
+    if weight.path == "embedding":  # also for the head, and for each module that predicts further tokens
+        times = passes * (1 + sketch.shape.tie_embeddings + _further(sketch))
+    yield moved.sent(axes, "gathers", use * share(size) * times, GATHER, moved.repeats * times)
+    if weight.path in ("head", "embedding"):
+        yield from _ends(sketch, moved, axes, passes)
+        return
+    yield _gradient(sketch, moved, axes, moved.copies, use / moved.repeats, passes * moved.repeats)
+
+
+def _gradient(sketch: Sketch, moved: _Moved, axes, others, nbytes: float, times: float, **how) -> Sent:
+    """Of `nbytes`, summed over devices that see other tokens: scattered, or where only some of these axes split it, as
+    a whole over all of them."""
+    if not others:
+        return moved.sent(axes, "scatters", nbytes * share(sketch.mesh.size(*axes)) * times, SCATTER, times, **how)
+    both = ordered(sketch.mesh, {*axes, *others})
+    return moved.sent(
+        both, "sum of gradients", 2 * nbytes * share(sketch.mesh.size(*both)) * times, REDUCE, times, **how
+    )
+
+
+def _ends(sketch: Sketch, moved: _Moved, axes: tuple[str, ...], passes: int) -> Iterator[Sent]:
+    """Gradients of embedding and head, in each pass; sums that XLA finds to be sums of sums too, it makes once: of a
+    tied head after its scatters, and of whole gradients."""
+    mesh, shape, rules = sketch.mesh, sketch.shape, sketch.rules
+    size, tied = mesh.size(*axes), shape.tie_embeddings
+    once = 1 if rules.preset in ("replicated", "zero1") else passes
+    if moved.weight.path == "head" or tied:
+        yield moved.sent(axes, "scatters", moved.numbers * MASTER * share(size) * passes, SCATTER, passes)
+        rest = moved.numbers * MASTER / size * share(mesh.size(*moved.copies))
+        split = set(moved.copies) <= set(moved.weight.axes(rules.optimizer))
+        sums = 1 if tied and axes and mesh.tensor == 1 else once
+        yield moved.sent(moved.copies, "sum", rest * sums * (1 if split else 2), SCATTER if split else REDUCE, sums)
+    if moved.weight.path != "embedding" or apart(sketch.config):
+        return  # inside one replica tokens are gathered instead
+    use, times = moved.numbers * moved.itemsize, passes * (1 + _further(sketch))
+    if axes and (mesh.tensor == 1 or not moved.copies):
+        yield moved.sent(axes, "scatters", use * share(size) * times, SCATTER, times)
+        if not tied:
+            rest = 2 * use / size * share(mesh.size(*moved.copies))
+            yield moved.sent(moved.copies, "sum", rest * once, REDUCE, once)
+    else:
+        both = ordered(mesh, {*axes, *moved.copies})
+        yield moved.sent(both, "sum", 2 * use * share(mesh.size(*both)) * once, REDUCE, once)
+
+
+def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+    """To its stage and back once a step, and gathered there in every tick."""
+    mesh, schedule = sketch.mesh, sketch.schedule
+    S, layers = schedule.stages, moved.repeats
+    padded = S * schedule.rounds * schedule.slots
+    held = moved.numbers / layers * padded / S  # of one stage, empty slots too
+    cast = not schedule.both_ways and sketch.config.remat == "none" and mesh.tensor == 1  # before it is sent
+    yield from _to_stages(sketch, moved, held / mesh.size(*moved.gathered), moved.itemsize if cast else MASTER)
+    runs = schedule.ticks * schedule.slots
+    one = moved.numbers / layers * moved.itemsize
+    idle = schedule.bubble_fraction()
+    if moved.gathered:
+        part = one * share(mesh.size(*moved.gathered)) * runs
+        times = (2 if schedule.both_ways else 1) + _again(sketch)
+        yield moved.sent(moved.gathered, "gathers", part * times, GATHER, runs * times, idle=idle)
+    replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
+    total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
+    yield moved.sent(replicas, "sum of gradients", total, REDUCE)
+    others = ordered(mesh, set(moved.copies) - set(replicas))
+    yield _gradient(sketch, moved, moved.gathered, others, one, runs, idle=idle)
+
+
+def _to_stages(sketch: Sketch, moved: _Moved, held: float, itemsize: int) -> Iterator[Sent]:
+    """`held` numbers of each device. Where the dimension that the stages take is split further, places are exchanged
+    first among as many neighbours as there are stages, and then all devices permute."""
+    mesh, S = sketch.mesh, sketch.mesh.pipeline
+    if not moved.gathered:
+        yield moved.sent(("pipeline",), "to its stage", held * itemsize * share(S), EXCHANGE)
+        yield moved.sent(("pipeline",), "from its stage", held * MASTER * share(S), EXCHANGE)
+        return
+    order = ("pipeline", *moved.gathered)
+    innermost = next(order[i:] for i in reversed(range(len(order))) if mesh.size(*order[i:]) >= S)
+    axes = ordered(mesh, set(innermost))
+    yield moved.sent(axes, "to its stage", held * MASTER * share(mesh.size(*axes)), EXCHANGE)
+    yield moved.sent(("pipeline",), "from its stage", held * MASTER * share(S), EXCHANGE)
+    yield moved.sent(ordered(mesh, set(order)), "to its stage and back: order", 2 * held * MASTER, PERMUTE, 2)
+
+
+def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+    """Of 1F1B: what the first or the last stage uses rests on all of them, and is gathered in every tick."""
+    mesh, schedule, weight, shape = sketch.mesh, sketch.schedule, moved.weight, sketch.shape
+    S, ticks = schedule.stages, schedule.ticks
+    held = moved.numbers * MASTER / mesh.size(*moved.gathered)
+    yield moved.sent(("pipeline",), "for all stages", held * share(S), GATHER)
+    replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
+    if moved.gathered:
+        order = ordered(mesh, {"pipeline", *moved.gathered})
+        yield moved.sent(order, "for all stages and back: order", 2 * held / S, PERMUTE, 2)
+    spread = set(weight.axes(sketch.rules.grads)) >= set(replicas)
+    if replicas and spread:
+        over = ordered(mesh, {"pipeline", *replicas})
+        yield moved.sent(over, "of all stages", held * share(mesh.size(*over)), SCATTER)
+    else:
+        yield moved.sent(("pipeline",), "of all stages", held * share(S), SCATTER)
+        yield moved.sent(replicas, "sum", 2 * held / S * share(mesh.size(*replicas)), REDUCE)
+    once = moved.numbers * moved.itemsize * share(mesh.size(*moved.gathered))
+    how = {"idle": 1 - sketch.passes / ticks}
+    is_head = weight.path == "head" or (weight.path == "embedding" and shape.tie_embeddings)
+    if weight.path == "embedding":
+        times = (2 + _further(sketch)) * ticks
+        yield moved.sent(moved.gathered, "gathers", once * times, GATHER, times, **how)
+    elif weight.path != "head":
+        times = ticks * moved.repeats
+        runs = (1 if weight.path.startswith("mtp") else 2) + _again(sketch)
+        once /= moved.repeats
+        yield moved.sent(moved.gathered, "gathers", once * times * runs, GATHER, times * runs, **how)
+        others = ordered(mesh, set(moved.copies) - set(replicas))
+        yield _gradient(
+            sketch, moved, moved.gathered, others, moved.numbers / moved.repeats * moved.itemsize, times, **how
+        )
+    if is_head:
+        times = ticks
+        part = moved.numbers * share(mesh.size(*moved.gathered)) * times
+        yield moved.sent(moved.gathered, "gathers", part * moved.itemsize, GATHER, times, **how)
+        yield moved.sent(moved.gathered, "scatters", part * MASTER, SCATTER, times, **how)

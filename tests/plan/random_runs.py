@@ -1,0 +1,172 @@
+"""Small runs, most drawn at random: dense models, mixtures and latent attention on all axes, and what was counted in
+their compiled steps for H100s. random_runs.json keeps it, so that formulas are held to programs without compiling any;
+what it lacks is drawn or taken from PICKED, compiled and added by
+
+    JAX_PLATFORMS=cpu python tests/plan/random_runs.py NAME NAME ...
+
+where a name is a seed or one of PICKED: one or two minutes each on two cores, ten where there are experts.
+
+Two compiled runs are not foreseen and not in the record. Seed 14 (zero1, a ring, tensor and accumulation): XLA runs
+each microbatch's forward pass twice, as it moves gathers into the iteration before (35% more FLOPs; not so without
+xla_gpu_enable_pipelined_all_gather). Latent attention with heads of 192 in a ring over context=2, with tensor=2: 3% in
+FLOPs, 4% in the bytes that tensor scatters, 2.4% in those of the ring."""
+
+import json
+import math
+import pathlib
+import random
+import sys
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.hlo.bill import Bill
+from shardlm.hlo.collectives import collectives
+from shardlm.hlo.flops import matmul_flops
+from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
+from shardlm.models.llama import LlamaConfig
+from shardlm.models.mixtral import MixtralConfig
+from shardlm.plan.sketch import Sketch
+from shardlm.topology import topology
+from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.program import Program
+
+# The kernels are not optimised, and matmuls are cuBLAS's: half the time to compile, and the same collectives and FLOPs.
+FAST = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_backend_optimization_level": 0,
+}
+RECORD = pathlib.Path(__file__).with_suffix(".json")
+MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig}
+Settings = dict[str, Any]
+
+
+_DENSE = {"vocab_size": 16_384, "embed_dim": 1024, "num_layers": 6, "num_heads": 16, "tie_embeddings": False}
+_DENSE |= {"num_kv_heads": 4, "head_dim": 128, "mlp_dim": 6144}
+_STAGES = {"schedule": "circular", "rounds": 1}
+
+
+def _picked(mesh: dict[str, int], rules: str, remat: str, rows: int, accumulation: int, tied: bool = False) -> Settings:
+    return {
+        "model": "llama",
+        "sizes": _DENSE | {"tie_embeddings": tied},
+        "mesh": mesh,
+        "rules": rules,
+        "remat": remat,
+        "context_attention": "ring",
+        "train": {"global_batch": rows, "seq_len": 2048, "accumulation": accumulation},
+        "pipeline": _STAGES,
+    }
+
+
+PICKED = {  # what chance left out
+    "names": _picked({"fsdp": 2, "tensor": 2}, "zero3", "names", 4, 1),
+    "stages-dots": _picked({"pipeline": 2, "tensor": 2}, "zero1", "dots", 8, 4),
+    "stages-names": _picked({"pipeline": 2, "tensor": 2}, "zero1", "names", 8, 4),
+    "stages-none": _picked({"pipeline": 2, "tensor": 2}, "zero1", "none", 8, 4),
+    "stages-full": _picked({"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero3", "full", 16, 4),
+    "hybrid-tied": _picked({"data": 2, "fsdp": 2}, "hybrid", "full", 16, 2, tied=True),
+    "zero2": _picked({"data": 2, "fsdp": 2}, "zero2", "full", 16, 2),
+    "replicated": _picked({"data": 2, "fsdp": 2}, "replicated", "full", 16, 2),
+}
+
+
+def draw(seed: int) -> Settings:
+    """Settings of a run that passes every check."""
+    dice = random.Random(seed)
+    while True:
+        settings = _draw(dice)
+        try:
+            Sketch.of(run_of(settings), GPUS["h100"])
+        except ShardlmError:
+            continue
+        return settings
+
+
+def run_of(settings: Settings) -> RunConfig:
+    """The run that settings describe."""
+    parts = {"mesh": MeshSpec, "train": TrainConfig, "pipeline": PipelineConfig}
+    given = {name: make(**settings[name]) for name, make in parts.items()}
+    plain = {name: settings[name] for name in ("rules", "remat", "context_attention")}
+    return RunConfig(MODELS[settings["model"]](**settings["sizes"]), **given, **plain)
+
+
+def _draw(dice: random.Random) -> Settings:
+    model = dice.choice(("llama", "llama", "mixtral", "deepseek"))
+    axes = ["data", "fsdp", "context", "pipeline", "tensor"] + (["expert"] * 2 if model != "llama" else [])
+    mesh: dict[str, int] = {}
+    for _ in range(dice.choice((3, 3, 4))):
+        axis = dice.choice(axes)
+        mesh[axis] = 2 * mesh.get(axis, 1)
+    accumulation = dice.choice((1, 2, 4)) * (mesh.get("pipeline", 1) if "pipeline" in mesh else 1)
+    batch = accumulation * math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")) * dice.choice((1, 2))
+    schedule = {"schedule": dice.choice(("circular", "circular", "1f1b")), "rounds": dice.choice((1, 2))}
+    if schedule["schedule"] == "1f1b":
+        schedule["rounds"] = 1
+    return {
+        "model": model,
+        "sizes": _sizes(dice, model),
+        "mesh": mesh,
+        "rules": dice.choice(("replicated", "zero1", "zero2", "zero3", "zero3", "hybrid")),
+        "remat": dice.choice(("none", "full", "full", "dots", "names")),
+        "context_attention": dice.choice(("auto", "ring")),
+        "train": {"global_batch": batch, "seq_len": dice.choice((2048, 4096)), "accumulation": accumulation},
+        "pipeline": schedule,
+    }
+
+
+def _sizes(dice: random.Random, model: str) -> dict[str, Any]:
+    heads = dice.choice((8, 16))
+    sizes = {
+        "vocab_size": dice.choice((16_384, 32_768)),
+        "embed_dim": dice.choice((1024, 2048)),
+        "num_layers": dice.choice((4, 6, 8)),
+        "num_heads": heads,
+        "tie_embeddings": dice.random() < 0.3,
+    }
+    if model == "deepseek":
+        own = {"dense_layers": dice.choice((0, 1)), "q_latent_dim": dice.choice((0, 512)), "kv_latent_dim": 256}
+        own |= {"nope_dim": 64, "rope_dim": 32, "value_dim": 64}  # heads that cuDNN has kernels for
+        own |= {"mlp_dim": 4096, "num_experts": 16, "top_k": dice.choice((2, 4)), "expert_dim": 512, "groups": 4}
+        own |= {"top_groups": 2, "num_shared": dice.choice((0, 1)), "mtp": dice.choice((0, 0, 1))}
+        return sizes | own | {"capacity_factor": dice.choice((0.0, 2.0))}
+    sizes |= {"num_kv_heads": dice.choice((2, 4, heads)), "head_dim": 128}
+    if model == "mixtral":
+        own = {"num_experts": 8, "top_k": 2, "expert_dim": 2048, "capacity_factor": dice.choice((0.0, 2.0))}
+        return sizes | own
+    return sizes | {"mlp_dim": dice.choice((4096, 6144))}
+
+
+def counted(settings: Settings) -> dict[str, Any]:
+    """What is counted in the run's compiled step: bytes and operations of one GPU."""
+    config = run_of(settings)
+    gpus = config.mesh.size(*config.mesh.sizes())
+    hosts = max(1, gpus // 8)
+    program = Program.make(config, config.mesh.build(topology("h100", hosts, gpus // hosts)))
+    text = program.compile("step", dict(program.xla_options().options) | FAST).as_text()
+    work = matmul_flops(text)
+    return {
+        "flops": work.flops,
+        "uncounted": dict(work.uncounted),
+        "sent": Bill.of(collectives(text, config.mesh.sizes())).by_axis(),
+    }
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Name, settings and what was counted of each."""
+    return json.loads(RECORD.read_text())
+
+
+def write(runs: list[dict[str, Any]]) -> None:
+    """One run a line."""
+    RECORD.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
+
+
+if __name__ == "__main__":
+    runs = {run["name"]: run for run in recorded()}
+    for name in sys.argv[1:]:
+        settings = PICKED[name] if name in PICKED else draw(int(name))
+        runs[name] = {"name": name, "settings": settings} | counted(settings)
+        write(list(runs.values()))
