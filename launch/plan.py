@@ -49,12 +49,15 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.report.data import to_json
     from shardlm.plan.report.html import to_html
     from shardlm.plan.report.text import to_text
+    from shardlm.plan.sweep import around
 
     config = resolved.config
     cluster = asked_cluster()
-    budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value)
-    found = answer(config, cluster, Constraints.parse(words), compiled=_VERIFY.value, budget=budget)
-    told = to_json(found, config_name(), most=_TOP.value)
+    budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
+    constraints = Constraints.parse(words)
+    found = answer(config, cluster, constraints, compiled=_VERIFY.value, budget=budget)
+    counts = around(config, cluster, constraints) if _REPORT.value else ()
+    told = to_json(found, config_name(), counts, most=_TOP.value)
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
     if _REPORT.value:
         pathlib.Path(_REPORT.value).write_text(to_html(told), encoding="utf-8")

@@ -199,3 +199,11 @@ def _scaled(config: RunConfig, num_gpus: int, fewest: int) -> RunConfig:
 
 def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.1f}"
+
+
+def around(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> list[tuple[int, float, bool]]:
+    """`Sweep.throughput` of a quarter to four times the cluster's GPUs, at the same global batch."""
+    host = min(cluster.gpus_per_host, cluster.num_gpus)
+    counts = [int(cluster.num_gpus * times) for times in (0.25, 0.5, 1, 2, 4)]
+    whole = tuple(str(count) for count in counts if count >= host and count % host == 0)
+    return sweep(config, cluster, Over(NUM_GPUS, whole), constraints).throughput()

@@ -19,6 +19,7 @@ def test_a_plan_is_told_written_and_drawn(tmp_path):
     assert told["plans"][0]["mesh"] == written.mesh.sizes() and written.rules == "zero3" and written.mesh.tensor <= 2
     assert told["plans"][0]["mesh_text"] in (tmp_path / "plan.html").read_text()
     assert told["run"]["dollars_per_gpu_hour"] == 2
+    assert [point["num_gpus"] for point in told["sweep"]] == [8, 16, 32]
 
 
 @pytest.mark.parametrize(
