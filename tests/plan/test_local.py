@@ -26,6 +26,8 @@ from shardlm.plan.links import Route
 from shardlm.plan.local import cluster_of_profile, provenance, spread
 from shardlm.plan.measured import kernels_of, route_of
 from shardlm.plan.plan import Plan
+from shardlm.plan.serving_case import ServedModel, ServingCase
+from shardlm.serve.build import EngineConfig
 
 BENCH = "configs/bench_strategies.py"
 
@@ -190,6 +192,11 @@ def test_auto_plans_with_the_profile_of_these_devices_alone(tmp_path):
         cluster_of_devices([types.SimpleNamespace(device_kind="NVIDIA H200", process_index=0)], profile)
     with pytest.raises(ShardlmError, match=r"or measure them .* and give --hardware_profile=FILE"):
         cluster_of_devices(cpus)
+
+
+def test_a_serving_plan_takes_no_profile():
+    with pytest.raises(ShardlmError, match="takes no measured profile: give --gpu=NAME instead of --profile"):
+        ServingCase(ServedModel("any", None, "bfloat16", 8), cluster_of_profile(planted()), EngineConfig(), 4, 4)
 
 
 def test_groups_to_measure_grow_to_the_whole_machine():
