@@ -20,9 +20,9 @@ from shardlm.plan.links import Route
 REACHED = Achieved(1, 1, 1, 1, 1, 1, 1)  # by a CPU of its figures, which are what was measured
 NAMES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of operands and results; else 1
-# What XLA:CPU makes of one kernel that only moves memory. Counted in the compiled step of configs/bench_strategies.py
-# on data=8 (jax 0.10.2): 1,223 kernels and 467 MB of a device besides products, where the formulas have 64 such kernels
-# of 72 MB, attention's scores of 100 MB and the optimizer.
+# What XLA:CPU makes of one kernel that only moves memory: kernels, and times the bytes. Counted in the compiled step of
+# configs/bench_strategies.py on data=8 (jax 0.10.2): 1,223 kernels and 467 MB of a device besides products, where the
+# formulas have 64 such kernels of 72 MB, attention's scores of 100 MB and the optimizer.
 CPU_KERNELS, CPU_BYTES = 16, 5
 GROUPED = ("up", "down")  # of compute.py's moe: the experts' products
 TURN_KERNELS = 4  # slices of rows and of the result, the loop's count and condition, besides the product

@@ -58,6 +58,8 @@ def verify(plans: Sequence[Plan], workers: int = 2) -> list[Verified]:
 
 def impossible(cluster: Cluster) -> str:
     """Why nothing can be compiled for these GPUs here; "" where it can."""
+    if cluster.is_cpu:
+        return "these are CPU devices: run the plan's configuration, and launch.bench train says what its program holds"
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _without_gpus) as pool:
         return pool.submit(_topology_error, cluster.gpu.name).result()
 

@@ -9,23 +9,30 @@ import types
 import jax
 import pytest
 from commands import run
+from shardlm.plan.serving_case import ServedModel, ServingCase
 
-from shardlm.config import load
+from shardlm.config import load, resolve
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.network import collectives, machine
 from shardlm.network.profile import CollectiveRate, Profile, load_profile, save_profile
 from shardlm.network.rates import MatmulRate, MemoryRate
 from shardlm.plan import local, ranking
+from shardlm.plan.answer import answer
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
 from shardlm.plan.cluster import Group
 from shardlm.plan.compute import Op
 from shardlm.plan.constants import achieved_by
+from shardlm.plan.constraints import Constraints
 from shardlm.plan.links import Route
 from shardlm.plan.local import cluster_of_profile, provenance, spread
 from shardlm.plan.measured import kernels_of, route_of
 from shardlm.plan.plan import Plan
+from shardlm.plan.report.data import to_json
+from shardlm.plan.report.text import to_text
+from shardlm.plan.verify import impossible
+from shardlm.serve.build import EngineConfig
 
 BENCH = "configs/bench_strategies.py"
 
@@ -49,6 +56,9 @@ def planted(kind: str = "cpu", devices: int = 8, hosts: int = 1, **changes) -> P
         memory_bytes=2**30,
     )
     return dataclasses.replace(made, **changes)
+
+
+EVERY = tuple(between(kind, 8, 1e-4, 1e9) for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
 def product(rows: int, n: int, k: int, dtype: str = "fp32", copies: int = 1) -> Op:
@@ -141,8 +151,7 @@ def test_a_measured_gpu_keeps_its_memory_and_what_a_step_holds_of_its_rates():
 
 def test_a_step_is_the_sum_of_what_the_profile_says():
     config = load(BENCH)
-    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    profile = planted(collectives=tuple(between(kind, 8, 1e-4, 1e9) for kind in kinds))
+    profile = planted(collectives=EVERY)
     cost = Plan.of(dataclasses.replace(config, rules="zero3", mesh=MeshSpec(fsdp=8)), cluster_of_profile(profile)).cost
     # Nothing runs beside a collective of CPU devices, and float32 weights travel as such.
     assert cost.hidden_seconds == 0 and cost.exposed_seconds > 0 and cost.contention_seconds == 0
@@ -180,8 +189,7 @@ def test_rates_that_are_missing_are_refused_where_they_are_asked_for():
 
 def test_auto_plans_with_the_profile_of_these_devices_alone(tmp_path):
     cpus = [types.SimpleNamespace(device_kind="cpu", process_index=0) for _ in range(4)]
-    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    profile = planted(collectives=tuple(between(kind, 8, 1e-4, 1e9) for kind in kinds))
+    profile = planted(collectives=EVERY)
     cluster = cluster_of_devices(cpus, profile)
     assert (cluster.num_gpus, cluster.gpus_per_host, cluster.measured) == (4, 4, profile)
     chosen, plan = auto_mesh(load(BENCH), cluster, [("mesh.pipeline", "1")])
@@ -190,6 +198,11 @@ def test_auto_plans_with_the_profile_of_these_devices_alone(tmp_path):
         cluster_of_devices([types.SimpleNamespace(device_kind="NVIDIA H200", process_index=0)], profile)
     with pytest.raises(ShardlmError, match=r"or measure them .* and give --hardware_profile=FILE"):
         cluster_of_devices(cpus)
+
+
+def test_a_serving_plan_takes_no_profile():
+    with pytest.raises(ShardlmError, match="takes no measured profile: give --gpu=NAME instead of --profile"):
+        ServingCase(ServedModel("any", None, "bfloat16", 8), cluster_of_profile(planted()), EngineConfig(), 4, 4)
 
 
 def test_groups_to_measure_grow_to_the_whole_machine():
@@ -254,8 +267,7 @@ def test_the_table_has_the_order_of_all_and_of_each_model():
 def ranked(tmp_path_factory):
     """Two meshes of a smaller model yet, and one that cannot split its heads."""
     home = tmp_path_factory.mktemp("ranking")
-    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    profile = planted(collectives=tuple(between(kind, 8, 1e-4, 1e9) for kind in kinds))
+    profile = planted(collectives=EVERY)
     save_profile(profile, home / "machine.json")
     words = ["--config.model.num_layers=1", "--config.train.seq_len=16", "--config.model.num_heads=4"]
     words += ["--config.model.num_kv_heads=4", "--strategies=one device,ZeRO-3 (FSDP),tensor"]
@@ -285,16 +297,30 @@ def test_meshes_are_ranked_as_predicted_and_as_measured(ranked):
 
 @pytest.mark.parametrize("variant", ranking.MESHES, ids=lambda variant: variant.name)
 def test_every_mesh_has_a_prediction(variant):
-    from shardlm.config import resolve
-
-    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    profile = planted(collectives=tuple(between(kind, 8, 1e-4, 1e9) for kind in kinds))
+    profile = planted(collectives=EVERY)
     changes = [tuple(change.split("=", 1)) for change in variant.changes.split()]
     config = resolve(variant.config or BENCH, changes).config
     found = ranking.predict(config, profile)
     assert math.prod(config.mesh.sizes().values()) == config.cpu_devices and found["predicted_seconds"] > 0
 
 
-def test_the_profile_is_for_those_who_plan():
+def test_the_profile_is_for_those_who_plan(tmp_path):
     done = run("launch.train", f"--config={BENCH}", "--hardware_profile=machine.json")
     assert done.returncode == 1 and done.stderr.startswith("error: --hardware_profile is read by --config.mesh=auto")
+    save_profile(planted(collectives=EVERY), tmp_path / "machine.json")
+    words = ("--config.mesh=auto", f"--hardware_profile={tmp_path / 'machine.json'}", "--print_shardings")
+    done = run("launch.train", f"--config={BENCH}", *words, "--config.cpu_devices=2")
+    assert done.returncode == 0, done.stderr
+    assert "mesh=auto: rates as measured on 8 x cpu of 1 host on 2026-11-21" in done.stdout
+    assert "mesh=auto, estimated:" in done.stdout and "--config.mesh." in done.stdout
+
+
+def test_a_plan_names_the_machine_and_the_date_of_its_rates():
+    free, cluster = (
+        Constraints.parse(["mesh.pipeline=1", "rules=zero3"]),
+        cluster_of_profile(planted(collectives=EVERY)),
+    )
+    told = to_text(to_json(answer(load(BENCH), cluster, free)))
+    assert "rates as measured on 8 x cpu of 1 host on 2026-11-21 (jax 0.10.2)" in " ".join(told.split())
+    assert impossible(cluster).startswith("these are CPU devices: run the plan's configuration")
+    assert "8 x cpu in 1 host of 8; memory 1.00 GB/s" in told and "verified" not in told
