@@ -12,6 +12,7 @@ import sys
 
 from absl import flags
 
+from launch.compile_cache import use_compile_cache
 from launch.engine_flags import engine_options, mesh_sizes
 from launch.flags import run as run_main
 from shardlm.errors import ShardlmError
@@ -55,6 +56,7 @@ def main() -> int:
 
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()))
+    use_compile_cache()
     from shardlm.chat import ChatTemplate
     from shardlm.mesh import MeshSpec
     from shardlm.serve.async_llm import AsyncLLM

@@ -13,6 +13,7 @@ import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
 
+from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -25,6 +26,8 @@ from shardlm.serve import programs
 from shardlm.serve.layers import apart
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.serve.speculation.multi_token import MultiTokenProposer
+from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.state import empty_state
 from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
@@ -39,18 +42,25 @@ LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, **N
 DRAFT = dataclasses.replace(LLAMA, num_layers=1, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096)
 
 
-def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = "auto", drafts: int = 0):
-    """(the compiled decode program of Llama 3 8B's layers or others, with so many drafts of a smaller model; its
-    state's shapes)."""
+def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = "auto", drafts: str = ""):
+    """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
+    by a module of the model's; its state's shapes)."""
     spec = MeshSpec(tensor=tensor)
     mesh = spec.build(topology(gpu, 1, tensor))
     with jax.set_mesh(mesh):
         rules = Rules.make("zero3", spec).for_decoding()
         execution = Execution(rules, jnp.bfloat16, paged_attention=choose("gpu"), kv_cache=kv_cache)
-        model = ModelDef.make(apart(config.transformer()), execution)
-        layout = PageLayout.whole(model.config.num_layers, PAGES)
+        shape = apart(config.transformer())
+        if drafts == "mtp":
+            shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
+        model = ModelDef.make(shape, execution)
+        layout, one = PageLayout.whole(model.config.num_layers, PAGES), PageLayout.whole(1, PAGES)
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
-        proposer = DraftModelProposer(drafts, draft, PageLayout.whole(1, PAGES), 16)
+        proposer = {
+            "draft_model": DraftModelProposer(4, draft, one, 16),
+            "mtp": MultiTokenProposer(4, model, one, 16, ROWS),
+            "ngram": NgramProposer(4, 4, 2, ROWS, 4096),
+        }.get(drafts)
         state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS, proposer.empty if drafts else tuple))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         whole = NamedSharding(mesh, jax.P())
@@ -58,12 +68,12 @@ def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = 
         function, params = functools.partial(programs.decode, model, layout, 8), model.held_at_rest(mesh)
         if drafts:
             function = functools.partial(speculation.decode, model, layout, 8, proposer)
-            params = (params, draft.held_at_rest(mesh))
+            params = (params, {"draft_model": draft.held_at_rest(mesh), "mtp": None, "ngram": ()}[drafts])
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
         return jax.jit(function, donate_argnums=1).lower(params, state, rows, steps).compile(), state
 
 
-@pytest.mark.parametrize(("tensor", "drafts"), [(1, 0), (4, 0), (1, 4)])
+@pytest.mark.parametrize(("tensor", "drafts"), [(1, ""), (4, ""), (1, "draft_model"), (1, "mtp"), (1, "ngram")])
 def test_decoding_copies_neither_weights_nor_pages(tensor, drafts):
     compiled, state = decoding(tensor, drafts=drafts)
     memory, text = compiled.memory_analysis(), compiled.as_text()

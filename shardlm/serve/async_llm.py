@@ -13,7 +13,7 @@ from typing import Any
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.engine import Engine
-from shardlm.serve.live_weights import new_weights
+from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
@@ -86,20 +86,22 @@ class AsyncLLM:
         """Ends a request; its stream ends with what there is."""
         self._do(lambda: self._abort(request_id))
 
-    async def update_weights(self, weights: Any) -> None:
-        """New weights, as `LLM.update_weights` takes them, between two batches: what runs goes on with them from the
-        tokens it has. They are read beside the engine's thread.
+    async def update_weights(self, weights: Any, draft: Any = None) -> None:
+        """New weights, of the draft model too where given, as `LLM.update_weights` takes them, between two batches:
+        what runs goes on with them from the tokens it has. They are read beside the engine's thread.
 
         Raises: ShardlmError for what does not fit, EngineError where the engine died.
         """
         self.check_health()
-        params = await asyncio.to_thread(new_weights, weights, self._engine.runner)
+        runner = self._engine.runner
+        drafts = await asyncio.to_thread(new_draft, draft, runner)
+        params = await asyncio.to_thread(new_weights, weights, runner)
         id, done = f"weights-{uuid.uuid4().hex}", _Stream(asyncio.get_running_loop())
 
         def swap() -> None:
             del self._streams[id]
             try:
-                self._engine.update_weights(params)
+                self._engine.update_weights(params, drafts)
             except Exception as error:
                 done.put(EngineError(f"{type(error).__name__}: {error}"))
                 return

@@ -158,9 +158,10 @@ class Engine:
         group.output.finished = True
         return group.output
 
-    def update_weights(self, params: Any) -> None:
-        """New weights of the same shapes: whatever runs goes on with them from its tokens; nothing cached is kept."""
-        self.runner.update_weights(params)
+    def update_weights(self, params: Any, draft: Any = None) -> None:
+        """New weights of the same shapes, also of the draft model where given: whatever runs goes on with them from its
+        tokens; nothing cached is kept."""
+        self.runner.update_weights(params, draft)
         self.scheduler.reset()
 
     def stats(self) -> Stats:

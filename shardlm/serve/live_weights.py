@@ -11,14 +11,27 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
 from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
 from shardlm.serve.layers import apart, split
 from shardlm.serve.runner import Runner
+from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.state import ModelDef
 
 Tree = Any
 STRETCHED = ("dynamic", "longrope")  # rotations that depend on the longest row
 SHOWN = 4  # differences that a message names
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model that is served, whose weights are to be replaced: its parameters, its mesh, and the longest row."""
+
+    model: ModelDef
+    params: Tree
+    mesh: MeshSpec
+    length: int
 
 
 def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
@@ -32,25 +45,43 @@ def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
     Raises: ShardlmError for a path that is none, another architecture, shapes that differ, or memory that is too small
       for both. The runner goes on with what it has.
     """
+    return _replacing(weights, Served(runner.model, runner.params, runner.spec, runner.config.max_model_len))
+
+
+def new_draft(weights: Tree | str | os.PathLike | None, runner: Runner) -> Tree | None:
+    """As new_weights, for the draft model. None stays None: the draft model stays, and what it says is verified. Raises
+    ShardlmError where none is served, too."""
+    if weights is None:
+        return None
+    if not isinstance(runner.proposer, DraftModelProposer):
+        raise ShardlmError(
+            "draft: no draft model is served whose weights could be replaced; leave it out, or start with "
+            "speculative_config={'model': ...}"
+        )
+    own = Served(runner.proposer.model, runner.proposer_params, runner.spec, runner.config.max_model_len)
+    return _replacing(weights, own)
+
+
+def _replacing(weights: Tree | str | os.PathLike, served: Served) -> Tree:
     try:
         if isinstance(weights, str | os.PathLike):
-            return fitted(read(weights, runner), runner.params, release=True)
-        return fitted(weights, runner.params)
+            return fitted(read(weights, served), served.params, release=True)
+        return fitted(weights, served.params)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        needed = sum(a.nbytes for a in jax.tree.leaves(runner.params)) / 2**30
+        needed = sum(a.nbytes for a in jax.tree.leaves(served.params)) / 2**30
         raise ShardlmError(
             f"the new weights do not fit into memory beside those that are served ({needed:.2f} GiB over all devices): "
             "start the server with a lower gpu_memory_utilization"
         ) from None
 
 
-def read(path: str | os.PathLike, runner: Runner) -> Tree:
+def read(path: str | os.PathLike, served: Served) -> Tree:
     """The weights of another checkpoint of the same architecture, held as those that are served. It is compared before
     its weights are read."""
-    model, length = runner.model, runner.config.max_model_len
-    found = describe(path, length)
+    model = served.model
+    found = describe(path, served.length)
     execution = model.execution
     mtp, shape = model.config.mtp is not None, found.source.transformer()
     shape = shape if mtp else shape.without_mtp()
@@ -61,11 +92,11 @@ def read(path: str | os.PathLike, runner: Runner) -> Tree:
     quantised = not execution.lora.rank and execution.weights != "dtype"
     return load(
         path,
-        mesh=runner.spec,
+        mesh=served.mesh,
         dtype=jnp.dtype(execution.dtype).name,
         decoding=True,
         quantization=execution.weights if quantised else None,
-        length=length,
+        length=served.length,
         mtp=mtp,
     ).params
 

@@ -9,7 +9,7 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve.build import EngineConfig, build
-from shardlm.serve.live_weights import new_weights
+from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.sampling_params import SamplingParams
 
@@ -88,10 +88,14 @@ class LLM:
         """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
         return [output.embedding for output in whole(self.generate(prompts, SamplingParams(max_tokens=0), _embed=True))]
 
-    def update_weights(self, weights: Any) -> None:
-        """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`. Nothing is
-        compiled, and the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
-        self.engine.update_weights(new_weights(weights, self.engine.runner))
+    def update_weights(self, weights: Any, draft: Any = None) -> None:
+        """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
+        model, which without them stays: replies are the model's own in any case, and an old draft is right less often.
+        Nothing is compiled, and the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones
+        stay then."""
+        runner = self.engine.runner
+        drafts = new_draft(draft, runner)
+        self.engine.update_weights(new_weights(weights, runner), drafts)
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt

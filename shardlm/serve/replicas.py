@@ -102,11 +102,11 @@ class EngineGroup:
         self._weights[place.replica] -= place.weight
         return place.replica
 
-    def update_weights(self, params: Any) -> None:
+    def update_weights(self, params: Any, draft: Any = None) -> None:
         """As Engine.update_weights, for all replicas, with parameters at the places of the first one's."""
         for engine in (self.engines[number] for number in self._up):
-            own = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, engine.runner.params)
-            engine.update_weights(own)
+            own = _placed(params, engine.runner.params)
+            engine.update_weights(own, None if draft is None else _placed(draft, engine.runner.proposer_params))
 
     def stats(self) -> Stats:
         """Of all together: sums, and the mean share of pages in use, as the pools are equal."""
@@ -152,6 +152,10 @@ class EngineGroup:
             replica, missing = self.route(request.tokens[: request.prompt_len], request.params, request.salt)
             self.engines[replica].take_over(group)
             self._enter(group.output.request_id, replica, missing + REPLY_WEIGHT * request.params.n)
+
+
+def _placed(new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), new, old)
 
 
 def _ended(started: Started) -> bool:

@@ -138,7 +138,7 @@ class Runner:
         parameters are the model's own. `like`: a runner of the same model on other devices, whose programs are traced
         for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
-        self.proposer, self._proposer_params = proposer, proposer_params
+        self.proposer, self.proposer_params = proposer, proposer_params
         self._makers = self._state_makers()
         self._state = self._empty()
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
@@ -214,7 +214,7 @@ class Runner:
 
     @property
     def _weights(self) -> Any:
-        return (self.params, self._proposer_params) if self.proposer else self.params
+        return (self.params, self.proposer_params) if self.proposer else self.params
 
     @property
     def _precision(self) -> str:
@@ -263,9 +263,11 @@ class Runner:
             self._run("allowed", slots, allowed)
             self._masked |= {slot for slot, _ in some}
 
-    def update_weights(self, params: Any) -> None:
-        """New weights of the same shapes; batches that were started keep theirs."""
+    def update_weights(self, params: Any, draft: Any = None) -> None:
+        """New weights of the same shapes, of the draft model too where given; batches that were started keep theirs."""
         self.params = params
+        if draft is not None:
+            self.proposer_params = draft
 
     def _run(self, key: Any, *arguments) -> list:
         """What a program gives besides the state."""

@@ -48,8 +48,8 @@ class StagedRunner(Runner):
     def spec(self) -> MeshSpec:
         return dataclasses.replace(super().spec, pipeline=len(self.stages))
 
-    def update_weights(self, params: Any) -> None:
-        """All parameters, each on the devices of its stage, as `params` has them."""
+    def update_weights(self, params: Any, draft: Any = None) -> None:
+        """All parameters, each on the devices of its stage, as `params` has them. There are no drafts."""
         super().update_weights(params)
         self._parts = [part_of(params, stage) for stage in self.stages]
 

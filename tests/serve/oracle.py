@@ -1,5 +1,5 @@
 """Random models of any shape on any mesh, and what they say: one row at a time, by the model's forward pass over all
-tokens so far and a sampler in numpy. No cache, no batch."""
+tokens so far and a sampler in numpy. No cache, no batch; keys and values are rounded as a cache would do it."""
 
 import copy
 import dataclasses
@@ -64,11 +64,33 @@ class Said:
     logprobs: list[np.ndarray]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounded(Packed):
+    """Keys and values are what a cache of `kv_cache` gives back."""
+
+    kv_cache: str = dataclasses.field(default="auto", metadata={"static": True})
+
+    def attend(self, q, k, v, *where, **options):
+        return super().attend(q, rounded(k, self.kv_cache), rounded(v, self.kv_cache), *where, **options)
+
+
+def rounded(a: jax.Array, how: str) -> jax.Array:
+    """a [..., H], a head at a time. The bits are looked at between, or XLA takes both conversions away."""
+    if how == "auto":
+        return a
+    if how == "int8":
+        step = jnp.max(jnp.abs(a), axis=-1, keepdims=True) / 127
+        return jnp.round(a / step) * step
+    bits = jax.lax.bitcast_convert_type(jnp.clip(a, -448, 448).astype(jnp.float8_e4m3fn), jnp.uint8)
+    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(a.dtype)
+
+
 class Oracle:
     """One model on one device."""
 
-    def __init__(self, opened: Opened):
-        self.opened = opened
+    def __init__(self, opened: Opened, kv_cache: str = "auto"):
+        self.opened, self.kv_cache = opened, kv_cache
         self._run = jax.jit(self._forward)
         self._known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -83,7 +105,7 @@ class Oracle:
         lm = model.model(params)
         index = jnp.arange(LONGEST, dtype=jnp.int32)[None]
         segments = (index < length).astype(jnp.int32)
-        hidden, _, _ = lm(tokens, index, Packed(segments, model.execution.rules))
+        hidden, _, _ = lm(tokens, index, Rounded(segments, model.execution.rules, kv_cache=self.kv_cache))
         return lm.logits(hidden)[0], hidden[0]
 
     def forward(self, tokens) -> tuple[np.ndarray, np.ndarray]:

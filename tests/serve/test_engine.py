@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import pathlib
 import random
 import sys
 
@@ -11,22 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import CONFIG, END, TOKENIZER, finished, of_model, random_engine
+from engines import CONFIG, END, TOKENIZER, finished, random_engine
 from small import init
 
-from shardlm import hf_files
 from shardlm.errors import ShardlmError
 from shardlm.generate import Sampling, generate
 from shardlm.layers.context import Packed
 from shardlm.mesh import MeshSpec
-from shardlm.opened import load
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.bench.engine import bench_serving, serve_to
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
-REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [TOKENIZER.encode(text) for text in ('{"name": "ab"', '{"name": "abc", "age": 12', "né日🙂 true", "x" * 40)]
 
@@ -276,20 +272,3 @@ def test_the_benchmark_offline_and_over_http(served, tmp_path):
         assert row["goodput"]["share"] == 0 and row["goodput"]["limits_seconds"] == {"e2e": 99, "ttft": 1e-9}
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert served[0].stats().prefix_hits > 0 and served[0].stats().kv_usage == 0
-
-
-@pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
-def test_families_give_the_tokens_of_transformers(family):
-    """Latent attention with experts; windows, sinks and experts with biases. The others: tests/hf/test_families.py."""
-    reference = hf_files.header(REFERENCES / family / "expected.safetensors.reference")
-    tokens, greedy = (reference[name].read(...) for name in ("tokens", "greedy"))
-    opened = load(REFERENCES / family, mesh=MeshSpec(tensor=2), dtype="float32", decoding=True, length=56)
-    with jax.set_mesh(opened.mesh):
-        model, params = taken_apart(opened.model, opened.params)
-    engine = of_model(model, params, opened.mesh, rows=1, length=60, pages=40)
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    for id in ("first", "cached"):
-        engine.add(id, tokens[0].tolist(), params)
-        output = finished(engine)[id]
-        assert output.outputs[0].token_ids == greedy.tolist()
-    assert output.num_cached_tokens == 20

@@ -110,11 +110,15 @@ def test_a_batch_that_fails_leaves_the_others(runners, expected, monkeypatch, ca
     [engine] = engines_of(runners[:1])
     faults = Faults(monkeypatch, engine.runner, {call, call + 8}, read=read)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
-    )
+
+    def listen(event, seconds, **_):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     add_all(engine)
     done = finished(engine)
+    jax.monitoring.unregister_event_duration_listener(listen)
     assert len(done) == len(PROMPTS) and faults.count >= call + 8 and not compiled
     broken = {id for id, output in done.items() if output.error}
     assert 1 <= len(broken) <= 4  # two in a batch
@@ -213,7 +217,7 @@ def test_over_http(runners, expected, monkeypatch):
 
 def test_new_weights_that_break_are_that_request_s(runners, monkeypatch):
     llm = AsyncLLM(engines_of(runners[:1])[0], model_name="tiny", template=None)
-    monkeypatch.setattr(llm._engine, "update_weights", lambda params: 1 / 0)
+    monkeypatch.setattr(llm._engine, "update_weights", lambda *params: 1 / 0)
 
     async def both():
         with pytest.raises(EngineError, match="division by zero"):

@@ -106,6 +106,7 @@ def test_over_http_while_requests_run(llm, folders, expected):
         before = (await anext(outputs)).outputs[0].token_ids
         assert "asks for an administrator" in await refused(second, 401, USER)
         assert "another architecture" in await refused({"path": str(folders["wider"])}, 400)
+        assert "no draft model is served" in await refused(second | {"draft": "other"}, 400)
         assert "no folder" in await refused({"model_path": "nowhere"}, 400, path="/update_weights_from_disk")
         assert "give the path" in await refused({}, 400) and "give the path" in await refused(
             second | {"model_path": "a"}, 400

@@ -13,6 +13,7 @@ import pytest
 from engines import CONFIG, END, TOKENIZER
 from oracle import Oracle, opened_of
 from pairwise import covering
+from small_moe import MOE
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.mtp import MtpConfig
@@ -29,8 +30,9 @@ from shardlm.serve.submeshes import of_replica
 
 ONE = MeshSpec()
 BUILT = {
-    "mesh": (ONE, MeshSpec(tensor=2), MeshSpec(pipeline=2), MeshSpec(data=2)),
+    "mesh": (ONE, MeshSpec(tensor=2), MeshSpec(pipeline=2), MeshSpec(data=2), MeshSpec(expert=2)),
     "weights": ("dtype", "fp8", "int4"),
+    "kv_cache_dtype": ("auto", "fp8", "int8"),
     "tie_embeddings": (False, True),
     "window": (0, 6),
     "adapters": (False, True),
@@ -79,8 +81,11 @@ def drafts_of(case: dict) -> dict | None:
 
 
 def shape_of(build: dict) -> TransformerConfig:
-    """Two layers, the first one with the window, and a module that drafts where that is asked for."""
-    shape = dataclasses.replace(CONFIG, num_layers=2, tie_embeddings=build["tie_embeddings"]).transformer()
+    """Two layers, the first one with the window, and a module that drafts where that is asked for; of experts where the
+    mesh splits them."""
+    config = dataclasses.replace(MOE, vocab_size=CONFIG.vocab_size) if build["mesh"].expert > 1 else CONFIG
+    shape = dataclasses.replace(config, num_layers=2).transformer()
+    shape = dataclasses.replace(shape, tie_embeddings=build["tie_embeddings"])
     [block] = shape.segments[0].pattern
     windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=build["window"]))
     mtp = MtpConfig(block) if build["drafts"] == "mtp" else None
@@ -95,6 +100,7 @@ def runners_of(build: dict) -> list:
     """Compiled: of each replica."""
     config = EngineConfig(
         mesh=build["mesh"],
+        kv_cache_dtype=build["kv_cache_dtype"],
         deterministic=build["deterministic"],
         speculative_config=drafts_of(build),
         max_num_seqs=2,
@@ -160,7 +166,7 @@ def check(output, prompt: list[int], params: SamplingParams, oracle: Oracle, emb
 def test_every_pair_of_features_gives_what_the_oracle_says():
     preemptions = hits = 0
     for build, cases in engines_and_cases():
-        runners, plain = runners_of(build), Oracle(opened(build, ONE))
+        runners, plain = runners_of(build), Oracle(opened(build, ONE), build["kv_cache_dtype"])
         for case in cases:
             engine, params, oracle, old = engine_of(runners, case), params_of(case), plain, runners[0].params
             greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

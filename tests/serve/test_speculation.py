@@ -21,6 +21,7 @@ from shardlm.rules import Rules
 from shardlm.serve.bench.engine import offline
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.layers import taken_apart
+from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import SpeculationStats
 from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -174,6 +175,33 @@ def test_right_drafts_save_steps(drafting):
     assert all(sum(one.accepted) > one.steps > 0 and one.mean_length > 2 for one in found)
     report = offline(engine, 1, 9, 20)
     assert 0 <= report["draft_acceptance_rate"] <= 1 <= report["mean_acceptance_length"] <= 5
+
+
+def test_new_weights_for_the_draft_model_too(drafting, compilations, tmp_path):
+    """The draft model stays as it is without them, and a reply is the model's own with any."""
+    engine, greedy = drafting["itself, on two devices"], SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    runner, two = engine.runner, MeshSpec(tensor=2)
+    old, drafts = runner.params, runner.proposer_params
+    found = []
+    for seed, draft_seed in ((0, None), (0, 5), (5, None), (0, 0)):
+        draft = None if draft_seed is None else new_draft(part(CONFIG, two, draft_seed).params, runner)
+        engine.update_weights(new_weights(part(CONFIG, two, seed).params, runner), draft)
+        compilations.clear()
+        engine.add("reply", PROMPTS[0], greedy)
+        before = engine.stats().speculation
+        found.append((finished(engine)["reply"].outputs[0].token_ids, engine.stats().speculation.since(before)))
+        assert not compilations
+    (first, right), (same, wrong), (other, also_right), (again, right_again) = found
+    assert first == same == again != other
+    assert right.mean_length == also_right.mean_length == right_again.mean_length == 4 > 2 > wrong.mean_length
+    engine.update_weights(old, drafts)
+    folder = folder_of(tmp_path / "draft", seed=6, shape=SMALLER)
+    other = drafting["other model"].runner
+    assert jax.tree.structure(new_draft(folder, other)) == jax.tree.structure(other.proposer_params)
+    with pytest.raises(ShardlmError, match="another architecture than what is served: embed_dim is 16, served is 32"):
+        new_draft(folder, runner)
+    with pytest.raises(ShardlmError, match="draft: no draft model is served whose weights could be replaced"):
+        new_draft(folder, drafting["ngram"].runner)
 
 
 def measured(engine, prompt, params) -> SpeculationStats:

@@ -135,9 +135,10 @@ class DetokenizeRequest(Common, kw_only=True):
 
 
 class UpdateWeightsRequest(Common, kw_only=True):
-    """model_path: SGLang's name for path."""
+    """model_path: SGLang's name for path. draft: of the draft model's weights; without it they stay."""
 
     path: str | None = None
+    draft: str | None = None
     model_path: str | None = None
 
 

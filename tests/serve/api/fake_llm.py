@@ -116,7 +116,7 @@ class FakeLLM:
         await asyncio.sleep(0)
         return [float(len(token_ids)), 0.5, -1.25]
 
-    async def update_weights(self, weights):
+    async def update_weights(self, weights, draft=None):
         raise ShardlmError(f"there is no folder {weights}")
 
     async def abort(self, request_id):

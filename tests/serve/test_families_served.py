@@ -1,0 +1,70 @@
+"""Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
+from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
+
+import os
+import pathlib
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from engines import TOKENIZER
+
+import shardlm
+from shardlm import hf_files
+from shardlm.mesh import MeshSpec
+from shardlm.serve.sampling_params import SamplingParams
+
+REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
+ONE = MeshSpec()
+TENSOR, EXPERT, DATA, PIPELINE = (MeshSpec(**{axis: 2}) for axis in ("tensor", "expert", "data", "pipeline"))
+SAMPLE = [  # of what differs: grouped heads, windows and soft caps, latents, experts, sinks; each on another mesh
+    ("llama", TENSOR),
+    ("gemma2", PIPELINE),
+    ("deepseek_v3", ONE),
+    ("qwen3_moe", EXPERT),
+    ("gpt_oss", DATA),
+]
+ROUTED = ("deepseek_v3", "qwen3_moe", "gpt_oss")
+# llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
+NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name != "llama_dynamic"]
+MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
+REST = [case for case in REST if case not in SAMPLE]
+# Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
+ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
+SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
+CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
+
+
+def check(name: str, spec: MeshSpec, folder: pathlib.Path) -> None:
+    """A reply begun anywhere goes on as the whole one does, so one recorded reply is several requests."""
+    stored = hf_files.header(REFERENCES / name / "expected.safetensors.reference")
+    tokens, logits, greedy = (stored[key].read(...) for key in ("tokens", "logits", "greedy"))
+    prompt, greedy = tokens[0].tolist(), greedy.tolist()
+    shutil.copytree(REFERENCES / name, folder)
+    TOKENIZER.save(folder / "tokenizer.json")  # they have none; only what replies are spelt with
+    llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **SIZES)
+    begun = [0, 5, 20]
+    params = [SamplingParams(temperature=0, max_tokens=len(greedy) - n, ignore_eos=True) for n in begun]
+    params.append(SamplingParams(max_tokens=0, prompt_logprobs=0))
+    *replies, scored = llm.generate([*(prompt + greedy[:n] for n in begun), tokens[1].tolist()], params)
+    assert [reply.outputs[0].token_ids for reply in replies] == [greedy[n:] for n in begun]
+    expected = np.asarray(jax.nn.log_softmax(logits[1]))[np.arange(len(prompt) - 1), tokens[1][1:]]
+    np.testing.assert_allclose([one[0].logprob for one in scored.prompt_logprobs[1:]], expected, atol=CLOSE)
+    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
+    [cached] = llm.generate([prompt], params[0])
+    assert cached.outputs[0].token_ids == greedy and cached.num_cached_tokens > 0
+    assert llm.engine.stats().kv_usage == 0
+
+
+@pytest.mark.parametrize(("name", "spec"), SAMPLE, ids=str)
+def test_each_kind_of_family_on_another_mesh(name, spec, tmp_path):
+    check(name, spec, tmp_path / name)
+
+
+@pytest.mark.skipif(not ALL, reason="minutes: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.parametrize(("name", "spec"), REST, ids=str)
+def test_every_family_and_every_mesh(name, spec, tmp_path):
+    check(name, spec, tmp_path / name)
