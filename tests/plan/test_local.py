@@ -9,7 +9,7 @@ import types
 import jax
 import pytest
 from commands import run
-from shardlm.plan.serving_case import ServedModel, ServingCase
+from shardlm.plan.serving.case import ServedModel, ServingCase
 
 from shardlm.config import load, resolve
 from shardlm.errors import ShardlmError
