@@ -1,0 +1,137 @@
+"""Bytes of one layer's activations on one device: what the forward pass keeps of it for the backward pass, and what the
+backward pass holds while it is at that layer. Of one microbatch; counted in XLA's buffer assignments (memory.py)."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mla import MlaConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.ops import expert_dispatch
+from shardlm.ops.attention_pair import BIAS_BYTES
+from shardlm.plan.sketch import Sketch
+
+WIDE = 4  # bytes of a float32
+BLOCKS = 8  # of queries in which XLA's attention goes through a row (ops/blocked_attention.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Activations of one layer and microbatch on one device, in bytes of the compute type.
+
+    stream   between layers, where tensor splits the sequence; `whole` inside them
+    queries, keys, values, output  of attention, of this device's heads
+    latents  of latent attention
+    hidden   of the MLP or the shared experts: as wide as gate, up and their product each
+    expert_hidden  the same of experts, for all rows that may come to this device
+    rows     that come, as wide as the stream
+    pairs    of own tokens and their choices, as wide as the stream
+    mask     that keeps documents apart; of XLA's attention the scores of a block
+    """
+
+    stream: float
+    whole: float
+    queries: float
+    keys: float
+    values: float
+    output: float
+    latents: float
+    hidden: float
+    expert_hidden: float
+    rows: float
+    pairs: float
+    mask: float
+
+
+def layer(block: BlockConfig, sketch: Sketch) -> Layer:
+    """The sizes of a block's activations."""
+    D, tensor, attention = sketch.shape.embed_dim, sketch.mesh.tensor, block.attention
+    nbytes = sketch.tokens * itemsize(sketch)  # of a number for each token
+    heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
+    latent = isinstance(attention, MlaConfig)
+    moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
+    rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
+    return Layer(
+        stream=nbytes * D / tensor,
+        whole=nbytes * D,
+        queries=nbytes * heads * attention.head_dim,
+        keys=nbytes * kv * attention.head_dim,
+        values=nbytes * kv * attention.value_dim,
+        output=nbytes * heads * attention.value_dim,
+        latents=nbytes * (attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim) if latent else 0,
+        hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
+        expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
+        rows=rows * D,
+        pairs=nbytes * moe.top_k * D if moe else 0,
+        mask=_mask(sketch, heads),
+    )
+
+
+def itemsize(sketch: Sketch) -> int:
+    """Bytes of a number in the compute type."""
+    return jnp.dtype(sketch.execution.dtype).itemsize
+
+
+def _visitors(moe: MoeConfig, sketch: Sketch) -> float:
+    """Rows of experts for which this device has room (ops/expert_dispatch.py)."""
+    ranks = sketch.mesh.expert
+    exchange = expert_dispatch.choose(ranks, moe.top_k)
+    if exchange == "local":
+        return sketch.tokens * moe.top_k
+    worst = sketch.tokens * min(moe.top_k, moe.num_experts / ranks) * ranks
+    even = sketch.tokens * moe.top_k
+    return min(worst, math.ceil(even * moe.capacity_factor)) if moe.capacity_factor else worst
+
+
+def _mask(sketch: Sketch, heads: float) -> float:
+    """cuDNN's bias [rows, T, T] in 16 bits, of a ring's block at most BIAS_BYTES; of XLA's attention the float32 scores
+    of a block of queries."""
+    T, mesh = sketch.config.train.seq_len, sketch.mesh
+    ring = mesh.context > 1 and sketch.execution.context_attention == "ring"
+    length = T / mesh.context if ring else T
+    if sketch.execution.attention == "cudnn":
+        whole = sketch.rows * length**2 * 2
+        return min(whole, BIAS_BYTES) if ring else whole
+    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as zeros, for all layers, once as scores.
+    causal = (BLOCKS + 1) / (2 * BLOCKS)
+    return 0 if ring else 2 * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
+
+
+def kept(one: Layer, sketch: Sketch) -> float:
+    """Bytes on the device that the forward pass keeps of a layer (layers/stack.py)."""
+    remat, wide = sketch.config.remat, WIDE / itemsize(sketch)
+    if remat == "offload":
+        return 0
+    if remat == "full":
+        return one.stream
+    if remat == "names":
+        return 2 * one.stream  # its input and the attention's part; the MLP's is not needed
+    projections = one.queries + one.keys + one.values + one.latents
+    if remat == "dots":
+        return 2 * one.stream + projections + 2 * one.hidden
+    norms = 6 * one.stream * wide  # in float32: of each norm its input, its result, and what the residual adds up
+    experts = 3 * one.expert_hidden + 2 * one.rows + one.pairs
+    return norms + 2 * one.whole + projections + one.output + 3 * one.hidden + experts
+
+
+def working(one: Layer, sketch: Sketch) -> dict[str, float]:
+    """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are."""
+    fused = one.queries + one.keys + one.values + one.output
+    streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
+    feed_forward = 4 * one.hidden
+    attention = 2 * fused + 2 * one.latents
+    ring = 0.0
+    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
+        # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
+        wide = WIDE / itemsize(sketch)
+        ring = 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
+    return {
+        "ring": ring,
+        "mask": one.mask,
+        "streams": streams,
+        "attention": max(0, attention - feed_forward),
+        "mlp": feed_forward,
+        "experts": 4 * one.expert_hidden + 5 * one.rows + 3 * one.pairs,
+    }

@@ -1,0 +1,93 @@
+"""Training runs drawn at random: dense, with experts, with latent attention; over all mesh axes, schedules, remat
+policies, ZeRO stages and precisions. Each is overrides of a shipped configuration and fits 80 GB by a rough bound."""
+
+import dataclasses
+import random
+
+from shardlm.config import resolve
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.state import state
+
+FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`overrides` of configs/NAME.py, as a command line gives them."""
+
+    name: str
+    overrides: tuple[tuple[str, str], ...]
+
+    def config(self):
+        return resolve(f"configs/{self.name}.py", self.overrides).config
+
+
+def random_run(seed: int) -> Run:
+    """The run of a seed."""
+    draw = random.Random(seed)
+    while True:
+        run = _drawn(draw, ("dense", "experts", "latent")[seed % 3])
+        try:
+            sketch = Sketch.of(run.config(), GPUS["h100"])
+        except ShardlmError:
+            continue
+        layers = sketch.shape.num_layers if sketch.config.remat == "full" else 8 * sketch.shape.num_layers
+        saved = sketch.tokens * sketch.shape.embed_dim * 2 * layers / sketch.mesh.pipeline / sketch.mesh.tensor
+        saved *= sketch.passes if sketch.mesh.pipeline > 1 and sketch.config.pipeline.schedule != "1f1b" else 1
+        logits = 6 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+        if 4e9 < state(sketch).total + saved + logits < 30e9 and sketch.rows >= 1:
+            return run
+
+
+def _drawn(draw: random.Random, family: str) -> Run:
+    dim = draw.choice((2048, 3072, 4096, 5120))
+    axes = {"data": 2, "fsdp": 8, "context": 4, "pipeline": 4, "expert": 8 if family != "dense" else 1, "tensor": 4}
+    # Not all axes at once: a run has two or three.
+    used = draw.sample(sorted(axes), draw.choice((2, 3)))
+    mesh = {axis: draw.choice([n for n in (2, 4, 8) if n <= axes[axis]] or [1]) if axis in used else 1 for axis in axes}
+    ways = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    microbatches = draw.choice((1, 1, 1, 4)) if mesh["pipeline"] == 1 else draw.choice((8, 16))
+    pipelined = mesh["pipeline"] > 1
+    layers = draw.choice((16, 24, 32))
+    chosen = {
+        **{f"mesh.{axis}": size for axis, size in mesh.items()},
+        "rules": draw.choice(("zero3", "zero3", "zero3", "hybrid", "zero1")),
+        "remat": draw.choice(("full", "full", "full", "names", "dots")),
+        "precision": draw.choice(("bf16", "bf16", "bf16", "bf16", "fp32")),
+        "train.global_batch": ways * microbatches * draw.choice((1, 1, 2)),
+        "train.seq_len": draw.choice((2048, 4096, 8192)) * mesh["context"],
+        "train.accumulation": microbatches,
+        "pipeline.schedule": draw.choice(("circular", "gpipe", "1f1b")) if pipelined else "circular",
+        "model.embed_dim": dim,
+        "model.num_layers": layers + (3 if family == "latent" else 0),
+        "model.vocab_size": draw.choice((32_000, 64_000, 128_256)),
+        "model.num_heads": dim // 128,
+    }
+    return Run(FAMILIES[family], tuple((name, str(value)) for name, value in (chosen | _sizes(draw, family, dim)).items()))
+
+
+def _sizes(draw: random.Random, family: str, dim: int) -> dict:
+    if family == "dense":
+        return {"model.num_kv_heads": draw.choice((4, 8)), "model.mlp_dim": draw.choice((3, 4)) * dim}
+    if family == "experts":
+        experts, top_k = draw.choice(((8, 2), (16, 2), (32, 4)))
+        width = draw.choice((1024, 2048))
+        return {
+            "model.num_kv_heads": draw.choice((4, 8)),
+            "model.num_experts": experts,
+            "model.top_k": top_k,
+            "model.expert_dim": width,
+            "model.capacity_factor": draw.choice((0, 1.25)),
+        }
+    return {
+        "model.mlp_dim": 3 * dim,
+        "model.q_latent_dim": 1536,
+        "model.num_experts": draw.choice((16, 32)),
+        "model.groups": 4,
+        "model.top_groups": 2,
+        "model.top_k": 4,
+        "model.expert_dim": draw.choice((512, 1024)),
+        "model.capacity_factor": draw.choice((1.25, 2)),
+    }
