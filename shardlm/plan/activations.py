@@ -117,21 +117,17 @@ def kept(one: Layer, sketch: Sketch) -> float:
 
 
 def working(one: Layer, sketch: Sketch) -> dict[str, float]:
-    """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are."""
-    fused = one.queries + one.keys + one.values + one.output
-    streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
-    feed_forward = 4 * one.hidden
-    attention = 2 * fused + 2 * one.latents
+    """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
+    attention and its MLP are full in turn."""
+    wide = WIDE / itemsize(sketch)
+    attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
     ring = 0.0
     if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
         # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
-        wide = WIDE / itemsize(sketch)
         ring = 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
     return {
-        "ring": ring,
-        "mask": one.mask,
-        "streams": streams,
-        "attention": max(0, attention - feed_forward),
-        "mlp": feed_forward,
+        "attention": one.mask + ring + max(0, attention - 4 * one.hidden),
+        "mlp": 4 * one.hidden,
         "experts": 4 * one.expert_hidden + 5 * one.rows + 3 * one.pairs,
+        "streams": 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0),
     }

@@ -1,8 +1,10 @@
-"""Bytes that a step needs beside what rests, on one device: what XLA's buffer assignment holds at its fullest.
+"""Bytes that a step needs beside what rests, on one device, by what they are for: what XLA's buffer assignment holds at
+its fullest.
 
-A step has two full moments. At the head, the loss makes its gradient while everything the forward pass kept is there.
-In the layers' backward pass, one layer's activations and weights come on top of gradients and of what is kept. XLA's
-scheduler makes the zeros that gradients are added to before the loss, so these count at both.
+A step has two full moments. At the head, the loss makes its gradient while all that the forward pass kept is there. In
+the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler makes
+the zeros that a loop's gradients are added to before the loss, so these count at both. The counts of arrays are read
+from the buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 
 import dataclasses
@@ -10,142 +12,147 @@ import math
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.plan.activations import WIDE, Layer, itemsize, kept, layer, working
-from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
 
 Kinds = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """Bytes of weights on one device, float32 where they rest and in the compute type where they are used.
+class Parts:
+    """What both moments are made of.
 
-    resting  of all layers (of a pipeline, a stage's, which are as many)
-    turned   of those, whose embedding dimension is last: XLA copies them with it first, to gather by rows
-    layer    one layer's, as it is used
-    used     of all layers
-    around   float32: embedding and head, as they rest
+    layers   by segment and block of its pattern
+    resting  float32 of all layers' trained weights where they rest; of a pipeline's stage as many
+    turned   of these, with the embedding dimension last: XLA copies them with it first, to gather by rows
+    largest  one layer's weights as they are used, in the compute type
+    around   float32 of embedding and head where they rest
+    gathers  whether layers gather their weights
     """
 
+    layers: tuple[tuple[Layer, ...], ...]
     resting: float
     turned: float
-    layer: float
-    used: float
+    largest: float
     around: float
+    gathers: bool
 
-
-def weights(sketch: Sketch) -> Weights:
-    rules, size = sketch.rules, itemsize(sketch)
-    layers = [w for w in sketch.weights if w.segment is not None]
-    trained = [w for w in layers if w.trained]
-    gathered = gathers(sketch)
-    turned = [w for w in layers if w.is_matrix and w.trained and w.names[-1] in ("embed", "expert_embed")] if gathered and sketch.mesh.pipeline == 1 else []
-    used = sum(w.numbers(rules.use) for w in layers) * size
-    return Weights(
-        resting=MASTER * sum(w.numbers(rules.rest) for w in trained),
-        turned=MASTER * sum(w.numbers(rules.rest) for w in turned),
-        layer=max(_layer_of(sketch, i, size) for i in range(len(sketch.shape.segments))),
-        used=used,
-        around=MASTER * sum(w.numbers(rules.rest) for w in sketch.weights if w.segment is None and w.trained),
-    )
-
-
-def _layer_of(sketch: Sketch, segment: int, size: int) -> float:
-    own = [w for w in sketch.weights if w.segment == segment]
-    return sum(w.numbers(sketch.rules.use) for w in own) * size / sketch.shape.segments[segment].repeats
-
-
-def gathers(sketch: Sketch) -> bool:
-    """Whether layers gather their weights (over axes other than the pipeline)."""
-    return sketch.rules.rest.axes("embed") not in ((), ("pipeline",))
+    @classmethod
+    def of(cls, sketch: Sketch) -> "Parts":
+        rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
+        gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
+        resting = turned = around = 0
+        used = [0] * len(shape.segments)
+        for weight in sketch.weights:
+            rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
+            if weight.segment is None:
+                around += rests
+                continue
+            resting += rests
+            used[weight.segment] += size * weight.numbers(rules.use)
+            if weight.is_matrix and weight.names[-1] in ("embed", "expert_embed"):
+                turned += rests
+        return cls(
+            layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
+            resting=resting,
+            turned=turned if gathers and sketch.mesh.pipeline == 1 else 0,
+            largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
+            around=around,
+            gathers=gathers,
+        )
 
 
 def temporaries(sketch: Sketch) -> Kinds:
-    """At the fuller of the two moments, by what they are for."""
-    held, w = always(sketch), weights(sketch)
-    moments = [held | at_head(sketch, w), held | in_layers(sketch, w)]
+    """At the fuller of the two moments."""
+    parts = Parts.of(sketch)
+    always = _kept(sketch, parts) | _pipeline(sketch, parts)
+    moments = [_joined(always, at(sketch, parts)) for at in (_at_head, _in_layers)]
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
 
-def always(sketch: Sketch) -> Kinds:
-    """At both moments."""
-    w, pipelined, shape = weights(sketch), sketch.mesh.pipeline > 1, sketch.shape
-    found = {"activations kept": _kept(sketch), "weights turned": w.turned}
-    found["zeros of experts"] = max(_zeros(layer(block, sketch)) for block in shape.all_blocks())
-    one_f_one_b = sketch.config.pipeline.schedule == "1f1b"
-    if not pipelined:
-        found["gradients"] = w.resting
-        if sketch.passes > 1:
-            # Gradients are added up over microbatches; zeros to begin each with are made once and copied.
-            found["sum of gradients"] = 2 * w.resting + 1.5 * w.around
-            found["activations kept"] *= 2
-    elif one_f_one_b:
-        around = w.around * sketch.mesh.pipeline
-        found["weights of the stage"] = w.resting + around
-        found["sum of gradients"] = w.resting + around
-        found["gradients"] = w.resting
-    else:
-        found["weights of the stage"] = w.resting
-        found["rows of all stages"] = 4 * _outside(sketch)
-    return found
+def _joined(first: Kinds, second: Kinds) -> Kinds:
+    return {name: first.get(name, 0) + second.get(name, 0) for name in first | second}
 
 
-def _zeros(one: Layer) -> float:
-    """Zeros that XLA makes once for all layers: for rows of experts that stay empty, and to receive them in."""
-    return one.expert_hidden + 4 * one.rows
+def _kept(sketch: Sketch, parts: Parts) -> Kinds:
+    """Of the forward pass, and without a pipeline what gradients are summed in."""
+    blocks = [one for pattern in parts.layers for one in pattern]
+    # XLA makes once for all layers: zeros for rows of experts that stay empty, and to receive them in.
+    found = {"experts": max(one.expert_hidden + 4 * one.rows for one in blocks), "weights turned": parts.turned}
+    activations = sum(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers))
+    if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
+        found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
+    if sketch.mesh.pipeline > 1:
+        return found | {"activations kept": activations}
+    if sketch.passes == 1:
+        return found | {"activations kept": activations, "gradients": parts.resting}
+    # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches their own, with the
+    # zeros that the second one's activations are written over.
+    twice = 2 if _begins_early(sketch) else 1
+    return found | {"activations kept": twice * activations, "gradients": 3 * parts.resting + 1.5 * parts.around}
 
 
-def _outside(sketch: Sketch) -> float:
-    """The stream of all microbatches outside the stages, where each device has its own rows."""
-    one = layer(sketch.shape.segments[0].pattern[0], sketch)
-    return one.stream * sketch.passes / sketch.mesh.pipeline
+def _begins_early(sketch: Sketch) -> bool:
+    """Whether the zeros of the next microbatch are made in this one: unless the moves of a ring order what is done."""
+    ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"
+    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and not ring
 
 
-def _kept(sketch: Sketch) -> float:
-    total = 0.0
-    shape = sketch.shape
-    schedule = sketch.schedule
-    for number, segment in enumerate(shape.segments):
-        one = sum(kept(layer(block, sketch), sketch) for block in segment.pattern)
-        if sketch.mesh.pipeline == 1:
-            total += segment.repeats * one
-        elif number != shape.pipelined_segment():
-            total += segment.repeats * one * (1 if schedule.both_ways else sketch.passes / sketch.mesh.pipeline)
-        elif schedule.both_ways:
-            inputs = layer(segment.pattern[0], sketch).stream * (2 * sketch.mesh.pipeline - 1)
-            total += schedule.slots * one + inputs
-        else:
-            total += schedule.slots * schedule.ticks * one
-    return total
+def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> float:
+    """Activations that the forward pass keeps of a segment."""
+    schedule, stages = sketch.schedule, sketch.mesh.pipeline
+    once = sum(kept(one, sketch) for one in pattern)
+    repeats = sketch.shape.segments[number].repeats
+    if stages == 1:
+        return repeats * once
+    if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
+        return repeats * once * (1 if schedule.both_ways else sketch.passes / stages)
+    if schedule.both_ways:
+        return schedule.slots * once + (2 * stages - 1) * pattern[0].stream
+    return schedule.slots * schedule.ticks * once
 
 
-def at_head(sketch: Sketch, w: Weights) -> Kinds:
-    """Gradient of the head in float32, twice since the loop over chunks is unrolled twice; the head; the layer that
-    begins the backward pass."""
-    size, mesh = itemsize(sketch), sketch.mesh
-    V, D = sketch.shape.vocab_size / mesh.tensor, sketch.shape.embed_dim
-    one = layer(sketch.shape.segments[-1].pattern[-1], sketch)
-    outside = mesh.pipeline > 1 and sketch.config.pipeline.schedule != "1f1b"
-    many = sketch.passes / mesh.pipeline if outside else 1
-    tokens = sketch.tokens * many
-    chunks = math.ceil(tokens * V * 4 / CHUNK_BYTES)
-    accumulated = mesh.pipeline == 1 and sketch.passes > 1  # the zeros to begin with are kept
-    head = V * D * (WIDE * (min(2, chunks) + accumulated) + size)
-    streams = (5 * one.stream + (4 * one.whole if mesh.tensor > 1 else 0)) * many + 3.5 * one.stream
-    logits = math.ceil(tokens / chunks) * V * size
-    return {"head": head, "logits": logits, "mask": one.mask, "streams": streams, "weights in use": 0.8 * w.layer}
+def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
+    """What stages hold throughout."""
+    if sketch.mesh.pipeline == 1:
+        return {}
+    if sketch.schedule.both_ways:
+        around = parts.around * sketch.mesh.pipeline  # each stage has embedding and head whole over the axis
+        return {"weights in use": parts.resting + around, "gradients": 2 * parts.resting + around}
+    rows = parts.layers[0][0].stream * sketch.passes / sketch.mesh.pipeline  # of all microbatches, outside the stages
+    return {"weights in use": parts.resting, "streams": 4 * rows}
 
 
-def in_layers(sketch: Sketch, w: Weights) -> Kinds:
-    """The backward pass of the largest layer, with its weights and their gradients; those of the head and embedding."""
-    blocks = {block: layer(block, sketch) for segment in sketch.shape.segments for block in segment.pattern}
-    largest = max((working(one, sketch) for one in blocks.values()), key=lambda kinds: sum(kinds.values()))
-    found = largest | {"weights in use": 3 * w.layer if gathers(sketch) else w.layer, "head": w.around / 2}
-    pipeline = sketch.config.pipeline
-    if sketch.mesh.pipeline > 1 and pipeline.schedule != "1f1b":
-        # Of the stage; and of one round, which is copied out of the stage's weights where there are several.
-        found["gradients"] = w.resting + 2 * w.resting / pipeline.laps
-        found["weights of a round"] = w.resting / pipeline.laps if pipeline.laps > 1 and gathers(sketch) else 0
+def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
+    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice; a
+    chunk's logits; of the layer that begins the backward pass what is made again meanwhile."""
+    size, mesh, one = itemsize(sketch), sketch.mesh, parts.layers[-1][-1]
+    numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
+    outside = sketch.passes / mesh.pipeline if mesh.pipeline > 1 and not sketch.schedule.both_ways else 1
+    tokens = sketch.tokens * outside
+    chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
+    streams = 5 * one.stream + (8 * one.whole if mesh.tensor > 1 else 0)
+    return {
+        "head": numbers * (WIDE * (min(2, chunks) + _begins_early(sketch)) + size),
+        "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
+        "attention": one.mask,
+        "streams": streams * outside + 3.5 * one.stream,
+        "weights in use": 0.8 * parts.largest,
+    }
+
+
+def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
+    """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
+    found = max((working(one, sketch) for pattern in parts.layers for one in pattern), key=lambda k: sum(k.values()))
+    found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
+    if sketch.mesh.pipeline == 1 and sketch.passes > 1:
+        # Embedding and head of the next microbatch, and the embedding's gradient.
+        found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
+    laps = sketch.config.pipeline.laps
+    if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
+        # Gradients of a stage and, twice, of a round; where layers gather, a round's weights are copied out first.
+        found["gradients"] = parts.resting * (1 + 2 / laps)
+        found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
     return found
 
 

@@ -1,27 +1,72 @@
-"""Training runs drawn at random: dense, with experts, with latent attention; over all mesh axes, schedules, remat
-policies, ZeRO stages and precisions. Each is overrides of a shipped configuration and fits 80 GB by a rough bound."""
+"""Writes tests/plan/compiled_memory.json: what XLA says of the memory of training steps compiled for GPUs that are not
+there. Variants of shipped configurations, and runs drawn at random: dense, with experts, with latent attention; over all
+mesh axes, schedules, remat policies, ZeRO stages and precisions. Compiles what the record lacks, a minute each:
+
+    JAX_PLATFORMS=cpu python -m tests.plan.record_memory
+
+Written anew for another jaxlib after the file is removed.
+"""
 
 import dataclasses
+import json
+import pathlib
 import random
+
+import jaxlib
 
 from shardlm.config import resolve
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
+from shardlm.topology import topology
+from shardlm.train.config import RunConfig
+from shardlm.train.program import Program
 
+RECORD = pathlib.Path(__file__).parent / "compiled_memory.json"
+GPU = "h100"
+SEEDS = range(20)
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
+VARIANTS = (
+@@VARIANTS@@
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`overrides` of configs/NAME.py, as a command line gives them."""
+    """A shipped configuration with `overrides`, as a command line gives them."""
 
     name: str
-    overrides: tuple[tuple[str, str], ...]
+    overrides: tuple[tuple[str, str], ...] = ()
 
-    def config(self):
+    @classmethod
+    def parse(cls, words: str) -> "Run":
+        """Of "llama3_8b remat=dots mesh.fsdp=4"."""
+        name, *rest = words.split()
+        return cls(name, tuple(tuple(word.split("=", 1)) for word in rest))
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *map("=".join, self.overrides)])
+
+    def config(self) -> RunConfig:
         return resolve(f"configs/{self.name}.py", self.overrides).config
+
+
+def compiled(run: Run) -> dict[str, int]:
+    """Bytes of one device: the step's arguments and its temporaries."""
+    config = run.config()
+    size = config.mesh.size(*config.mesh.sizes())
+    program = Program.make(config, config.mesh.build(topology(GPU, max(1, size // 8), min(8, size))))
+    found = program.compile("step", dict(program.xla_options().options)).memory_analysis()
+    return {"argument_bytes": found.argument_size_in_bytes, "temporary_bytes": found.temp_size_in_bytes}
+
+
+def main() -> None:
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"jaxlib": jaxlib.__version__, "runs": {}}
+    drawn = {f"random {seed}": random_run(seed) for seed in SEEDS if f"random {seed}" not in record["runs"]}
+    for name, run in ({words: Run.parse(words) for words in VARIANTS if words not in record["runs"]} | drawn).items():
+        record["runs"][name] = {"run": str(run)} | compiled(run)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def random_run(seed: int) -> Run:
@@ -91,3 +136,7 @@ def _sizes(draw: random.Random, family: str, dim: int) -> dict:
         "model.expert_dim": draw.choice((512, 1024)),
         "model.capacity_factor": draw.choice((1.25, 2)),
     }
+
+
+if __name__ == "__main__":
+    main()
