@@ -27,7 +27,8 @@ class Layer:
     hidden   of the MLP or the shared experts: as wide as gate, up and their product each
     expert_hidden  the same of experts, for all rows that may come to this device
     rows     that come, as wide as the stream
-    pairs    of own tokens and their choices, as wide as the stream
+    pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
+    zeros    that experts need throughout: XLA makes them once for all layers
     mask     that keeps documents apart; of XLA's attention the scores of a block
     """
 
@@ -42,6 +43,7 @@ class Layer:
     expert_hidden: float
     rows: float
     pairs: float
+    zeros: float
     mask: float
 
 
@@ -52,6 +54,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
     latent = isinstance(attention, MlaConfig)
     moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
+    exchange = expert_dispatch.choose(sketch.mesh.expert, moe.top_k) if moe else ""
     rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
     return Layer(
         stream=nbytes * D / tensor,
@@ -64,9 +67,19 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
         expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
         rows=rows * D,
-        pairs=nbytes * moe.top_k * D if moe else 0,
+        pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
+        zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
         mask=_mask(sketch, heads),
     )
+
+
+def _zeros(moe: MoeConfig, exchange: str, rows: float, nbytes: float, sketch: Sketch) -> float:
+    """For rows that stay empty: of the hidden layer, and of all that is moved; sent rows are received in others."""
+    D, mesh = sketch.shape.embed_dim, sketch.mesh
+    hidden = rows * moe.expert_dim / mesh.tensor
+    if exchange == "all_to_all":
+        return hidden + 4 * rows * D
+    return hidden + rows * D + nbytes * moe.top_k * D * (mesh.expert if exchange == "gather" else 1)
 
 
 def itemsize(sketch: Sketch) -> int:

@@ -3,9 +3,10 @@ needs besides (temporaries.py), within 5% of the compiled program's memory as a 
 
 import dataclasses
 
+from shardlm.plan.doubt import doubt
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
-from shardlm.plan.temporaries import doubt, temporaries
+from shardlm.plan.temporaries import temporaries
 
 RESERVE = 0.08  # of a GPU's memory
 

@@ -1,5 +1,5 @@
-"""Bytes that a training state and a batch take on one device, and those that rest in its host's memory instead: what the
-arguments of the compiled step are, exactly but for scalars."""
+"""Bytes that a training state and a batch take on one device, and those that rest in its host's memory instead: exactly
+what the arguments of the compiled step are, but for scalars."""
 
 import dataclasses
 import math

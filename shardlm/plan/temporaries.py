@@ -1,10 +1,11 @@
 """Bytes that a step needs beside what rests, on one device, by what they are for: what XLA's buffer assignment holds at
 its fullest.
 
-A step has two full moments. At the head, the loss makes its gradient while all that the forward pass kept is there. In
-the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler makes
-the zeros that a loop's gradients are added to before the loss, so these count at both. The counts of arrays are read
-from the buffer assignments of the programs in tests/plan/compiled_memory.json.
+A step has three full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
+In the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler
+makes the zeros that a loop's gradients are added to before the loss, so these count at both. In the update, where ZeRO
+1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from the
+buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ def temporaries(sketch: Sketch) -> Kinds:
     """At the fuller of the two moments."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
-    moments = [_joined(always, at(sketch, parts)) for at in (_at_head, _in_layers)]
+    moments = [_joined(always, at(sketch, parts)) for at in (_at_head, _in_layers)] + [_in_update(sketch, parts)]
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
 
@@ -77,8 +78,7 @@ def _joined(first: Kinds, second: Kinds) -> Kinds:
 def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     """Of the forward pass, and without a pipeline what gradients are summed in."""
     blocks = [one for pattern in parts.layers for one in pattern]
-    # XLA makes once for all layers: zeros for rows of experts that stay empty, and to receive them in.
-    found = {"experts": max(one.expert_hidden + 4 * one.rows for one in blocks), "weights turned": parts.turned}
+    found = {"experts": max(one.zeros for one in blocks), "weights turned": parts.turned}
     activations = sum(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers))
     if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
         found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
@@ -131,13 +131,15 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     outside = sketch.passes / mesh.pipeline if mesh.pipeline > 1 and not sketch.schedule.both_ways else 1
     tokens = sketch.tokens * outside
     chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
-    streams = 5 * one.stream + (8 * one.whole if mesh.tensor > 1 else 0)
+    # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
+    extra = _begins_early(sketch) or size == WIDE
+    ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
     return {
-        "head": numbers * (WIDE * (min(2, chunks) + _begins_early(sketch)) + size),
+        "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
         "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
         "attention": one.mask,
-        "streams": streams * outside + 3.5 * one.stream,
-        "weights in use": 0.8 * parts.largest,
+        "streams": (5 * outside + 3.5 * ahead) * one.stream + (8 * one.whole if mesh.tensor > 1 else 0),
+        "weights in use": 0.8 * parts.largest * ahead,
     }
 
 
@@ -150,12 +152,18 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
         found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
     laps = sketch.config.pipeline.laps
     if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
-        # Gradients of a stage and, twice, of a round; where layers gather, a round's weights are copied out first.
-        found["gradients"] = parts.resting * (1 + 2 / laps)
+        # Gradients of a stage, and of a tick or of two rounds; where layers gather, a round's weights are copied first.
+        found["gradients"] = 2 * parts.resting
         found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
     return found
 
 
-def doubt(sketch: Sketch, nbytes: float) -> str:
-    """Why the estimate of a step, `nbytes` in all, may be off by more than 5%; "" where nothing speaks for it."""
-    return ""
+def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
+    """Where the optimizer's state is split and weights are whole, the new ones are gathered; beside them are parts of
+    the new weights, moments and gradients."""
+    rules = sketch.rules
+    rests, split = (set(table.axes("embed")) for table in (rules.rest, rules.optimizer))
+    if rests == split:
+        return {}
+    ways = sketch.mesh.size(*(split - rests))
+    return {"weights gathered": parts.resting + parts.around, "gradients": 1.5 * (parts.resting + parts.around) / ways}

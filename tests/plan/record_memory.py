@@ -1,10 +1,10 @@
-"""Writes tests/plan/compiled_memory.json: what XLA says of the memory of training steps compiled for GPUs that are not
-there. Variants of shipped configurations, and runs drawn at random: dense, with experts, with latent attention; over all
-mesh axes, schedules, remat policies, ZeRO stages and precisions. Compiles what the record lacks, a minute each:
+"""Writes compiled_memory.json: what XLA says of the memory of training steps compiled for GPUs that are not there.
 
-    JAX_PLATFORMS=cpu python -m tests.plan.record_memory
+Variants of shipped configurations, and runs drawn at random: dense, with experts, with latent attention; over all mesh
+axes, schedules, remat policies, ZeRO stages and precisions. Compiles what the record lacks, a minute and more each; for
+another jaxlib remove the file first.
 
-Written anew for another jaxlib after the file is removed.
+    JAX_PLATFORMS=cpu PYTHONPATH=. python tests/plan/record_memory.py
 """
 
 import dataclasses
@@ -28,7 +28,28 @@ GPU = "h100"
 SEEDS = range(20)
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
 VARIANTS = (
-@@VARIANTS@@
+    "deepseek_v3 mesh.pipeline=1 mesh.fsdp=8 mesh.expert=4 model.num_layers=12 model.num_experts=64 "
+    "train.global_batch=32 train.accumulation=1 pipeline.schedule=circular",
+    "llama3_8b attention=xla train.seq_len=4096",
+    "llama3_8b matmul=fp8",
+    "llama3_8b mesh.fsdp=1 mesh.data=8 rules=replicated model.num_layers=16",
+    "llama3_8b mesh.fsdp=1 mesh.data=8 rules=zero1 model.num_layers=16",
+    "llama3_8b mesh.fsdp=1 mesh.data=8 rules=zero2 model.num_layers=16",
+    "llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ring train.seq_len=32768",
+    "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=16 train.global_batch=32",
+    "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=16 train.global_batch=32 pipeline.schedule=1f1b",
+    "llama3_8b mesh.fsdp=4 mesh.tensor=2",
+    "llama3_8b model.tie_embeddings=True",
+    "llama3_8b model.vocab_size=32000",
+    "llama3_8b offload.optimizer=True",
+    "llama3_8b precision=fp32 train.seq_len=4096",
+    "llama3_8b remat=dots",
+    "llama3_8b remat=names",
+    "llama3_8b remat=none",
+    "llama3_8b remat=none model.num_layers=12",
+    "llama3_8b remat=offload",
+    "llama3_8b train.accumulation=4 train.global_batch=32",
+    "llama3_8b train.global_batch=128 train.seq_len=2048",
 )
 
 
@@ -110,7 +131,9 @@ def _drawn(draw: random.Random, family: str) -> Run:
         "model.vocab_size": draw.choice((32_000, 64_000, 128_256)),
         "model.num_heads": dim // 128,
     }
-    return Run(FAMILIES[family], tuple((name, str(value)) for name, value in (chosen | _sizes(draw, family, dim)).items()))
+    return Run(
+        FAMILIES[family], tuple((name, str(value)) for name, value in (chosen | _sizes(draw, family, dim)).items())
+    )
 
 
 def _sizes(draw: random.Random, family: str, dim: int) -> dict:
