@@ -13,6 +13,8 @@ from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
 from shardlm.plan.sketch import Sketch
 
+Kinds = dict[str, float]
+"""Bytes by what they are for."""
 WIDE = 4  # bytes of a float32
 BLOCKS = 8  # of queries in which XLA's attention goes through a row (ops/blocked_attention.py)
 
@@ -112,24 +114,28 @@ def _mask(sketch: Sketch, heads: float) -> float:
     return 0 if ring else 2 * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
 
 
-def kept(one: Layer, sketch: Sketch) -> float:
-    """Bytes on the device that the forward pass keeps of a layer (layers/stack.py)."""
+def kept(one: Layer, sketch: Sketch) -> Kinds:
+    """Bytes on the device that the forward pass keeps of a layer (layers/stack.py), by what they are."""
     remat, wide = sketch.config.remat, WIDE / itemsize(sketch)
-    if remat == "offload":
-        return 0
-    if remat == "full":
-        return one.stream
-    if remat == "names":
-        return 2 * one.stream  # its input and the attention's part; the MLP's is not needed
     projections = one.queries + one.keys + one.values + one.latents
+    if remat == "offload":
+        return {}
+    if remat == "full":
+        return {"streams kept": one.stream}
+    if remat == "names":  # its input and the attention's part; the MLP's is not needed
+        return {"streams kept": 2 * one.stream}
     if remat == "dots":
-        return 2 * one.stream + projections + 2 * one.hidden
-    norms = 6 * one.stream * wide  # in float32: of each norm its input, its result, and what the residual adds up
-    experts = 3 * one.expert_hidden + 2 * one.rows + one.pairs
-    return norms + 2 * one.whole + projections + one.output + 3 * one.hidden + experts
+        return {"streams kept": 2 * one.stream, "attention kept": projections, "mlp kept": 2 * one.hidden}
+    return {
+        # Of each norm its input, its result and what the residual adds up in float32; what the projections read.
+        "streams kept": 6 * one.stream * wide + 2 * one.whole,
+        "attention kept": projections + one.output,
+        "mlp kept": 3 * one.hidden,
+        "experts kept": 3 * one.expert_hidden + 2 * one.rows + one.pairs,
+    }
 
 
-def working(one: Layer, sketch: Sketch) -> dict[str, float]:
+def working(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
     attention and its MLP are full in turn."""
     wide = WIDE / itemsize(sketch)

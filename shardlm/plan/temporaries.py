@@ -12,11 +12,9 @@ import dataclasses
 import math
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
-from shardlm.plan.activations import WIDE, Layer, itemsize, kept, layer, working
+from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
-
-Kinds = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,45 +69,48 @@ def temporaries(sketch: Sketch) -> Kinds:
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
 
-def _joined(first: Kinds, second: Kinds) -> Kinds:
-    return {name: first.get(name, 0) + second.get(name, 0) for name in first | second}
+def _joined(*parts: Kinds) -> Kinds:
+    """Their sums."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+
+
+def _times(factor: float, kinds: Kinds) -> Kinds:
+    return {name: factor * nbytes for name, nbytes in kinds.items()}
 
 
 def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     """Of the forward pass, and without a pipeline what gradients are summed in."""
-    blocks = [one for pattern in parts.layers for one in pattern]
-    found = {"experts": max(one.zeros for one in blocks), "weights turned": parts.turned}
-    activations = sum(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers))
+    found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
+    found["weights turned"] = parts.turned
+    found["experts"] = max(one.zeros for pattern in parts.layers for one in pattern)
     if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
         found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
-    if sketch.mesh.pipeline > 1:
-        return found | {"activations kept": activations}
-    if sketch.passes == 1:
-        return found | {"activations kept": activations, "gradients": parts.resting}
-    # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches their own, with the
-    # zeros that the second one's activations are written over.
-    twice = 2 if _begins_early(sketch) else 1
-    return found | {"activations kept": twice * activations, "gradients": 3 * parts.resting + 1.5 * parts.around}
+    if sketch.mesh.pipeline == 1:
+        # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches their own.
+        many = sketch.passes > 1
+        found["gradients"] = 3 * parts.resting + 1.5 * parts.around if many else parts.resting
+    return found
+
+
+def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
+    """Activations that the forward pass keeps of a segment."""
+    schedule, stages = sketch.schedule, sketch.mesh.pipeline
+    once = _joined(*(kept(one, sketch) for one in pattern))
+    repeats = sketch.shape.segments[number].repeats
+    if stages == 1:  # and the zeros that the next microbatch's are written over
+        return _times(repeats * (2 if _begins_early(sketch) else 1), once)
+    if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
+        return _times(repeats * (1 if schedule.both_ways else sketch.passes / stages), once)
+    if schedule.both_ways:
+        return _joined(_times(schedule.slots, once), {"streams kept": (2 * stages - 1) * pattern[0].stream})
+    return _times(schedule.slots * schedule.ticks, once)
 
 
 def _begins_early(sketch: Sketch) -> bool:
     """Whether the zeros of the next microbatch are made in this one: unless the moves of a ring order what is done."""
     ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"
     return sketch.mesh.pipeline == 1 and sketch.passes > 1 and not ring
-
-
-def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> float:
-    """Activations that the forward pass keeps of a segment."""
-    schedule, stages = sketch.schedule, sketch.mesh.pipeline
-    once = sum(kept(one, sketch) for one in pattern)
-    repeats = sketch.shape.segments[number].repeats
-    if stages == 1:
-        return repeats * once
-    if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
-        return repeats * once * (1 if schedule.both_ways else sketch.passes / stages)
-    if schedule.both_ways:
-        return schedule.slots * once + (2 * stages - 1) * pattern[0].stream
-    return schedule.slots * schedule.ticks * once
 
 
 def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
@@ -133,9 +134,13 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
     # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
     extra = _begins_early(sketch) or size == WIDE
+    gpipe = (
+        mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
+    )  # of the first tick
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
     return {
         "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
+        "gradients": parts.resting if begun else 0,
         "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
         "attention": one.mask,
         "streams": (5 * outside + 3.5 * ahead) * one.stream + (8 * one.whole if mesh.tensor > 1 else 0),
