@@ -13,17 +13,19 @@ import math
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
-from shardlm.plan.sketch import Sketch
+from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
+from shardlm.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What both moments are made of.
+    """What the moments are made of.
 
     layers   by segment and block of its pattern
     resting  float32 of all layers' trained weights where they rest; of a pipeline's stage as many
-    turned   of these, with the embedding dimension last: XLA copies them with it first, to gather by rows
+    turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
+             rows; not where layers compute from a copy of weights that rest on the host
     largest  one layer's weights as they are used, in the compute type
     around   float32 of embedding and head where they rest
     gathers  whether layers gather their weights
@@ -49,20 +51,31 @@ class Parts:
                 continue
             resting += rests
             used[weight.segment] += size * weight.numbers(rules.use)
-            if weight.is_matrix and weight.names[-1] in ("embed", "expert_embed"):
+            if _split_inside(weight, rules):
                 turned += rests
         return cls(
             layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
             resting=resting,
-            turned=turned if gathers and sketch.mesh.pipeline == 1 else 0,
+            turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else 0,
             largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
             around=around,
             gathers=gathers,
         )
 
 
+def _split_inside(weight: Weight, rules: Rules) -> bool:
+    """Whether the dimension that is gathered comes after others that are larger than 1 on a device."""
+    own = list(zip(weight.shape, weight.names, strict=True))[weight.stacked :]
+    for size, name in own:
+        if name in ("embed", "expert_embed"):
+            return False
+        if size > rules.rest.mesh.size(*rules.rest.axes(name)):
+            return any(other in ("embed", "expert_embed") for _, other in own)
+    return False
+
+
 def temporaries(sketch: Sketch) -> Kinds:
-    """At the fuller of the two moments."""
+    """At the fullest of the three moments."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
     moments = [_joined(always, at(sketch, parts)) for at in (_at_head, _in_layers)] + [_in_update(sketch, parts)]
@@ -83,7 +96,9 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     """Of the forward pass, and without a pipeline what gradients are summed in."""
     found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
     found["weights turned"] = parts.turned
-    found["experts"] = max(one.zeros for pattern in parts.layers for one in pattern)
+    # Where microbatches begin early, zeros for the experts of the next one, and what it moves first.
+    zeros = max(one.zeros for pattern in parts.layers for one in pattern)
+    found["experts"] = 3 * zeros if _begins_early(sketch) else zeros
     if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
         found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
     if sketch.mesh.pipeline == 1:
@@ -108,9 +123,8 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
 
 
 def _begins_early(sketch: Sketch) -> bool:
-    """Whether the zeros of the next microbatch are made in this one: unless the moves of a ring order what is done."""
-    ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"
-    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and not ring
+    """Whether the zeros of the next microbatch are made in this one: exchanges over context keep them apart."""
+    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and sketch.mesh.context == 1
 
 
 def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
@@ -134,9 +148,8 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
     # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
     extra = _begins_early(sketch) or size == WIDE
-    gpipe = (
-        mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
-    )  # of the first tick
+    # In a pipeline of one round gradients of the first tick are begun.
+    begun = mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
     return {
         "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
@@ -152,6 +165,8 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = max((working(one, sketch) for pattern in parts.layers for one in pattern), key=lambda k: sum(k.values()))
     found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
+    if _begins_early(sketch):
+        found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
     if sketch.mesh.pipeline == 1 and sketch.passes > 1:
         # Embedding and head of the next microbatch, and the embedding's gradient.
         found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
