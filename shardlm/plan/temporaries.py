@@ -165,6 +165,7 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = max((working(one, sketch) for pattern in parts.layers for one in pattern), key=lambda k: sum(k.values()))
     found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
+    found["attention"] += _scores_of_others(sketch, parts)
     if _begins_early(sketch):
         found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
     if sketch.mesh.pipeline == 1 and sketch.passes > 1:
@@ -176,6 +177,16 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
         found["gradients"] = 2 * parts.resting
         found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
     return found
+
+
+def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
+    """Scores of XLA's attention in the other segments than the longest, which its scheduler makes beside it; outside
+    the stages of a pipeline of all a device's rows."""
+    if sketch.execution.attention != "xla" or sketch.mesh.context > 1 or sketch.schedule.both_ways:
+        return 0
+    rows = sketch.passes / sketch.mesh.pipeline if sketch.mesh.pipeline > 1 else 1
+    longest = sketch.shape.pipelined_segment()
+    return rows * sum(pattern[0].mask for number, pattern in enumerate(parts.layers) if number != longest)
 
 
 def _in_update(sketch: Sketch, parts: Parts) -> Kinds:

@@ -46,6 +46,7 @@ VARIANTS = (
     "llama3_8b offload.optimizer=True offload.params=True",
     "llama3_8b optim.ema_decay=0.99",
     "llama3_8b optim.name=adafactor",
+    "llama3_8b optim.name=muon",
     "llama3_8b precision=fp32 train.seq_len=4096",
     "llama3_8b remat=dots",
     "llama3_8b remat=names",
