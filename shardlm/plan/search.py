@@ -13,8 +13,8 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraints
-from shardlm.plan.memory import state
 from shardlm.plan.plan import Plan
+from shardlm.plan.state import state
 from shardlm.train.config import PipelineConfig, RunConfig
 
 REMATS = ("none", "dots", "full")

@@ -47,7 +47,11 @@ class Weight:
         return tuple(axis for name in self.names for axis in table.axes(name))
 
     def numbers(self, table: Table) -> int:
-        """How many of its numbers one device holds."""
+        """How many of its numbers one device holds. Scales of weights in few bits are whole along a dimension that does
+        not divide (layers/param.py)."""
+        if self.path.endswith("_scale"):
+            sizes = [(n, table.mesh.size(*table.axes(name))) for n, name in zip(self.shape, self.names, strict=True)]
+            return math.prod(n if n % ways else n // ways for n, ways in sizes)
         return math.prod(self.shape) // table.mesh.size(*self.axes(table))
 
     @property

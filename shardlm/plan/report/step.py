@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardlm.plan.bill import Charge
-from shardlm.plan.memory import state
 from shardlm.plan.overlap import Timed
 from shardlm.plan.plan import Plan
+from shardlm.plan.state import state
 from shardlm.plan.verify import Verified
 
 Row = dict[str, Any]
 
 
 def memory(plan: Plan, checked: Verified | None) -> dict[str, Any]:
-    """Bytes of one GPU: `kinds` as estimated, and sums of what rests and of what a step needs besides, beside those of
-    the compiled program, which does not tell kinds apart."""
+    """Bytes of one GPU: `kinds` as estimated, with `doubt` why that may be far off, and sums of what rests and of what
+    a step needs besides, beside those of the compiled program, which does not tell kinds apart."""
     held = plan.memory
     rests = state(plan.sketch).total
     compiled = checked if checked and not checked.failure else None
@@ -24,6 +24,8 @@ def memory(plan: Plan, checked: Verified | None) -> dict[str, Any]:
         "kinds": [{"kind": kind, "bytes": nbytes} for kind, nbytes in held.kinds.items()],
         "reserve_bytes": held.reserve,
         "limit_bytes": plan.gpu.hbm_bytes,
+        "host_bytes": held.host,
+        "doubt": held.doubt,
         "estimated": _sums(rests, sum(held.kinds.values()) - rests, held.reserve),
         "compiled": compiled and _sums(compiled.argument_bytes, compiled.temporary_bytes, held.reserve),
     }

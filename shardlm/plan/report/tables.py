@@ -127,7 +127,10 @@ def memory(plan: Data) -> Table:
     if made:
         columns.append(Column("GiB", "compiled"))
         cells = [[*cell, gib(nbytes)] for cell, (*_, nbytes) in zip(cells, rows, strict=True)]
-    return Table("memory", title, tuple(columns), tuple(map(tuple, cells)), sums=5)
+    doubt = f"The estimate may be off by more than 5%: {held['doubt']}." if held["doubt"] and not made else ""
+    host = f"Another {gib(held['host_bytes'])} GiB rest in the host's memory." if held["host_bytes"] else ""
+    note = " ".join(filter(None, (doubt, host)))
+    return Table("memory", title, tuple(columns), tuple(map(tuple, cells)), sums=5, note=note)
 
 
 def step(plan: Data) -> Table:

@@ -1,0 +1,152 @@
+"""Bytes of one layer's activations on one device: what the forward pass keeps of it for the backward pass, and what the
+backward pass holds while it is at that layer. Of one microbatch; counted in XLA's buffer assignments (memory.py)."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mla import MlaConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.ops import expert_dispatch
+from shardlm.ops.attention_pair import BIAS_BYTES
+from shardlm.plan.sketch import Sketch
+
+Kinds = dict[str, float]
+"""Bytes by what they are for."""
+WIDE = 4  # bytes of a float32
+BLOCKS = 8  # of queries in which XLA's attention goes through a row (ops/blocked_attention.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Activations of one layer and microbatch on one device, in bytes of the compute type.
+
+    stream   between layers, where tensor splits the sequence; `whole` inside them
+    queries, keys, values, output  of attention, of this device's heads
+    latents  of latent attention
+    hidden   of the MLP or the shared experts: as wide as gate, up and their product each
+    expert_hidden  the same of experts, for all rows that may come to this device
+    rows     that come, as wide as the stream
+    pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
+    zeros    that experts need throughout: XLA makes them once for all layers
+    mask     that keeps documents apart; of XLA's attention the scores of a block
+    """
+
+    stream: float
+    whole: float
+    queries: float
+    keys: float
+    values: float
+    output: float
+    latents: float
+    hidden: float
+    expert_hidden: float
+    rows: float
+    pairs: float
+    zeros: float
+    mask: float
+
+
+def layer(block: BlockConfig, sketch: Sketch) -> Layer:
+    """The sizes of a block's activations."""
+    D, tensor, attention = sketch.shape.embed_dim, sketch.mesh.tensor, block.attention
+    nbytes = sketch.tokens * itemsize(sketch)  # of a number for each token
+    heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
+    latent = isinstance(attention, MlaConfig)
+    moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
+    exchange = expert_dispatch.choose(sketch.mesh.expert, moe.top_k) if moe else ""
+    rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
+    return Layer(
+        stream=nbytes * D / tensor,
+        whole=nbytes * D,
+        queries=nbytes * heads * attention.head_dim,
+        keys=nbytes * kv * attention.head_dim,
+        values=nbytes * kv * attention.value_dim,
+        output=nbytes * heads * attention.value_dim,
+        latents=nbytes * (attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim) if latent else 0,
+        hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
+        expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
+        rows=rows * D,
+        pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
+        zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
+        mask=_mask(sketch, heads),
+    )
+
+
+def _zeros(moe: MoeConfig, exchange: str, rows: float, nbytes: float, sketch: Sketch) -> float:
+    """For rows that stay empty: of the hidden layer, and of all that is moved; sent rows are received in others."""
+    D, mesh = sketch.shape.embed_dim, sketch.mesh
+    hidden = rows * moe.expert_dim / mesh.tensor
+    if exchange == "all_to_all":
+        return hidden + 4 * rows * D
+    return hidden + rows * D + nbytes * moe.top_k * D * (mesh.expert if exchange == "gather" else 1)
+
+
+def itemsize(sketch: Sketch) -> int:
+    """Bytes of a number in the compute type."""
+    return jnp.dtype(sketch.execution.dtype).itemsize
+
+
+def _visitors(moe: MoeConfig, sketch: Sketch) -> float:
+    """Rows of experts for which this device has room (ops/expert_dispatch.py)."""
+    ranks = sketch.mesh.expert
+    exchange = expert_dispatch.choose(ranks, moe.top_k)
+    if exchange == "local":
+        return sketch.tokens * moe.top_k
+    worst = sketch.tokens * min(moe.top_k, moe.num_experts / ranks) * ranks
+    even = sketch.tokens * moe.top_k
+    return min(worst, math.ceil(even * moe.capacity_factor)) if moe.capacity_factor else worst
+
+
+def _mask(sketch: Sketch, heads: float) -> float:
+    """cuDNN's bias [rows, T, T] in 16 bits, of a ring's block at most BIAS_BYTES; of XLA's attention the float32 scores
+    of a block of queries."""
+    T, mesh = sketch.config.train.seq_len, sketch.mesh
+    ring = mesh.context > 1 and sketch.execution.context_attention == "ring"
+    length = T / mesh.context if ring else T
+    if sketch.execution.attention == "cudnn":
+        whole = sketch.rows * length**2 * 2
+        return min(whole, BIAS_BYTES) if ring else whole
+    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as zeros, for all layers, once as scores.
+    causal = (BLOCKS + 1) / (2 * BLOCKS)
+    return 0 if ring else 2 * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
+
+
+def kept(one: Layer, sketch: Sketch) -> Kinds:
+    """Bytes on the device that the forward pass keeps of a layer (layers/stack.py), by what they are."""
+    remat, wide = sketch.config.remat, WIDE / itemsize(sketch)
+    projections = one.queries + one.keys + one.values + one.latents
+    if remat == "offload":
+        return {}
+    if remat == "full":
+        return {"streams kept": one.stream}
+    if remat == "names":  # its input and the attention's part; the MLP's is not needed
+        return {"streams kept": 2 * one.stream}
+    if remat == "dots":
+        return {"streams kept": 2 * one.stream, "attention kept": projections, "mlp kept": 2 * one.hidden}
+    return {
+        # Of each norm its input, its result and what the residual adds up in float32; what the projections read.
+        "streams kept": 6 * one.stream * wide + 2 * one.whole,
+        "attention kept": projections + one.output,
+        "mlp kept": 3 * one.hidden,
+        "experts kept": 3 * one.expert_hidden + 2 * one.rows + one.pairs,
+    }
+
+
+def working(one: Layer, sketch: Sketch) -> Kinds:
+    """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
+    attention and its MLP are full in turn."""
+    wide = WIDE / itemsize(sketch)
+    attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
+    ring = 0.0
+    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
+        # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
+        ring = 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
+    return {
+        "attention": one.mask + ring + max(0, attention - 4 * one.hidden),
+        "mlp": 4 * one.hidden,
+        "experts": 4 * one.expert_hidden + 5 * one.rows + 3 * one.pairs,
+        "streams": 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0),
+    }

@@ -1,0 +1,29 @@
+"""Where the estimate of memory may be farther than 5% from the compiled program: kinds of runs that no recorded program
+(tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
+
+from shardlm.plan.activations import layer
+from shardlm.plan.sketch import Sketch
+
+SCORES = 0.1  # part of all bytes above which scores of XLA's attention decide
+
+
+def doubt(sketch: Sketch, nbytes: float) -> str:
+    """The reasons, joined, of a step that is estimated at `nbytes`; "" where nothing speaks against it."""
+    config, shape = sketch.config, sketch.shape
+    scores = 0.0
+    if sketch.execution.attention == "xla":
+        scores = max(layer(block, sketch).mask for block in shape.all_blocks())
+    exchanged = config.slow_link.compression != "none" and not config.local_sgd.inner_steps
+    reasons = {
+        "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
+        "XLA's attention holds scores of as many layers as its scheduler likes": scores > SCORES * nbytes,
+        "muon's temporaries are unknown (Llama 3 8B on 8 H100: 43 GiB)": config.optim.name == "muon",
+        "matmul=fp8 needs less: 7% less for Llama 3 8B on 8 H100": config.matmul == "fp8",
+        "adapters were not compared": config.lora.rank > 0,
+        "preference training was not compared": config.preference.beta > 0,
+        "modules that predict further tokens were not compared": shape.mtp is not None,
+        "steps with compressed exchanges were not compared": exchanged,
+        f"unroll={config.unroll} was not compared": config.unroll != 1,
+        f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)

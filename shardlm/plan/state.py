@@ -1,0 +1,144 @@
+"""Bytes that a training state and a batch take on one device, and those that rest in its host's memory instead: exactly
+what the arguments of the compiled step are, but for scalars."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from shardlm.errors import ShardlmError
+from shardlm.optim import OptimConfig
+from shardlm.plan.sketch import Sketch, Weight
+from shardlm.rules import Table
+from shardlm.train import powersgd
+from shardlm.train.config import SlowLinkConfig
+from shardlm.train.replicas import apart, shares
+
+MASTER = 4  # bytes of a number at rest
+BATCH_ARRAYS = 5  # of 4 bytes a token: tokens, targets, segments, positions, mask (Program.batch_shapes)
+FACTORED = 128  # the least size of both dimensions that optax's adafactor factors by
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What rests between steps, in bytes of one device; the batch with it.
+
+    weights    trained, float32
+    frozen     that no step changes: under adapters, or of preference training's reference
+    optimizer  its moments
+    average    of the weights (optim.ema_decay)
+    replicas   what replicas behind a slow link keep of their own
+    host       of all these, what rests in host memory; it is not in the others
+    """
+
+    weights: int
+    frozen: int
+    optimizer: int
+    average: int
+    replicas: int
+    batch: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(dataclasses.astuple(self)) - self.host
+
+
+def state(sketch: Sketch) -> State:
+    """Of one device's part of the training state and the batch, scalars left out."""
+    rules, config = sketch.rules, sketch.config
+    trained = [weight for weight in sketch.weights if weight.trained]
+    local = config.local_sgd.inner_steps > 0  # replicas have the optimizer's state, and no average
+    weights = MASTER * sum(weight.numbers(rules.rest) for weight in trained)
+    optimizer = 0 if local else moments(trained, config.optim, rules.optimizer)
+    average = MASTER * sum(weight.numbers(rules.optimizer) for weight in trained) if config.optim.ema_decay else 0
+    host = config.offload.params * weights + config.offload.optimizer * (optimizer + average)
+    return State(
+        weights=weights * (not config.offload.params),
+        frozen=_frozen(sketch),
+        optimizer=optimizer * (not config.offload.optimizer),
+        average=average * (not config.offload.optimizer),
+        replicas=_replicas(sketch, trained) if apart(config) else 0,
+        batch=_batch(sketch),
+        host=host,
+    )
+
+
+def moments(weights: list[Weight], optim: OptimConfig, table: Table) -> int:
+    """Bytes of an optimizer's state for these weights."""
+    if optim.name == "adafactor":
+        return MASTER * sum(_factored(weight, table) for weight in weights)
+    return MASTER * sum(_moments_of(weight, optim) * weight.numbers(table) for weight in weights)
+
+
+def _moments_of(weight: Weight, optim: OptimConfig) -> int:
+    """Numbers that the optimizer keeps for each number of a weight."""
+    if optim.name == "adamw":
+        return 2
+    if optim.name == "lion":
+        return 1
+    if optim.name == "sgd":
+        return 1 if optim.b1 else 0
+    if optim.name == "muon":  # adamw for what is no matrix of a layer (optim.py)
+        return 1 if weight.is_matrix and "vocab" not in weight.names else 2
+    raise ShardlmError(f"the memory of optim.name={optim.name} is not known here")
+
+
+def _factored(weight: Weight, table: Table) -> int:
+    """Sums over the rows and over the columns of a weight's two largest dimensions, where both are large; else a number
+    for each of its own (https://arxiv.org/abs/1804.04235, algorithm 4, as optax has it)."""
+    by_size = sorted(range(len(weight.shape)), key=lambda i: (weight.shape[i], i))
+    if len(by_size) < 2 or weight.shape[by_size[-2]] < FACTORED:
+        return weight.numbers(table)
+    sizes = [n // table.mesh.size(*table.axes(name)) for n, name in zip(weight.shape, weight.names, strict=True)]
+    return sum(math.prod(sizes) // sizes[dim] for dim in by_size[-2:])
+
+
+def _frozen(sketch: Sketch) -> int:
+    """Under adapters all else, as it is held; of preference training the checkpoint's weights in the compute dtype."""
+    table = sketch.rules.rest
+    frozen = [weight for weight in sketch.weights if not weight.trained]
+    if not frozen and sketch.config.preference.beta:
+        return sum(weight.numbers(table) * _held_bytes(weight, sketch) for weight in sketch.weights)
+    return sum(weight.numbers(table) * weight.itemsize for weight in frozen)
+
+
+def _held_bytes(weight: Weight, sketch: Sketch) -> int:
+    """Of a number that no step changes (state.held_as)."""
+    return MASTER if weight.path.endswith("router_bias") else jnp.dtype(sketch.execution.dtype).itemsize
+
+
+def _replicas(sketch: Sketch, trained: list[Weight]) -> int:
+    """`TrainState.link`: errors of compressed exchanges (train/compression.py) and, where replicas meet seldom, their
+    weights and moments, the outer momentum and what is on its way (train/diloco.py)."""
+    config, one = sketch.config, sketch.rules.inside("data")
+    errors = sum(_error(weight, config.slow_link, one.optimizer) for weight in trained)
+    if not config.local_sgd.inner_steps:
+        return MASTER * errors
+    own = MASTER * sum(weight.numbers(one.rest) for weight in trained) + moments(trained, config.optim, one.optimizer)
+    split = MASTER * sum(weight.numbers(one.optimizer) for weight in trained)
+    return MASTER * errors + own + split * (2 if config.local_sgd.overlap else 1)
+
+
+def _error(weight: Weight, link: SlowLinkConfig, table: Table) -> int:
+    """Numbers of what a replica has yet to send of a weight, and of PowerSGD's basis for it."""
+    if link.compression == "none":
+        return 0
+    if link.compression != "powersgd":
+        return weight.numbers(table)
+    names = weight.names[: weight.stacked], weight.names[weight.stacked :]
+    if not powersgd.pays(weight.shape, names, link.rank):
+        return 0
+    matrices, rows = powersgd.split(names)
+    sizes = [n // table.mesh.size(*table.axes(name)) for n, name in zip(weight.shape, weight.names, strict=True)]
+    rank = powersgd.thin(weight.shape, names, link.rank)[2]
+    return math.prod(sizes) + math.prod(sizes[:matrices]) * math.prod(sizes[rows:]) * rank
+
+
+def _batch(sketch: Sketch) -> int:
+    train, act = sketch.config.train, sketch.rules.act
+    counts = shares(train, sketch.mesh.data)
+    rows = len(counts) * (max(counts) * train.global_batch // sum(counts))  # as batches.slots places them
+    split = sketch.mesh.size(*act.axes("batch"), *act.axes("whole_seq"))
+    return BATCH_ARRAYS * 4 * rows * train.seq_len // split

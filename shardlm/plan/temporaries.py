@@ -1,0 +1,200 @@
+"""Bytes that a step needs beside what rests, on one device, by what they are for: what XLA's buffer assignment holds at
+its fullest.
+
+A step has three full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
+In the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler
+makes the zeros that a loop's gradients are added to before the loss, so these count at both. In the update, where ZeRO
+1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from the
+buffer assignments of the programs in tests/plan/compiled_memory.json.
+"""
+
+import dataclasses
+import math
+
+from shardlm.ops.cross_entropy import CHUNK_BYTES
+from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
+from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.state import MASTER
+from shardlm.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What the moments are made of.
+
+    layers   by segment and block of its pattern
+    resting  float32 of all layers' trained weights where they rest; of a pipeline's stage as many
+    turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
+             rows; not where layers compute from a copy of weights that rest on the host
+    largest  one layer's weights as they are used, in the compute type
+    around   float32 of embedding and head where they rest
+    gathers  whether layers gather their weights
+    """
+
+    layers: tuple[tuple[Layer, ...], ...]
+    resting: float
+    turned: float
+    largest: float
+    around: float
+    gathers: bool
+
+    @classmethod
+    def of(cls, sketch: Sketch) -> "Parts":
+        rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
+        gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
+        resting = turned = around = 0
+        used = [0] * len(shape.segments)
+        for weight in sketch.weights:
+            rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
+            if weight.segment is None:
+                around += rests
+                continue
+            resting += rests
+            used[weight.segment] += size * weight.numbers(rules.use)
+            if _split_inside(weight, rules):
+                turned += rests
+        return cls(
+            layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
+            resting=resting,
+            turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else 0,
+            largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
+            around=around,
+            gathers=gathers,
+        )
+
+
+def _split_inside(weight: Weight, rules: Rules) -> bool:
+    """Whether the dimension that is gathered comes after others that are larger than 1 on a device."""
+    own = list(zip(weight.shape, weight.names, strict=True))[weight.stacked :]
+    for size, name in own:
+        if name in ("embed", "expert_embed"):
+            return False
+        if size > rules.rest.mesh.size(*rules.rest.axes(name)):
+            return any(other in ("embed", "expert_embed") for _, other in own)
+    return False
+
+
+def temporaries(sketch: Sketch) -> Kinds:
+    """At the fullest of the three moments."""
+    parts = Parts.of(sketch)
+    always = _kept(sketch, parts) | _pipeline(sketch, parts)
+    moments = [_joined(always, at(sketch, parts)) for at in (_at_head, _in_layers)] + [_in_update(sketch, parts)]
+    return max(moments, key=lambda kinds: sum(kinds.values()))
+
+
+def _joined(*parts: Kinds) -> Kinds:
+    """Their sums."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+
+
+def _times(factor: float, kinds: Kinds) -> Kinds:
+    return {name: factor * nbytes for name, nbytes in kinds.items()}
+
+
+def _kept(sketch: Sketch, parts: Parts) -> Kinds:
+    """Of the forward pass, and without a pipeline what gradients are summed in."""
+    found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
+    found["weights turned"] = parts.turned
+    # Where microbatches begin early, zeros for the experts of the next one, and what it moves first.
+    zeros = max(one.zeros for pattern in parts.layers for one in pattern)
+    found["experts"] = 3 * zeros if _begins_early(sketch) else zeros
+    if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
+        found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
+    if sketch.mesh.pipeline == 1:
+        # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches their own.
+        many = sketch.passes > 1
+        found["gradients"] = 3 * parts.resting + 1.5 * parts.around if many else parts.resting
+    return found
+
+
+def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
+    """Activations that the forward pass keeps of a segment."""
+    schedule, stages = sketch.schedule, sketch.mesh.pipeline
+    once = _joined(*(kept(one, sketch) for one in pattern))
+    repeats = sketch.shape.segments[number].repeats
+    if stages == 1:  # and the zeros that the next microbatch's are written over
+        return _times(repeats * (2 if _begins_early(sketch) else 1), once)
+    if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
+        return _times(repeats * (1 if schedule.both_ways else sketch.passes / stages), once)
+    if schedule.both_ways:
+        return _joined(_times(schedule.slots, once), {"streams kept": (2 * stages - 1) * pattern[0].stream})
+    return _times(schedule.slots * schedule.ticks, once)
+
+
+def _begins_early(sketch: Sketch) -> bool:
+    """Whether the zeros of the next microbatch are made in this one: exchanges over context keep them apart."""
+    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and sketch.mesh.context == 1
+
+
+def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
+    """What stages hold throughout."""
+    if sketch.mesh.pipeline == 1:
+        return {}
+    if sketch.schedule.both_ways:
+        around = parts.around * sketch.mesh.pipeline  # each stage has embedding and head whole over the axis
+        return {"weights in use": parts.resting + around, "gradients": 2 * parts.resting + around}
+    rows = parts.layers[0][0].stream * sketch.passes / sketch.mesh.pipeline  # of all microbatches, outside the stages
+    return {"weights in use": parts.resting, "streams": 4 * rows}
+
+
+def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
+    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice; a
+    chunk's logits; of the layer that begins the backward pass what is made again meanwhile."""
+    size, mesh, one = itemsize(sketch), sketch.mesh, parts.layers[-1][-1]
+    numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
+    outside = sketch.passes / mesh.pipeline if mesh.pipeline > 1 and not sketch.schedule.both_ways else 1
+    tokens = sketch.tokens * outside
+    chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
+    # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
+    extra = _begins_early(sketch) or size == WIDE
+    # In a pipeline of one round gradients of the first tick are begun.
+    begun = mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
+    ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
+    return {
+        "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
+        "gradients": parts.resting if begun else 0,
+        "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
+        "attention": one.mask,
+        "streams": (5 * outside + 3.5 * ahead) * one.stream + (8 * one.whole if mesh.tensor > 1 else 0),
+        "weights in use": 0.8 * parts.largest * ahead,
+    }
+
+
+def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
+    """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
+    found = max((working(one, sketch) for pattern in parts.layers for one in pattern), key=lambda k: sum(k.values()))
+    found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
+    found["attention"] += _scores_of_others(sketch, parts)
+    if _begins_early(sketch):
+        found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
+    if sketch.mesh.pipeline == 1 and sketch.passes > 1:
+        # Embedding and head of the next microbatch, and the embedding's gradient.
+        found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
+    laps = sketch.config.pipeline.laps
+    if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
+        # Gradients of a stage, and of a tick or of two rounds; where layers gather, a round's weights are copied first.
+        found["gradients"] = 2 * parts.resting
+        found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
+    return found
+
+
+def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
+    """Scores of XLA's attention in the other segments than the longest, which its scheduler makes beside it; outside
+    the stages of a pipeline of all a device's rows."""
+    if sketch.execution.attention != "xla" or sketch.mesh.context > 1 or sketch.schedule.both_ways:
+        return 0
+    rows = sketch.passes / sketch.mesh.pipeline if sketch.mesh.pipeline > 1 else 1
+    longest = sketch.shape.pipelined_segment()
+    return rows * sum(pattern[0].mask for number, pattern in enumerate(parts.layers) if number != longest)
+
+
+def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
+    """Where the optimizer's state is split and weights are whole, the new ones are gathered; beside them are parts of
+    the new weights, moments and gradients."""
+    rules = sketch.rules
+    rests, split = (set(table.axes("embed")) for table in (rules.rest, rules.optimizer))
+    if rests == split:
+        return {}
+    ways = sketch.mesh.size(*(split - rests))
+    return {"weights gathered": parts.resting + parts.around, "gradients": 1.5 * (parts.resting + parts.around) / ways}

@@ -1,0 +1,170 @@
+"""Writes compiled_memory.json: what XLA says of the memory of training steps compiled for GPUs that are not there.
+
+Variants of shipped configurations, and runs drawn at random: dense, with experts, with latent attention; over all mesh
+axes, schedules, remat policies, ZeRO stages and precisions. Compiles what the record lacks, a minute and more each; for
+another jaxlib remove the file first.
+
+    JAX_PLATFORMS=cpu PYTHONPATH=. python tests/plan/record_memory.py
+"""
+
+import dataclasses
+import json
+import pathlib
+import random
+
+import jaxlib
+
+from shardlm.config import resolve
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.state import state
+from shardlm.topology import topology
+from shardlm.train.config import RunConfig
+from shardlm.train.program import Program
+
+RECORD = pathlib.Path(__file__).parent / "compiled_memory.json"
+GPU = "h100"
+SEEDS = range(20)
+FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
+VARIANTS = (
+    "deepseek_v3 mesh.pipeline=1 mesh.fsdp=8 mesh.expert=4 model.num_layers=12 model.num_experts=64 "
+    "train.global_batch=32 train.accumulation=1 pipeline.schedule=circular",
+    "llama3_8b attention=xla train.seq_len=4096",
+    "llama3_8b matmul=fp8",
+    "llama3_8b matmul=int8",
+    "llama3_8b mesh.fsdp=1 mesh.data=8 rules=replicated model.num_layers=16",
+    "llama3_8b mesh.fsdp=1 mesh.data=8 rules=zero1 model.num_layers=16",
+    "llama3_8b mesh.fsdp=1 mesh.data=8 rules=zero2 model.num_layers=16",
+    "llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ring train.seq_len=32768",
+    "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=16 train.global_batch=32",
+    "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=16 train.global_batch=32 pipeline.schedule=1f1b",
+    "llama3_8b mesh.fsdp=4 mesh.tensor=2",
+    "llama3_8b model.tie_embeddings=True",
+    "llama3_8b model.vocab_size=32000",
+    "llama3_8b offload.optimizer=True",
+    "llama3_8b offload.optimizer=True offload.params=True",
+    "llama3_8b optim.ema_decay=0.99",
+    "llama3_8b optim.name=adafactor",
+    "llama3_8b optim.name=muon",
+    "llama3_8b precision=fp32 train.seq_len=4096",
+    "llama3_8b remat=dots",
+    "llama3_8b remat=names",
+    "llama3_8b remat=none",
+    "llama3_8b remat=none model.num_layers=12",
+    "llama3_8b remat=offload",
+    "llama3_8b train.accumulation=4 train.global_batch=32",
+    "llama3_8b train.global_batch=128 train.seq_len=2048",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A shipped configuration with `overrides`, as a command line gives them."""
+
+    name: str
+    overrides: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, words: str) -> "Run":
+        """Of "llama3_8b remat=dots mesh.fsdp=4"."""
+        name, *rest = words.split()
+        return cls(name, tuple(tuple(word.split("=", 1)) for word in rest))
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *map("=".join, self.overrides)])
+
+    def config(self) -> RunConfig:
+        return resolve(f"configs/{self.name}.py", self.overrides).config
+
+
+def compiled(run: Run) -> dict[str, int]:
+    """Bytes of one device: the step's arguments and its temporaries."""
+    config = run.config()
+    size = config.mesh.size(*config.mesh.sizes())
+    program = Program.make(config, config.mesh.build(topology(GPU, max(1, size // 8), min(8, size))))
+    found = program.compile("step", dict(program.xla_options().options)).memory_analysis()
+    return {"argument_bytes": found.argument_size_in_bytes, "temporary_bytes": found.temp_size_in_bytes}
+
+
+def main() -> None:
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"jaxlib": jaxlib.__version__, "runs": {}}
+    drawn = {f"random {seed}": random_run(seed) for seed in SEEDS if f"random {seed}" not in record["runs"]}
+    for name, run in ({words: Run.parse(words) for words in VARIANTS if words not in record["runs"]} | drawn).items():
+        record["runs"][name] = {"run": str(run)} | compiled(run)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def random_run(seed: int) -> Run:
+    """The run of a seed."""
+    draw = random.Random(seed)
+    while True:
+        run = _drawn(draw, ("dense", "experts", "latent")[seed % 3])
+        try:
+            sketch = Sketch.of(run.config(), GPUS["h100"])
+        except ShardlmError:
+            continue
+        layers = sketch.shape.num_layers if sketch.config.remat == "full" else 8 * sketch.shape.num_layers
+        saved = sketch.tokens * sketch.shape.embed_dim * 2 * layers / sketch.mesh.pipeline / sketch.mesh.tensor
+        saved *= sketch.passes if sketch.mesh.pipeline > 1 and sketch.config.pipeline.schedule != "1f1b" else 1
+        logits = 6 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+        if 4e9 < state(sketch).total + saved + logits < 30e9 and sketch.rows >= 1:
+            return run
+
+
+def _drawn(draw: random.Random, family: str) -> Run:
+    dim = draw.choice((2048, 3072, 4096, 5120))
+    axes = {"data": 2, "fsdp": 8, "context": 4, "pipeline": 4, "expert": 8 if family != "dense" else 1, "tensor": 4}
+    # Not all axes at once: a run has two or three.
+    used = draw.sample(sorted(axes), draw.choice((2, 3)))
+    mesh = {axis: draw.choice([n for n in (2, 4, 8) if n <= axes[axis]] or [1]) if axis in used else 1 for axis in axes}
+    ways = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    microbatches = draw.choice((1, 1, 1, 4)) if mesh["pipeline"] == 1 else draw.choice((8, 16))
+    pipelined = mesh["pipeline"] > 1
+    layers = draw.choice((16, 24, 32))
+    chosen = {
+        **{f"mesh.{axis}": size for axis, size in mesh.items()},
+        "rules": draw.choice(("zero3", "zero3", "zero3", "hybrid", "zero1")),
+        "remat": draw.choice(("full", "full", "full", "names", "dots")),
+        "precision": draw.choice(("bf16", "bf16", "bf16", "bf16", "fp32")),
+        "train.global_batch": ways * microbatches * draw.choice((1, 1, 2)),
+        "train.seq_len": draw.choice((2048, 4096, 8192)) * mesh["context"],
+        "train.accumulation": microbatches,
+        "pipeline.schedule": draw.choice(("circular", "gpipe", "1f1b")) if pipelined else "circular",
+        "model.embed_dim": dim,
+        "model.num_layers": layers + (3 if family == "latent" else 0),
+        "model.vocab_size": draw.choice((32_000, 64_000, 128_256)),
+        "model.num_heads": dim // 128,
+    }
+    return Run(
+        FAMILIES[family], tuple((name, str(value)) for name, value in (chosen | _sizes(draw, family, dim)).items())
+    )
+
+
+def _sizes(draw: random.Random, family: str, dim: int) -> dict:
+    if family == "dense":
+        return {"model.num_kv_heads": draw.choice((4, 8)), "model.mlp_dim": draw.choice((3, 4)) * dim}
+    if family == "experts":
+        experts, top_k = draw.choice(((8, 2), (16, 2), (32, 4)))
+        width = draw.choice((1024, 2048))
+        return {
+            "model.num_kv_heads": draw.choice((4, 8)),
+            "model.num_experts": experts,
+            "model.top_k": top_k,
+            "model.expert_dim": width,
+            "model.capacity_factor": draw.choice((0, 1.25)),
+        }
+    return {
+        "model.mlp_dim": 3 * dim,
+        "model.q_latent_dim": 1536,
+        "model.num_experts": draw.choice((16, 32)),
+        "model.groups": 4,
+        "model.top_groups": 2,
+        "model.top_k": 4,
+        "model.expert_dim": draw.choice((512, 1024)),
+        "model.capacity_factor": draw.choice((1.25, 2)),
+    }
+
+
+if __name__ == "__main__":
+    main()

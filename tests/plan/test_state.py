@@ -1,0 +1,70 @@
+"""What rests between steps (shardlm/plan/state.py), held to the shapes that the training program has on CPU devices."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import pytest
+
+from shardlm.config import override, resolve
+from shardlm.hardware import GPUS
+from shardlm.models.pretrained import Pretrained
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.state import state
+from shardlm.train.program import Program
+
+HYBRID = {"rules": "hybrid", "optim.name": "adamw"}
+# Overrides of configs/tiny.py on data=2, fsdp=2, tensor=2 that change what rests.
+VARIANTS = [
+    {"optim.name": "adamw", "optim.ema_decay": "0.99"},
+    {"optim.name": "lion", "rules": "zero1"},
+    {"optim.name": "sgd", "rules": "replicated"},
+    {"optim.name": "sgd", "optim.b1": "0", "rules": "zero2"},
+    {"optim.name": "adafactor", "model.num_heads": "2", "model.num_kv_heads": "2", "model.head_dim": "128"},
+    {"optim.name": "muon", "model.tie_embeddings": "False"},
+    {"optim.name": "adamw", "precision": "fp16", "lora.rank": "4"},
+    {"optim.name": "adamw", "precision": "bf16", "lora.rank": "4", "lora.base": "int4"},
+    {"optim.name": "adamw", "precision": "bf16", "preference.beta": "0.1", "data.packing": "pairs"},
+    {**HYBRID, "slow_link.compression": "int8"},
+    {**HYBRID, "slow_link.compression": "powersgd"},
+    {**HYBRID, "local_sgd.inner_steps": "10", "slow_link.compression": "bf16"},
+    {**HYBRID, "optim.name": "lion", "local_sgd.inner_steps": "10", "local_sgd.overlap": "2", "rules": "zero1"},
+    {**HYBRID, "train.shares": "1,3", "train.global_batch": "16"},
+    {"optim.name": "adamw", "offload.optimizer": "True", "optim.ema_decay": "0.9"},
+    {"optim.name": "adamw", "offload.optimizer": "True", "offload.params": "True"},
+]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=lambda o: ",".join(f"{k.split('.')[-1]}={v}" for k, v in o.items()))
+def test_what_rests_is_foreseen_to_the_byte(overrides):
+    config = resolve("configs/tiny.py", [("cpu_devices", "0")]).config
+    if "lora.rank" in overrides or "preference.beta" in overrides:
+        config = dataclasses.replace(config, model=Pretrained("unread", 0, json.dumps(config.model.to_hf())))
+        config = override(config, [("train.baselines", "False")])
+    config = override(config, list(overrides.items()))
+    program = Program.make(config, config.mesh.build(jax.devices()))
+    shapes = program.state_shapes()
+    found = state(Sketch.of(config, GPUS["h100"]))
+
+    def nbytes(tree, kind="device"):
+        leaves = [a for a in jax.tree.leaves(tree) if a.ndim and a.shape != (3,)]  # but for scalars and muon's factors
+        return sum(
+            math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+            for a in leaves
+            if (a.sharding.memory_kind == "pinned_host") == (kind == "host")
+        )
+
+    expected = {
+        "weights": shapes.params,
+        "frozen": shapes.frozen,
+        "optimizer": shapes.opt_state,
+        "average": shapes.ema,
+        "replicas": shapes.link,
+        "batch": program.batch_shapes(),
+    }
+    assert {name: getattr(found, name) for name in expected} == pytest.approx(
+        {name: nbytes(tree) for name, tree in expected.items()}, abs=200
+    )
+    assert found.host == nbytes(shapes, "host")
+    assert found.total == pytest.approx(sum(nbytes(tree) for tree in expected.values()), abs=400)
