@@ -46,7 +46,7 @@ def swept(text: str, one, **options):
     [
         ("llama3_8b", {"global_batch": 64}, "a100-40gb", 16, ()),
         ("llama3_70b", {}, "h100", 128, ()),  # too few rows: pipelines and long contexts compete
-        ("mixtral_8x7b", {}, "h100", 16, ("rules=zero3",)),
+        ("mixtral_8x7b", {}, "h100", 32, ("rules=zero3",)),
         ("llama3_8b", {"global_batch": 16}, "h100", 16, ("mesh.pipeline=2,4", "matmul=dtype,fp8")),
     ],
 )
@@ -55,7 +55,7 @@ def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, nu
     whole, fast = _search(*asked, [False], beam=10**6), search(*asked, every=False)
     assert fast.plans[0].step_seconds == whole.plans[0].step_seconds
     assert fast.plans[0].config == whole.plans[0].config
-    assert fast.considered < 0.7 * whole.considered
+    assert fast.considered < 0.8 * whole.considered
 
 
 @pytest.fixture(scope="module")
