@@ -9,7 +9,6 @@ import types
 import jax
 import pytest
 from commands import run
-from shardlm.plan.serving.case import ServedModel, ServingCase
 
 from shardlm.config import load, resolve
 from shardlm.errors import ShardlmError
@@ -31,6 +30,7 @@ from shardlm.plan.measured import kernels_of, route_of
 from shardlm.plan.plan import Plan
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.text import to_text
+from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.verify import impossible
 from shardlm.serve.build import EngineConfig
 
