@@ -137,16 +137,16 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
 
 def working(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
-    attention and its MLP are full in turn."""
+    attention and its MLP are full in turn; experts begin while XLA's attention or cuDNN's is under way, but not while
+    keys and values go round a ring, which waits for each of its moves."""
     wide = WIDE / itemsize(sketch)
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
-    ring = 0.0
-    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
-        # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
-        ring = 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
-    return {
-        "attention": one.mask + ring + max(0, attention - 4 * one.hidden),
-        "mlp": 4 * one.hidden,
-        "experts": 4 * one.expert_hidden + 5 * one.rows + 3 * one.pairs,
-        "streams": 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0),
-    }
+    experts = 4 * one.expert_hidden + 5 * one.rows + 3 * one.pairs
+    streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
+    found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}
+    if sketch.mesh.context == 1 or sketch.execution.context_attention != "ring":
+        return found | {"attention": one.mask + max(0, attention - 4 * one.hidden)}
+    # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
+    ring = one.mask + 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
+    ring += max(0, attention - 4 * one.hidden)
+    return found | ({"attention": ring, "experts": 0} if ring > experts else {"attention": 0})

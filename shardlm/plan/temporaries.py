@@ -1,7 +1,7 @@
 """Bytes that a step needs beside what rests, on one device, by what they are for: what XLA's buffer assignment holds at
 its fullest.
 
-A step has three full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
+A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
 In the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler
 makes the zeros that a loop's gradients are added to before the loss, so these count at both. In the update, where ZeRO
 1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from the
@@ -10,6 +10,7 @@ buffer assignments of the programs in tests/plan/compiled_memory.json.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
@@ -75,10 +76,11 @@ def _split_inside(weight: Weight, rules: Rules) -> bool:
 
 
 def temporaries(sketch: Sketch) -> Kinds:
-    """At the fullest of the three moments."""
+    """At the fullest of the moments."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
-    moments = [_joined(always, at(sketch, parts)) for at in (_at_head, _in_layers)] + [_in_update(sketch, parts)]
+    during = (_at_head, _in_layers, _outside_stages)
+    moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
 
@@ -163,7 +165,7 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
 
 def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
-    found = max((working(one, sketch) for pattern in parts.layers for one in pattern), key=lambda k: sum(k.values()))
+    found = _fullest(sketch, parts.layers)
     found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
     found["attention"] += _scores_of_others(sketch, parts)
     if _begins_early(sketch):
@@ -177,6 +179,20 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
         found["gradients"] = 2 * parts.resting
         found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
     return found
+
+
+def _fullest(sketch: Sketch, layers: Iterable[tuple[Layer, ...]]) -> Kinds:
+    return max((working(one, sketch) for pattern in layers for one in pattern), key=lambda kinds: sum(kinds.values()))
+
+
+def _outside_stages(sketch: Sketch, parts: Parts) -> Kinds:
+    """Layers outside the stages of a pipeline, which work on all of a device's rows at once; gradients of the stage."""
+    longest = sketch.shape.pipelined_segment()
+    others = [pattern for number, pattern in enumerate(parts.layers) if number != longest]
+    if sketch.mesh.pipeline == 1 or sketch.schedule.both_ways or not others:
+        return {}
+    rows = sketch.passes / sketch.mesh.pipeline
+    return _times(rows, _fullest(sketch, others)) | {"gradients": parts.resting, "head": parts.around / 2}
 
 
 def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
