@@ -31,10 +31,11 @@ import json, sys
 from absl import flags
 import launch.router, launch.serve
 known = flags.FLAGS.flags_by_module_dict()
+shared = {"launch.router": (), "launch.serve": ("launch.engine_flags", "launch.compile_cache")}
 for words in json.loads(sys.argv[1]):
     module = words[0]
     flags.FLAGS(words)
-    names = {flag.name for part in (module, "launch.http_flags") for flag in known[part]}
+    names = {flag.name for part in (module, "launch.http_flags", *shared[module]) for flag in known[part]}
     unknown = {word.split("=")[0][2:] for word in words[1:]} - names
     assert not unknown, f"{module} has no flags {unknown}"
     listen = launch.router.listen(0)

@@ -220,7 +220,7 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
-        longest_step=max(tokens, config.decoded),
+        longest_step=max(tokens, steps * (1 + config.drafts)),
         caching=config.enable_prefix_caching,
     )
     return Scheduler(SchedulerConfig(sizes.max_rows, tokens, sizes.max_model_len, (1, steps), config.drafts), table)
