@@ -1,7 +1,7 @@
 """What the planner answers: the ranked plans of a configuration, the best of them compiled, and what a run costs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardlm.plan.change import Change, changes
 from shardlm.plan.cluster import Cluster
@@ -93,16 +93,35 @@ def answer(
 
 
 def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:
-    """The plans with `count` of them compiled that fit; a plan whose program does not fit goes behind all others. After
-    three times as many compiled it is left at that."""
+    """The plans with `count` of them compiled that fit; a plan whose program does not fit goes behind all others, and
+    so do those of its kind that would not fit with as much more than estimated. After three times as many compiled it
+    is left at that."""
     good: list[Ranked] = []
     bad: list[Ranked] = []
-    tried = 0
-    while len(good) < count and tried < min(len(plans), 3 * count):
-        batch = plans[tried : tried + min(2, count - len(good))]
+    left, doubted, tried = list(plans), [], 0
+    more: dict[tuple, float] = {}
+    while left and len(good) < count and tried < 3 * count:
+        batch, left = left[: min(2, count - len(good))], left[min(2, count - len(good)) :]
         tried += len(batch)
         for plan, verified in zip(batch, verify(batch), strict=True):
             one = Ranked(plan, verified)
             (good if one.fits and not verified.failure else bad).append(one)
+            if not verified.failure:
+                more[_kind(plan)] = verified.hbm_bytes / (plan.memory.total - plan.memory.reserve)
+        doubted += [plan for plan in left if not _would_fit(plan, more)]
+        left = [plan for plan in left if _would_fit(plan, more)]
     good.sort(key=lambda one: one.verified.step.step_seconds)
-    return (*good, *map(Ranked, plans[tried:]), *bad)
+    return (*good, *map(Ranked, left), *map(Ranked, doubted), *bad)
+
+
+def _kind(plan: Plan) -> tuple:
+    """Plans whose estimates of memory are wrong alike."""
+    config = plan.config
+    return config.remat, plan.sketch.passes > 1, config.mesh.pipeline > 1, config.mesh.context > 1
+
+
+def _would_fit(plan: Plan, more: Mapping[tuple, float]) -> bool:
+    """With as much more than estimated as a compiled plan of its kind needed."""
+    memory = plan.memory
+    needed = (memory.total - memory.reserve) * max(1.0, more.get(_kind(plan), 1.0)) + memory.reserve
+    return needed <= plan.gpu.hbm_bytes

@@ -47,7 +47,8 @@ def verify(plans: Sequence[Plan], workers: int = 2) -> list[Verified]:
     raise."""
     jobs = [(plan.config, plan.cluster) for plan in plans]
     context = multiprocessing.get_context("spawn")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's advice on memory, which is read from the program here
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which jax sets
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's advice on memory, which is read from the program here
     done: list[Verified] = []
     for job in _batches(jobs, workers):
         with concurrent.futures.ProcessPoolExecutor(workers, context, _without_gpus) as pool:

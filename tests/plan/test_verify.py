@@ -39,12 +39,34 @@ def test_a_plan_whose_program_fails_or_does_not_fit_goes_behind_those_that_fit(m
     )
     monkeypatch.setattr(answers, "impossible", lambda cluster: "")
     monkeypatch.setattr(answers, "verify", lambda plans: [next(shown) for _ in plans])
+    monkeypatch.setattr(answers, "_kind", lambda plan: (plan.config.mesh, plan.config.rules))
     told = answer(CONFIG, H100, Constraints.parse(["remat=full", "mesh.pipeline=1"]), compiled=2)
     first, second, *rest = told.ranked
     assert [one.plan for one in (second, first)] == list(told.found.plans[2:4]) and told.best is first
     assert all(one.verified is None for one in rest[:-2])
     assert [one.plan for one in rest[-2:]] == list(told.found.plans[:2])
     assert not rest[-2].fits and rest[-1].verified.failure
+
+
+def test_what_a_program_needs_more_than_estimated_is_expected_of_its_kind(monkeypatch):
+    asked = []
+
+    def needs(plans):
+        asked.extend(plans)
+        return [needed(plan) for plan in plans]
+
+    def needed(plan):
+        estimated = int(plan.memory.total - plan.memory.reserve)
+        over_context = plan.config.mesh.context > 1
+        return Verified(4 * estimated if over_context else estimated, 0, CompiledStep(1.0, (), None, {}))
+
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+    monkeypatch.setattr(answers, "verify", needs)
+    held = ["remat=full", "mesh.pipeline=1", "mesh.tensor=1", "rules=zero3,hybrid"]
+    told = answer(CONFIG, H100, Constraints.parse(held), compiled=4)
+    over_context = [one.plan.config.mesh.context > 1 for one in told.ranked]
+    assert over_context == sorted(over_context)  # those that would not fit come last
+    assert 1 <= sum(plan.config.mesh.context > 1 for plan in asked) < sum(over_context)  # and not all are asked for
 
 
 def test_whatever_ends_a_compilation_is_a_failure_of_that_plan_alone():
