@@ -109,9 +109,11 @@ def _mask(sketch: Sketch, heads: float) -> float:
     if sketch.execution.attention == "cudnn":
         whole = sketch.rows * length**2 * 2
         return min(whole, BIAS_BYTES) if ring else whole
-    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as zeros, for all layers, once as scores.
+    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; once as what masked ones are,
+    # which XLA makes for all layers, but not inside the scan over stages.
     causal = (BLOCKS + 1) / (2 * BLOCKS)
-    return 0 if ring else 2 * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
+    times = 1 if mesh.pipeline > 1 and not sketch.schedule.both_ways else 2
+    return 0 if ring else times * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
 
 
 def kept(one: Layer, sketch: Sketch) -> Kinds:

@@ -1,22 +1,22 @@
 """Where the estimate of memory may be farther than 5% from the compiled program: kinds of runs that no recorded program
 (tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
 
-from shardlm.plan.activations import layer
+from shardlm.plan.activations import Kinds
 from shardlm.plan.sketch import Sketch
 
 SCORES = 0.1  # part of all bytes above which scores of XLA's attention decide
 
 
-def doubt(sketch: Sketch, nbytes: float) -> str:
-    """The reasons, joined, of a step that is estimated at `nbytes`; "" where nothing speaks against it."""
-    config, shape = sketch.config, sketch.shape
-    scores = 0.0
-    if sketch.execution.attention == "xla":
-        scores = max(layer(block, sketch).mask for block in shape.all_blocks())
+def doubt(sketch: Sketch, kinds: Kinds) -> str:
+    """The reasons, joined, of a step with this estimate; "" where nothing speaks against it."""
+    config, shape, nbytes = sketch.config, sketch.shape, sum(kinds.values())
+    ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"  # its scores are small
+    scores = 0 if ring or sketch.execution.attention != "xla" else kinds.get("attention", 0)
     exchanged = config.slow_link.compression != "none" and not config.local_sgd.inner_steps
     reasons = {
         "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
-        "XLA's attention holds scores of as many layers as its scheduler likes": scores > SCORES * nbytes,
+        "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
+        > SCORES * nbytes,
         "muon's temporaries are unknown (Llama 3 8B on 8 H100: 43 GiB)": config.optim.name == "muon",
         "matmul=fp8 needs less: 7% less for Llama 3 8B on 8 H100": config.matmul == "fp8",
         "remat=none over context needs up to 5% more": config.remat == "none" and sketch.mesh.context > 1,

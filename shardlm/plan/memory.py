@@ -42,4 +42,4 @@ def memory(sketch: Sketch) -> Memory:
         "batch": rests.batch,
     }
     kinds = {name: nbytes for name, nbytes in (resting | temporaries(sketch)).items() if nbytes}
-    return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, sum(kinds.values())))
+    return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds))

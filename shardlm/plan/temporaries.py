@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
+from shardlm.ops.expert_dispatch import choose
 from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
@@ -25,6 +26,7 @@ class Parts:
 
     layers   by segment and block of its pattern
     resting  float32 of all layers' trained weights where they rest; of a pipeline's stage as many
+    whole    of these, what layers use as it rests
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
              rows; not where layers compute from a copy of weights that rest on the host
     largest  one layer's weights as they are used, in the compute type
@@ -34,6 +36,7 @@ class Parts:
 
     layers: tuple[tuple[Layer, ...], ...]
     resting: float
+    whole: float
     turned: float
     largest: float
     around: float
@@ -43,7 +46,7 @@ class Parts:
     def of(cls, sketch: Sketch) -> "Parts":
         rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
         gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = turned = around = 0
+        resting = whole = turned = around = 0
         used = [0] * len(shape.segments)
         for weight in sketch.weights:
             rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
@@ -52,11 +55,14 @@ class Parts:
                 continue
             resting += rests
             used[weight.segment] += size * weight.numbers(rules.use)
-            if _split_inside(weight, rules):
+            if not _gathered(weight, rules):
+                whole += rests
+            elif _split_inside(weight, rules):
                 turned += rests
         return cls(
             layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
             resting=resting,
+            whole=whole,
             turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else 0,
             largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
             around=around,
@@ -64,14 +70,18 @@ class Parts:
         )
 
 
+def _gathered(weight: Weight, rules: Rules) -> bool:
+    """Whether layers gather it, over axes other than the pipeline."""
+    return bool(set(weight.axes(rules.rest)) - set(weight.axes(rules.use)) - {"pipeline"})
+
+
 def _split_inside(weight: Weight, rules: Rules) -> bool:
     """Whether the dimension that is gathered comes after others that are larger than 1 on a device."""
-    own = list(zip(weight.shape, weight.names, strict=True))[weight.stacked :]
-    for size, name in own:
-        if name in ("embed", "expert_embed"):
+    for size, name in list(zip(weight.shape, weight.names, strict=True))[weight.stacked :]:
+        if set(rules.rest.axes(name)) - set(rules.use.axes(name)):
             return False
         if size > rules.rest.mesh.size(*rules.rest.axes(name)):
-            return any(other in ("embed", "expert_embed") for _, other in own)
+            return _gathered(weight, rules)
     return False
 
 
@@ -98,15 +108,14 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     """Of the forward pass, and without a pipeline what gradients are summed in."""
     found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
     found["weights turned"] = parts.turned
-    # Where microbatches begin early, zeros for the experts of the next one, and what it moves first.
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
-    found["experts"] = 3 * zeros if _begins_early(sketch) else zeros
+    found["experts"] = 3 * zeros if _moves_early(sketch) else zeros
     if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
         found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
     if sketch.mesh.pipeline == 1:
-        # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches their own.
+        # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches those to scatter.
         many = sketch.passes > 1
-        found["gradients"] = 3 * parts.resting + 1.5 * parts.around if many else parts.resting
+        found["gradients"] = 3 * parts.resting - parts.whole + 1.5 * parts.around if many else parts.resting
     return found
 
 
@@ -125,10 +134,19 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
 
 
 def _begins_early(sketch: Sketch) -> bool:
-    """Whether the zeros of the next microbatch are made in this one: exchanges over context keep them apart, but where
+    """Whether the zeros of the next microbatch are made in this one: exchanges inside layers keep them apart, but where
     all is kept (compiled: Llama 3 8B, fsdp=4 x context=2, remat=none, two microbatches)."""
-    apart = sketch.mesh.context > 1 and sketch.config.remat != "none"
-    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and not apart
+    mesh = sketch.mesh
+    apart = mesh.expert > 1 or (mesh.context > 1 and sketch.config.remat != "none")
+    return mesh.pipeline == 1 and sketch.passes > 1 and not apart
+
+
+def _moves_early(sketch: Sketch) -> bool:
+    """Whether what the next microbatch's rows are received in is made in this one."""
+    exchanges = {
+        choose(sketch.mesh.expert, block.mlp.top_k) for block in sketch.shape.all_blocks() if block.mlp.num_experts
+    }
+    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and "all_to_all" in exchanges
 
 
 def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
@@ -170,7 +188,7 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found = _fullest(sketch, parts.layers)
     found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
     found["attention"] += _scores_of_others(sketch, parts)
-    if _begins_early(sketch):
+    if _moves_early(sketch):
         found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
     if sketch.mesh.pipeline == 1 and sketch.passes > 1:
         # Embedding and head of the next microbatch, and the embedding's gradient.
@@ -202,7 +220,7 @@ def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
     the stages of a pipeline of all a device's rows."""
     if sketch.execution.attention != "xla" or sketch.mesh.context > 1 or sketch.schedule.both_ways:
         return 0
-    rows = sketch.passes / sketch.mesh.pipeline if sketch.mesh.pipeline > 1 else 1
+    rows = 2 * sketch.passes / sketch.mesh.pipeline if sketch.mesh.pipeline > 1 else 1  # and what masked ones are
     longest = sketch.shape.pipelined_segment()
     return rows * sum(pattern[0].mask for number, pattern in enumerate(parts.layers) if number != longest)
 
