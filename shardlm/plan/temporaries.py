@@ -233,4 +233,4 @@ def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
     if rests == split:
         return {}
     ways = sketch.mesh.size(*(split - rests))
-    return {"weights gathered": parts.resting + parts.around, "gradients": 1.5 * (parts.resting + parts.around) / ways}
+    return {"weights gathered": parts.resting + parts.around, "gradients": 1.25 * (parts.resting + parts.around) / ways}
