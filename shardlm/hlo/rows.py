@@ -22,7 +22,6 @@ COPIES = "copy host"
 """Between a GPU and the memory of its host."""
 OUTSIDE = "other programs"
 """What ran on the device beside the training step: an evaluation between two steps."""
-TOTALS = ("busy", "idle", "step")
 
 
 def communication(kind: str, axes: Sequence[str]) -> str:

@@ -23,10 +23,12 @@ class Ranked:
 
     @property
     def fits(self) -> bool:
-        """As compiled where it was, with the same reserve; else as estimated."""
-        if self.verified is None or self.verified.failure:
+        """As compiled where it was, with the same reserve; not where there is no program; else as estimated."""
+        if self.verified is None:
             return self.plan.fits
-        return self.verified.hbm_bytes + self.plan.memory.reserve <= self.plan.gpu.hbm_bytes
+        return (
+            not self.verified.failure and self.verified.hbm_bytes + self.plan.memory.reserve <= self.plan.gpu.hbm_bytes
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:
         tried += len(batch)
         for plan, verified in zip(batch, verify(batch), strict=True):
             one = Ranked(plan, verified)
-            (good if one.fits and not verified.failure else bad).append(one)
+            (good if one.fits else bad).append(one)
             if not verified.failure:
                 more[_kind(plan)] = verified.hbm_bytes / (plan.memory.total - plan.memory.reserve)
         doubted += [plan for plan in left if not _would_fit(plan, more)]

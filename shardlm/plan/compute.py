@@ -248,11 +248,6 @@ def _optimizer(sketch: Sketch) -> Op:
     return Op("optimizer", "update", "memory", 0, 7 * 4.0 * numbers, 1)
 
 
-def total_flops(ops: list[Op]) -> float:
-    """Of one device's step, but for what its stages compute while they fill and drain."""
-    return math.fsum(op.flops * op.count for op in ops)
-
-
 def executed_flops(ops: list[Op]) -> float:
     """Of one device's step, as a compiled program shows it: all that it executes but the experts' kernels."""
     return math.fsum(op.flops * op.count * op.executed for op in ops if not op.grouped)

@@ -9,7 +9,6 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import AXES
-from shardlm.train.config import RunConfig
 
 FIELDS = (
     *(f"mesh.{axis}" for axis in AXES),
@@ -90,16 +89,6 @@ class Constraints:
     def of(self, *fields: str) -> str:
         """What is said of these fields, as text."""
         return " and ".join(str(one) for one in self.items if one.field in fields)
-
-    def met_by(self, config: RunConfig) -> bool:
-        return all(one.allows(_value(config, one.field)) for one in self.items)
-
-
-def _value(config: RunConfig, field: str) -> Any:
-    value: Any = config
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value
 
 
 FREE = Constraints()

@@ -1,5 +1,6 @@
 """Bytes that one device needs in a training step, by what they are for: what rests (state.py), exactly, and what a step
-needs besides (temporaries.py), within 5% of the compiled program's memory as a whole (tests/plan/test_memory.py)."""
+needs besides (temporaries.py), within 5% of the compiled program's memory as a whole
+(tests/plan/test_plan_matches_xla_memory.py)."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
 """Bytes that one device sends in a training step as our program sends them: what traffic.py's algorithms demand, and
-what the program sends besides. Held to compiled programs in tests/plan/test_traffic.py. Weights and gradients are here,
-activations in program_layers.py.
+what the program sends besides. Held to compiled programs in tests/plan/test_plan_matches_xla_traffic.py. Weights and
+gradients are here, activations in program_layers.py.
 
 What a program sends besides: stages compute and send while they fill and drain; 1F1B runs each layer's forward pass a
 third time, and embedding and head in every tick; gradients of the head are float32; under zero1 and zero2 updated

@@ -177,7 +177,7 @@ def _laid_out(config: RunConfig, cluster: Cluster, constraints: Constraints) -> 
     shape, train = config.model.transformer(), config.train
     for tensor, pipeline, context, expert in _inner(shape, train.seq_len, cluster, constraints):
         rest = cluster.num_gpus // (tensor * pipeline * context * expert)
-        for rules, data in itertools.product(constraints.choices("rules", PRESETS), _divisors(rest)):
+        for rules, data in itertools.product(constraints.choices("rules", PRESETS), divisors(rest)):
             mesh = MeshSpec(data, rest // data, context, pipeline, expert, tensor)
             if _differs(rules, mesh, constraints) and _allowed(mesh, constraints):
                 yield dataclasses.replace(config, mesh=mesh, rules=rules)
@@ -191,16 +191,16 @@ def _inner(
     repeats = shape.segments[shape.pipelined_segment()].repeats
     heads = math.gcd(*(block.attention.num_heads for block in shape.all_blocks()))
     longest = max(1, seq_len // SHORTEST_CHUNK)
-    for tensor in _divisors(cluster.num_gpus):
+    for tensor in divisors(cluster.num_gpus):
         if heads % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
             continue
-        for pipeline in _divisors(cluster.num_gpus // tensor):
+        for pipeline in divisors(cluster.num_gpus // tensor):
             if pipeline > repeats:
                 continue
-            for context in _divisors(cluster.num_gpus // tensor // pipeline):
+            for context in divisors(cluster.num_gpus // tensor // pipeline):
                 if context > longest and not constraints.names("mesh.context"):
                     continue
-                for expert in _divisors(cluster.num_gpus // tensor // pipeline // context):
+                for expert in divisors(cluster.num_gpus // tensor // pipeline // context):
                     if expert == 1 or (experts and math.gcd(*experts) % expert == 0):
                         yield tensor, pipeline, context, expert
 
@@ -266,7 +266,7 @@ def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
     return allowed or filling[:1]
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

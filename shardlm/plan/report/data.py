@@ -99,7 +99,7 @@ def _summary(one: Ranked, budget: Budget) -> dict[str, Any]:
     plan, checked = one.plan, one.verified
     status, why = "estimated", ""
     if checked:
-        status = "verified" if one.fits and not checked.failure else "refused"
+        status = "verified" if one.fits else "refused"
         why = checked.failure or ("" if one.fits else "its program needs more memory than a GPU has")
     compiled = checked.hbm_bytes + plan.memory.reserve if checked and not checked.failure else None
     return _settings(plan) | {

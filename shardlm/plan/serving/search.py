@@ -10,6 +10,7 @@ from types import MappingProxyType
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.search import divisors
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
@@ -115,18 +116,14 @@ def meshes(case: ServingCase, num_gpus: int, fixed: Mapping[str, int]) -> Iterat
     """Of all divisors as a replica's GPUs."""
     shape = case.model.shape
     experts = max((block.mlp.num_experts for block in shape.blocks()), default=0)
-    for own in _divisors(num_gpus):
-        for tensor, expert in itertools.product(_divisors(own), repeat=2):
+    for own in divisors(num_gpus):
+        for tensor, expert in itertools.product(divisors(own), repeat=2):
             if own % (tensor * expert) or (expert > 1 and (not experts or experts % expert)):
                 continue
             pipeline = own // (tensor * expert)
             found = MeshSpec(data=num_gpus // own, tensor=tensor, expert=expert, pipeline=pipeline)
             if pipeline <= shape.num_layers and all(getattr(found, axis) == size for axis, size in fixed.items()):
                 yield found
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _none(case: ServingCase, refused: Sequence[tuple[MeshSpec, str]], fixed: Mapping[str, int]) -> str:
