@@ -17,6 +17,7 @@ import sys
 from absl import flags
 
 from launch.flags import config_name, run, split_constraints
+from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 
@@ -25,6 +26,7 @@ _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.p
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
 _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
+_FABRIC = flags.DEFINE_enum("fabric", None, FABRICS, "What joins hosts, in place of the cluster's; --gpu: InfiniBand.")
 _PROFILE = flags.DEFINE_string(
     "profile", None, "A measured machine's profile to plan with; with --gpu=local the file to save it in."
 )
@@ -97,7 +99,7 @@ def asked_cluster():
         jax.config.update("jax_platforms", "cpu")
     say = functools.partial(print, file=sys.stderr, flush=True)
     known = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
-    return cluster_of(*known, profile=_PROFILE.value, say=say)
+    return cluster_of(*known, profile=_PROFILE.value, say=say, fabric=_FABRIC.value)
 
 
 def validation() -> int:

@@ -14,6 +14,7 @@ import sys
 from absl import flags
 
 from launch.flags import run, split_constraints
+from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 
@@ -24,6 +25,7 @@ _GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware.
 _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
+_FABRIC = flags.DEFINE_enum("fabric", None, FABRICS, "What joins hosts, in place of the cluster's; --gpu: InfiniBand.")
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
 
 _TARGET = flags.DEFINE_string("target", None, "As above; K, M, B and T for thousands to trillions.")
@@ -36,7 +38,7 @@ _BATCH = flags.DEFINE_integer("max_batch_tokens", 0, "How far the global batch m
 _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
-OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _TOKENS)
+OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _FABRIC, _TOKENS)
 OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH, _MODEL, _SERVE)
 OF_TRAINING = (_DOLLARS, _BATCH)
 
@@ -74,7 +76,8 @@ def _sweep(config, constraints, hardware) -> int:
     if _PNG.value and not _PNG.value.endswith(".png"):
         raise ShardlmError(f"--png={_PNG.value}: the name must end in .png")
     over = Over.parse(_SWEEP.value)
-    cluster = base_cluster(over, _GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    known = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
+    cluster = base_cluster(over, *known, fabric=_FABRIC.value)
     found = sweep(
         config,
         cluster,

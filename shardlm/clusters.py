@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from shardlm.errors import ShardlmError
 
@@ -18,8 +18,9 @@ Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 infiniband  RDMA over InfiniBand
 roce        RDMA over Ethernet
 efa         Amazon's Elastic Fabric Adapter
-tcp         Google's GPUDirect-TCPX and TCPXO
+tcp         Google's GPUDirect-TCPX and TCPXO, which carry GPU memory over TCP
 """
+FABRICS: tuple[Fabric, ...] = get_args(Fabric)
 
 
 @dataclass(frozen=True)

@@ -123,12 +123,12 @@ def advise(
     return Advice(config, target, tuple(offers), tuple(nothing), considered, time.perf_counter() - start)
 
 
-Hosts = tuple[str, int, float]
+Hosts = tuple[str, int, float, str]
 
 
 def _hosts(kind: ClusterKind) -> Hosts:
     """What kinds of cluster that are one search have in common."""
-    return kind.gpu, kind.gpus_per_host, kind.nic_bytes_per_second
+    return kind.gpu, kind.gpus_per_host, kind.nic_bytes_per_second, kind.fabric
 
 
 def kind_named(name: str, hardware: Hardware) -> ClusterKind:

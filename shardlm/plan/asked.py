@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from shardlm.clusters import Fabric
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED, load_hardware
 from shardlm.network.profile import load_profile, save_profile
@@ -24,21 +25,25 @@ def cluster_of(
     file: str | None = None,
     profile: str | os.PathLike | None = None,
     say: Callable[[str], Any] = print,
+    fabric: Fabric | None = None,
 ) -> Cluster:
     """The cluster of a GPU's or a cluster's name; of a measured profile's file (--profile=FILE alone); of the devices
     here (--gpu=local), which are measured, telling `say`, and whose profile is then saved where one is named. The
-    number of devices may be left out with a profile. Raises ShardlmError for what is missing, unknown or does not fit.
+    number of devices may be left out with a profile. `fabric` joins the hosts in place of the cluster's own, of a GPU's
+    name InfiniBand. Raises ShardlmError for what is missing, unknown or does not fit.
     """
     known = load_hardware(file) if file else SHIPPED
+    if fabric and (gpu == LOCAL or profile):
+        raise ShardlmError(f"--fabric={fabric}: a profile's links were measured; leave out --fabric or the profile")
     if gpu == LOCAL or profile:
         return _measured(gpu, cluster, num_gpus or 0, gpus_per_host, known, profile, say)
     if not num_gpus or bool(gpu) == bool(cluster):
         raise ShardlmError("--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed, for instance --gpu=h100")
     if gpu:
-        return Cluster.of(known.gpu(gpu), num_gpus, gpus_per_host)
+        return Cluster.of(known.gpu(gpu), num_gpus, gpus_per_host, fabric=fabric or "infiniband")
     kind = known.cluster(cluster)
     host = gpus_per_host or min(kind.gpus_per_host, num_gpus)
-    return Cluster.of(known.gpu(kind.gpu), num_gpus, host, kind.nic_bytes_per_second)
+    return Cluster.of(known.gpu(kind.gpu), num_gpus, host, kind.nic_bytes_per_second, fabric or kind.fabric)
 
 
 def _measured(gpu, cluster, num_gpus, gpus_per_host, known, profile, say) -> Cluster:

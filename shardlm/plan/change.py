@@ -72,7 +72,7 @@ def _tried(
         yield f"train.global_batch={train.global_batch // 2}", half, cluster, constraints
     for gpu in sorted(GPUS.values(), key=lambda g: g.hbm_bytes):
         if gpu.generation == cluster.gpu.generation and gpu.hbm_bytes > 1.05 * cluster.gpu.hbm_bytes:
-            other = Cluster.of(gpu, cluster.num_gpus, cluster.gpus_per_host)
+            other = Cluster.of(gpu, cluster.num_gpus, cluster.gpus_per_host, fabric=cluster.fabric)
             yield f"gpu={gpu.name}", config, other, constraints
     shorter = dataclasses.replace(config, train=dataclasses.replace(train, seq_len=max(1, train.seq_len // 2)))
     yield f"train.seq_len={train.seq_len // 2}", shorter, cluster, constraints

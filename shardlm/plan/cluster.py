@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from shardlm.clusters import Fabric
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.mesh import AXES, MeshSpec
@@ -33,6 +34,7 @@ class Cluster:
     gpus_per_host         GPUs of one host
     nic_bytes_per_second  network of one GPU, in one direction
     measured              what was measured on the machine: rates to plan with in place of the GPU's (measured.py)
+    fabric                how hosts are joined
     """
 
     gpu: Gpu
@@ -40,9 +42,17 @@ class Cluster:
     gpus_per_host: int
     nic_bytes_per_second: float
     measured: Profile | None = None
+    fabric: Fabric = "infiniband"
 
     @classmethod
-    def of(cls, gpu: Gpu, num_gpus: int, gpus_per_host: int = 0, nic_bytes_per_second: float = 0) -> "Cluster":
+    def of(
+        cls,
+        gpu: Gpu,
+        num_gpus: int,
+        gpus_per_host: int = 0,
+        nic_bytes_per_second: float = 0,
+        fabric: Fabric = "infiniband",
+    ) -> "Cluster":
         """With 0 for what the GPU's own systems have: eight GPUs a host, its network adapters.
 
         Raises ShardlmError for a number of GPUs that does not fill hosts.
@@ -59,7 +69,7 @@ class Cluster:
                 f"num_gpus={num_gpus} does not fill hosts of {host}; choose {below} or {below + host}, or give "
                 "gpus_per_host"
             )
-        return cls(gpu, num_gpus, host, nic_bytes_per_second or gpu.nic_bytes_per_second or NIC)
+        return cls(gpu, num_gpus, host, nic_bytes_per_second or gpu.nic_bytes_per_second or NIC, fabric=fabric)
 
     @property
     def is_cpu(self) -> bool:

@@ -144,7 +144,7 @@ class Ladder:
         train = dataclasses.replace(self._config.train, global_batch=rows)
         config = dataclasses.replace(self._config, train=train)
         host = min(self._kind.gpus_per_host, count)
-        cluster = Cluster.of(self._gpu, count, host, self._kind.nic_bytes_per_second)
+        cluster = Cluster.of(self._gpu, count, host, self._kind.nic_bytes_per_second, self._kind.fabric)
         try:
             found = search(config, cluster, self._constraints, every=False)
         except ShardlmError as error:

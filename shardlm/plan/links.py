@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from shardlm.plan.cluster import Cluster, Group
-from shardlm.plan.constants import NETWORK, NVLINK, PCIE, SWITCH_SECONDS, TREE, Link
+from shardlm.plan.constants import NETWORK, NETWORKS, NVLINK, PCIE, SWITCH_SECONDS, TREE, Link
 
 POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")
 
@@ -31,8 +31,9 @@ class Route:
         gpu, raw = cluster.gpu, cluster.inside_bytes_per_second
         inside = NVLINK if raw > gpu.pcie_bytes_per_second else PCIE
         sums = gpu.generation in ("hopper", "blackwell") and group.outside == 1 and group.size >= 4
-        far = cluster.nic_bytes_per_second * NETWORK.bandwidth
-        return cls(group, inside, raw * inside.bandwidth, far, raw * inside.switch if sums else 0.0)
+        network = NETWORKS[cluster.fabric]
+        far = cluster.nic_bytes_per_second * network.bandwidth
+        return cls(group, inside, raw * inside.bandwidth, far, raw * inside.switch if sums else 0.0, network)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ scaling). The run's tokens are those of the configuration as given, so that days
 import dataclasses
 import time
 
+from shardlm.clusters import Fabric
 from shardlm.config import override
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED, Hardware
@@ -44,7 +45,13 @@ class Over:
 
 
 def base_cluster(
-    over: Over, gpu: str | None, cluster: str | None, num_gpus: int | None, gpus_per_host: int, file: str | None
+    over: Over,
+    gpu: str | None,
+    cluster: str | None,
+    num_gpus: int | None,
+    gpus_per_host: int,
+    file: str | None,
+    fabric: Fabric | None = None,
 ) -> Cluster:
     """What asked.cluster_of gives, with the largest or the first of the values for what is varied.
 
@@ -55,6 +62,8 @@ def base_cluster(
         raise ShardlmError(f"--gpu={LOCAL}: a sweep is of hardware with a name; launch.plan measures the machine here")
     if given.get(over.field):
         raise ShardlmError(f"--{over.field}={given[over.field]} is what the sweep varies; leave it out")
+    if fabric and over.field == CLUSTER:
+        raise ShardlmError(f"--fabric={fabric}: each cluster of the sweep has its own; leave it out")
     if over.field == NUM_GPUS:
         num_gpus = max(int(value) if value.isdigit() else 0 for value in over.values) or 1
     elif over.field in (GPU, CLUSTER):
@@ -62,7 +71,7 @@ def base_cluster(
         if given[other]:
             raise ShardlmError(f"--{other}={given[other]} says the {over.field} too, which is varied; leave it out")
         gpu, cluster = (over.values[0], None) if over.field == GPU else (None, over.values[0])
-    return cluster_of(gpu, cluster, num_gpus, gpus_per_host, file)
+    return cluster_of(gpu, cluster, num_gpus, gpus_per_host, file, fabric=fabric)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +178,15 @@ def _asked(
         if not value.isdigit() or not int(value):
             raise ShardlmError(f"{NUM_GPUS}={value}: a number of GPUs is a whole number of at least 1")
         host = min(cluster.gpus_per_host, int(value))  # fewer than a host's are part of one
-        return config, Cluster.of(cluster.gpu, int(value), host, cluster.nic_bytes_per_second), constraints
+        network = (cluster.nic_bytes_per_second, cluster.fabric)
+        return config, Cluster.of(cluster.gpu, int(value), host, *network), constraints
     if field == GPU:
-        return config, Cluster.of(hardware.gpu(value), cluster.num_gpus, cluster.gpus_per_host), constraints
+        gpu = hardware.gpu(value)
+        return config, Cluster.of(gpu, cluster.num_gpus, cluster.gpus_per_host, fabric=cluster.fabric), constraints
     if field == CLUSTER:
         kind = hardware.cluster(value)
         host = min(kind.gpus_per_host, cluster.num_gpus)
-        there = Cluster.of(hardware.gpu(kind.gpu), cluster.num_gpus, host, kind.nic_bytes_per_second)
+        there = Cluster.of(hardware.gpu(kind.gpu), cluster.num_gpus, host, kind.nic_bytes_per_second, kind.fabric)
         return config, there, constraints
     if field in FIELDS:
         more = Constraints.parse([f"{field}={value}"])

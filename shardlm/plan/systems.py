@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from shardlm.plan.compute import Op
 from shardlm.plan.published import Model, Point
-from shardlm.plan.traffic import REDUCE, Sent
+from shardlm.plan.traffic import REDUCE, Sent, share
 
 MEGATRON = ("Megatron-LM", "Megatron-LM with DeepSpeed ZeRO-3", "NeMo", "Megatron Bridge")
 # Checkpoints that run the whole layer again: Megatron's own, and PyTorch's before 2.1, which came to stop early.
@@ -16,6 +16,7 @@ WHOLE_LAYERS = (*MEGATRON, "Composer FSDP")
 FLASH2 = ("torchtitan", "Composer FSDP")
 # tp_comm_overlap and grad_reduce_in_fp32=False in the recipes.
 RECIPES = ("NeMo", "Megatron Bridge")
+COMBINED = "gradients are summed 64 MiB at a time"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,8 @@ def as_run(ops: list[Op], policy: Recomputed, ends: bool) -> Iterator[Op]:
 
 def as_sent(sent: list[Sent], point: Point) -> Iterator[Sent]:
     """Our traffic as theirs: stages keep their weights, interleaved ones send behind other microbatches
-    (overlap_p2p_comm), and recipes sum gradients in 16 bits."""
+    (overlap_p2p_comm), recipes sum gradients in 16 bits, and sums of a fixed size are many where their steps are long.
+    """
     hidden = {("tensor",)} if overlaps_tensor(point) else set()
     if point.framework in MEGATRON and point.schedule == "interleaved":
         hidden.add(("pipeline",))
@@ -109,4 +111,6 @@ def as_sent(sent: list[Sent], point: Point) -> Iterator[Sent]:
             one = dataclasses.replace(one, beside=True)
         if point.framework in RECIPES and one.kind == REDUCE:
             one = dataclasses.replace(one, nbytes=one.nbytes / 2)
+        if COMBINED in point.note and one.kind == REDUCE:
+            one = dataclasses.replace(one, count=one.nbytes / (2 * share(point.mesh.size(*one.axes)) * 2**26))
         yield one

@@ -100,7 +100,8 @@ def predict(point: Point, published: Published) -> Row:
 def _cost(point: Point, published: Published, policy: systems.Recomputed) -> StepCost:
     gpu, kind, model = published.gpu_of(point), published.cluster_of(point), published.model_of(point)
     host = min(kind.gpus_per_host, point.num_gpus) if kind else 0
-    cluster = Cluster.of(gpu, point.num_gpus, host, kind.nic_bytes_per_second if kind else 0)
+    network = (kind.nic_bytes_per_second, kind.fabric) if kind else ()
+    cluster = Cluster.of(gpu, point.num_gpus, host, *network)
     ends = systems.ends_are_layers(point)
     sketch = Sketch.of(configuration(point, systems.with_ends(model) if ends else model), gpu)
     kernels = Kernels.of(gpu, systems.attention_kernel(point))

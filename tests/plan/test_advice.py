@@ -75,7 +75,7 @@ def test_no_number_below_the_peak_is_tried(rates):
 
 @pytest.fixture(scope="module")
 def advice():
-    names = ("aws-p5", "azure-nd-h100-v5", "h200", "gb200-nvl72")
+    names = ("aws-p5", "azure-nd-h100-v5", "dgx-h100", "h200", "gb200-nvl72")
     return advise(small(), TrainingTarget(1e13, 4), ZERO3, names=names)
 
 
@@ -87,8 +87,9 @@ def test_offers_come_by_dollars_and_say_what_they_cost(advice):
     priced = [o.dollars for o in advice.offers[:-1]]
     assert priced == sorted(priced) and all(o.reached and o.days <= 4 for o in advice.offers)
     by_name = {o.kind.name: o for o in advice.offers}
-    aws, azure = by_name["aws-p5"], by_name["azure-nd-h100-v5"]
-    assert aws.point == azure.point and aws.dollars < azure.dollars  # equal hosts are one search, at two prices
+    aws, azure, dgx = (by_name[name] for name in ("aws-p5", "azure-nd-h100-v5", "dgx-h100"))
+    assert dgx.point == azure.point and dgx.dollars < azure.dollars  # equal hosts are one search, at two prices
+    assert aws.point != azure.point  # another fabric
     assert aws.days == pytest.approx(1e13 / aws.point.rate / DAY)
     assert aws.dollars == pytest.approx(aws.days * 24 * aws.point.num_gpus * 6.88)
     assert aws.megawatt_hours == pytest.approx(aws.days * 24 * aws.point.num_gpus * 700 / 1e6)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlm.clusters import FABRICS
 from shardlm.hardware import GPUS
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.plan.cluster import Cluster, Group
-from shardlm.plan.constants import NETWORK, NVLINK, SWITCH_SECONDS
+from shardlm.plan.constants import NETWORK, NETWORKS, NVLINK, SWITCH_SECONDS
 from shardlm.plan.links import Route
 
 H100 = Cluster.of(GPUS["h100"], 64)
@@ -102,6 +103,35 @@ def test_racks_are_cut_into_equal_islands_and_hosts_are_islands():
     assert [Cluster.of(gb200, n, 4).island for n in (4, 64, 72, 128, 256, 144)] == [4, 64, 72, 64, 64, 72]
 
 
+def test_sums_over_each_fabric_take_what_others_measured():
+    """From 1 MB over TCP, where a step between hosts is nearly all of it; over EFA the smallest and from 1 GB."""
+    errors = {"tcp": [], "efa": []}
+    for one in json.loads(MEASURED.read_text())["collectives"]:
+        size, hosts = one["num_gpus"], one["num_gpus"] // one["gpus_per_host"]
+        if one["fabric"] not in errors or (one["gpu"] == "h100" and one["fabric"] == "efa" and hosts < 4):
+            continue  # two hosts exceed their network by trees
+        nic = one["nic_gbit_per_second_per_gpu"] / 8 * 1e9
+        route = Route.of(Group(size, 8), Cluster.of(GPUS[one["gpu"]], size, 8, nic, one["fabric"]))
+        for nbytes, bus in one["bus_gbytes_per_second"]:
+            if one["fabric"] == "efa" and 1e3 < nbytes < 1e9:
+                continue
+            sent = 2 * nbytes * (size - 1) / size
+            errors[one["fabric"]].append(route.seconds("all-reduce", sent, 1) / (sent / (bus * 1e9)) - 1)
+    assert len(errors["tcp"]) == 12 and max(map(abs, errors["tcp"])) < 0.30
+    assert len(errors["efa"]) == 17 and max(map(abs, errors["efa"])) < 0.30
+
+
+def test_a_fabric_keeps_its_share_of_the_adapters():
+    def seconds(fabric, sent):
+        return Route.of(Group(16, 8), Cluster.of(GPUS["h100"], 16, 8, 25e9, fabric)).seconds("all-gather", sent, 1)
+
+    assert set(NETWORKS) == set(FABRICS)
+    assert seconds("tcp", 1e12) == pytest.approx(1e12 / (8 * 25e9 * 0.66), rel=1e-3)
+    assert seconds("roce", 1e12) == seconds("infiniband", 1e12)
+    assert seconds("efa", 1e12) == pytest.approx(seconds("infiniband", 1e12), rel=1e-3)
+    assert seconds("infiniband", 1e6) < seconds("efa", 1e6) < seconds("tcp", 1e6)
+
+
 def test_large_collectives_take_what_others_measured():
     """Bus bandwidth of the largest message in each list of nccl-tests, where the file says GPUs and adapters."""
     ratios = []
@@ -113,7 +143,8 @@ def test_large_collectives_take_what_others_measured():
             continue
         size, nbytes = one["num_gpus"], nbytes or 8e9
         nic = (one["nic_gbit_per_second_per_gpu"] or 400) / 8 * 1e9
-        cluster = Cluster.of(GPUS[one["gpu"]], size, one["gpus_per_host"], nic)
+        fabric = one["fabric"] if one["fabric"] in FABRICS else "infiniband"
+        cluster = Cluster.of(GPUS[one["gpu"]], size, one["gpus_per_host"], nic, fabric)
         island = min(size, cluster.island)
         sent = nbytes * (size - 1) / size * (2 if one["collective"] == "all-reduce" else 1)
         if one["collective"] == "collective-permute":

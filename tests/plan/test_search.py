@@ -153,7 +153,12 @@ def test_budget_and_cluster_of_a_command_line():
     assert math.isclose(told.days(plan), 100_000 * plan.step_seconds / 86_400)
     assert math.isclose(told.dollars(plan), told.days(plan) * 24 * 8 * told.dollars_per_gpu_hour)
     assert budget_of(wanted, H100, 1e9, 2.5).dollars_per_gpu_hour == 2.5
-    assert cluster_of(None, "gcp-a3-mega", 16).nic_bytes_per_second == 25e9
+    mega = cluster_of(None, "gcp-a3-mega", 16)
+    assert (mega.nic_bytes_per_second, mega.fabric) == (25e9, "tcp")
+    assert cluster_of(None, "gcp-a3-mega", 16, fabric="roce").fabric == "roce"
+    assert [cluster_of("h100", None, 16, fabric=one).fabric for one in (None, "efa")] == ["infiniband", "efa"]
+    with pytest.raises(ShardlmError, match="a profile's links were measured; leave out --fabric"):
+        cluster_of(None, None, None, profile="any.json", fabric="tcp")
     for arguments, message in (
         ((None, None, 8), "either --gpu=NAME or --cluster=NAME"),
         (("h100", "aws-p5", 8), "either --gpu=NAME or --cluster=NAME"),

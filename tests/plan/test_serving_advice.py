@@ -24,7 +24,7 @@ def asked(rate: float, **latencies):
     return lambda cluster: ServingCase(MODEL, cluster, EngineConfig(), 2000, 200, rate, **latencies)
 
 
-def advised(case_on, names=("l40s", "dgx-h100", "aws-p5", "gb200-nvl72"), **options):
+def advised(case_on, names=("l40s", "dgx-h100", "azure-nd-h100-v5", "aws-p5", "gb200-nvl72"), **options):
     return advise_serving(case_on, names=names, fixed={}, **options)
 
 
@@ -46,8 +46,8 @@ def test_an_offer_is_the_fewest_gpus_of_all_replicas(advice):
 
 def test_offers_come_by_dollars_and_say_what_they_cost(advice):
     by_name = {offer.kind.name: offer for offer in advice.offers}
-    aws, nvidia = by_name["aws-p5"], by_name["dgx-h100"]
-    assert aws.plan is nvidia.plan and aws.dollars_per_hour == pytest.approx(aws.num_gpus * 6.88)
+    aws, azure, nvidia = (by_name[name] for name in ("aws-p5", "azure-nd-h100-v5", "dgx-h100"))
+    assert azure.plan is nvidia.plan and aws.dollars_per_hour == pytest.approx(aws.num_gpus * 6.88)
     assert aws.dollars_per_million(200) == pytest.approx(aws.dollars_per_hour / (300 * 3600 * 200) * 1e6)
     priced = [offer.dollars_per_hour for offer in advice.offers[:-1]]
     assert priced == sorted(priced) and advice.offers[-1].kind.name == "gb200-nvl72"

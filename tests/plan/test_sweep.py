@@ -109,6 +109,9 @@ def test_gpus_clusters_fields_and_searched_fields_are_swept():
     clusters = swept("cluster=aws-p5,gcp-a3-high", small(), num_gpus=32)
     slow = SHIPPED.cluster("gcp-a3-high").nic_bytes_per_second
     assert clusters.rows[1].case.cluster.nic_bytes_per_second == slow
+    assert [row.case.cluster.fabric for row in clusters.rows] == ["efa", "tcp"]
+    with pytest.raises(ShardlmError, match="each cluster of the sweep has its own; leave it out"):
+        base_cluster(clusters.over, None, None, 32, 0, None, fabric="roce")
     assert clusters.rows[0].case.budget.price_source == "list price of aws"
     assert "median of list prices" in clusters.rows[1].case.budget.price_source
     lengths = swept("train.seq_len=1024,4096", small(), gpu="h100", num_gpus=8)

@@ -60,6 +60,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
         "inside_link": route_of(Group(2, 2), cluster).name,
         "inside_bytes_per_second": cluster.inside_bytes_per_second,
         "network_bytes_per_second": cluster.nic_bytes_per_second,
+        "fabric": cluster.fabric,
         "memory_bytes": gpu.hbm_bytes,
         "memory_bytes_per_second": gpu.hbm_bytes_per_second,
         "peak_bf16_flops_per_second": gpu.peak.bf16,

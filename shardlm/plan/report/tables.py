@@ -320,7 +320,8 @@ def headline(answer: Data) -> tuple[str, str]:
     cluster, run = answer["cluster"], answer["run"]
     hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
     inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
-    network = f", network {figure(cluster['network_bytes_per_second'] / 1e9)} GB/s" if cluster["num_hosts"] > 1 else ""
+    rate = figure(cluster["network_bytes_per_second"] / 1e9)
+    network = f", network ({cluster['fabric']}) {rate} GB/s" if cluster["num_hosts"] > 1 else ""
     first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}; {inside}{network} a GPU and direction"
     second = (
         f"{large(run['parameters'])} parameters; {run['global_batch']:,} rows of {run['seq_len']:,} = "

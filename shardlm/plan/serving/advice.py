@@ -78,7 +78,7 @@ def advise_serving(
     offers, nothing = [], []
     found: dict[tuple, tuple[ServingPlan, ...] | str] = {}  # kinds of equal GPUs, hosts and network are one search
     for kind in kinds:
-        key = (kind.gpu, kind.gpus_per_host, kind.nic_bytes_per_second)
+        key = (kind.gpu, kind.gpus_per_host, kind.nic_bytes_per_second, kind.fabric)
         if key not in found:
             found[key] = _by_size(case_on, kind, hardware, fixed)
         plans = found[key]
@@ -99,7 +99,8 @@ def _by_size(
     hosts = 1
     while True:
         count = hosts * kind.gpus_per_host
-        cluster = Cluster.of(hardware.gpu(kind.gpu), count, kind.gpus_per_host, kind.nic_bytes_per_second)
+        gpu, network = hardware.gpu(kind.gpu), (kind.nic_bytes_per_second, kind.fabric)
+        cluster = Cluster.of(gpu, count, kind.gpus_per_host, *network)
         case = case_on(cluster)
         plans = sorted(_plans(case, fixed), key=_order)
         if plans:

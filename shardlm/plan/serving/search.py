@@ -158,7 +158,8 @@ def least_gpus(case: ServingCase, fixed: Mapping[str, int]) -> int | None:
     host = case.cluster.gpus_per_host if case.cluster.num_gpus > case.cluster.gpus_per_host else 8
     counts = [*range(1, host + 1), *range(2 * host, MOST_GPUS + 1, host)]
     for count in counts:
-        here = Cluster(case.cluster.gpu, count, min(host, count), case.cluster.nic_bytes_per_second)
+        there = case.cluster
+        here = Cluster.of(there.gpu, count, min(host, count), there.nic_bytes_per_second, there.fabric)
         case_there = dataclasses.replace(case, cluster=here)
         if any(mesh.data == 1 and fits(case_there.on(mesh=mesh)) for mesh in meshes(case, count, fixed)):
             return count
