@@ -92,6 +92,11 @@ ACHIEVED: Mapping[str, Achieved] = MappingProxyType(
 FLASH2: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"ampere": (0.73, 0.63), "ada": (0.60, 0.50), "hopper": (0.35, 0.33), "blackwell": (0.23, 0.20)}
 )
+# The first FlashAttention in Triton: FlashAttention-2 is 1.3 to 2.5 times as fast, the less in the forward and the more
+# in the backward pass (https://arxiv.org/abs/2307.08691, section 4.1).
+TRITON: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {generation: (forward / 1.4, backward / 2) for generation, (forward, backward) in FLASH2.items()}
+)
 
 
 def achieved_by(gpu: Gpu) -> Achieved:
@@ -108,6 +113,12 @@ GAP = 2e-6  # seconds between kernels: the last blocks of one, the first loads o
 ATTENTION_KEYS = 256
 ATTENTION_WIDTH = 64
 UNFUSED_BYTES = 12  # read and written of each score by separate kernels: product, mask, softmax, dropout, product
+
+# What the products of experts lose where little is summed: seconds of a core for each 128 x 128 of an output, its first
+# loads and its way out. DeepGEMM on an H800, 8 bits: 590 TFLOP/s with 512 summed, 990 with 1,536, 1,099 with 2,048,
+# 1,297 with 7,168 and 1,358 with 16,384: as if 600 more were summed, at 10.7 TFLOP/s a core
+# (https://github.com/deepseek-ai/DeepGEMM, README of 2025-02).
+EDGE_SECONDS = 1.8e-6
 
 # Tiles of an output that a core makes at once, and what smaller ones lose by loading operands more often
 # (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication, section 4).
@@ -147,6 +158,7 @@ NETWORK = Link(
 # long as InfiniBand's. Sums of 32 to 256 MB on 16 and 32 hosts still take up to twice as long as that.
 # TCP: GPUDirect-TCPX sums 66 of 100 GB/s between two hosts, and takes 1.5 ms for 1 MB: 0.65 ms for each of the two
 # steps between hosts. Google's settings leave it rings and the Simple protocol, and eight channels, a core each of 132.
+# Of TCPXO no figures were found; it is taken as TCPX.
 NETWORKS: Mapping[Fabric, Link] = MappingProxyType(
     {
         "infiniband": NETWORK,

@@ -10,10 +10,12 @@ from shardlm.plan.constants import (
     ATTENTION_KEYS,
     ATTENTION_WIDTH,
     CORES,
+    EDGE_SECONDS,
     FLASH2,
     GAP,
     POWER,
     TILES,
+    TRITON,
     UNFUSED_BYTES,
     Achieved,
     achieved_by,
@@ -28,7 +30,7 @@ class Kernels:
     """What a GPU's kernels reach.
 
     achieved   fractions of its peaks
-    attention  as Execution.attention, or "flash2"
+    attention  as Execution.attention, or "flash2" or "triton"
     cores   streaming multiprocessors; 0 where they are not known, and work then fills them evenly
     memory  bytes/s
     clock   what power leaves of the rates
@@ -83,8 +85,8 @@ class Kernels:
         return op.hbm_bytes / self.memory + self.gap
 
     def _fraction(self, backward: int) -> float:
-        if self.attention == "flash2":
-            return FLASH2[self.gpu.generation][backward]
+        if older := {"flash2": FLASH2, "triton": TRITON}.get(self.attention):
+            return older[self.gpu.generation][backward]
         return (self.achieved.attention, self.achieved.attention_backward)[backward]
 
     def matmul_rate(self, dtype: str) -> float:
@@ -105,13 +107,14 @@ class Kernels:
 
     def _product(self, op: Op, rows: float, n: float, k: float) -> float:
         """As often at once as the operation's FLOPs are worth (experts)."""
-        each = 2.0 * math.prod(op.dims)
-        copies = max(1, round(op.flops / each)) if each else 1
+        copies = _copies(op)
+        if op.grouped and self.cores:
+            k += EDGE_SECONDS * self.matmul_rate(op.dtype) / self.cores / (2 * 128 * 128)
         return max(self.tiled_seconds(rows, n, k, copies, op.dtype), op.hbm_bytes / self.memory) + self.gap
 
     def _casts(self, op: Op, numbers: float) -> float:
         """16-bit operands are read, and written as 8 bits in the two layouts that both products need."""
-        return 4 * numbers / self.memory + self.gap if op.dtype in EIGHT_BITS else 0.0
+        return 4 * _copies(op) * numbers / self.memory + self.gap if op.dtype in EIGHT_BITS else 0.0
 
     def _attention(self, op: Op, fraction: float) -> float:
         """op.dims: positions of a row, keys that a query sees on average, mean width of a head."""
@@ -127,3 +130,9 @@ class Kernels:
         square = op.flops * positions / keys
         scores = square / (4 * width)
         return square / self.matmul_rate("bf16") + scores * UNFUSED_BYTES / self.memory + 4 * self.gap
+
+
+def _copies(op: Op) -> int:
+    """How many products of its dimensions an operation is: one, or those of a device's experts."""
+    each = 2.0 * math.prod(op.dims)
+    return max(1, round(op.flops / each)) if each else 1

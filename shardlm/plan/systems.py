@@ -12,8 +12,9 @@ from shardlm.plan.traffic import REDUCE, Sent, share
 MEGATRON = ("Megatron-LM", "Megatron-LM with DeepSpeed ZeRO-3", "NeMo", "Megatron Bridge")
 # Checkpoints that run the whole layer again: Megatron's own, and PyTorch's before 2.1, which came to stop early.
 WHOLE_LAYERS = (*MEGATRON, "Composer FSDP")
-# PyTorch's scaled_dot_product_attention and MPT's kernels are FlashAttention-2's on Hopper too.
-FLASH2 = ("torchtitan", "Composer FSDP")
+# Attention besides cuDNN's: PyTorch's scaled_dot_product_attention is FlashAttention-2 on Hopper too; llm-foundry's
+# benchmarks took attn_impl=triton by default (scripts/train/benchmarking/submit_benchmarks.py@12a63191).
+KERNELS: Mapping[str, str] = MappingProxyType({"torchtitan": "flash2", "Composer FSDP": "triton"})
 # tp_comm_overlap and grad_reduce_in_fp32=False in the recipes.
 RECIPES = ("NeMo", "Megatron Bridge")
 COMBINED = "gradients are summed 64 MiB at a time"
@@ -65,7 +66,9 @@ def attention_kernel(point: Point) -> str:
     """As kernels.py names them."""
     if point.attention == "unfused":
         return "xla"
-    return "flash2" if point.framework in FLASH2 else "cudnn"
+    if "FlexAttention" in point.note:  # Triton's, not faster than FlashAttention-2
+        return "flash2"
+    return KERNELS.get(point.framework, "cudnn")
 
 
 def overlaps_tensor(point: Point) -> bool:
