@@ -35,6 +35,7 @@ class Op:
                slots, and so do attention's kernels where a mask hides parts of their blocks
     wide       of attention: width of queries and keys of a head
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
+    host       seconds that the device waits for its host: other systems' (systems_experts.py)
     """
 
     layer: Layer
@@ -51,6 +52,7 @@ class Op:
     executed: float = 1.0
     grouped: bool = False
     wide: float = 0.0
+    host: float = 0.0
 
 
 def operations(sketch: Sketch) -> list[Op]:

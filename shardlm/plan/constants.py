@@ -106,6 +106,13 @@ def achieved_by(gpu: Gpu) -> Achieved:
 
 POWER = 0.5  # rates fall as the root of the power limit: power goes with the clock and the square of the voltage
 GAP = 2e-6  # seconds between kernels: the last blocks of one, the first loads of the next
+# Seconds of the host for an operation that PyTorch runs by itself, the least of 5 to 25 us from Python to the launch
+# (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
+HOST = 5e-6
+# The same of modules in Python (Transformer Engine's): Qwen3-30B on eight B200, a row of 4,096 tokens at a time, in 8
+# bits and with nothing captured takes 9.2 ms a layer, of which kernels are a quarter: 790 operations. Megatron Bridge's
+# table of 25.11, 9,299 tokens/s a GPU; no point of benchmarks/published.json.
+MODULE = 11.6e-6
 
 # Where the mask's edge crosses a tile, what is masked is computed all the same, and cores idle at the ends of short
 # rows: keys / (keys + 256), and by the width of a head width / (width + 64). H100 forward by FlashAttention-3, causal

@@ -82,7 +82,7 @@ class Kernels:
 
     def _moving(self, op: Op) -> float:
         """What only moves memory, as one fused kernel."""
-        return op.hbm_bytes / self.memory + self.gap
+        return op.hbm_bytes / self.memory + self.gap + op.host
 
     def _fraction(self, backward: int) -> float:
         if older := {"flash2": FLASH2, "triton": TRITON}.get(self.attention):

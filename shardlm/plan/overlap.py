@@ -77,7 +77,7 @@ def _with_hidden(one: Timed, hideable: float, in_forward: float, in_backward: fl
 
 def _timed(sent: Sent, route: Route | MeasuredRoute, remat: str) -> Timed:
     """Not hidden yet."""
-    seconds = route.seconds(sent.kind, sent.nbytes, sent.count)
+    seconds = route.seconds(sent.kind, sent.nbytes, sent.count) + sent.host * sent.count
     return Timed(sent, seconds, seconds, route.name, _forward_share(sent, remat), route.cores)
 
 

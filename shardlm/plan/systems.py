@@ -6,10 +6,17 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from shardlm.plan.compute import Op
+from shardlm.plan.constants import HOST
 from shardlm.plan.published import Model, Point
-from shardlm.plan.traffic import REDUCE, Sent, share
+from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent, share
 
-MEGATRON = ("Megatron-LM", "Megatron-LM with DeepSpeed ZeRO-3", "NeMo", "Megatron Bridge")
+# Its ZeRO-3 of early 2021 gathers each weight by itself and waits for it: every gather synchronised the device, and
+# copied what came from each rank apart, as did the scatters of gradients
+# (https://github.com/deepspeedai/DeepSpeed/pull/1188). Layers of over stage3_max_live_parameters, 1e9, are dropped at
+# once, so that forward, repeated forward and backward pass each gather them.
+DEEPSPEED = "Megatron-LM with DeepSpeed ZeRO-3"
+COPIES = 2  # operations for each rank's part: a slice and a copy
+MEGATRON = ("Megatron-LM", DEEPSPEED, "NeMo", "Megatron Bridge")
 # Checkpoints that run the whole layer again: Megatron's own, and PyTorch's before 2.1, which came to stop early.
 WHOLE_LAYERS = (*MEGATRON, "Composer FSDP")
 # Attention besides cuDNN's: PyTorch's scaled_dot_product_attention is FlashAttention-2 on Hopper too; llm-foundry's
@@ -112,8 +119,17 @@ def as_sent(sent: list[Sent], point: Point) -> Iterator[Sent]:
             continue
         if one.axes in hidden:
             one = dataclasses.replace(one, beside=True)
+        if point.framework == DEEPSPEED and one.kind in (GATHER, SCATTER):
+            one = _awaited(one, point.mesh.size(*one.axes))
         if point.framework in RECIPES and one.kind == REDUCE:
             one = dataclasses.replace(one, nbytes=one.nbytes / 2)
         if COMBINED in point.note and one.kind == REDUCE:
             one = dataclasses.replace(one, count=one.nbytes / (2 * share(point.mesh.size(*one.axes)) * 2**26))
         yield one
+
+
+def _awaited(sent: Sent, ranks: int) -> Sent:
+    """As DEEPSPEED moves weights and gradients; queries, keys and values are one weight of Megatron's."""
+    times = 1.5 if sent.kind == GATHER else 1
+    host = 0.0 if sent.why.partition(":")[0].endswith((".wk", ".wv")) else COPIES * ranks * HOST
+    return dataclasses.replace(sent, nbytes=times * sent.nbytes, count=times * sent.count, beside=False, host=host)

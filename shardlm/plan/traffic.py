@@ -31,6 +31,7 @@ class Sent:
     count   how often in a step, arrays that XLA may combine counted apart
     beside  whether kernels of other layers run meanwhile: weights and gradients, which no layer waits for
     idle_bytes  besides, by stages that fill and drain, and for their empty slots
+    host    seconds of the host for each, which nothing hides: other systems' (systems.py); XLA's programs need none
     shown   how many times as much a compiled program shows: of a ragged exchange the buffers, which hold the worst
             case, and a branch of a conditional as if it were always taken
     """
@@ -43,6 +44,7 @@ class Sent:
     beside: bool = False
     idle_bytes: float = 0.0
     shown: float = 1.0
+    host: float = 0.0
 
     @property
     def shown_bytes(self) -> float:

@@ -1,18 +1,22 @@
 """Predicts throughput that others published and says how far off each prediction is.
 
 A point's model, mesh, batch, precision and remat are taken over as a configuration of this project and predicted as
-any other; what its system is known to do otherwise is systems.py's. What the planner has no word for is left out by
-name and with the reason. The constants were chosen with the points of some frameworks; the others are held out.
+any other; what its system is known to do otherwise is systems.py's and systems_experts.py's. What the planner has no
+word for is left out by name and with the reason. The constants were chosen with the points of some frameworks; the
+others are held out. Since then, what far predictions had in common was added from sources, and no constant changed to
+meet a point: networks, the kernels of MPT, the gathers of ZeRO-3, the products of experts. Which waits of experts
+count, and their number of operations, was settled with Megatron Bridge's points in view.
 """
 
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from shardlm.errors import ShardlmError
 from shardlm.models.transformer import TransformerConfig
-from shardlm.plan import systems
+from shardlm.plan import systems, systems_experts
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.cost import StepCost, cost_of
@@ -24,7 +28,16 @@ from shardlm.plan.traffic import training_traffic
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
 
 POINTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "published.json"
-CHOSEN = ("MaxText", "Megatron-LM", "Megatron Bridge")  # dense models of these: Achieved.sustained
+CHOSEN = ("MaxText", "Megatron-LM", "Megatron Bridge")  # dense models of these: Achieved.sustained; experts: see above
+FAR = 0.25
+# What is known of points that are further off, where it is the measured run that stands apart.
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "bridge-qwen3-30b-a3b-h100x16-fp8-25.11": "121 TFLOP/s a GPU in FP8, where the same system on the same 16 GPUs "
+        "came to 244 with the same exchange and to 299 with HybridEP, both in BF16 (NVIDIA-NeMo/Megatron-Bridge pull "
+        "requests 5225 and 5123), and NeMo AutoModel to 277 on 8",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Row:
     @property
     def chosen(self) -> bool:
         """Whether the constants were chosen with it."""
-        return self.point.framework in CHOSEN and not self.experts
+        return self.point.framework in CHOSEN
 
     @property
     def error(self) -> float:
@@ -105,8 +118,14 @@ def _cost(point: Point, published: Published, policy: systems.Recomputed) -> Ste
     ends = systems.ends_are_layers(point)
     sketch = Sketch.of(configuration(point, systems.with_ends(model) if ends else model), gpu)
     kernels = Kernels.of(gpu, systems.attention_kernel(point))
-    ops = systems.as_run(operations(sketch), policy, ends)
-    return cost_of(sketch, cluster, ops, list(systems.as_sent(training_traffic(sketch), point)), kernels)
+    ops = list(systems.as_run(operations(sketch), policy, ends))
+    sent = list(systems.as_sent(training_traffic(sketch), point))
+    if model.experts:
+        ops += systems_experts.experts_ops(point, model.experts, sketch, policy.memory)
+        sent = list(systems_experts.experts_sent(sent, point, model.experts))
+    cost = cost_of(sketch, cluster, ops, sent, kernels)
+    waits = systems_experts.waiting(point, model, sketch, cost)
+    return cost_of(sketch, cluster, [*ops, waits], sent, kernels) if waits else cost
 
 
 def configuration(point: Point, model: Model) -> RunConfig:
@@ -132,22 +151,26 @@ def format_validation(rows: list[Row]) -> str:
     predicted = [row for row in rows if row.cost]
     lines = [f"{'point':46} {'system':15} {'measured':>9} {'predicted':>9} {'error':>7}  set"]
     for row in predicted:
-        of = "experts" if row.experts else "chosen" if row.chosen else "held out"
+        of = ("chosen" if row.chosen else "held out") + (", experts" if row.experts else "")
         seconds = f"{row.measured:8.3f}s {row.cost.step_seconds:8.3f}s {row.error:+7.1%}"
         assumed = f", assumed: {row.assumed}" if row.assumed else ""
         lines.append(f"{row.point.name:46} {row.point.framework[:15]:15} {seconds}  {of}{assumed}")
     out = [row for row in rows if not row.cost]
     lines += ["", f"left out ({len(out)}):", *(f"  {row.point.name}: {row.reason}" for row in out), ""]
-    return "\n".join(lines + summary(rows))
+    far = [row for row in predicted if abs(row.error) > FAR]
+    lines.append(f"beyond {FAR:.0%} ({len(far)}):")
+    lines += [f"  {row.point.name}, {row.error:+.1%}: {REASONS.get(row.point.name, 'not known why')}" for row in far]
+    return "\n".join([*lines, "", *summary(rows)])
 
 
 def summary(rows: list[Row]) -> list[str]:
     """A line for each set: how many, the median and the largest error, and how many are within 10 and 25%."""
     sets: dict[str, Callable[[Row], bool]] = {
         "all": lambda row: True,
-        "dense, constants chosen with": lambda row: row.chosen,
+        "dense, constants chosen with": lambda row: row.chosen and not row.experts,
         "dense, held out": lambda row: not row.chosen and not row.experts,
-        "experts (held out)": lambda row: row.experts,
+        "experts, chosen with": lambda row: row.chosen and row.experts,
+        "experts, held out": lambda row: not row.chosen and row.experts,
         "nothing assumed": lambda row: not row.assumed,
     }
     lines = []
@@ -157,7 +180,7 @@ def summary(rows: list[Row]) -> list[str]:
             continue
         errors = [abs(row.error) for row in found]
         worst = max(found, key=lambda row: abs(row.error))
-        within = f"{sum(e <= 0.10 for e in errors)} within 10%, {sum(e <= 0.25 for e in errors)} within 25%"
+        within = f"{sum(e <= 0.10 for e in errors)} within 10%, {sum(e <= FAR for e in errors)} within {FAR:.0%}"
         lines.append(
             f"{name}: {len(found)} points, median error {statistics.median(errors):.1%}, {within}, worst "
             f"{worst.error:+.1%} ({worst.point.name})"

@@ -1,0 +1,80 @@
+"""How other systems bring tokens to experts: what they send, the passes over memory that our experts do not need, and
+how long a device waits for a host that starts every operation by itself. Each as their sources say."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardlm.plan.compute import Op
+from shardlm.plan.constants import MODULE
+from shardlm.plan.cost import StepCost
+from shardlm.plan.published import Experts, Model, Point
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.traffic import Sent
+
+# Words in Point.note.
+# Megatron's moe_token_dispatcher_type=alltoall, and no layer captured
+ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
+# A token goes once to each device that has experts for it, and not once to each of them.
+ONCE = "DeepEP"
+SPLIT = "experts are split over tensor too"
+# GPT-OSS in Megatron (fused_bias_geglu.py, TEGroupedMLP._apply_bias): clamps and their concatenation before the gated
+# activation, biases of the second product added in float32, and a constant that each layer copies from the host and
+# waits for.
+BIASED = "gpt-oss"
+CLAMPS, BIASES = 16, 20  # bytes of each number, forward: of an expert's width, and of what it gives
+# Operations that PyTorch starts for a layer, forward and backward, and for each of a device's experts: a product by
+# itself, and in 8 bits its operands' casts and scales. Estimates.
+LAYER, EXPERT, EXPERT_8BIT = 310, 6, 30
+
+
+def experts_sent(sent: list[Sent], point: Point, experts: Experts) -> Iterator[Sent]:
+    """What layers exchange, as their system does."""
+    for one in sent:
+        if one.axes == ("expert",) and ONCE in point.note:
+            one = dataclasses.replace(one, nbytes=one.nbytes * _once(point.mesh.expert, experts.top_k))
+        if one.axes == ("tensor",) and SPLIT in point.note:
+            # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
+            yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
+            one = dataclasses.replace(one, nbytes=one.nbytes / 2 * experts.top_k, count=one.count / 2, beside=False)
+        yield one
+
+
+def _once(ranks: int, top_k: int) -> float:
+    """Devices that a token with `top_k` even choices goes to, for each choice."""
+    return ranks * (1 - (1 - 1 / ranks) ** top_k) / top_k
+
+
+def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) -> Iterator[Op]:
+    """What experts do besides; `again` as the share of memory-bound work that the backward pass repeats."""
+    if ALL_TO_ALL not in point.note:
+        return
+    rows = sketch.tokens * experts.top_k
+    passes = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
+
+    def moving(what: str, nbytes: float, again: float) -> Op:
+        count = passes * (3 + again)
+        staged = sketch.mesh.pipeline > 1
+        return Op("moe", what, "memory", 0, nbytes, count, passes, passes * again, in_stages=staged)
+
+    D = sketch.shape.embed_dim
+    # Sorted by device and again by expert, and back; ours are sorted once.
+    sorting = sketch.itemsize * rows * D * (2 + 2 / experts.top_k)
+    yield moving("rows sorted twice", sorting, float(point.remat == "full"))
+    if BIASED in point.model:
+        yield moving("biases", BIASES * rows * D, 0)
+        yield moving("clamps", CLAMPS * rows * experts.expert_dim, again)
+
+
+def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | None:
+    """A device waits for its host where a layer takes the host longer than the device; where each layer waits for the
+    device, the host starts all of the next only then."""
+    if not model.experts or ALL_TO_ALL not in point.note:
+        return None
+    passes = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
+    each = EXPERT if point.precision in ("bf16", "fp16") else EXPERT_8BIT
+    host = (LAYER + each * model.experts.num_experts / sketch.mesh.expert) * MODULE
+    layers = sum(cost.compute.get(kind, 0.0) for kind in ("attention", "mlp", "moe", "norm"))
+    layers += sum(one.exposed_seconds for one in cost.comms if one.sent.axes == ("expert",))
+    seconds = host if BIASED in point.model else max(0.0, host - layers / passes)
+    staged = sketch.mesh.pipeline > 1
+    return Op("other", "waits for the host", "memory", 0, 0, passes, passes, in_stages=staged, host=seconds)
