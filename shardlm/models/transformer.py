@@ -12,7 +12,7 @@ from shardlm.flops import attention_width
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import Execution, Params, in_use, normal
+from shardlm.layers.param import Execution, Params, in_use, multiplied, normal
 from shardlm.layers.stack import Segment, Stack
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
 
@@ -184,4 +184,5 @@ class Transformer(nnx.Module):
         letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
         hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
         weight = in_use(self.head_param(), self.execution)
-        return shaped(jnp.einsum(letters, hidden, weight, preferred_element_type=jnp.float32), self.config.logits)
+        logits = multiplied(letters, hidden, weight, self.execution, preferred_element_type=jnp.float32)
+        return shaped(logits, self.config.logits)

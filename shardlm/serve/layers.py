@@ -22,9 +22,12 @@ def apart(config: TransformerConfig) -> TransformerConfig:
 
 
 def taken_apart(model: ModelDef, params: Tree, kv_cache: KvFormat = "auto") -> tuple[ModelDef, Tree]:
-    """(the model with its layers apart and such a cache, its parameters); call under the mesh. Each stacked parameter
-    is let go of once its layers are copied, so that the device holds one parameter twice at most."""
-    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache)
+    """(the model with its layers apart, such a cache, and products as a single CPU likes them, its parameters); call
+    under the mesh. Each stacked parameter is let go of once its layers are copied, so that the device holds one
+    parameter twice at most."""
+    mesh = jax.sharding.get_mesh()
+    one_row = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache, one_row=one_row)
     segments = split(params["segments"], release=True)
     return ModelDef.make(apart(model.config), execution), {**params, "segments": segments}
 
