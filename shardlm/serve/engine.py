@@ -1,9 +1,10 @@
 """The engine: requests in, text out. Keeps the scheduler one batch ahead of the devices, turns what they sampled into
 text, and ends replies at stop strings and grammars' ends. One thread calls it (async_llm.py for many clients).
 
-A batch that fails, while it is started or read, ends its own requests with the error. What programs keep on the device
-may be gone with it, as it was donated to them: it is made anew, and the other requests are computed anew from the
-tokens that they have. Batches that fail one after another end the engine.
+A batch may fail, while it is started or read. What programs keep on the device may be gone with it, as it was donated
+to them: it is made anew, and all requests are computed anew from the tokens that they have, those of the batch apart
+from each other until one fails alone (suspects.py). That one ends with the error, nobody else. Where a request of the
+engine's own fails then, or after several failures in a row, nothing runs any more: the engine ends.
 """
 
 import collections
@@ -21,12 +22,14 @@ from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar, GrammarCompiler
 from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
+from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, collect_embeddings, collect_scores, described
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
+from shardlm.serve.suspects import Suspects
 from shardlm.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ log = logging.getLogger(__name__)
 AHEAD = 2  # batches that are started before the first of them is waited for
 # With drafts, the next batch of a request waits for the one before: two at once would have half of the requests each.
 AHEAD_WITH_DRAFTS = 1
-FAILURES = 3  # batches that fail, none landing between them, before the engine ends
+FAILURES = 3  # batches that fail, none landing between them, before the engine tries whether anything runs
 
 
 class Engine:
@@ -52,6 +55,8 @@ class Engine:
         self._groups: dict[str, Group] = {}
         self._replies: dict[str, Reply] = {}
         self._started: collections.deque[Started] = collections.deque()
+        self._broken: tuple[Exception, ScheduledBatch | None] | None = None  # could not be started, or scheduled
+        self._suspects = Suspects()
         self._failures = 0  # since a batch last landed
         self._failed_batches = 0
         self.ended: EngineError | None = None
@@ -62,7 +67,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._groups) or bool(self._started)
+        return bool(self._groups) or self.waits
 
     @property
     def max_model_len(self) -> int:
@@ -120,11 +125,7 @@ class Engine:
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """Of params.structured_outputs; slow for large ones, and safe on another thread. Raises ShardlmError."""
         wanted = params.structured_outputs
-        if wanted is None:
-            return None
-        kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-        name = next(name for name in kinds if getattr(wanted, name) is not None)
-        return self._grammars.compile(kinds[name], getattr(wanted, name))
+        return None if wanted is None else self._grammars.wanted(wanted)
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -184,17 +185,25 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Starts what can run, waits for the oldest batch, and returns the requests that it moved on, or that ended
-        with an error. Raises EngineError where too much fails; the requests are left to be handed over."""
-        return [*self.dispatch(), *self.collect()]
+        with an error. Raises EngineError where nothing runs any more; the requests are left to be handed over."""
+        self.dispatch()
+        return self.collect()
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something for `collect`."""
+        return bool(self._started) or self._broken is not None
 
     @property
     def oldest(self) -> Started | None:
-        """The batch that `collect` waits for."""
+        """The batch that `collect` waits for; None where there is none, or none that could be started."""
         return self._started[0] if self._started else None
 
-    def dispatch(self) -> list[RequestOutput]:
-        """Starts what can run, as far ahead as `_ahead` says, until a batch fails: its requests. Raises as `step`."""
-        while len(self._started) < self._ahead:
+    def dispatch(self) -> None:
+        """Starts what can run, as far ahead as `_ahead` says, or until a batch cannot be started."""
+        if self._suspects.passed():
+            self.scheduler.restrict(self._suspects.trial)
+        while self._broken is None and len(self._started) < self._ahead:
             batch = None
             try:
                 batch = self.scheduler.schedule()
@@ -202,8 +211,7 @@ class Engine:
                     break
                 self._start(batch)
             except Exception as error:
-                return self._recover(error, batch)
-        return []
+                self._broken = error, batch
 
     def _start(self, batch: ScheduledBatch) -> None:
         rows = [row for row in batch.rows if row.request.lockstep and row.samples]
@@ -212,8 +220,8 @@ class Engine:
 
     def collect(self) -> list[RequestOutput]:
         """Waits for the oldest batch, and returns the requests that it moved on, or that failed. Raises as `step`."""
-        if not self._started:
-            return []
+        if not self._started:  # one that could not be started comes after those that were: they may be why
+            return self._recover(*self._broken) if self._broken else []
         started = self._started.popleft()
         moved: dict[str, RequestOutput] = {}
         try:
@@ -247,41 +255,58 @@ class Engine:
                 self._finish(self._groups[output.request_id])
 
     def _recover(self, error: Exception, batch: ScheduledBatch | None) -> list[RequestOutput]:
-        """After `error` at a batch, or before there was one: its requests, or all that ran, have ended with it, and the
+        """After `error` at a batch, or before there was one: the request that has ended with it, if it is known. The
         engine is as new for the others. Raises EngineError, and leaves all requests, where that is not to be."""
         self._failures += 1
         self._failed_batches += 1
-        log.exception("a batch failed")
+        log.error("a batch failed", exc_info=error)
         self._started.clear()
-        reason = f"{type(error).__name__}: {error}"
-        if self._failures >= FAILURES:
-            self._end(f"{self._failures} batches failed one after another, the last with {reason}", error)
+        self._broken = None
+        self._reset(reason := f"{type(error).__name__}: {error}")
+        ran = self.scheduler.lose()
+        whom = ran or self.scheduler.upcoming()  # it was about to run, where there was no batch yet
+        ends = {row.request: row.end for row in batch.rows} if batch else dict.fromkeys(whom, 0)
+        guilty = self._suspects.accuse(ends)
+        self.scheduler.restrict(self._suspects.trial)
+        if guilty or self._failures >= FAILURES:  # nobody is answered with an error that is the device's
+            self._check_whether_anything_runs(reason)
+        if guilty is None:
+            return []
+        output = self._replies[guilty.id].group.output
+        output.error = f"the batch of this request alone failed with {reason}"
+        return [self.abort(output.request_id)]
+
+    def _reset(self, reason: str) -> None:
         try:
             self.runner.reset()
         except Exception as again:
             self._end(f"a batch failed with {reason}, and what programs keep could not be made anew: {again}", again)
-        ran = self.scheduler.lose()
-        failed = [row.request for row in batch.rows] if batch else ran
-        outputs = [self._fail(request, f"the batch of this request failed with {reason}") for request in failed]
-        return [output for output in outputs if output is not None]
+
+    def _check_whether_anything_runs(self, reason: str) -> None:
+        """Raises EngineError where a request of the engine's own fails too, until it is FAILURES in a row and one."""
+        while self._failures:
+            try:
+                probe(self.runner)
+                self._failures = 0
+            except Exception as error:
+                self._failures += 1
+                if self._failures > FAILURES:
+                    many = f"{self._failures} batches failed one after another, one with {reason}"
+                    self._end(f"{many}, the engine's own with {error}", error)
+                self._reset(reason)
+        log.warning("a request of the engine's own ran: what failed is due to a request")
 
     def _end(self, message: str, error: Exception) -> None:
         self.ended = EngineError(f"the engine ended: {message}. Its log says more; start it again")
         raise self.ended from error
-
-    def _fail(self, request: Request, reason: str) -> RequestOutput | None:
-        """Ends the group of a request; None where it has ended."""
-        reply = self._replies.get(request.id)
-        if reply is None:
-            return None
-        reply.group.output.error = reason
-        return self.abort(reply.group.output.request_id)
 
     # Requests that go on elsewhere, after the engine ended.
 
     def hand_over(self) -> list[Group]:
         """All unfinished requests, as far as they have come; they are no longer this engine's."""
         self.scheduler.lose()
+        self._suspects = Suspects()
+        self.scheduler.restrict(None)
         groups = list(self._groups.values())
         for group in groups:
             for reply in group.replies:
@@ -304,12 +329,8 @@ class Engine:
         tally = started.tally() if self._speculation else None
         if tally is None:
             return None
-        before, accepted = self._speculation, tally.accepted.sum(axis=0).tolist()
-        self._speculation = SpeculationStats(
-            before.steps + int(tally.steps.sum()),
-            before.drafted + int(tally.drafted.sum()),
-            tuple(old + new for old, new in zip(before.accepted, accepted, strict=True)),
-        )
+        new = (int(tally.steps.sum()), int(tally.drafted.sum()), tuple(tally.accepted.sum(axis=0).tolist()))
+        self._speculation = self._speculation.plus(SpeculationStats(*new))
         return np.array([*tally.made, *(row.samples for row in started.batch.rows[len(tally.made) :])])
 
     def _masks(self, rows) -> list[tuple[int, np.ndarray]]:

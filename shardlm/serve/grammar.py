@@ -13,6 +13,7 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.sampling_params import StructuredOutputs
 from shardlm.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
@@ -97,6 +98,12 @@ class GrammarCompiler:
                 "https://github.com/guidance-ai/llguidance/tree/main/docs says is supported"
             )
         return Grammar(matcher)
+
+    def wanted(self, params: StructuredOutputs) -> Grammar:
+        """As `compile`, what a request asks for."""
+        kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+        name = next(name for name in kinds if getattr(params, name) is not None)
+        return self.compile(kinds[name], getattr(params, name))
 
     def fill(self, masks: np.ndarray, grammars: Iterable[tuple[int, Grammar]]) -> dict[int, str]:
         """Writes the tokens that may come next into rows of masks int32 [B, ceil(vocab_size / 32)].

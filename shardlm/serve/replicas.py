@@ -122,11 +122,12 @@ class EngineGroup:
     def step(self) -> list[RequestOutput]:
         """Starts what can run on every replica before it waits for any; returns the requests that batches which have
         ended moved on, of at least one replica, or that failed. Raises EngineError where no replica is left."""
-        moved = self._of(self._up, Engine.dispatch)
-        busy = [number for number in self._up if self.engines[number].oldest is not None]
+        for number in self._up:
+            self.engines[number].dispatch()
+        busy = [number for number in self._up if self.engines[number].waits]
         # None has ended: the first in turn is waited for, and the others have a batch more to run meanwhile.
         ended = [number for number in busy if _ended(self.engines[number].oldest)] or busy[:1]
-        moved += self._of(ended, Engine.collect)
+        moved = self._of(ended, Engine.collect)
         for output in moved:
             if output.finished and output.request_id in self._places:
                 self._leave(output.request_id)
@@ -158,9 +159,9 @@ def _placed(new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), new, old)
 
 
-def _ended(started: Started) -> bool:
-    """Whether a batch has run, or failed, which `collect` finds."""
+def _ended(started: Started | None) -> bool:
+    """Whether a batch has run, or failed, which `collect` finds; None: it could not be started."""
     try:
-        return all(call.sampled.token.is_ready() for call in started.calls)
+        return started is None or all(call.sampled.token.is_ready() for call in started.calls)
     except jax.errors.JaxRuntimeError:
         return True

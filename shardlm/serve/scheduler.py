@@ -20,6 +20,7 @@ import bisect
 import collections
 import itertools
 import operator
+from collections.abc import Collection
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._free_slots = list(range(config.max_rows - 1, -1, -1))
         self._in_flight: collections.deque[ScheduledBatch] = collections.deque()
+        self._only: Collection[Request] | None = None  # that may run; None: all
         self._arrivals, self._numbers = itertools.count(), itertools.count()
         # The pages of each slot in each group of layers, 0 where it has none.
         self._table = np.zeros((config.max_rows, len(pages.windows), pages.pages_for(config.max_model_len)), np.int32)
@@ -133,6 +135,18 @@ class Scheduler:
         self.reset()
         return ran
 
+    def restrict(self, only: Collection[Request] | None) -> None:
+        """From now on nobody but these runs, and who does goes back to the queue; None: all may again."""
+        self._only = only
+        if only is not None:
+            for request in [request for request in self._running if request not in only]:
+                self._preempt(request)
+
+    def upcoming(self) -> list[Request]:
+        """The waiting requests that may run next, in the order of service."""
+        allowed = self._waiting if self._only is None else (r for r in self._waiting if r in self._only)
+        return list(itertools.islice(allowed, self.config.max_rows))
+
     def forget(self, request: Request) -> None:
         """A waiting request that another scheduler goes on with."""
         self._waiting.remove(request)
@@ -172,9 +186,10 @@ class Scheduler:
         chunks: list[Row] = []
         decoding = sum(request.computed >= request.prefill_end for request in self._running)
         budget = self.config.max_batch_tokens - decoding * (1 + self.config.drafts)
-        for request in sorted(self._running + self._waiting[: self.config.max_rows], key=_turn):
+        for request in sorted(self._running + self.upcoming(), key=_turn):
             if request.status is Status.WAITING:
-                first = request is self._waiting[0]  # not so where one before it was, or has just been, turned out
+                # Not so where one before it was, or has just been, turned out.
+                first = request is next(r for r in self._waiting if self._only is None or r in self._only)
                 if not (first and budget > 0 and self._admit(request)):
                     continue
             if request.computed < request.prefill_end:
