@@ -300,7 +300,7 @@ class Engine:
         self.ended = EngineError(f"the engine ended: {message}. Its log says more; start it again")
         raise self.ended from error
 
-    # Requests that go on elsewhere, after the engine ended.
+    # After the engine ended.
 
     def hand_over(self) -> list[Group]:
         """All unfinished requests, as far as they have come; they are no longer this engine's."""
@@ -315,6 +315,12 @@ class Engine:
                     del self._replies[reply.request.id]
         self._groups.clear()
         return groups
+
+    def restart(self) -> None:
+        """After the end, its requests handed over: takes requests again. Raises what still fails."""
+        self.runner.reset()
+        probe(self.runner)
+        self.ended, self._failures = None, 0
 
     def take_over(self, group: Group) -> None:
         """Goes on with the request of another engine of the same model and sizes."""

@@ -1,14 +1,17 @@
 """Data-parallel replicas in one process: engines of the same weights on devices of their own, behind what looks like
 one engine. Owns which replica a request goes to; everything else is engine.py's. One thread calls it.
 
-A replica that ends, as too many of its batches failed, is taken out: its requests go on elsewhere with the tokens they
-have. The last one's end is everybody's.
+A replica that ends, as nothing runs on it any more, is taken out: its requests go on elsewhere with the tokens they
+have. It returns once what its programs keep can be made anew and a request of its own runs, which is tried after longer
+and longer pauses; after an error that CUDA keeps for the life of a process it never does. The last one's end is
+everybody's.
 """
 
 import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 # What a reply under way weighs, in tokens of prompts to be read, when the replica with the least to do is sought: equal
 # beginnings of 640 tokens keep requests together until one replica runs ten more replies than another.
 REPLY_WEIGHT = 64
+RETRY = 1.0, 60.0  # seconds until a replica that was taken out is tried again: at first, doubled each time, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,15 @@ class _Place:
 
     replica: int
     weight: int
+
+
+@dataclasses.dataclass
+class _Out:
+    """Of a replica that was taken out: when it is tried again, after which pause, and whether it missed new weights."""
+
+    at: float
+    pause: float
+    missed: bool = False
 
 
 class EngineGroup:
@@ -47,6 +60,7 @@ class EngineGroup:
         self.tokenizer, self.stop_ids, self.max_model_len = first.tokenizer, first.stop_ids, first.max_model_len
         self._places: dict[str, _Place] = {}
         self._weights = [0] * len(self.engines)
+        self._out: dict[int, _Out] = {}
 
     @property
     def _up(self) -> list[int]:
@@ -105,8 +119,9 @@ class EngineGroup:
     def update_weights(self, params: Any, draft: Any = None) -> None:
         """As Engine.update_weights, for all replicas, with parameters at the places of the first one's."""
         for engine in (self.engines[number] for number in self._up):
-            own = _placed(params, engine.runner.params)
-            engine.update_weights(own, None if draft is None else _placed(draft, engine.runner.proposer_params))
+            _update(engine, params, draft)
+        for out in self._out.values():
+            out.missed = True
 
     def stats(self) -> Stats:
         """Of all together: sums, and the mean share of pages in use, as the pools are equal."""
@@ -122,6 +137,8 @@ class EngineGroup:
     def step(self) -> list[RequestOutput]:
         """Starts what can run on every replica before it waits for any; returns the requests that batches which have
         ended moved on, of at least one replica, or that failed. Raises EngineError where no replica is left."""
+        for number in [number for number, out in self._out.items() if out.at <= time.monotonic()]:
+            self._try_again(number)
         for number in self._up:
             self.engines[number].dispatch()
         busy = [number for number in self._up if self.engines[number].waits]
@@ -144,7 +161,23 @@ class EngineGroup:
                     raise
                 log.exception("replica %d of %d is taken out", number, len(self.engines))
                 self._hand_over(number)
+                self._out[number] = _Out(time.monotonic() + RETRY[0], RETRY[0])
         return found
+
+    def _try_again(self, number: int) -> None:
+        engine, out = self.engines[number], self._out[number]
+        try:
+            if out.missed:
+                _update(engine, self.runner.params, self.runner.proposer_params)
+            engine.restart()
+        except Exception as error:
+            out.pause = min(2 * out.pause, RETRY[1])
+            out.at = time.monotonic() + out.pause
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("replica %d stays out, and is tried again in %.0f s: %s", number, out.pause, reason)
+            return
+        del self._out[number]
+        log.warning("replica %d is back", number)
 
     def _hand_over(self, number: int) -> None:
         for group in self.engines[number].hand_over():
@@ -153,6 +186,11 @@ class EngineGroup:
             replica, missing = self.route(request.tokens[: request.prompt_len], request.params, request.salt)
             self.engines[replica].take_over(group)
             self._enter(group.output.request_id, replica, missing + REPLY_WEIGHT * request.params.n)
+
+
+def _update(engine: Engine, params: Any, draft: Any) -> None:
+    own = _placed(params, engine.runner.params)
+    engine.update_weights(own, None if draft is None else _placed(draft, engine.runner.proposer_params))
 
 
 def _placed(new: Any, old: Any) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import time
 
 import jax
 import pytest
@@ -16,6 +17,7 @@ from oracle import Oracle, opened_of
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve import engine as engine_module
+from shardlm.serve import replicas as replicas_module
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, scheduler_of
@@ -165,12 +167,13 @@ def test_what_always_fails_ends_the_engine(runners, monkeypatch):
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_replica_that_ends_hands_its_requests_over(runners, expected, monkeypatch, read):
+def test_a_replica_that_ends_hands_its_requests_over_and_returns(runners, expected, monkeypatch, read):
+    monkeypatch.setattr(replicas_module, "RETRY", (500.0, 2000.0))
     group = EngineGroup(engines_of(runners))
     for n in range(2):  # a grammar that one replica compiled serves the other, and one that has compiled none
         group.add(f"g{n}", PROMPTS[5], CHOICE, grammar=group.compile_grammar(CHOICE))
     assert [output.outputs[0].token_ids for output in finished(group).values()] == [expected[5]] * 2
-    Faults(monkeypatch, runners[0], range(4, 99), read=read)
+    faults = Faults(monkeypatch, runners[0], range(4, 99), read=read)
     add_all(group, 14)
     done = finished(group)
     assert [engine.stats().engines_up for engine in group.engines] == [0, 1] and group.stats().engines_up == 1
@@ -185,6 +188,22 @@ def test_a_replica_that_ends_hands_its_requests_over(runners, expected, monkeypa
     told = Metrics("tiny").text(group.stats()).splitlines()
     assert 'shardlm:engine_up{model_name="tiny",engine="0"} 0' in told
     assert 'shardlm:failed_batches_total{model_name="tiny",engine="0"} 2' in told
+    # It is tried again, stays out while it fails, and then returns with the weights that it has missed.
+    old = runners[0].params
+    runners[0].params = jax.tree.map(lambda a: 2 * a, old)
+    group._out[0].at = 0
+    add_all(group)
+    finished(group)
+    assert group._up == [1] and group._out[0].pause == 1000 and group._out[0].at > time.monotonic()
+    faults.calls = ()
+    group._out[0].at = 0
+    assert group.step() == []
+    before = faults.count
+    add_all(group)
+    again = finished(group)
+    assert group._up == [0, 1] and not group._out and faults.count > before + 2
+    assert [again[f"r{n}"].outputs[0].token_ids for n in range(6)] == expected
+    faults.calls = range(9999)
     Faults(monkeypatch, runners[1], range(1, 99), read=read)
     add_all(group)
     with pytest.raises(EngineError, match="the engine ended: 4 batches failed"):
