@@ -26,6 +26,9 @@ _CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default 
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
+_PREFILL = flags.DEFINE_enum(
+    "prefill_attention", "auto", ["auto", "pages"], "Of prompts without a cached beginning; auto: cuDNN where it can."
+)
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
 _SPECULATIVE = flags.DEFINE_string(
     "speculative_config",
@@ -59,6 +62,7 @@ def engine_options() -> dict[str, Any]:
         "max_num_seqs": _MAX_SEQS.value,
         "max_num_batched_tokens": _MAX_TOKENS.value,
         "enable_prefix_caching": _PREFIX.value,
+        "prefill_attention": _PREFILL.value,
         "deterministic": _DETERMINISTIC.value,
         "speculative_config": SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
     }

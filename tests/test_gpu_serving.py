@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
@@ -19,16 +20,18 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
+from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.paged_attention import choose
 from shardlm.rules import Rules
 from shardlm.serve import programs
 from shardlm.serve.layers import apart
+from shardlm.serve.prefill import choose as choose_prefill
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
-from shardlm.serve.state import empty_state
+from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
 
@@ -114,3 +117,36 @@ def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
         made = collections.Counter(made)
         assert set(made) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
         assert made["scatter"] == pools.count((dtype, *page)) * config.num_layers
+
+
+@pytest.mark.parametrize("window", [0, 1024])
+def test_a_whole_prompt_attends_by_cudnn(window):
+    """8,192 tokens in one chunk: a kernel of cuDNN's a layer and none of ours, and pages are written where they lie."""
+    mesh = MeshSpec().build(topology("h100", 1, 1))
+    with jax.set_mesh(mesh):
+        rules = Rules.make("zero3", MeshSpec()).for_decoding()
+        execution = Execution(rules, jnp.bfloat16, attention="cudnn", paged_attention=choose("gpu"))
+        shape = apart(LLAMA.transformer())
+        [block] = shape.segments[0].pattern
+        block = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=window))
+        segments = tuple(dataclasses.replace(segment, pattern=(block,)) for segment in shape.segments)
+        model = ModelDef.make(dataclasses.replace(shape, segments=segments), execution)
+        layout = PageLayout.whole(LAYERS, PAGES)
+        whole = NamedSharding(mesh, jax.P())
+        held = lambda tree: jax.tree.map(lambda s: at_rest(s, mesh), tree)  # noqa: E731
+        state = held(jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS)))
+        here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
+        tokens = np.zeros((1, 8192), np.int32)
+        rest = (RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
+        rows = programs.ChunkRows(np.zeros((1, 6 + 512), np.int32), tokens, tokens, *rest)
+        function = functools.partial(programs.chunk, model, layout, whole=choose_prefill("auto", model, False))
+        lowered = jax.jit(function, donate_argnums=1).lower(model.held_at_rest(mesh), state, jax.tree.map(here, rows))
+        compiled = lowered.compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == LAYERS
+    assert 'custom_call_target="__gpu$xla.gpu.triton"' not in text
+    pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values())
+    assert compiled.memory_analysis().alias_size_in_bytes >= pool > 0.7 * 2**30
+    page = LLAMA.num_kv_heads, LLAMA.head_dim
+    made = set(re.findall(rf" = bf16\[[\d,]+,16,{page[0]},{page[1]}\]\S* ([\w-]+)\(", text))
+    assert "scatter" in made and made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made

@@ -11,7 +11,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
-from shardlm.ops.attention import packed_attention
+from shardlm.ops.attention import of_rows, packed_attention
 from shardlm.ops.kv_format import SCALE
 from shardlm.rules import Rules
 
@@ -100,7 +100,9 @@ class Paged:
     """Prefill (T > 1) and decode (T = 1): write k and v into pages, then attend to all positions so far.
 
     page_table int32 [B, groups * W], of each group of layers the pages of a row's tokens, page 0 is scrap; valid bool
-    [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees.
+    [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
+    every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
+    is for models without soft caps, sinks and latents; "": to pages.
     """
 
     absorbs: ClassVar[bool] = True
@@ -109,12 +111,15 @@ class Paged:
     layout: PageLayout = dataclasses.field(metadata={"static": True})
     rules: Rules = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(default="blocked", metadata={"static": True})
+    whole: str = dataclasses.field(default="", metadata={"static": True})
     weights: None = None
 
     @classmethod
-    def make(cls, page_table: jax.Array, valid: jax.Array, layout: PageLayout, execution: Execution) -> "Paged":
+    def make(
+        cls, page_table: jax.Array, valid: jax.Array, layout: PageLayout, execution: Execution, whole: str = ""
+    ) -> "Paged":
         """The context of a batch, as a model with this execution runs it."""
-        return cls(page_table, valid, layout, execution.rules, execution.paged_attention)
+        return cls(page_table, valid, layout, execution.rules, execution.paged_attention, whole)
 
     @property
     def real(self) -> jax.Array:
@@ -133,6 +138,12 @@ class Paged:
             first = place * self.layout.num_pages
             where = (page_table, positions, valid, first)
             pages = paged_attention.write(pages, new, *where)
+            if self.whole:
+                assert not softcap and sinks is None and not value_dim, "checked before (serve/prefill.py)"
+                if kv_name == "kv_heads_whole":
+                    head = self._own_head(new["k"].shape[2], q.shape[2])
+                    new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
+                return of_rows(q, new["k"], new["v"], scale, window, self.whole), pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
             options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":

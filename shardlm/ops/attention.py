@@ -57,13 +57,22 @@ def reference(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0, so
     return attend(q, k, v, packed_mask(segment_ids, window), scale, softcap, sinks)
 
 
-def cudnn(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0) -> jax.Array:
+def cudnn(q, k, v, segment_ids: jax.Array | None, scale: float, window: int = 0) -> jax.Array:
     """cuDNN flash attention on one device's arrays, float16 or bfloat16. Scores are never materialised; packed
-    documents are kept apart by a mask [B, 1, T, T] on top of the causal mask, whose upper half cuDNN skips."""
-    same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    documents are kept apart by a mask [B, 1, T, T] on top of the causal mask, whose upper half cuDNN skips. Without
+    `segment_ids` a row is one document."""
+    same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     options = {"is_causal": True, "scale": scale, "implementation": "cudnn"}
     sliding = {"local_window_size": (window - 1, 0)} if window else {}
     return jax.nn.dot_product_attention(q, k, v, mask=same, **options, **sliding)
+
+
+def of_rows(q, k, v, scale: float, window: int, implementation: str) -> jax.Array:
+    """Causal attention of rows of one document each, which padding may follow, on one device's arrays, by "cudnn" or
+    "xla"; shapes as in `attend`."""
+    if implementation == "cudnn":
+        return cudnn(q, k, v, None, scale, window)
+    return blocked_attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32), scale, window)
 
 
 def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head_dim: int, plain: bool = True) -> str:

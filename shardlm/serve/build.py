@@ -21,6 +21,7 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
+from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner, RunnerConfig, compile_all
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
@@ -59,6 +60,8 @@ class EngineConfig:
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
     decode_steps            tokens that a request decodes between two looks of the host
     enable_prefix_caching   equal beginnings of prompts are computed once
+    prefill_attention       of prompts without a cached beginning: "auto" (cuDNN on GPUs where it can, prefill.py) or
+                            "pages", so that a hit and a miss of the prefix cache run the same kernel
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
     speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
     """
@@ -75,6 +78,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     decode_steps: int = 8
     enable_prefix_caching: bool = True
+    prefill_attention: Wanted = "auto"
     deterministic: bool = False
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
 
@@ -89,6 +93,8 @@ class EngineConfig:
             raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(STORED)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
+        if self.prefill_attention not in get_args(Wanted):
+            raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from auto, pages")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ShardlmError(f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above 0, at most 1")
         split = [axis for axis in ("fsdp", "context") if getattr(self.mesh, axis) > 1]
@@ -164,6 +170,7 @@ def assemble(
     del params  # the stages have their own, and pages want the room
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
     sizes, *beside = sizes_of(model, draft, places, length, config)
+    sizes = dataclasses.replace(sizes, prefill=choose(config.prefill_attention, model, config.deterministic))
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
     proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
     runners: list[Runner] = []

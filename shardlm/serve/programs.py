@@ -127,11 +127,12 @@ def chunk(
     state: ServeState,
     rows: ChunkRows,
     also: Callable[[Any, Chunk], Any] = lambda drafts, chunk: drafts,
+    whole: str = "",
 ):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
     Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D]).
-    `also`: what a proposer of drafts makes of the chunks."""
-    positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1])
+    `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole)."""
+    positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
@@ -140,13 +141,15 @@ def chunk(
     return ServeState(pages, slots, drafts), *found
 
 
-def chunk_context(model: ModelDef, layout: PageLayout, where: jax.Array, count: int) -> tuple[jax.Array, Paged]:
+def chunk_context(
+    model: ModelDef, layout: PageLayout, where: jax.Array, count: int, whole: str = ""
+) -> tuple[jax.Array, Paged]:
     """(positions int32 [R, C], what the tokens attend to) of chunks padded to `count` tokens."""
     start, length, table = where[:, 1], where[:, 2], where[:, 6:]
     index = jnp.arange(count, dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    return positions, Paged.make(table, index < length[:, None], layout, model.execution)
+    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole)
 
 
 def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array):

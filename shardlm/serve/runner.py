@@ -34,12 +34,15 @@ from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef
 
+# Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
+WHOLE_LEAST = 512
 MASKS = 8  # rows of grammars' masks that one call sets
 
 
 @dataclasses.dataclass(frozen=True)
 class RunnerConfig:
-    """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs."""
+    """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
+    how chunks attend that begin at position 0, resolved (prefill.py)."""
 
     layout: PageLayout
     page_size: int
@@ -47,6 +50,7 @@ class RunnerConfig:
     max_batch_tokens: int
     max_model_len: int
     decode_steps: int
+    prefill: str = "pages"
 
     @property
     def row_pages(self) -> int:
@@ -66,6 +70,12 @@ class RunnerConfig:
         lengths = [n for n in (2**i for i in range(5, 30)) if n < most] + [most]
         sizes = {(rows, n) for n in lengths for rows in (1, min(self.max_rows, most // n))}
         return tuple(sorted(sizes, key=lambda size: (size[1], size[0])))
+
+    @property
+    def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:
+        """The programs of chunks by kind and size, with how they attend to what begins at position 0."""
+        whole = [size for size in self.chunk_sizes if self.prefill != "pages" and size[1] >= WHOLE_LEAST]
+        return {("chunk", size): "" for size in self.chunk_sizes} | {("whole", size): self.prefill for size in whole}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +113,16 @@ class Started:
 
     def tally(self) -> Tally | None:
         """Waits; numpy arrays of the rows of the batch whose drafts were verified, which are its first."""
-        call = self.calls[0]
-        return call.tally and jax.tree.map(lambda a: np.asarray(a)[: len(call.rows)], call.tally)
+        calls = [call for call in self.calls if call.tally is not None]
+        if not calls:
+            return None
+        order = np.argsort([row for call in calls for row in call.rows])
+        counts = [len(call.rows) for call in calls]
+
+        def joined(*parts: jax.Array) -> np.ndarray:
+            return np.concatenate([np.asarray(a)[:count] for a, count in zip(parts, counts, strict=True)])[order]
+
+        return jax.tree.map(joined, *(call.tally for call in calls))
 
     def scores(self, row: int) -> Scores:
         """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
@@ -197,8 +215,8 @@ class Runner:
                 work["text"] = (lambda params, *rest: begin(*rest), text)
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
-        for size in config.chunk_sizes:
-            work["chunk", size] = (chunk, (self._chunk_rows((), size),))
+        for (kind, size), whole in config.chunk_programs.items():
+            work[kind, size] = (functools.partial(chunk, whole=whole), (self._chunk_rows((), size),))
         words = -(-vocab // 32)
         counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
         work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
@@ -242,7 +260,9 @@ class Runner:
             calls += self._decode(batch, decodes)
         for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
-            sampled = self._run(("chunk", size), self._chunk_rows(own, size))
+            begins = all(row.start == 0 for _, row in group)
+            key = "whole" if begins and ("whole", size) in self.config.chunk_programs else "chunk", size
+            sampled = self._run(key, self._chunk_rows(own, size))
             calls.append(Call(tuple(n for n, _ in group), *sampled))
         return Started(batch, tuple(calls))
 

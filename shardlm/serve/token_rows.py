@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.layers.page_layout import PageLayout
+from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled
-from shardlm.serve.programs import WHOLE, Scores, hidden_of_one, sampled_of, scores_of
+from shardlm.serve.programs import WHOLE, Scores, hidden_of_one, none_sampled, sampled_of, scores_of
 from shardlm.serve.sampling_params import MAX_LOGPROBS
-from shardlm.serve.state import ServeState, put, take
+from shardlm.serve.state import ServeState, Slots, put, take
 from shardlm.state import ModelDef
 
 
@@ -33,36 +34,61 @@ def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeStat
     """`steps` (int32, at most `most`) tokens for every row that samples, each fed to the next step; a row with fewer
     samples idles. Returns (state, Sampled of [M, most, ...], Scores of [M], float32 [M, D] of the first step after the
     last norm)."""
-    slot, start, samples, token, target, scored = (rows.where[:, i] for i in range(6))
-    table = rows.where[:, 6:]
-    M = slot.shape[0]
-    own = take(state.slots, slot)
+    where = rows.where
+    own, said = take(state.slots, where[:, 0]), Said.none(where.shape[0], most, model.config.embed_dim)
 
     def step(i, carry):
-        pages, own, found, scores, first = carry
-        given = (i == 0) & (token >= 0)
-        sampling = i < samples
-        position = start + i
-        read = jnp.where(given, token, own.last)
-        lm, hidden, pages = hidden_of_one(model, layout, params, pages, table, read, position, given | sampling)
-        logits = jax.reshard(lm.logits(hidden)[:, 0], WHOLE)
-        sampled, own = sampled_of(logits, own, position + 1, sampling)
-        found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
-        wanted = (i == 0) & jnp.any(scored > 0)
-        scores = jax.lax.cond(wanted, lambda: scores_of(logits, target), lambda: scores)
-        whole = jax.reshard(hidden[:, 0], WHOLE).astype(jnp.float32)
-        return pages, own, found, scores, jnp.where(i == 0, whole, first)
+        pages, own, said = carry
+        read, position, active = fed(where, own.last, i)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, where[:, 6:], read, position, active)
+        own, said = sampled(lm, hidden, where, own, said, i)
+        return pages, own, said
 
-    none = lambda shape, dtype: jnp.zeros((M, *shape), dtype)  # noqa: E731
-    n, integer, real = MAX_LOGPROBS, jnp.int32, jnp.float32
-    found = Sampled(none((most,), integer), none((most,), real), none((most, n), integer), none((most, n), real))
-    scores = Scores(none((), real), none((), integer), none((n,), integer), none((n,), real))
-    first = none((model.config.embed_dim,), real)
-    pages, own, found, scores, first = jax.lax.fori_loop(0, steps, step, (state.pages, own, found, scores, first))
-    slots, padding = state.slots, state.slots.last.shape[0] - 1
-    kept = jnp.where(samples > 0, slot, padding)  # several rows may read a slot; one at most samples
-    last, counts = slots.last.at[kept].set(own.last), put(slots.counts, kept, own.counts)
-    return ServeState(pages, dataclasses.replace(slots, last=last, counts=counts)), found, scores, first
+    pages, own, said = jax.lax.fori_loop(0, steps, step, (state.pages, own, said))
+    return ServeState(pages, kept(state.slots, where, own)), said.found, said.scores, said.first
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What comes of rows: Sampled of [M, most, ...], Scores of [M] and float32 [M, D], both of the first step."""
+
+    found: Sampled
+    scores: Scores
+    first: jax.Array
+
+    @classmethod
+    def none(cls, M: int, most: int, width: int) -> "Said":
+        """To be filled in."""
+        n = (M, MAX_LOGPROBS)
+        zeros, integers = (lambda *s: jnp.zeros(s, jnp.float32)), (lambda *s: jnp.zeros(s, jnp.int32))
+        return cls(none_sampled(M, most), Scores(zeros(M), integers(M), integers(*n), zeros(*n)), zeros(M, width))
+
+
+def fed(where: jax.Array, last: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(the token that each row reads at step i, its position, whether it does), from its slot's last token."""
+    start, samples, token = where[:, 1], where[:, 2], where[:, 3]
+    given = (i == 0) & (token >= 0)
+    return jnp.where(given, token, last), start + i, given | (i < samples)
+
+
+def sampled(lm: Transformer, hidden, where: jax.Array, own: Slots, said: Said, i: jax.Array) -> tuple[Slots, Said]:
+    """After the model's hidden [M, 1, D] of step i: the rows' slots, and what they have said."""
+    start, samples, target, scored = where[:, 1], where[:, 2], where[:, 4], where[:, 5]
+    logits = jax.reshard(lm.logits(hidden)[:, 0], WHOLE)
+    new, own = sampled_of(logits, own, start + i + 1, i < samples)
+    found = jax.tree.map(lambda all, one: all.at[:, i].set(one), said.found, new)
+    wanted = (i == 0) & jnp.any(scored > 0)
+    scores = jax.lax.cond(wanted, lambda: scores_of(logits, target), lambda: said.scores)
+    whole = jax.reshard(hidden[:, 0], WHOLE).astype(jnp.float32)
+    return own, Said(found, scores, jnp.where(i == 0, whole, said.first))
+
+
+def kept(slots: Slots, where: jax.Array, own: Slots) -> Slots:
+    """All slots after the last step; several rows may read a slot, and one at most samples."""
+    slot, samples, padding = where[:, 0], where[:, 2], slots.last.shape[0] - 1
+    to = jnp.where(samples > 0, slot, padding)
+    return dataclasses.replace(slots, last=slots.last.at[to].set(own.last), counts=put(slots.counts, to, own.counts))
 
 
 def begin(state: ServeState, slot: jax.Array, settings: RowSettings, edits: Edits, top: jax.Array) -> ServeState:

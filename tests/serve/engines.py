@@ -42,6 +42,7 @@ def of_model(
     runner_of: type[Runner] = Runner,
     speculative=None,
     draft=None,
+    prefill="pages",
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig."""
     drafts = speculative.num_speculative_tokens if speculative else 0
@@ -49,7 +50,7 @@ def of_model(
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
     )
-    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps)
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill)
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()

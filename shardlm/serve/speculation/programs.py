@@ -50,10 +50,18 @@ class _Carry(NamedTuple):
     tally: Tally
 
 
-def chunk(model: ModelDef, layout: PageLayout, proposer: Proposer, params: tuple, state: ServeState, rows: ChunkRows):
+def chunk(
+    model: ModelDef,
+    layout: PageLayout,
+    proposer: Proposer,
+    params: tuple,
+    state: ServeState,
+    rows: ChunkRows,
+    whole: str = "",
+):
     """As programs.chunk, and the proposer reads the same. params: (the model's, the proposer's or None: the same)."""
     own, proposers = _both(params)
-    return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers))
+    return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers), whole)
 
 
 def _both(params: tuple) -> tuple:
@@ -78,7 +86,6 @@ def decode(
 ):
     """At most `steps` (int32, at most `most`) steps, each of which brings every row one token or more until it has its
     samples. Returns (state, Sampled of [B, most * (1 + K), ...], Tally)."""
-    K = proposer.drafts
     own_params, proposers = _both(params)
     slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
     table, B = rows.where[:, 3:], rows.where.shape[0]
@@ -86,37 +93,57 @@ def decode(
     def step(carry: _Carry) -> _Carry:
         made = carry.tally.made
         before = Rows(slot, table, start + made, samples - made, carry.own)
-        tokens, count, drafts = proposer.propose(proposers, carry.drafts, before)
-        count = jnp.clip(count, 0, jnp.maximum(before.room - 1, 0))
-        fed = jnp.concatenate([carry.own.last[:, None], tokens], axis=1)
+        fed, count, drafts = proposed(proposer, proposers, carry.drafts, before)
         hidden, logits, pages = _read(model, layout, own_params, carry.pages, before, fed, count)
-        own, found, now = _accepted(logits, before, fed, count, carry.found, made)
-        new = now - made - 1  # drafts that stay
-        new_tokens = jnp.where(jnp.arange(1 + K) == new[:, None], own.last[:, None], jnp.roll(fed, -1, axis=1))
-        drafts = proposer.observe(proposers, drafts, before, new_tokens, new, hidden)
-        tally = Tally(
-            now,
-            carry.tally.steps + (count > 0),
-            carry.tally.drafted + count,
-            carry.tally.accepted + (jnp.arange(K) < new[:, None]),
-        )
+        out = (carry.found, carry.tally)
+        own, drafts, found, tally = verified(proposer, proposers, drafts, before, fed, count, hidden, logits, *out)
         return _Carry(carry.step + 1, pages, drafts, own, found, tally)
 
-    zeros = jnp.zeros(B, jnp.int32)
-    tally = Tally(zeros, zeros, zeros, jnp.zeros((B, K), jnp.int32))
-    own, found = take(state.slots, slot), none_sampled(B, most * (1 + K))
+    own, (found, tally) = take(state.slots, slot), nothing_yet(proposer, B, most)
     going = lambda carry: (carry.step < steps) & jnp.any(carry.tally.made < samples)  # noqa: E731
     end = jax.lax.while_loop(going, step, _Carry(jnp.int32(0), state.pages, state.drafts, own, found, tally))
     return ServeState(end.pages, keep_slots(state.slots, slot, end.own), end.drafts), end.found, end.tally
 
 
+def nothing_yet(proposer: Proposer, B: int, most: int) -> tuple[Sampled, Tally]:
+    """What `most` steps of B rows sample, and what came of drafts, to be filled in."""
+    zeros = jnp.zeros(B, jnp.int32)
+    tally = Tally(zeros, zeros, zeros, jnp.zeros((B, proposer.drafts), jnp.int32))
+    return none_sampled(B, most * (1 + proposer.drafts)), tally
+
+
+def proposed(proposer: Proposer, params, drafts: Any, rows: Rows) -> tuple[jax.Array, jax.Array, Any]:
+    """(the last token and K drafts [B, 1 + K], how many of these count [B], the proposer's state)."""
+    tokens, count, drafts = proposer.propose(params, drafts, rows)
+    count = jnp.clip(count, 0, jnp.maximum(rows.room - 1, 0))
+    return jnp.concatenate([rows.own.last[:, None], tokens], axis=1), count, drafts
+
+
+def places(position: jax.Array, room: jax.Array, count: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
+    """(positions, which are no padding), both [B, T], of the last token and `count` [B] drafts."""
+    index = jnp.arange(T)[None]
+    valid = (index <= count[:, None]) & (room > 0)[:, None]
+    # Padding stands at the row's last position, so that attention goes no farther than the row does.
+    return jnp.where((room > 0)[:, None], position[:, None] + jnp.minimum(index, count[:, None]), 0), valid
+
+
+def verified(
+    proposer: Proposer, params, drafts: Any, rows: Rows, fed, count, hidden, logits, found: Sampled, tally: Tally
+) -> tuple[Slots, Any, Sampled, Tally]:
+    """The rows' slots, the proposer's state, what was sampled and the tally after a step: logits float32 [B, 1 + K, V]
+    and hidden [B, 1 + K, D] are the model's of `fed`."""
+    own, found, now = _accepted(logits, rows, fed, count, found, tally.made)
+    new, K = now - tally.made - 1, proposer.drafts  # drafts that stay
+    new_tokens = jnp.where(jnp.arange(1 + K) == new[:, None], own.last[:, None], jnp.roll(fed, -1, axis=1))
+    drafts = proposer.observe(params, drafts, rows, new_tokens, new, hidden)
+    right = tally.accepted + (jnp.arange(K) < new[:, None])
+    return own, drafts, found, Tally(now, tally.steps + (count > 0), tally.drafted + count, right)
+
+
 def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows, fed: jax.Array, count: jax.Array):
     """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], logits
     float32 [B, 1 + K, V] whole on every device, pages)."""
-    index = jnp.arange(fed.shape[1])[None]
-    valid = (index <= count[:, None]) & (rows.room > 0)[:, None]
-    # Padding stands at the row's last position, so that attention goes no farther than the row does.
-    positions = jnp.where((rows.room > 0)[:, None], rows.position[:, None] + jnp.minimum(index, count[:, None]), 0)
+    positions, valid = places(rows.position, rows.room, count, fed.shape[1])
     ctx = Paged.make(rows.table, valid, layout, model.execution)
     lm = model.model(params)
     hidden, pages, _ = lm(fed, positions, ctx, pages)

@@ -1,0 +1,35 @@
+"""How chunks that begin at position 0 attend: over the pages that their keys and values are written to, as any chunk,
+or to the keys and values at hand, by cuDNN's flash attention."""
+
+import logging
+from typing import Literal
+
+from shardlm.state import ModelDef
+
+log = logging.getLogger(__name__)
+
+Wanted = Literal["auto", "pages"]
+
+
+def choose(wanted: Wanted, model: ModelDef, deterministic: bool) -> str:
+    """The implementation (ops/attention.py) for chunks that nothing stands before: "pages", or "cudnn" where that reads
+    what pages hold. Says in the log which, and why."""
+    execution = model.execution
+    latent = "v" not in model.outline().segments[0].blocks[0].attention.cache_entries()
+    reasons = {
+        "prefill_attention=pages": wanted == "pages",
+        "the deterministic mode has one program for all tokens": deterministic,
+        "latents are wider than cuDNN's heads": latent,
+        f"attention is {execution.attention} (platform, dtype, head size, soft caps and sinks)": (
+            execution.attention != "cudnn"
+        ),
+        f"pages hold {execution.kv_cache}: a prompt that is cached and one that is not would differ by its rounding": (
+            execution.kv_cache in ("fp8", "int8")
+        ),
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    if why:
+        log.info("prompts attend over pages: %s", why[0])
+        return "pages"
+    log.info("chunks of many tokens that begin at position 0 attend by cuDNN: a GPU, and pages hold what is computed")
+    return "cudnn"

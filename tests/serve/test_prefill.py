@@ -1,0 +1,92 @@
+"""Chunks that begin at position 0 attend to the keys and values at hand: what they say and write is what attention over
+pages does, on any mesh, beside rows that have a cached beginning, and before decoding. On a CPU by the reference of
+cuDNN's branch; test_gpu_serving.py compiles that."""
+
+import collections
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import CONFIG, TOKENIZER, finished, of_model
+from oracle import opened_of
+from small import mesh_of
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.stack import Segment
+from shardlm.mesh import MeshSpec
+from shardlm.serve import runner as runner_module
+from shardlm.serve.build import EngineConfig
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.prefill import choose
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.speculation.config import SpeculativeConfig
+
+TEXT = TOKENIZER.encode('{"name": "ab", "age": 12}né日🙂 true' * 2)
+NGRAM = SpeculativeConfig(2, "ngram", None, 3, 2)
+PROMPTS = [TEXT[:11], TEXT[3:30], TEXT[5:9], [*TEXT[3:23], *TEXT[:5]], TEXT[7:37]]  # the fourth begins as the second
+
+
+def engine_of(spec: MeshSpec, window: int, **options):
+    """Two layers, the first with the window, and one kv head."""
+    shape = dataclasses.replace(CONFIG, num_layers=2, num_kv_heads=1).transformer()
+    [block] = shape.segments[0].pattern
+    windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=window))
+    opened = opened_of(dataclasses.replace(shape, segments=(Segment((windowed, block), 1),)), spec)
+    with jax.set_mesh(opened.mesh):
+        model, params = taken_apart(opened.model, opened.params)
+    return of_model(model, params, mesh_of(spec), tokens=32, length=48, pages=60, **options)
+
+
+def said(engine) -> dict:
+    done = {}
+    for turn in range(2):  # the second time with cached beginnings
+        for n, prompt in enumerate(PROMPTS):
+            params = SamplingParams(temperature=0, max_tokens=7, prompt_logprobs=0 if n < 2 else None, ignore_eos=True)
+            engine.add(f"{turn}.{n}", prompt, params)
+        done |= finished(engine)
+    return {
+        id: (one.outputs[0].token_ids, [entry[0].logprob for entry in (one.prompt_logprobs or [])[1:]])
+        for id, one in done.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "window", "drafts"),
+    [(MeshSpec(), 6, None), (MeshSpec(tensor=2), 0, SpeculativeConfig(2, "ngram", None, 3, 2))],
+)
+def test_beginnings_of_prompts_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts):
+    monkeypatch.setattr(runner_module, "WHOLE_LEAST", 16)
+    whole = engine_of(spec, window, prefill="xla", speculative=drafts)
+    ran, run = collections.Counter(), whole.runner._run
+    monkeypatch.setattr(whole.runner, "_run", lambda key, *rest: (ran.update([key[0]]), run(key, *rest))[1])
+    found, wanted = said(whole), said(engine_of(spec, window, speculative=drafts))
+    assert ran["whole"] >= 3 and ran["chunk"] >= 3
+    for id, (tokens, logprobs) in wanted.items():
+        assert found[id][0] == tokens, id
+        np.testing.assert_allclose(found[id][1], logprobs, atol=2e-5)
+
+
+def test_the_choice_is_said_with_its_reason(caplog):
+    model = opened_of(dataclasses.replace(CONFIG, num_layers=1).transformer(), MeshSpec()).model
+
+    def chosen(wanted="auto", deterministic=False, **execution) -> tuple[str, str]:
+        own = dataclasses.replace(model, execution=dataclasses.replace(model.execution, **execution))
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            return choose(wanted, own, deterministic), caplog.text
+
+    gpu = {"attention": "cudnn", "dtype": jnp.bfloat16}
+    assert chosen(**gpu)[0] == "cudnn" and "attend by cuDNN" in chosen(**gpu)[1]
+    for options, reason in (
+        (gpu | {"wanted": "pages"}, "prefill_attention=pages"),
+        (gpu | {"deterministic": True}, "one program for all tokens"),
+        (gpu | {"kv_cache": "int8"}, "pages hold int8"),
+        ({}, "attention is xla"),
+    ):
+        how, why = chosen(**options)
+        assert how == "pages" and reason in why
+    with pytest.raises(ShardlmError, match="prefill_attention='cudnn'; choose from auto, pages"):
+        EngineConfig(prefill_attention="cudnn")
