@@ -34,9 +34,10 @@ from shardlm.serve.speculation.build import (
     wants_modules,
 )
 from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.staged_deterministic import StagedDeterministicRunner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import Place, cut, repeated
-from shardlm.serve.submeshes import of_replica, submeshes
+from shardlm.serve.submeshes import of_replica, of_stage, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
@@ -103,15 +104,11 @@ class EngineConfig:
                 f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
                 "tensor, expert, pipeline or data"
             )
-        if self.speculative_config is not None and self.mesh.pipeline > 1:
+        if self.mesh.pipeline > 1 and self.speculative_config and self.speculative_config.method == "mtp":
             raise ShardlmError(
-                f"speculative_config and mesh.pipeline={self.mesh.pipeline}: drafts are made and verified in one "
-                "program, and stages have one each; give those devices to tensor, expert or data, or leave drafts out"
-            )
-        if self.deterministic and self.mesh.pipeline > 1:
-            raise ShardlmError(
-                f"deterministic=True and mesh.pipeline={self.mesh.pipeline}: stages run rows in several shapes, "
-                "so that bits depend on what else runs; give those devices to tensor, expert or data"
+                f"speculative_config method='mtp' and mesh.pipeline={self.mesh.pipeline}: the modules that draft need "
+                "the embedding, which is in another stage; give those devices to tensor, expert or data, or choose "
+                "method 'ngram' or 'draft_model'"
             )
 
     @property
@@ -144,7 +141,7 @@ def build(
     speculative, shape = config.speculative_config, found.source.transformer()
     modules = wants_modules(speculative, shape, path)
     where = (mesh, config.dtype, config.kv_cache_dtype)
-    draft = open_draft_model(speculative, shape.vocab_size, length, *where)
+    draft = open_draft_model(speculative, shape.vocab_size, length, of_stage(mesh), *where[1:])
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     opened = load(path, mesh=mesh, decoding=True, length=length, **options)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
@@ -177,7 +174,8 @@ def assemble(
     for place in places:
         like = runners[0] if runners else None
         if len(place.stages) > 1:
-            runners.append(StagedRunner(model, place, sizes, like))
+            make = StagedDeterministicRunner if config.deterministic else StagedRunner
+            runners.append(make(model, place, sizes, like, proposer))
         else:
             make = DeterministicRunner if config.deterministic else Runner
             runners.append(make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like))
@@ -196,7 +194,7 @@ def sizes_of(
     cpu = stages[0].mesh.devices.flat[0].platform == "cpu"
     layouts = layouts_of(model, draft, length, config.block_size, config.decoded)
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
-    each[0] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
+    each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
     rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
     return sized(layouts, each, rooms, length, config, len(places))
 

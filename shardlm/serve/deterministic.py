@@ -76,7 +76,7 @@ class DeterministicRunner(Runner):
     """As Runner, with one program for all tokens."""
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
-        config, shared = self.config, super()._shapes()
+        config, shared = self.config, Runner._shapes(self)
         run = functools.partial(token_rows.run, self.model, config.layout, config.decode_steps)
         slot = np.zeros(1, np.int32)
         settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
@@ -98,15 +98,19 @@ class DeterministicRunner(Runner):
             if row.fresh:
                 self._begin(row, settings[row.request.id])
         self._allow(masks)
-        calls = []
-        for tokens in _in_parts(_tokens(batch), self.config.max_rows):
-            where = self._where()
-            for i, token in enumerate(tokens):
-                row, pages = batch.rows[token.row], batch.page_table[token.row]
-                where[i, :6] = _described(row, token.offset)
-                self._fill(where[i, 6:], pages)
-            calls.append(Call(tokens, *self._run("tokens", TokenRows(where), np.int32(batch.steps))))
-        return Started(batch, tuple(calls))
+        parts = _in_parts(_tokens(batch), self._part)
+        described = [self._where(batch, tokens) for tokens in parts]
+        found = self._run_parts(described, batch.steps)
+        return Started(batch, tuple(Call(tokens, *said) for tokens, said in zip(parts, found, strict=True)))
+
+    @property
+    def _part(self) -> int:
+        """Rows of the program."""
+        return self.config.max_rows
+
+    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> Sequence[Sequence[Any]]:
+        """(Sampled, Scores, hidden) of each TokenRows.where."""
+        return [self._run("tokens", TokenRows(where), np.int32(steps)) for where in parts]
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
         super()._begin(row, settings)
@@ -114,10 +118,14 @@ class DeterministicRunner(Runner):
         settings.fill(defaults, edits, top, 0)
         self._run("begin", np.array([row.slot], np.int32), defaults, edits, top)
 
-    def _where(self) -> np.ndarray:
-        """Rows of padding."""
-        where = np.zeros((self.config.max_rows, 6 + self.config.row_pages), np.int32)
+    def _where(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> np.ndarray:
+        """TokenRows.where of these tokens of a batch; the rest is padding."""
+        where = np.zeros((self._part, 6 + self.config.row_pages), np.int32)
         where[:, 0], where[:, 3] = self.config.max_rows, -1
+        for i, token in enumerate(tokens):
+            row, pages = batch.rows[token.row], batch.page_table[token.row]
+            where[i, :6] = _described(row, token.offset)
+            self._fill(where[i, 6:], pages)
         return where
 
 

@@ -18,25 +18,34 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlm.generate import make_pages
 from shardlm.mesh import MeshSpec
-from shardlm.ops.batch_sampling import Sampled
-from shardlm.serve import stage_programs
+from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.programs import ChunkRows
 from shardlm.serve.runner import Call, Runner, RunnerConfig
+from shardlm.serve.speculation.proposer import Proposer
+from shardlm.serve.stage_programs import Steps
 from shardlm.serve.stages import Place, part_of, together
-from shardlm.serve.state import Slots, empty_state
+from shardlm.serve.state import empty_state
 from shardlm.state import ModelDef, at_rest
 
 
 class StagedRunner(Runner):
     """As Runner, with a state of each stage."""
 
-    def __init__(self, model: ModelDef, place: Place, config: RunnerConfig, like: "StagedRunner | None" = None):
+    def __init__(
+        self,
+        model: ModelDef,
+        place: Place,
+        config: RunnerConfig,
+        like: "StagedRunner | None" = None,
+        proposer: Proposer | None = None,
+    ):
+        """As Runner's. What proposes drafts is in the last stage."""
         self.stages = tuple(place.stages)
         self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in self.stages]
         self._parts = place.params
         params = together(place.params, self.stages)
-        super().__init__(model, params, self.stages[-1].mesh, config, like=like)
+        super().__init__(model, params, self.stages[-1].mesh, config, proposer, place.draft, like=like)
 
     @functools.cached_property
     def _steps(self) -> list[list[jax.Array]]:
@@ -49,8 +58,8 @@ class StagedRunner(Runner):
         return dataclasses.replace(super().spec, pipeline=len(self.stages))
 
     def update_weights(self, params: Any, draft: Any = None) -> None:
-        """All parameters, each on the devices of its stage, as `params` has them. There are no drafts."""
-        super().update_weights(params)
+        """All parameters, each on the devices of its stage, as `params` has them."""
+        super().update_weights(params, draft)
         self._parts = [part_of(params, stage) for stage in self.stages]
 
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
@@ -60,7 +69,8 @@ class StagedRunner(Runner):
             sizes = (stage.layout(config.layout), config.page_size)
             make = functools.partial(make_pages, stage.model, *sizes)
             if stage.last:
-                make = functools.partial(empty_state, stage.model, *sizes, config.max_rows)
+                drafts = self.proposer.empty if self.proposer else tuple
+                make = functools.partial(empty_state, stage.model, *sizes, config.max_rows, drafts)
             makers.append(jax.jit(make))
         return tuple(makers)
 
@@ -68,6 +78,20 @@ class StagedRunner(Runner):
         return [self._new(make, stage.mesh) for stage, make in zip(self.stages, self._makers, strict=True)]
 
     # Programs: the stage is last in the key.
+
+    def _own(self, s: int) -> Any:
+        """The parameters of a stage, in the last one with the proposer's."""
+        return (self._parts[s], self.proposer_params) if self.proposer and self.stages[s].last else self._parts[s]
+
+    @property
+    def _decoding(self) -> Steps:
+        most = self.config.decode_steps
+        if self.proposer:
+            begin = functools.partial(stage_drafts.begin, self.proposer, most)
+            last_step = functools.partial(stage_drafts.last_step, self.proposer)
+            return Steps(begin, stage_drafts.step, last_step, stage_programs.end)
+        begin = functools.partial(stage_programs.begin, most)
+        return Steps(begin, stage_programs.step, stage_programs.last_step, stage_programs.end)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -78,43 +102,45 @@ class StagedRunner(Runner):
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, its arguments)."""
         last = len(self.stages) - 1
-        edits = {key: what for key, what in super()._shapes().items() if key in ("counts", "allowed")}
+        edits = {key: what for key, what in super()._shapes().items() if key in ("counts", "allowed", "text")}
         work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
         for rows in self.group_sizes:
-            work |= self._decode_shapes(rows)
-        for size in self.config.chunk_sizes:
-            work |= self._chunk_shapes(size)
+            work |= self._step_shapes(self._decoding, np.zeros((rows, 3 + self.config.row_pages), np.int32))
+        for key, whole in self.config.chunk_programs.items():
+            work |= self._chunk_shapes(*key, whole)
         return work
 
-    def _decode_shapes(self, rows: int) -> dict[Any, tuple[Callable, tuple]]:
-        last = len(self.stages) - 1
-        slots = self._state[-1].slots
-        begin = functools.partial(stage_programs.begin, self.config.decode_steps)
+    def _step_shapes(self, steps: Steps, empty: np.ndarray) -> dict[Any, tuple[Callable, tuple]]:
+        """Of rows that are described by such an array, int32 [rows, ...]."""
+        last, rows = len(self.stages) - 1, empty.shape[0]
+        kept = (self._state[-1].slots, self._state[-1].drafts)
         with jax.set_mesh(self.mesh):
-            empty = np.zeros((rows, 3 + self.config.row_pages), np.int32)
-            _, own, found = jax.eval_shape(begin, (), slots, empty)
-            own, found = jax.tree.map(lambda s: at_rest(s, self.mesh), (own, found))
+            _, held, entering = jax.eval_shape(steps.begin, self.proposer_params, kept, empty)
+            held = jax.tree.map(lambda s: at_rest(s, self.mesh), held)
+        stream = jax.ShapeDtypeStruct((*entering[0].shape, self.model.config.embed_dim), self.model.execution.dtype)
         work = {}
         for s, stage in enumerate(self.stages):
-            where, step = self._shapes_on(s, (empty, np.int32(0)))
-            entering = self._entering(s, (rows,)) if stage.first else self._entering(s, (rows, 1))
-            function = stage_programs.last_step if stage.last else stage_programs.step
-            function = functools.partial(function, stage, stage.layout(self.config.layout))
-            held = (self._state[s].pages, own, found) if stage.last else self._state[s]
-            work["step", rows, s] = function, (self._parts[s], held, where, entering, step)
-        work["begin", rows, last] = begin, ((), slots, where)
-        work["end", rows, last] = stage_programs.end, ((), slots, where, own)
+            entered = entering if stage.first else (stream, *entering[1:])
+            where, entered, step = self._shapes_on(s, (empty, entered, np.int32(0)))
+            function = functools.partial(steps.last_step if stage.last else steps.step, stage)
+            function = functools.partial(function, stage.layout(self.config.layout))
+            state = self._state[s]
+            donated = (state.pages, state.drafts, held) if stage.last else state
+            work["step", rows, s] = function, (self._own(s), donated, where, entered, step)
+        work["begin", rows, last] = steps.begin, (self.proposer_params, kept, where)
+        work["end", rows, last] = steps.end, ((), kept, where, held[0])
         return work
 
-    def _chunk_shapes(self, size: tuple[int, int]) -> dict[Any, tuple[Callable, tuple]]:
+    def _chunk_shapes(self, kind: str, size: tuple[int, int], whole: str) -> dict[Any, tuple[Callable, tuple]]:
         work = {}
         rows = self._chunk_rows((), size)
         for s, stage in enumerate(self.stages):
-            function = stage_programs.last_chunk if stage.last else stage_programs.chunk
+            last = functools.partial(stage_programs.last_chunk, proposer=self.proposer)
+            function = last if stage.last else stage_programs.chunk
             where = rows if stage.last else rows.where
             own = self._shapes_on(s, where)
-            function = functools.partial(function, stage, stage.layout(self.config.layout))
-            work["chunk", size, s] = function, (self._parts[s], self._state[s], own, self._entering(s, size))
+            function = functools.partial(function, stage, stage.layout(self.config.layout), whole=whole)
+            work[kind, size, s] = function, (self._own(s), self._state[s], own, self._entering(s, size))
         return work
 
     def _shapes_on(self, s: int, arguments: Any) -> Any:
@@ -136,72 +162,87 @@ class StagedRunner(Runner):
     # Batches.
 
     def _run(self, key: Any, *arguments) -> list:
-        if key[0] == "chunk":
-            return self._chunk(key[1], *arguments)
-        self._state[-1] = self._programs[key, len(self.stages) - 1]((), self._state[-1], *arguments)
-        return []
+        if key in self.config.chunk_programs:
+            return self._chunk(*key, *arguments)
+        made = self._programs[key, len(self.stages) - 1]((), self._state[-1], *arguments)
+        self._state[-1], *found = made if isinstance(made, tuple) else (made,)
+        return found
 
-    def _chunk(self, size: tuple[int, int], rows: ChunkRows) -> list:
+    def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> list:
         entering, found = rows.tokens, []
         for s, whole in enumerate(self._whole):
             entering = jax.device_put(entering, whole)
             where = jax.device_put(rows if self.stages[s].last else rows.where, whole)
-            run = self._programs["chunk", size, s]
-            self._state[s], *found = run(self._parts[s], self._state[s], where, entering)
+            run = self._programs[kind, size, s]
+            self._state[s], *found = run(self._own(s), self._state[s], where, entering)
             entering = found[0]
         return found
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         count = min(len(self.stages), len(decodes))
-        groups = [self._begun(batch, decodes[number::count]) for number in range(count)]
-        for i in range(batch.steps):
-            for group in groups:
-                self._step(group, i)
-        last = len(self.stages) - 1
-        for group in groups:
-            slots = self._state[-1].slots
-            (slots,) = self._programs["end", group.size, last]((), slots, group.where[-1], group.own)
-            self._state[-1] = dataclasses.replace(self._state[-1], slots=slots)
-        return [Call(group.rows, group.found) for group in groups]
+        dealt = [decodes[number::count] for number in range(count)]
+        size = next(size for size in self.group_sizes if size >= len(dealt[0]))
+        rows = [self._decode_rows([(row, batch.page_table[n]) for n, row in own], size).where for own in dealt]
+        found = self._in_turn(rows, batch.steps)
+        return [
+            Call(tuple(n for n, _ in own), sampled, tally=tally[0] if tally else None)
+            for own, (_, sampled, *tally) in zip(dealt, found, strict=True)
+        ]
 
-    def _begun(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> "_Group":
-        size = next(size for size in self.group_sizes if size >= len(decodes))
-        rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
-        where = [jax.device_put(rows.where, whole) for whole in self._whole]
-        begin = self._programs["begin", size, len(self.stages) - 1]
-        slots, own, found = begin((), self._state[-1].slots, where[-1])
-        self._state[-1] = dataclasses.replace(self._state[-1], slots=slots)
-        return _Group(tuple(n for n, _ in decodes), size, where, own.last, own, found)
+    def _in_turn(self, rows: Sequence[np.ndarray], steps: int) -> list[tuple]:
+        """Groups of rows, whose steps alternate: what each holds after the last one."""
+        groups = [self._begun(where) for where in rows]
+        for i in range(steps):
+            for group in groups:
+                # Where drafts are made, steps count down to the last one, which makes none.
+                self._step(group, steps - 1 - i if self.proposer else i)
+        for group in groups:
+            end = self._programs["end", group.size, len(self.stages) - 1]
+            self._keep(end((), self._kept, group.where[-1], group.held[0]))
+        return [group.held for group in groups]
+
+    @property
+    def _kept(self) -> tuple:
+        """What the last stage keeps of requests."""
+        return self._state[-1].slots, self._state[-1].drafts
+
+    def _keep(self, kept: tuple) -> None:
+        self._state[-1] = dataclasses.replace(self._state[-1], slots=kept[0], drafts=kept[1])
+
+    def _begun(self, rows: np.ndarray) -> "_Group":
+        where = [jax.device_put(rows, whole) for whole in self._whole]
+        begin = self._programs["begin", len(rows), len(self.stages) - 1]
+        kept, held, entering = begin(self.proposer_params, self._kept, where[-1])
+        self._keep(kept)
+        return _Group(len(rows), where, entering, held)
 
     def _step(self, group: "_Group", i: int) -> None:
         """Starts a step in all stages."""
-        entering = group.token
+        entering = group.entering
         for s, stage in enumerate(self.stages):
             entering = jax.device_put(entering, self._whole[s])
             run, rest = self._programs["step", group.size, s], (group.where[s], entering, self._steps[s][i])
             if not stage.last:
-                self._state[s], entering = run(self._parts[s], self._state[s], *rest)
+                self._state[s], entering = run(self._own(s), self._state[s], *rest)
                 continue
-            held = (self._state[s].pages, group.own, group.found)
-            (pages, group.own, group.found), group.token = run(self._parts[s], held, *rest)
-            self._state[s] = dataclasses.replace(self._state[s], pages=pages)
+            state = self._state[s]
+            (pages, drafts, group.held), group.entering = run(
+                self._own(s), (state.pages, state.drafts, group.held), *rest
+            )
+            self._state[s] = dataclasses.replace(state, pages=pages, drafts=drafts)
 
 
 @dataclasses.dataclass
 class _Group:
     """Rows whose steps run as one.
 
-    rows   of the batch
-    size   of the programs
-    where  DecodeRows.where on each stage's devices
-    token  that was sampled last, int32 [size]
-    own    slots of the rows
-    found  what was sampled so far
+    size      of the programs
+    where     what describes the rows (DecodeRows.where) on each stage's devices
+    entering  what enters the first stage next
+    held      the slots of the rows, first, and what was sampled so far
     """
 
-    rows: tuple[int, ...]
     size: int
     where: list[jax.Array]
-    token: jax.Array
-    own: Slots
-    found: Sampled
+    entering: tuple
+    held: tuple

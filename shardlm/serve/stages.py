@@ -64,7 +64,7 @@ def layers_of(num_layers: int, count: int) -> list[slice]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One replica on its devices: the stages, the parameters of each, and those of a draft model."""
+    """One replica on its devices: the stages, the parameters of each, and those of a draft model, in the last one."""
 
     stages: list[Stage]
     params: list[Tree]
@@ -77,7 +77,7 @@ def cut(model: ModelDef, params: Tree, meshes: Sequence[Mesh], draft: Tree = ())
     if len(meshes) == 1:
         return Place([Stage(model, meshes[0], True, True, slice(None), {})], [copied(params, meshes[0])], draft)
     found = stages_on(model, meshes)
-    return Place(found, [part_of(params, stage) for stage in found], draft)
+    return Place(found, [part_of(params, stage) for stage in found], copied(draft, meshes[-1]))
 
 
 def stages_on(model: ModelDef, meshes: Sequence[Mesh]) -> list[Stage]:
@@ -126,7 +126,7 @@ def repeated(place: Place, meshes: Sequence[Mesh]) -> Place:
         held = jax.tree.map(lambda s, mesh=mesh: at_rest(s, mesh), stage.held)
         stages.append(dataclasses.replace(stage, mesh=mesh, held=held))
     params = [copied(own, mesh) for own, mesh in zip(place.params, meshes, strict=True)]
-    return Place(stages, params, copied(place.draft, meshes[0]))
+    return Place(stages, params, copied(place.draft, meshes[-1]))
 
 
 def copied(params: Tree, mesh: Mesh) -> Tree:

@@ -26,7 +26,8 @@ def test_replicas_of_quantised_weights():
 
 
 def test_the_command_takes_what_launch_serve_takes():
-    words = ["--deterministic", "--pipeline=2", "--data=2", "--kv_cache_dtype=fp8", "--config.cpu_devices=8"]
+    drafts = '--speculative_config={"method": "mtp", "num_speculative_tokens": 2}'
+    words = [drafts, "--pipeline=2", "--data=2", "--kv_cache_dtype=fp8", "--config.cpu_devices=8"]
     command = [sys.executable, "-m", "launch.bench", "serve", "--config=configs/tiny.py", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "deterministic=True and mesh.pipeline=2: stages run rows" in done.stderr
+    assert done.returncode == 1 and "method='mtp' and mesh.pipeline=2: the modules that draft" in done.stderr

@@ -8,14 +8,17 @@ import jax
 import numpy as np
 import pytest
 import small_moe
-from engines import CONFIG, TOKENIZER, finished, of_model
+from engines import CONFIG, END, TOKENIZER, finished, of_model
+from oracle import Oracle, opened_of
 from small import init, mesh_of
 
 from shardlm.generate import Sampling, generate
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
+from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.deterministic import DeterministicRunner
+from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef
@@ -97,3 +100,34 @@ def test_a_generated_token_has_the_score_it_has_in_a_prompt():
     scored = [entry[0].logprob for entry in done["scored"].prompt_logprobs[len(PROMPTS[1]) :]]
     assert scored == [entry[0].logprob for entry in said.logprobs]
     assert np.isclose(np.linalg.norm(done["embedded"].embedding), 1)
+
+
+def test_stages_say_the_same_bits_whatever_else_runs():
+    """One program of one shape in each stage, and rows dealt into groups."""
+    sizes = EngineConfig(mesh=MeshSpec(pipeline=2), deterministic=True, max_num_seqs=5, block_size=4, decode_steps=4)
+    opened = opened_of(WIDE.transformer(), sizes.mesh)
+    runner = assemble(opened, TOKENIZER, [END], 64, sizes).runner
+    assert runner.num_programs == 2 + 2 + 3  # a step of each stage, before and after it, and what sets slots
+
+    def engine(tokens: int, pages: int, caching: bool) -> Engine:
+        layout = dataclasses.replace(runner.config.layout, num_pages=pages)
+        own = dataclasses.replace(runner.config, max_batch_tokens=tokens, layout=layout)
+        config = dataclasses.replace(sizes, enable_prefix_caching=caching)
+        return Engine(runner, scheduler_of(own, config), TOKENIZER, [END])
+
+    numbers, alone = range(10), {}
+    for number in numbers:
+        one = engine(64, 40, False)
+        one.add(str(number), *request(number))
+        alone |= {id: bits(output) for id, output in finished(one).items()}
+    oracle = Oracle(opened_of(WIDE.transformer(), MeshSpec()))
+    assert all(alone[str(n)][1] == oracle.reply(*request(n)).tokens for n in (0, 1))
+    crowded, rng, done = engine(7, 22, True), random.Random(1), {}
+    for number in [*numbers, *numbers]:
+        crowded.add(f"{number}.{len(done)}.{rng.random()}", *request(number))
+        for _ in range(rng.randrange(3)):
+            done |= {output.request_id: output for output in crowded.step() if output.finished}
+    done |= finished(crowded)
+    assert crowded.scheduler.preemptions and crowded.stats().prefix_hits and len(done) == 2 * len(numbers)
+    for id, output in done.items():
+        assert bits(output) == alone[id.split(".")[0]], id

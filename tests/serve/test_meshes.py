@@ -19,13 +19,15 @@ from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
 from shardlm.serve.engine import Engine
+from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.speculation.build import DraftModel
 from shardlm.serve.stages import layers_of
-from shardlm.serve.submeshes import of_replica, submeshes
+from shardlm.serve.submeshes import of_replica, of_stage, submeshes
 
 TEXTS = ('{"name": "ab"', '{"name": "abc", "age": 12', "né日🙂 true", "x" * 30)
 PROMPTS = [TOKENIZER.encode(text) for text in TEXTS]
@@ -102,6 +104,33 @@ def test_every_mesh_says_what_one_device_says(name, sizes):
         assert done[id].outputs[0].token_ids == oracle(name).reply(prompt, params).tokens, (id, sizes)
     stats = engine.stats()
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.kv_usage == 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_go_through_stages(method):
+    """Proposed in the last stage and verified through all, by groups in turn: the same tokens, and drafts that stay.
+    The draft model is the model itself, so that nearly all of its drafts do."""
+    spec = MeshSpec(pipeline=2, tensor=2 if method == "draft_model" else 1)
+    shape = dataclasses.replace(SHAPES["dense"], tie_embeddings=False)
+    wanted = {"method": method, "num_speculative_tokens": 3}
+    wanted |= {"model": "itself"} if method == "draft_model" else {"prompt_lookup_max": 2}
+    draft = None
+    if method == "draft_model":
+        itself = opened_of(SHAPES["dense"], of_stage(spec))
+        with jax.set_mesh(itself.mesh):
+            draft = DraftModel(*taken_apart(itself.model, itself.params))
+        shape = SHAPES["dense"]
+    opened = opened_of(shape, of_replica(spec))
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "block_size": 4, "decode_steps": 2}
+    config = EngineConfig(mesh=spec, kv_cache_bytes=2**20, speculative_config=wanted, **sizes)
+    engine, plain = assemble(opened, TOKENIZER, [END], 56, config, draft=draft), Oracle(opened_of(shape, MeshSpec()))
+    for id, (prompt, params) in requests(8).items():
+        engine.add(id, prompt, params)
+    done = finished(engine)
+    for id, (prompt, params) in requests(8).items():
+        assert done[id].outputs[0].token_ids == plain.reply(prompt, params).tokens, id
+    stats = engine.stats().speculation
+    assert stats.steps and sum(stats.accepted) > (0.9 * stats.drafted if draft else 0)
 
 
 def test_replicas_are_one_engine_to_clients():

@@ -1,0 +1,67 @@
+"""The programs of pipeline stages that verify drafts: a step of speculation/programs.py, cut as stage_programs.py cuts
+one of decoding. What proposes is in the last stage, with its own weights and pages; the drafts it makes for the next
+step leave that stage with the last token, and go through all stages with where they stand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.layers.context import Paged
+from shardlm.layers.page_layout import PageLayout
+from shardlm.ops.batch_sampling import Sampled
+from shardlm.serve import programs
+from shardlm.serve.speculation.programs import Tally, nothing_yet, places, proposed, verified
+from shardlm.serve.speculation.proposer import Proposer, Rows
+from shardlm.serve.stage_programs import through
+from shardlm.serve.stages import Stage
+from shardlm.serve.state import Slots, take
+
+Held = tuple[Slots, Sampled, Tally]  # the rows' own slots, what was sampled so far, what came of drafts
+Fed = tuple[jax.Array, ...]  # tokens int32 [B, 1 + K] or the stream [B, 1 + K, D]; the tokens; how many drafts count,
+# the last token's position, and how many tokens the row may still sample, int32 [B] each
+
+
+def begin(proposer: Proposer, most: int, params, kept: tuple[Slots, Any], where: jax.Array):
+    """As stage_programs.begin; `params` are the proposer's."""
+    slots, drafts = kept
+    own, out = take(slots, where[:, 0]), nothing_yet(proposer, where.shape[0], most)
+    drafts, entering = _proposed(proposer, params, drafts, where, (own, *out), True)
+    return (slots, drafts), (own, *out), entering
+
+
+def step(stage: Stage, layout: PageLayout, params, pages, where: jax.Array, entering: Fed, left: jax.Array):
+    """A step in any stage but the last: (pages, what leaves it)."""
+    _, x, pages = _read(stage, layout, params, pages, where, entering)
+    return pages, (x, *entering[1:])
+
+
+def last_step(
+    proposer: Proposer, stage: Stage, layout: PageLayout, params, state: tuple, where, entering: Fed, left: jax.Array
+):
+    """The same in the last stage: ((pages, the proposer's state, Held), what enters the next step). `left`: steps after
+    this one; there are no drafts for one that does not come."""
+    (pages, drafts, (own, found, tally)), (own_params, proposers) = state, params
+    lm, x, pages = _read(stage, layout, own_params, pages, where, entering)
+    hidden = lm.finish(x)
+    logits = jax.reshard(lm.logits(hidden), programs.WHOLE)
+    _, fed, count, position, room = entering
+    rows = Rows(where[:, 0], where[:, 3:], position, room, own)
+    own, drafts, *out = verified(proposer, proposers, drafts, rows, fed, count, hidden, logits, found, tally)
+    drafts, entering = _proposed(proposer, proposers, drafts, where, (own, *out), left > 0)
+    return (pages, drafts, (own, *out)), entering
+
+
+def _proposed(proposer: Proposer, params, drafts: Any, where: jax.Array, held: Held, wanted) -> tuple[Any, Fed]:
+    own, _, tally = held
+    room = jnp.where(wanted, where[:, 2] - tally.made, 0)
+    rows = Rows(where[:, 0], where[:, 3:], where[:, 1] + tally.made, room, own)
+    fed, count, drafts = proposed(proposer, params, drafts, rows)
+    return drafts, (fed, fed, count, rows.position, room)
+
+
+def _read(stage: Stage, layout: PageLayout, params, pages, where: jax.Array, entering: Fed):
+    x, fed, count, position, room = entering
+    positions, valid = places(position, room, count, fed.shape[1])
+    ctx = Paged.make(where[:, 3:], valid, layout, stage.model.execution)
+    return through(stage, params, pages, x, positions, ctx)

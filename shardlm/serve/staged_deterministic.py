@@ -1,0 +1,31 @@
+"""The deterministic mode over pipeline stages: each stage has one program of one shape for all tokens, whose rows are
+dealt into groups as those that decode are (staged_runner.py)."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.serve import stage_programs, stage_rows
+from shardlm.serve.deterministic import DeterministicRunner
+from shardlm.serve.staged_runner import StagedRunner
+
+
+class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
+    """As both."""
+
+    def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
+        last, own = len(self.stages) - 1, DeterministicRunner._shapes(self)
+        edits = {key: own[key] for key in ("begin", "counts", "allowed")}
+        work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
+        begin = functools.partial(stage_rows.begin, self.config.decode_steps, self.model.config.embed_dim)
+        steps = stage_programs.Steps(begin, stage_rows.step, stage_rows.last_step, stage_rows.end)
+        return work | self._step_shapes(steps, self._where())
+
+    @property
+    def _part(self) -> int:
+        return -(-self.config.max_rows // len(self.stages))
+
+    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> list[tuple]:
+        return [(said.found, said.scores, said.first) for _, said in self._in_turn(parts, steps)]
