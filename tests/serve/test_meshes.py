@@ -20,7 +20,7 @@ from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
-from shardlm.serve.live_weights import new_weights
+from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.replicas import EngineGroup
@@ -131,6 +131,14 @@ def test_drafts_go_through_stages(method):
         assert done[id].outputs[0].token_ids == plain.reply(prompt, params).tokens, id
     stats = engine.stats().speculation
     assert stats.steps and sum(stats.accepted) > (0.9 * stats.drafted if draft else 0)
+    if draft:  # new weights of both, which agree again
+        new = opened_of(shape, of_replica(spec), seed=1).params
+        engine.update_weights(new_weights(new, engine.runner), new_draft(new, engine.runner))
+        prompt, params = requests(4)["r3"]
+        engine.add("new", prompt, params)
+        assert finished(engine)["new"].outputs[0].token_ids == oracle("dense", 1).reply(prompt, params).tokens
+        since = engine.stats().speculation.since(stats)
+        assert sum(since.accepted) == since.drafted > 0
 
 
 def test_replicas_are_one_engine_to_clients():
