@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.param import Execution
+from shardlm.layers.lora import LoraConfig
 from shardlm.models.transformer import TransformerConfig
-from shardlm.opened import DTYPES, Opened
+from shardlm.opened import Opened, execution_of
 from shardlm.rules import Rules
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
@@ -46,13 +46,15 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
     submeshes(config.mesh)  # says where devices are too few
     one, length = of_replica(config.mesh), config.max_model_len
     mesh = one.build(jax.devices()[: one.size(*one.sizes())])
-    dtype = DTYPES[config.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")]
+    platform = mesh.devices.flat[0].platform
+    dtype = config.dtype or ("float32" if platform == "cpu" else "bfloat16")
     tokenizer = train_bpe(["a model to be timed"], 300)
     if not wants_modules(config.speculative_config, shape, "this configuration"):
         shape = shape.without_mtp()
     with jax.set_mesh(mesh):
         rules = Rules.make("zero3", one).for_decoding()
-        model = ModelDef.make(shape, Execution(rules, dtype, weights=config.quantization or "dtype"))
+        held = config.quantization or "dtype"
+        model = ModelDef.make(shape, execution_of(shape, rules, dtype, platform, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
     draft = open_draft_model(config.speculative_config, shape.vocab_size, length, one, config.dtype)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
