@@ -6,6 +6,7 @@ python -m launch.bench plan --config=configs/bench_strategies.py --output=benchm
 python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --concurrency=1,8,32 --output=serve.json
 python -m launch.bench serve --config=configs/bench_768x12.py --data=2 --tensor=2 --quantization=int8
 python -m launch.bench serve --url=http://HOST:PORT --rates=2,4 --file=chats.jsonl --goodput=ttft:0.5,tpot:0.05
+python -m launch.bench gpu --output=benchmarks/results/gpu_h200.json --limit_seconds=570 --resume
 """
 
 import asyncio
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "serve": "a configuration's model with random weights, or whatever answers at --url: under load over HTTP",
     "strategies": "the same in each way of shardlm/train/strategies.py, one process after another, as one table",
     "plan": "meshes as the planner predicts them from a profile of this machine, beside what they take, and the ranks",
+    "gpu": "all there is to know of a GPU at hand: training, decoding, kernels, the planner, the tests (bench_gpu.py)",
 }
 
 _WARMUP = flags.DEFINE_integer("warmup", 3, "Steps before the clock starts.", lower_bound=1)
@@ -265,4 +267,7 @@ if __name__ == "__main__":
     if not first.startswith("-") and first not in BENCHMARKS:
         sys.exit(f"error: {unknown(first)}")  # before a configuration is asked for
     remote = first == "serve" and any(word.split("=")[0] in ("--url", "-url") for word in sys.argv)
-    run(load if remote else main, needs_config=not remote, arguments=("benchmark",))
+    start = load if remote else main
+    if first == "gpu":
+        from launch.bench_gpu import main as start  # defines its own flags
+    run(start, needs_config=start is main, arguments=("benchmark",))

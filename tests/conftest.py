@@ -12,6 +12,9 @@ COMPILE = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     "--xla_cpu_max_isa=AVX"
 )
+if "cuda" in os.environ["JAX_PLATFORMS"]:  # tests/gpu: programs as they are used, and room for processes beside this
+    COMPILE = ""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE}"
 CACHE = pathlib.Path(os.environ.get("SHARDLM_TEST_CACHE", pathlib.Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

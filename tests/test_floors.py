@@ -45,6 +45,7 @@ FLOORS = [
     {"profile"},
     {"train", "serve"},
     {"plan"},
+    {"bench"},
 ]
 NO_JAX = [*FLOORS[0], "data", "metrics", "hlo"]
 NO_JAX_IN_SERVE = [

@@ -1,4 +1,5 @@
-"""The PyTorch side of the training comparison: a Llama step on the CPU in float32, at PyTorch's fastest.
+"""The PyTorch side of the training comparison: a Llama step at PyTorch's fastest, on the CPU in float32, or with
+--device=cuda --dtype=bfloat16 on a GPU under autocast, weights and optimizer in float32 as shardlm has them.
 
 Owns the model, the step and its timing, and prints one JSON line. Our side is `python -m launch.bench train`;
 the commands are in README.md of this folder. Needs only torch and imports nothing of shardlm.
@@ -105,14 +106,15 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def make_step(shape, mode="compile", seed=0):
+def make_step(shape, mode="compile", seed=0, device="cpu", dtype=torch.float32):
     """A function of no arguments that trains one step on a fixed random batch and returns the loss.
 
     The step: forward, mean cross-entropy, backward, clip to global norm 1.0, fused AdamW.
     """
     torch.manual_seed(seed)
-    model = Llama(shape)
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.seq + 1))
+    with torch.device(device):
+        model = Llama(shape)
+        tokens = torch.randint(shape.vocab, (shape.batch, shape.seq + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -123,7 +125,8 @@ def make_step(shape, mode="compile", seed=0):
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        loss = forward(inputs, targets)
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            loss = forward(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
@@ -152,6 +155,9 @@ def percentile(values, q):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="768x12")
+    parser.add_argument("--shape_json", help="the fields of Shape as JSON, instead of --shape")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="that is multiplied in")
     parser.add_argument("--vocab", type=int, help="replaces the shape's vocabulary")
     parser.add_argument("--mode", choices=MODES, default="compile")
     parser.add_argument("--steps", type=int, default=20, help="most timed steps")
@@ -160,18 +166,22 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    shape = SHAPES[args.shape]
+    shape = Shape(**json.loads(args.shape_json)) if args.shape_json else SHAPES[args.shape]
+    dtype = getattr(torch, args.dtype)
     if args.vocab:
         shape = dataclasses.replace(shape, vocab=args.vocab)
     quiet = contextlib.redirect_stdout(None) if args.mode == "compile-autotune" else contextlib.nullcontext()
     with quiet:
-        losses, times = measure(make_step(shape, args.mode), args.steps, args.seconds, max(args.warmup, 1))
+        step = make_step(shape, args.mode, device=args.device, dtype=dtype)
+        losses, times = measure(step, args.steps, args.seconds, max(args.warmup, 1))
     tokens = shape.batch * shape.seq
     report = {
         "peer": "torch",
         "mode": args.mode,
         "shape": dataclasses.asdict(shape),
-        "dtype": "float32",
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "peak_memory_bytes": {"measured_on_device": torch.cuda.max_memory_allocated()} if args.device == "cuda" else {},
         "threads": torch.get_num_threads(),
         "steps": len(times),
         "tokens_per_second": {f"p{q}": round(tokens / percentile(times, 100 - q), 1) for q in (10, 50, 90)},

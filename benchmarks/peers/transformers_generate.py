@@ -1,5 +1,6 @@
-"""The transformers side of the serving comparison: greedy generation of a random Llama on the CPU in float32, batch by
-batch, as `launch.bench serve` does it offline. Prints one JSON line. Needs torch and transformers.
+"""The transformers side of the serving comparison: greedy generation of a random Llama batch by batch, as `launch.bench
+serve` does it offline, on the CPU in float32 or with --device=cuda --dtype=bfloat16 on a GPU. Prints one JSON line.
+Needs torch and transformers.
 
 python benchmarks/peers/transformers_generate.py --batches=1,8,32
 """
@@ -23,9 +24,11 @@ SIZES = {
 
 
 def timed(model, batch: int, prompt_len: int, new: int) -> float:
-    tokens = torch.randint(0, SIZES["vocab_size"], (batch, prompt_len))
+    tokens = torch.randint(0, model.config.vocab_size, (batch, prompt_len), device=model.device)
     started = time.perf_counter()
     model.generate(tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
@@ -36,9 +39,15 @@ def main() -> None:
     parser.add_argument("--prompt_len", type=int, default=128)
     parser.add_argument("--output_len", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sizes_json", default="{}", help="fields of LlamaConfig as JSON, in place of the model's")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    torch.set_default_dtype(getattr(torch, args.dtype))  # an 8B model made in float32 first would need twice the memory
+    with torch.device(args.device):
+        config = transformers.LlamaConfig(**SIZES | json.loads(args.sizes_json))
+        model = transformers.LlamaForCausalLM(config).eval()
     rows = []
     for batch in map(int, args.batches.split(",")):
         timed(model, batch, args.prompt_len, 2)

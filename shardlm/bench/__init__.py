@@ -1,0 +1,1 @@
+"""What is measured where a GPU is at hand: `python -m launch.bench gpu`."""

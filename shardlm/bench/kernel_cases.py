@@ -1,0 +1,156 @@
+"""Shapes that kernels are held to their references at, and timed. What runs is kernels.py's."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.kv_format import KvFormat
+from shardlm.ops.quantized_matmul import Matmul
+
+PAGE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Attention over pages: `tokens` queries at the end of each row of `context` positions. With value_dim, values are
+    the first numbers of the keys, as latents'."""
+
+    rows: int
+    tokens: int
+    context: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_dim: int = 0
+    how: KvFormat = "auto"
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Causal attention of whole rows, in `documents` of equal length; `back`: its gradients."""
+
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    window: int = 0
+    documents: int = 1
+    back: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """A block of queries and one of keys in ring attention, of the same place in the row or (not `diagonal`) of an
+    earlier one; `back`: its gradients under the log-partition of the row."""
+
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    diagonal: bool = True
+    back: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Rows by the weight of their expert, groups of several sizes and one that is empty; `back`: gradients of both."""
+
+    rows: int
+    width: int
+    hidden: int
+    groups: int
+    back: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBit:
+    """A projection that multiplies 8-bit numbers, as training does."""
+
+    rows: int
+    width: int
+    hidden: int
+    matmul: Matmul
+    back: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBits:
+    """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does."""
+
+    rows: int
+    width: int
+    hidden: int
+    how: WeightFormat
+
+
+Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits
+KernelCases = Mapping[str, Shape]
+
+_DECODE = Paged(64, 1, 4096, 32, 8, 128)
+_ROWS = Whole(2, 4096, 32, 8, 128)
+_MEETING = Meeting(1, 4096, 32, 8, 128)
+_EXPERTS = Grouped(16_384, 4096, 14_336, 8)
+FULL: Mapping[str, KernelCases] = MappingProxyType(
+    {
+        "paged attention": {
+            "decode 64 x 4k": _DECODE,
+            "decode 64 x 4k, fp8": dataclasses.replace(_DECODE, how="fp8"),
+            "decode 64 x 4k, int8": dataclasses.replace(_DECODE, how="int8"),
+            "decode 1 x 32k": Paged(1, 1, 32_768, 32, 8, 128),
+            "decode 64 x 4k, window 1k, softcap": dataclasses.replace(_DECODE, window=1024, softcap=50.0),
+            "decode 64 x 4k, latents": Paged(64, 1, 4096, 128, 1, 576, value_dim=512),
+            "chunk 1 x 2k of 8k": Paged(1, 2048, 8192, 32, 8, 128),
+            "chunk 4 x 512 of 4k, latents": Paged(4, 512, 4096, 16, 1, 576, value_dim=512),
+        },
+        "attention": {
+            "forward": _ROWS,
+            "backward": dataclasses.replace(_ROWS, back=True),
+            "forward, heads of 64": Whole(2, 4096, 32, 8, 64),
+            "backward, heads of 64": Whole(2, 4096, 32, 8, 64, back=True),
+            "forward, 4 documents": dataclasses.replace(_ROWS, documents=4),
+            "backward, 4 documents": dataclasses.replace(_ROWS, documents=4, back=True),
+            "backward, window 1k": dataclasses.replace(_ROWS, window=1024, back=True),
+        },
+        "ring attention": {
+            "own block": _MEETING,
+            "earlier block": dataclasses.replace(_MEETING, diagonal=False),
+            "own block, back": dataclasses.replace(_MEETING, back=True),
+            "earlier block, back": dataclasses.replace(_MEETING, diagonal=False, back=True),
+        },
+        "grouped matmul": {
+            "8 experts": _EXPERTS,
+            "8 experts, back": dataclasses.replace(_EXPERTS, back=True),
+            "64 experts": Grouped(16_384, 2048, 1408, 64),
+            "64 experts, back": Grouped(16_384, 2048, 1408, 64, back=True),
+        },
+        "8-bit products": {
+            "fp8": EightBit(8192, 4096, 14_336, "fp8"),
+            "fp8, back": EightBit(8192, 4096, 14_336, "fp8", back=True),
+            "int8": EightBit(8192, 4096, 14_336, "int8"),
+            "int8, back": EightBit(8192, 4096, 14_336, "int8", back=True),
+        },
+        "weights in few bits": {
+            f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how)
+            for rows in (1, 64, 2048)
+            for how in ("int8", "fp8", "int4")
+        },
+    }
+)
+TINY: Mapping[str, KernelCases] = MappingProxyType(
+    {
+        "paged attention": {
+            "decode, int8, window, softcap": Paged(2, 1, 32, 4, 2, 16, how="int8", window=8, softcap=5.0),
+            "chunk, latents, fp8": Paged(1, 8, 32, 4, 1, 24, value_dim=16, how="fp8"),
+        },
+        "attention": {"backward": Whole(1, 64, 4, 2, 16, documents=2, back=True)},
+        "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
+        "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
+        "8-bit products": {"fp8": EightBit(32, 64, 64, "fp8"), "int8, back": EightBit(32, 64, 64, "int8", back=True)},
+        "weights in few bits": {"int4": FewBits(2, 64, 64, "int4")},
+    }
+)

@@ -1,0 +1,112 @@
+"""The part `kernels`: the largest error of each kernel, its time and its reference's, and the share of the roofline."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlm import hardware
+from shardlm.bench.case import Given, of_roofline
+from shardlm.bench.kernel_cases import Shape
+from shardlm.bench.kernels import Arrays, Kernel, kernel_of
+from shardlm.bench.sizes import Sizes, named
+from shardlm.mesh import MeshSpec
+
+ROUNDS = 5
+WORK = 0.05  # seconds of a timed call, about
+MOST = 200  # repeats in it
+
+
+def cases(sizes: Sizes) -> tuple[str, ...]:
+    return tuple(sizes.kernels)
+
+
+def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
+    """A row for each shape of a family; what fails is its row's `error`, and the next goes on."""
+    device = jax.devices()[0]
+    for shape, what in named(given.sizes).kernels[name].items():
+        try:
+            with jax.set_mesh(MeshSpec().build([device])):
+                yield from _measured(shape, what, device)
+        except Exception as error:  # of the compiler, the driver or a kernel: the other shapes are still wanted
+            yield {"name": shape, "error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _measured(name: str, shape: Shape, device: jax.Device) -> Iterator[dict[str, Any]]:
+    gpu, on_gpu = hardware.lookup(device.device_kind), device.platform == "gpu"
+    kernel = kernel_of(shape, on_gpu)
+    inputs = jax.jit(kernel.inputs)(jax.random.key(0))
+    found = largest_error(kernel, inputs)
+    seconds = seconds_of(kernel.run, inputs, on_gpu)
+    yield {
+        "name": name,
+        "what": kernel.what,
+        "largest_error": found,
+        "allowed_error": kernel.allowed,
+        "seconds": seconds,
+        "reference_seconds": seconds_of(kernel.reference, inputs, on_gpu),
+        "flops_per_second": kernel.flops / seconds,
+        "bytes_per_second": kernel.nbytes / seconds,
+        "of_roofline": of_roofline(
+            seconds, kernel.flops, kernel.nbytes, gpu and gpu.peak.of(kernel.peak), gpu and gpu.hbm_bytes_per_second
+        ),
+        **({} if found <= kernel.allowed else {"error": f"off by {found:.3g}, and {kernel.allowed} is allowed"}),
+    }
+
+
+def exact(inputs: Arrays) -> Arrays:
+    """Floating-point arguments in float32."""
+    wide = lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a  # noqa: E731
+    return jax.tree.map(wide, inputs)
+
+
+def largest_error(kernel: Kernel, inputs: Arrays) -> float:
+    """Of all results: max|kernel - reference| over max|reference|, the reference in float32; inf where it is NaN."""
+
+    def error(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(lambda a: kernel.reference(*exact(a)))(inputs)
+    found = jax.jit(kernel.run)(*inputs)
+    errors = jax.tree.map(error, found, expected)
+    return max(float(jnp.nan_to_num(e, nan=jnp.inf)) for e in jax.tree.leaves(errors))
+
+
+def seconds_of(run: Callable, inputs: Arrays, on_gpu: bool) -> float:
+    """Of one run, the quickest of ROUNDS calls. On a GPU many runs are one program, between which the host starts
+    nothing."""
+    once = _timed(jax.jit(lambda a: repeated(run, a, 1)), inputs, ROUNDS)
+    repeats = max(1, min(MOST, round(WORK / once)))
+    if repeats == 1 or not on_gpu:
+        return once
+    return _timed(jax.jit(lambda a: repeated(run, a, repeats)), inputs, ROUNDS) / repeats
+
+
+def repeated(run: Callable, inputs: Arrays, repeats: int) -> Any:
+    """The last result of so many runs, each given the one before: one number of the first argument gets a number that
+    no result is large enough to make more than nothing, which XLA does not know."""
+    first, *rest = inputs
+
+    def once(_, carry):
+        x, _ = carry
+        result = run(x, *rest)
+        one = jax.tree.leaves(result)[0]
+        add = one[(0,) * one.ndim].astype(jnp.float32) * 1e-30
+        return x.at[(0,) * x.ndim].add(add.astype(x.dtype)), result
+
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, *inputs))
+    return jax.lax.fori_loop(0, repeats, once, (first, empty))[1]
+
+
+def _timed(call: Callable, inputs: Arrays, rounds: int) -> float:
+    jax.block_until_ready(call(inputs))
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        jax.block_until_ready(call(inputs))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

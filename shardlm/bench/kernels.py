@@ -1,0 +1,275 @@
+"""The kernels of GPUs beside their references: what runs for each shape of kernel_cases.py, and what it takes. On a CPU
+the kernels that it has stand in: Pallas interpreted, XLA's attention, blocked matmuls."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlm.bench.kernel_cases import PAGE, EightBit, FewBits, Grouped, Meeting, Paged, Shape, Whole
+from shardlm.flops import attention_pairs
+from shardlm.mesh import MeshSpec, shard_map
+from shardlm.ops import attention, attention_pair, grouped_matmul, paged_attention
+from shardlm.ops.attention_pair import Pair, Side
+from shardlm.ops.grouped_weights import GROUP, STORED, dequantised, packed_shape, scale_shape
+from shardlm.ops.kv_format import packed, unpacked
+from shardlm.ops.paged_kernel import pallas
+from shardlm.ops.quantized_matmul import quantized_einsum
+from shardlm.rules import Rules
+
+Arrays = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """All functions are called under a mesh of one device.
+
+    what       the implementation that is timed
+    inputs     key -> arguments, the first an array of a floating type
+    run        arguments -> results
+    reference  the same, plainly; it is given floating-point arguments in float32
+    flops, nbytes  that the mathematics asks for, and that have to be read and written at least
+    peak       type whose peak rate it is held to
+    allowed    largest error, as a share of the largest number of the result
+    """
+
+    what: str
+    inputs: Callable[[jax.Array], Arrays]
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    flops: float
+    nbytes: float
+    peak: str
+    allowed: float
+
+
+# bfloat16 has 8 bits: results are rounded to 2**-9 of their size, weights of softmax and gradients on the way too.
+ROUNDED, ROUNDED_BACK = 0.01, 0.03
+# One 8-bit product of two numbers is off by up to 2**-4 (e4m3) or 2**-8 of the largest (int8); sums even that out.
+EIGHT_BITS = {"fp8": 0.08, "int8": 0.03}
+
+
+def kernel_of(shape: Shape, on_gpu: bool) -> Kernel:
+    """What is measured at a shape."""
+    return _MAKERS[type(shape)](shape, on_gpu)
+
+
+def normal(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Numbers of size 1 in bfloat16."""
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def with_back(f: Callable, operands: int) -> Callable:
+    """(operands, cotangent of the result, rest) -> the gradients of f(operands, rest)."""
+
+    def run(*args):
+        some, d_out, rest = args[:operands], args[operands], args[operands + 1 :]
+        return jax.vjp(lambda *a: f(*a, *rest), *some)[1](d_out)
+
+    return run
+
+
+def local(f: Callable) -> Callable:
+    """f on the arrays of a device, as inside of a model."""
+    return shard_map(f, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+
+
+def nbytes_of(*arrays) -> int:
+    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
+
+
+def _paged(s: Paged, on_gpu: bool) -> Kernel:
+    scale, rule = s.width**-0.5, {"window": s.window, "softcap": s.softcap}
+    pages, values = s.rows * (s.context // PAGE) + 1, s.value_dim or s.width
+    names = ("k",) if s.value_dim else ("k", "v")
+
+    def inputs(key: jax.Array) -> Arrays:
+        pool = (pages, PAGE, s.kv_heads, s.width)
+        q, *pools = normal(key, (s.rows, s.tokens, s.heads, s.width), *[pool] * len(names))
+        held = dict(zip(names, pools, strict=True))
+        if s.how != "auto":
+            for name in names:
+                held[name], number = packed(held[name], s.how)
+                held |= {} if number is None else {f"{name}_scale": number}
+        table = 1 + jax.random.permutation(key, pages - 1).reshape(s.rows, -1).astype(jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(s.context - s.tokens, s.context, dtype=jnp.int32), (s.rows, s.tokens))
+        return q, held, table, positions
+
+    def run(q, held, table, positions):
+        scales = {name: a for name, a in held.items() if name.endswith("_scale")}
+        options = rule | scales | {"value_dim": s.value_dim, "interpret": not on_gpu}
+        return pallas(q, held["k"], held.get("v"), table, positions, jnp.int32(0), scale, **options)
+
+    def reference(q, held, table, positions):
+        exact = {n: held[n] if s.how == "auto" else unpacked(held[n], held.get(f"{n}_scale"), q.dtype) for n in names}
+        k, v = exact["k"], exact.get("v", exact["k"][..., :values])
+        return paged_attention.reference(q, k, v, table, positions, jnp.int32(0), scale, **rule)
+
+    seen = attention_pairs([s.context], s.window or None) - attention_pairs([s.context - s.tokens], s.window or None)
+    kept = min(s.context, s.window + s.tokens - 1) if s.window else s.context
+    numbers = s.rows * kept * s.kv_heads * (s.width if s.value_dim else 2 * s.width)
+    ends = s.rows * s.tokens * s.heads * (s.width + values) * 2
+    return Kernel(
+        what="pallas" if on_gpu else "pallas, interpreted",
+        inputs=inputs,
+        run=local(run),
+        reference=reference,
+        flops=2 * s.rows * s.heads * (s.width + values) * seen,
+        nbytes=numbers * (2 if s.how == "auto" else 1) + ends,
+        peak="bf16",
+        allowed=ROUNDED,
+    )
+
+
+def _whole(s: Whole, on_gpu: bool) -> Kernel:
+    options = {"scale": s.width**-0.5, "rules": Rules.make("zero3", MeshSpec()), "window": s.window}
+    chosen = "cudnn" if on_gpu else "xla"
+    wide, narrow = (s.rows, s.length, s.heads, s.width), (s.rows, s.length, s.kv_heads, s.width)
+
+    def inputs(key: jax.Array) -> Arrays:
+        segments = 1 + jnp.arange(s.length, dtype=jnp.int32) // (s.length // s.documents)
+        arrays = normal(key, wide, narrow, narrow, *[wide] * s.back)
+        return *arrays, jnp.broadcast_to(segments, (s.rows, s.length))
+
+    def run(q, k, v, segments):
+        return attention.packed_attention(q, k, v, segments, implementation=chosen, **options)
+
+    def reference(q, k, v, segments):
+        return attention.reference(q, k, v, segments, options["scale"], s.window)
+
+    pairs = s.rows * attention_pairs([s.length // s.documents] * s.documents, s.window or None)
+    each = nbytes_of((wide, "bfloat16"), (narrow, "bfloat16"))
+    return Kernel(
+        what=chosen,
+        inputs=inputs,
+        run=with_back(run, 3) if s.back else run,
+        reference=with_back(reference, 3) if s.back else reference,
+        flops=4 * s.heads * s.width * pairs * (3 if s.back else 1),
+        nbytes=each * (4 if s.back else 2),
+        peak="bf16",
+        allowed=ROUNDED_BACK if s.back else ROUNDED,
+    )
+
+
+def _meeting(s: Meeting, on_gpu: bool) -> Kernel:
+    chosen = "cudnn" if on_gpu else "xla"
+    pair = Pair(s.width**-0.5, s.diagonal, 0, chosen)
+    plain = dataclasses.replace(pair, implementation="xla")
+    wide, narrow = (s.rows, s.length, s.heads, s.width), (s.rows, s.length, s.kv_heads, s.width)
+
+    def sides() -> tuple[Side, Side]:
+        index, one = jnp.arange(s.length, dtype=jnp.int32), jnp.ones((s.rows, s.length), jnp.int32)
+        return Side(index if s.diagonal else index + s.length, one), Side(index, one)
+
+    def inputs(key: jax.Array) -> Arrays:
+        q, k, v, d_out = normal(key, wide, narrow, narrow, wide)
+        if not s.back:
+            return q, k, v
+        exact = [a.astype(jnp.float32) for a in (q, k, v)]
+        out, lse = attention_pair.forward(plain, *exact, *sides())
+        return q, k, v, out.astype(q.dtype), lse, d_out.astype(jnp.float32)
+
+    def of(how: Pair) -> Callable:
+        if s.back:
+            return lambda q, k, v, *whole: attention_pair.backward(how, q, k, v, *sides(), *whole)
+        return lambda q, k, v: attention_pair.forward(how, q, k, v, *sides())
+
+    pairs = s.rows * (attention_pairs([s.length]) if s.diagonal else s.length**2)
+    each = nbytes_of((wide, "bfloat16"), (narrow, "bfloat16"))
+    return Kernel(
+        what=chosen,
+        inputs=inputs,
+        run=local(of(pair)),
+        reference=local(of(plain)),
+        flops=4 * s.heads * s.width * pairs * (2 if s.back else 1),
+        nbytes=each * (4 if s.back else 2),
+        peak="bf16",
+        allowed=ROUNDED_BACK if s.back else ROUNDED,
+    )
+
+
+def _grouped(s: Grouped, on_gpu: bool) -> Kernel:
+    chosen = grouped_matmul.choose("gpu" if on_gpu else "cpu")
+
+    def inputs(key: jax.Array) -> Arrays:
+        x, w, dy = normal(key, (s.rows, s.width), (s.groups, s.width, s.hidden), (s.rows, s.hidden))
+        return x, w * s.width**-0.5, *([dy] if s.back else []), jnp.asarray(sizes, jnp.int32)
+
+    share = s.rows // s.groups
+    sizes = [share] * (s.groups - 3) + [0, share // 2, 2 * share]  # the rows beyond belong to none
+    run = lambda x, w, n: grouped_matmul.grouped_matmul(x, w, n, implementation=chosen)  # noqa: E731
+    arrays = [((s.rows, s.width), "bfloat16"), ((s.groups, s.width, s.hidden), "bfloat16")]
+    return Kernel(
+        what=chosen,
+        inputs=inputs,
+        run=local(with_back(run, 2) if s.back else run),
+        reference=with_back(grouped_matmul.reference, 2) if s.back else grouped_matmul.reference,
+        flops=(4 if s.back else 2) * sum(sizes) * s.width * s.hidden,
+        nbytes=nbytes_of(*arrays, ((s.rows, s.hidden), "bfloat16")) * (2 if s.back else 1),
+        peak="bf16",
+        allowed=ROUNDED,
+    )
+
+
+def _eight_bit(s: EightBit, on_gpu: bool) -> Kernel:
+    letters, whole = "nd,df->nf", PartitionSpec(None, None)
+
+    def inputs(key: jax.Array) -> Arrays:
+        x, w, dy = normal(key, (s.rows, s.width), (s.width, s.hidden), (s.rows, s.hidden))
+        return x, w * s.width**-0.5, *([dy] if s.back else [])
+
+    run = lambda x, w: quantized_einsum(letters, x, w, s.matmul, use=whole)  # noqa: E731
+    reference = lambda x, w: jnp.einsum(letters, x, w)  # noqa: E731
+    arrays = [((s.rows, s.width), "bfloat16"), ((s.width, s.hidden), "bfloat16"), ((s.rows, s.hidden), "bfloat16")]
+    return Kernel(
+        what=f"XLA, {s.matmul}",
+        inputs=inputs,
+        run=with_back(run, 2) if s.back else run,
+        reference=with_back(reference, 2) if s.back else reference,
+        flops=(4 if s.back else 2) * s.rows * s.width * s.hidden,
+        nbytes=nbytes_of(*arrays),
+        peak=s.matmul,
+        allowed=EIGHT_BITS[s.matmul],
+    )
+
+
+def _few_bits(s: FewBits, on_gpu: bool) -> Kernel:
+    shape = (s.width, s.hidden)
+    held, scales = packed_shape(shape, 0, s.how), scale_shape(shape, 0, s.how)
+
+    def inputs(key: jax.Array) -> Arrays:
+        (x,) = normal(key, (s.rows, s.width))
+        if STORED[s.how].kind == "i":
+            numbers = jax.random.randint(key, held, -128, 128, jnp.int8)
+        else:
+            numbers = jax.random.normal(key, held).astype(STORED[s.how])
+        return x, numbers, jax.random.uniform(key, scales, jnp.bfloat16, 0.5, 1.5) * GROUP**-0.5
+
+    def run(x, numbers, scale):
+        return x @ dequantised(numbers, scale, 0, s.how, x.dtype)
+
+    return Kernel(
+        what="XLA",
+        inputs=inputs,
+        run=run,
+        reference=lambda x, numbers, scale: run(x, numbers.astype(STORED[s.how]), scale),
+        flops=2 * s.rows * s.width * s.hidden,
+        nbytes=nbytes_of((held, "int8"), (scales, "bfloat16"), ((s.rows, s.width + s.hidden), "bfloat16")),
+        peak="bf16",
+        allowed=ROUNDED,
+    )
+
+
+_MAKERS = {
+    Paged: _paged,
+    Whole: _whole,
+    Meeting: _meeting,
+    Grouped: _grouped,
+    EightBit: _eight_bit,
+    FewBits: _few_bits,
+}

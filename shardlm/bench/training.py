@@ -1,0 +1,94 @@
+"""The part `train`: the step that training compiles on one device, and PyTorch's of the same shape."""
+
+import json
+import pathlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from shardlm import hardware
+from shardlm.bench.case import Given, missing, said
+from shardlm.bench.sizes import Sizes, named
+from shardlm.train.bench import bench_training
+from shardlm.train.config import RunConfig
+from shardlm.train.program import Program
+
+TORCH = "torch"
+PEER = pathlib.Path(__file__).parents[2] / "benchmarks/peers/torch_train.py"
+STATE_BYTES = 24  # a parameter's float32 weight and AdamW's two moments, read and written
+KEPT = ("tokens_per_second", "mfu", "model_flops_per_step", "step_seconds", "compile_seconds", "peak_memory_bytes")
+KEPT += ("compiled_argument_bytes", "compiled_temporary_bytes", "loss_first", "loss_last", "steps", "parameters")
+KEPT += ("global_batch", "seq_len", "precision", "remat", "attention", "xla_options", "xla_options_left_out")
+
+
+def cases(sizes: Sizes) -> tuple[str, ...]:
+    return (*sizes.train, TORCH)
+
+
+def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
+    """One row; of the peer one for each shape."""
+    sizes = named(given.sizes)
+    if name == TORCH:
+        yield from against_torch(sizes, given)
+        return
+    yield {"name": name, "side": "shardlm", **trained(sizes.train[name], sizes)}
+
+
+def trained(config: RunConfig, sizes: Sizes) -> dict[str, Any]:
+    """What `bench_training` says of a step on the first device, and the least time that the device's figures allow:
+    the model's FLOPs at the 16-bit peak, then the optimizer's pass over weights and moments."""
+    device = jax.devices()[0]
+    result = bench_training(Program.make(config, config.mesh.build([device])), warmup=sizes.warmup, steps=sizes.steps)
+    gpu, found = hardware.lookup(device.device_kind), {name: result[name] for name in KEPT}
+    if gpu is not None:
+        state = STATE_BYTES * result["parameters"] / gpu.hbm_bytes_per_second
+        least = result["model_flops_per_step"] / gpu.peak.bf16 + state
+        found |= {"least_seconds": least, "of_bound": least / result["step_seconds"]["p50"]}
+    return found
+
+
+def against_torch(sizes: Sizes, given: Given) -> Iterator[dict[str, Any]]:
+    """PyTorch's step, compiled and in bfloat16 by autocast, of each shape that it can be compared at: those whose
+    projections multiply the compute dtype, each model once."""
+    why = missing(given.torch_python, ("torch",), cuda=sizes.gpu)
+    if not PEER.exists():
+        why = f"{PEER} is not there: the comparison needs the source tree"
+    if why:
+        yield {"name": TORCH, "side": "torch", "not_compared": why}
+        return
+    seen = []
+    for name, config in sizes.train.items():
+        shape = torch_shape(config)
+        if config.matmul != "dtype" or shape in seen:
+            continue
+        seen.append(shape)
+        yield {"name": name, "side": "torch", **_peer(shape, sizes, given)}
+
+
+def torch_shape(config: RunConfig) -> dict[str, Any]:
+    """As benchmarks/peers/torch_train.py takes it."""
+    model, train = config.model, config.train
+    return {
+        "hidden": model.embed_dim,
+        "layers": model.num_layers,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
+        "ffn": model.mlp_dim,
+        "vocab": model.vocab_size,
+        "tied": model.tie_embeddings,
+        "batch": train.global_batch,
+        "seq": train.seq_len,
+    }
+
+
+def _peer(shape: dict[str, Any], sizes: Sizes, given: Given) -> dict[str, Any]:
+    where = ["--device=cuda", "--dtype=bfloat16"] if sizes.gpu else ["--mode=eager"]
+    bounds = [f"--warmup={sizes.warmup}", f"--steps={sizes.steps}"]
+    command = [given.torch_python, str(PEER), f"--shape_json={json.dumps(shape)}", *where, *bounds]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": said(done.stderr)}
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    return report | {"tokens_per_second": report["tokens_per_second"]["p50"]}

@@ -1,0 +1,53 @@
+"""Every kernel of GPUs against its reference on the device, at shapes with rows, heads and keys that blocks do not
+divide; launch.bench gpu does the same at the sizes of large models, and times it."""
+
+import importlib.util
+
+import jax
+import pytest
+from conftest import ON_CPU
+
+from shardlm.bench.kernel_cases import TINY, EightBit, FewBits, Grouped, Meeting, Paged, Whole
+from shardlm.bench.kernel_timing import largest_error
+from shardlm.bench.kernels import kernel_of
+from shardlm.mesh import MeshSpec
+
+SHAPES = {
+    "paged attention": {
+        "decode": Paged(3, 1, 1040, 12, 4, 80),
+        "decode, fp8": Paged(5, 1, 656, 8, 2, 128, how="fp8"),
+        "decode, int8": Paged(5, 1, 656, 8, 2, 64, how="int8", window=200),
+        "chunk, softcap": Paged(2, 33, 656, 8, 1, 256, softcap=30.0),
+        "latents": Paged(2, 1, 656, 16, 1, 192, value_dim=128),
+        "latents, a chunk, int8": Paged(2, 40, 656, 16, 1, 192, value_dim=128, how="int8"),
+    },
+    "attention": {
+        "forward": Whole(2, 512, 8, 2, 128, documents=2),
+        "backward": Whole(2, 512, 8, 2, 64, documents=2, back=True),
+        "window": Whole(1, 512, 8, 8, 128, window=100, back=True),
+    },
+    "ring attention": {
+        f"{place}{', back' if back else ''}": Meeting(1, 512, 8, 2, 128, diagonal=place == "own block", back=back)
+        for place in ("own block", "earlier block")
+        for back in (False, True)
+    },
+    "grouped matmul": {"forward": Grouped(1024, 256, 384, 8), "back": Grouped(1024, 256, 384, 8, back=True)},
+    "8-bit products": {
+        f"{how}{', back' if back else ''}": EightBit(512, 1024, 768, how, back=back)
+        for how in ("fp8", "int8")
+        for back in (False, True)
+    },
+    "weights in few bits": {how: FewBits(3, 512, 384, how) for how in ("int8", "fp8", "int4")},
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_kernels_equal_their_references(family, gpu):
+    if family == "grouped matmul" and not ON_CPU and not importlib.util.find_spec("tokamax"):
+        pytest.skip("the experts' kernels are tokamax's, which is not installed: pip install 'shardlm[experts]'")
+    errors = {}
+    with jax.set_mesh(MeshSpec().build([gpu])):
+        for name, shape in (TINY if ON_CPU else SHAPES)[family].items():
+            kernel = kernel_of(shape, gpu.platform == "gpu")
+            errors[name] = (largest_error(kernel, jax.jit(kernel.inputs)(jax.random.key(1))), kernel.allowed)
+    assert not {name: pair for name, pair in errors.items() if pair[0] > pair[1]}

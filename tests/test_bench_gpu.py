@@ -1,0 +1,141 @@
+"""`launch.bench gpu`: every part of it runs on a CPU in tiny sizes, as a user starts it; and what happens to cases that
+fail, hang, die or find no time. Nothing here is timed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from shardlm.bench import results, run
+from shardlm.bench.case import PARTS, chosen_parts
+from shardlm.bench.planning import summary
+from shardlm.bench.report import markdown
+from shardlm.bench.sizes import FULL, TINY, named
+from shardlm.errors import ShardlmError
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def bench(output: pathlib.Path, *words: str) -> subprocess.CompletedProcess:
+    """With one CPU device."""
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch.bench", "gpu", "--sizes=tiny", f"--output={output}"]
+    command += ["--torch_python=/no/such/python", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    output = tmp_path_factory.mktemp("gpu") / "gpu.json"
+    done = bench(output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output, done, json.loads(output.read_text())
+
+
+def test_every_part_runs(measured):
+    output, done, found = measured
+    assert list(found["parts"]) == list(PARTS) and found["sizes"] == "tiny"
+    rows = {part: [row for case in cases.values() for row in case["rows"]] for part, cases in found["parts"].items()}
+    assert rows["train"][0]["tokens_per_second"] > 0 and "no/such" in rows["train"][1]["not_compared"]
+    assert [row["name"] for row in rows["decode"]] == ["engine", "decode 1", "decode 2", "prefill", "transformers"]
+    one, two = rows["decode"][1:3]
+    assert one["bytes_per_step"] < two["bytes_per_step"] < 2 * one["bytes_per_step"]  # weights are read once for both
+    kernels = {name for family in TINY.kernels.values() for name in family}
+    assert {row["name"] for row in rows["kernels"]} == kernels
+    assert all(row["largest_error"] <= row["allowed_error"] and row["seconds"] > 0 for row in rows["kernels"])
+    steps = rows["plan"][1:]
+    assert [row["name"] for row in steps] == list(TINY.plan) and all(row["profiled"] for row in steps)
+    assert all(row["predicted_seconds"] > 0 and row["compiled_bytes"] > 0 for row in steps)
+    assert {row["outcome"] for row in rows["tests"]} == {"skipped"} and len(rows["tests"]) > 10
+    assert all("needs an NVIDIA GPU and JAX_PLATFORMS=cuda,cpu" in row["reason"] for row in rows["tests"])
+    assert found["machine"]["devices"][0]["kind"] == "cpu" and found["machine"]["versions"]["jax"]
+    assert output.with_suffix(".profile.json").exists()
+    table = output.with_suffix(".md").read_text()
+    assert table in done.stdout and all(f"## {part}" in table for part in PARTS)
+    assert "rank_correlation" in table and "| 4 x 64 in 2 |" in table
+
+
+def fake(code: str):
+    """A command that runs `code` with the names of the cases and the file for rows in sys.argv."""
+    return lambda part, cases, rows: [sys.executable, "-c", f"import json, os, sys, time\n{code}", str(rows), *cases]
+
+
+WRITE = "print(json.dumps({'case': sys.argv[2], 'row': {'name': 'one'}}), file=open(sys.argv[1], 'a'), flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "error"),
+    [
+        ("print('a word'); sys.exit(3)", 60, "a word\nended with status 3"),
+        ("os.kill(os.getpid(), 9)", 60, "ended with status -9"),
+        ("print('begun', flush=True); time.sleep(60)", 1, "begun\nended after 1 s, the limit of a case"),
+        (
+            "print(json.dumps({'case': sys.argv[2], 'error': 'it says why'}), file=open(sys.argv[1], 'a'))",
+            60,
+            "it says why",
+        ),
+    ],
+)
+def test_what_a_failed_case_leaves(code, limit, error):
+    """The rows that it had, and why it ended."""
+    [(case, found)] = run.measured(
+        "train",
+        [
+            "a",
+        ],
+        fake(WRITE + code),
+        limit,
+    )
+    assert case == "a" and found["rows"] == [{"name": "one"}]
+    assert found["error"].endswith(error) and found["seconds"] < 50
+
+
+def test_failures_are_measured_again_and_others_wait_for_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "devices", lambda sizes: [{"platform": "cpu", "kind": "cpu"}])
+    ended = "print(json.dumps({'case': sys.argv[2], 'ended': True}), file=open(sys.argv[1], 'a'))\n"
+    output, told = tmp_path / "gpu.json", []
+    monkeypatch.setattr(run, "named", lambda name: TINY.__class__(**vars(TINY) | {"apart": True}))
+
+    def go(code, seconds=1000.0):
+        options = {"resume": True, "seconds": seconds, "say": told.append}
+        return run.run_all(["train"], "tiny", output, fake(code), **options)
+
+    found, left = go(WRITE + ended, seconds=1)
+    assert left == ["train: tiny", "train: torch"] and not found["parts"]
+    found, left = go(WRITE + f"if sys.argv[2] == 'tiny':\n    {ended}")
+    assert not left and list(found["parts"]["train"]) == ["tiny", "torch"]
+    assert results.done(found, "train", "tiny") and not results.done(found, "train", "torch")
+    assert "ended with status 0" in markdown(found, {}) and told[1].endswith("ended with status 0")
+    told.clear()
+    found, _ = go(WRITE + ended)
+    assert len(told) == 1 and told[0].startswith("train: torch") and results.done(found, "train", "torch")
+    with pytest.raises(ShardlmError, match="has --sizes=tiny on cpu, and this is --sizes=full on NVIDIA H200"):
+        results.read(output, "full", {"devices": [{"kind": "NVIDIA H200"}]})
+    output.write_text("{")
+    with pytest.raises(ShardlmError, match=r"gpu.json is not JSON: .*; leave --resume out"):
+        go(WRITE)
+
+
+def test_what_is_refused():
+    with pytest.raises(ShardlmError, match="there is no part 'trian'; there are train, decode, kernels, plan, tests"):
+        chosen_parts(["trian"])
+    assert chosen_parts(["plan", "train"]) == ("train", "plan")
+    with pytest.raises(ShardlmError, match="--sizes=huge: choose from full, tiny"):
+        named("huge")
+    if run.devices(TINY)[0]["platform"] != "gpu":
+        with pytest.raises(ShardlmError, match="--sizes=full needs an NVIDIA GPU, and jax has cpu here; --sizes=tiny"):
+            run.devices(FULL)
+
+
+def test_the_planner_is_held_to_what_was_measured():
+    rows = [
+        {"predicted_seconds": p, "measured_seconds": m, "predicted_bytes": 9.0, "compiled_bytes": 10.0}
+        for p, m in ((1.0, 2.0), (2.0, 3.0), (3.0, 2.5))
+    ]
+    found = summary([*rows, {"error": "too large"}])
+    assert found["steps"] == 3 and found["rank_correlation"] == pytest.approx(0.5)
+    assert found["median_ratio, time"] == pytest.approx(2 / 3) and found["median_ratio, compiled memory"] == 0.9
