@@ -15,8 +15,8 @@ from shardlm.bench.sizes import Sizes, named
 from shardlm.mesh import MeshSpec
 
 ROUNDS = 5
-WORK = 0.05  # seconds of a timed call, about
-MOST = 200  # repeats in it
+WORK = 0.1  # seconds of a round, about: much more than the copy of the arguments that a loop begins with
+MOST = 400  # repeats in it
 
 
 def cases(sizes: Sizes) -> tuple[str, ...]:
@@ -39,14 +39,14 @@ def _measured(name: str, shape: Shape, device: jax.Device) -> Iterator[dict[str,
     kernel = kernel_of(shape, on_gpu)
     inputs = jax.jit(kernel.inputs)(jax.random.key(0))
     found = largest_error(kernel, inputs)
-    seconds = seconds_of(kernel.run, inputs, on_gpu)
+    seconds = seconds_of(kernel.run, inputs, on_gpu and kernel.in_loop)
     yield {
         "name": name,
         "what": kernel.what,
         "largest_error": found,
         "allowed_error": kernel.allowed,
         "seconds": seconds,
-        "reference_seconds": seconds_of(kernel.reference, inputs, on_gpu),
+        "reference_seconds": seconds_of(kernel.reference, inputs, on_gpu and kernel.in_loop),
         "flops_per_second": kernel.flops / seconds,
         "bytes_per_second": kernel.nbytes / seconds,
         "of_roofline": of_roofline(
@@ -76,37 +76,47 @@ def largest_error(kernel: Kernel, inputs: Arrays) -> float:
     return max(float(jnp.nan_to_num(e, nan=jnp.inf)) for e in jax.tree.leaves(errors))
 
 
-def seconds_of(run: Callable, inputs: Arrays, on_gpu: bool) -> float:
-    """Of one run, the quickest of ROUNDS calls. On a GPU many runs are one program, between which the host starts
-    nothing."""
-    once = _timed(jax.jit(lambda a: repeated(run, a, 1)), inputs, ROUNDS)
+def seconds_of(run: Callable, inputs: Arrays, in_loop: bool) -> float:
+    """Of one run, the quickest of ROUNDS rounds. Many runs are a round: one program of them, or call after call, of
+    which the last is waited for."""
+    jitted = jax.jit(run)
+    once = _timed(lambda: jitted(*inputs))
     repeats = max(1, min(MOST, round(WORK / once)))
-    if repeats == 1 or not on_gpu:
-        return once
-    return _timed(jax.jit(lambda a: repeated(run, a, repeats)), inputs, ROUNDS) / repeats
+    if in_loop:
+        many = jax.jit(lambda a: repeated(run, a, repeats))
+        return _timed(lambda: many(inputs)) / repeats
+    return _timed(lambda: _last(lambda: jitted(*inputs), repeats)) / repeats
+
+
+def _last(call: Callable[[], Any], repeats: int) -> Any:
+    """Of so many calls; the results before are given up as they come."""
+    result = call()
+    for _ in range(repeats - 1):
+        result = call()
+    return result
 
 
 def repeated(run: Callable, inputs: Arrays, repeats: int) -> Any:
-    """The last result of so many runs, each given the one before: one number of the first argument gets a number that
-    no result is large enough to make more than nothing, which XLA does not know."""
-    first, *rest = inputs
+    """The last result of so many runs. Each is given what came before: one number of every argument gets one that is
+    too small to change it, which XLA does not know. Else it would compute once what depends on weights alone."""
 
     def once(_, carry):
-        x, _ = carry
-        result = run(x, *rest)
+        inputs, _ = carry
+        result = run(*inputs)
         one = jax.tree.leaves(result)[0]
-        add = one[(0,) * one.ndim].astype(jnp.float32) * 1e-30
-        return x.at[(0,) * x.ndim].add(add.astype(x.dtype)), result
+        nothing = one[(0,) * one.ndim].astype(jnp.float32) * 1e-30
+        return jax.tree.map(lambda a: a.at[(0,) * a.ndim].add(nothing.astype(a.dtype)), inputs), result
 
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, *inputs))
-    return jax.lax.fori_loop(0, repeats, once, (first, empty))[1]
+    return jax.lax.fori_loop(0, repeats, once, (inputs, empty))[1]
 
 
-def _timed(call: Callable, inputs: Arrays, rounds: int) -> float:
-    jax.block_until_ready(call(inputs))
+def _timed(call: Callable[[], Any]) -> float:
+    """The quickest of ROUNDS, after one that may compile."""
+    jax.block_until_ready(call())
     seconds = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         started = time.perf_counter()
-        jax.block_until_ready(call(inputs))
+        jax.block_until_ready(call())
         seconds.append(time.perf_counter() - started)
     return min(seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 PACKAGES = ("shardlm", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "tokamax", "numpy")
 FACTS = ("name", "driver_version", "vbios_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
-NOW = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "memory.used", "clocks_event_reasons.active")
+NOW = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "memory.used", "pstate")
 DEVICES = """
 import json, jax
 print(json.dumps([{"platform": d.platform, "kind": d.device_kind,

@@ -1,0 +1,50 @@
+"""What `launch.bench gpu` times on a GPU, compiled for one without it: the kernels are in every repetition, and nothing
+that a repetition should compute is computed once for all."""
+
+import re
+
+import jax
+import pytest
+from gpu_programs import MARKS
+from jax.sharding import NamedSharding
+
+from shardlm.bench.kernel_timing import repeated
+from shardlm.bench.kernels import kernel_of
+from shardlm.bench.sizes import FULL
+from shardlm.mesh import MeshSpec
+from shardlm.topology import topology
+
+pytestmark = MARKS
+
+
+def loop_of(family: str, name: str) -> tuple[str, str]:
+    """(the body of the loop over repetitions, the rest of the program) of three of them."""
+    mesh = MeshSpec().build(topology("h200", 1, 1))
+    kernel, whole = kernel_of(FULL.kernels[family][name], on_gpu=True), NamedSharding(mesh, jax.P())
+    with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
+        shapes = jax.eval_shape(lambda: kernel.inputs(jax.random.key(0)))
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), shapes)
+        text = jax.jit(lambda a: repeated(kernel.run, a, 3)).lower(shapes).compile().as_text()
+    [name] = set(re.findall(r"body=%?([\w.\-]+)", text))
+    body = re.search(rf"^%?{re.escape(name)} [^\n]*\{{\n(.*?)^\}}", text, re.MULTILINE | re.DOTALL)[1]
+    return body, text.replace(body, "")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "kernel"),
+    [
+        ("paged attention", "decode 64 x 4k, int8", "__gpu$xla.gpu.triton"),
+        ("paged attention", "chunk 4 x 512 of 4k, latents", "__gpu$xla.gpu.triton"),
+        ("attention", "backward, 4 documents", "__cudnn$fmhaScaleBiasSoftmaxBackward"),
+    ],
+)
+def test_the_kernel_is_in_every_repetition(family, name, kernel):
+    body, rest = loop_of(family, name)
+    assert kernel in body and kernel not in rest
+    assert not re.search(r" = \S+ copy\(", body)  # of the arguments, that would be timed too
+
+
+def test_weights_in_few_bits_are_made_anew_in_every_repetition():
+    body, rest = loop_of("weights in few bits", "int8, 64 rows")
+    made = r" = bf16\[64,64,14336\]\S* fusion\("
+    assert re.search(made, body) and not re.search(made, rest)
