@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shardlm.bench import results, run
+from shardlm.bench import results, run, training
 from shardlm.bench.case import PARTS, chosen_parts
 from shardlm.bench.planning import summary
 from shardlm.bench.report import markdown
@@ -105,14 +105,14 @@ def test_failures_are_measured_again_and_others_wait_for_time(tmp_path, monkeypa
         return run.run_all(["train"], "tiny", output, fake(code), **options)
 
     found, left = go(WRITE + ended, seconds=1)
-    assert left == ["train: tiny", "train: torch"] and not found["parts"]
+    assert left == ["train: tiny", "train: torch, tiny"] and not found["parts"]
     found, left = go(WRITE + f"if sys.argv[2] == 'tiny':\n    {ended}")
-    assert not left and list(found["parts"]["train"]) == ["tiny", "torch"]
-    assert results.done(found, "train", "tiny") and not results.done(found, "train", "torch")
+    assert not left and list(found["parts"]["train"]) == ["tiny", "torch, tiny"]
+    assert results.done(found, "train", "tiny") and not results.done(found, "train", "torch, tiny")
     assert "ended with status 0" in markdown(found, {}) and told[1].endswith("ended with status 0")
     told.clear()
     found, _ = go(WRITE + ended)
-    assert len(told) == 1 and told[0].startswith("train: torch") and results.done(found, "train", "torch")
+    assert len(told) == 1 and told[0].startswith("train: torch") and results.done(found, "train", "torch, tiny")
     with pytest.raises(ShardlmError, match="has --sizes=tiny on cpu, and this is --sizes=full on NVIDIA H200"):
         results.read(output, "full", {"devices": [{"kind": "NVIDIA H200"}]})
     output.write_text("{")
@@ -124,6 +124,7 @@ def test_what_is_refused():
     with pytest.raises(ShardlmError, match="there is no part 'trian'; there are train, decode, kernels, plan, tests"):
         chosen_parts(["trian"])
     assert chosen_parts(["plan", "train"]) == ("train", "plan")
+    assert training.cases(FULL)[len(FULL.train) :] == ("torch, 0.5B", "torch, 1B", "torch, 8B, 8 layers")
     with pytest.raises(ShardlmError, match="--sizes=huge: choose from full, tiny"):
         named("huge")
     if run.devices(TINY)[0]["platform"] != "gpu":

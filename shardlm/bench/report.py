@@ -21,6 +21,7 @@ def percent(value: float | None) -> str:
 TRAIN: tuple[Column, ...] = (
     ("model", lambda r: r["name"]),
     ("side", lambda r: r["side"]),
+    ("batch", lambda r: f"{_of(r, 'global_batch', 'batch')} x {_of(r, 'seq_len', 'seq')}"),
     ("tokens/s", lambda r: number(r["tokens_per_second"], ",.0f")),
     ("s/step", lambda r: number(r["step_seconds"]["p50"])),
     ("MFU", lambda r: percent(r.get("mfu"))),
@@ -75,6 +76,11 @@ NEEDED = {  # what a row has that belongs into its part's table
     "plan": "measured_seconds",
     "tests": "outcome",
 }
+
+
+def _of(row: Row, own: str, peers: str) -> Any:
+    """A field of ours, or what a peer calls it."""
+    return row[own] if own in row else row["shape"][peers]
 
 
 def _ratio(row: Row, a: str, b: str) -> float | None:

@@ -15,7 +15,7 @@ from shardlm.train.bench import bench_training
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
 
-TORCH = "torch"
+TORCH = "torch, "  # before the name of the case that it is beside
 PEER = pathlib.Path(__file__).parents[2] / "benchmarks/peers/torch_train.py"
 STATE_BYTES = 24  # a parameter's float32 weight and AdamW's two moments, read and written
 KEPT = ("tokens_per_second", "mfu", "model_flops_per_step", "step_seconds", "compile_seconds", "peak_memory_bytes")
@@ -24,16 +24,20 @@ KEPT += ("global_batch", "seq_len", "precision", "remat", "attention", "xla_opti
 
 
 def cases(sizes: Sizes) -> tuple[str, ...]:
-    return (*sizes.train, TORCH)
+    """PyTorch multiplies the compute dtype alone, and each model once."""
+    shapes = {name: torch_shape(config) for name, config in sizes.train.items() if config.matmul == "dtype"}
+    first = [name for name, shape in shapes.items() if list(shapes.values()).index(shape) == list(shapes).index(name)]
+    return (*sizes.train, *(TORCH + name for name in first))
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
-    """One row; of the peer one for each shape."""
+    """One row."""
     sizes = named(given.sizes)
-    if name == TORCH:
-        yield from against_torch(sizes, given)
-        return
-    yield {"name": name, "side": "shardlm", **trained(sizes.train[name], sizes)}
+    if name in sizes.train:
+        yield {"name": name, "side": "shardlm", **trained(sizes.train[name], sizes)}
+    else:
+        own = name.removeprefix(TORCH)
+        yield {"name": own, "side": "torch", **against_torch(sizes.train[own], sizes, given)}
 
 
 def trained(config: RunConfig, sizes: Sizes) -> dict[str, Any]:
@@ -49,22 +53,18 @@ def trained(config: RunConfig, sizes: Sizes) -> dict[str, Any]:
     return found
 
 
-def against_torch(sizes: Sizes, given: Given) -> Iterator[dict[str, Any]]:
-    """PyTorch's step, compiled and in bfloat16 by autocast, of each shape that it can be compared at: those whose
-    projections multiply the compute dtype, each model once."""
+def against_torch(config: RunConfig, sizes: Sizes, given: Given) -> dict[str, Any]:
+    """PyTorch's step, compiled and in bfloat16 by autocast, keeping everything for the backward pass. Where its memory
+    is too small for the batch, that is halved; `shape` says what ran."""
     why = missing(given.torch_python, ("torch",), cuda=sizes.gpu)
     if not PEER.exists():
         why = f"{PEER} is not there: the comparison needs the source tree"
     if why:
-        yield {"name": TORCH, "side": "torch", "not_compared": why}
-        return
-    seen = []
-    for name, config in sizes.train.items():
-        shape = torch_shape(config)
-        if config.matmul != "dtype" or shape in seen:
-            continue
-        seen.append(shape)
-        yield {"name": name, "side": "torch", **_peer(shape, sizes, given)}
+        return {"not_compared": why}
+    shape = torch_shape(config)
+    while "OutOfMemoryError" in (found := _peer(shape, sizes, given)).get("error", "") and shape["batch"] > 1:
+        shape = shape | {"batch": shape["batch"] // 2}
+    return found
 
 
 def torch_shape(config: RunConfig) -> dict[str, Any]:

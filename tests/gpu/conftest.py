@@ -3,19 +3,9 @@
 JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu -n 0 tests/gpu
 """
 
-import os
-
 import jax
 import pytest
-
-ON_CPU = bool(os.environ.get("SHARDLM_GPU_TESTS_ON_CPU"))
-
-
-def why_not() -> str:
-    """Why nothing runs on a GPU here; "" if it does."""
-    if ON_CPU or jax.default_backend() == "gpu":
-        return ""
-    return f"needs an NVIDIA GPU and JAX_PLATFORMS=cuda,cpu; jax's backend here is {jax.default_backend()}"
+from rehearsal import ON_CPU, why_not
 
 
 def pytest_collection_modifyitems(items):

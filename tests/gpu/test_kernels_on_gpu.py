@@ -5,7 +5,7 @@ import importlib.util
 
 import jax
 import pytest
-from conftest import ON_CPU
+from rehearsal import ON_CPU
 
 from shardlm.bench.kernel_cases import TINY, EightBit, FewBits, Grouped, Meeting, Paged, Whole
 from shardlm.bench.kernel_timing import largest_error

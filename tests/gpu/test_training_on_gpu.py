@@ -1,13 +1,14 @@
 """Training on a GPU: the same numbers as on a CPU, and a run that goes on where it stopped."""
 
 import dataclasses
+import os
 import shutil
 
 import jax
 import numpy as np
 import pytest
 import tiny_run
-from conftest import ON_CPU
+from rehearsal import ON_CPU
 from small import LLAMA
 
 from shardlm.mesh import MeshSpec
@@ -60,8 +61,10 @@ def test_steps_in_bfloat16_are_near(gpu, cpu, changes):
     assert found[6] == pytest.approx(expected[6], rel=0.05) and found[6] < found[0]
 
 
-def test_a_run_is_resumed(gpu, tmp_path):
+def test_a_run_is_resumed(gpu, tmp_path, monkeypatch):
     """Within rounding: a GPU does not add gradients of embeddings in one order."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the run takes every device that it sees
     config = tiny_run.write(tmp_path)
     one = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", f"cpu_devices={int(ON_CPU)}"]
     done = tiny_run.train(config, *one)
