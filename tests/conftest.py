@@ -26,6 +26,7 @@ gc.set_threshold(20_000, 20, 20)
 # The files that take longest, the longest first: a worker that begins one of these last leaves the others idle.
 LONGEST = (
     "test_matrix",
+    "test_bench_gpu",
     "test_diloco",
     "test_parallel_hybrid",
     "test_resume",
