@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, relative_error
 
-from shardlm.layers.pipeline import Schedule
+from shardlm.layers.pipeline import Schedule, to_layers, to_stages
 from shardlm.mesh import MeshSpec
 from shardlm.train.step import NextToken, StepConfig, gradients
 
@@ -65,6 +65,25 @@ def test_one_forward_one_backward(spec, preset):
     assert_same(loss_and_gradients(spec, preset, config, one_f_one_b=True), config)
 
 
+@pytest.mark.parametrize("stages,rounds", [(4, 1), (2, 2)])
+def test_layers_are_dealt_to_places_as_cards_are(stages, rounds):
+    places = stages * rounds
+    with jax.set_mesh(mesh_of(MeshSpec(pipeline=stages))):
+        for layers in range(places, 2 * places + 2):
+            schedule = Schedule(layers, stages, rounds, stages)
+            hands = [layers // places + (place < layers % places) for place in range(places)]
+            numbers = 1.0 + np.arange(layers)
+            slots = np.zeros((places, max(hands)))
+            slots[np.arange(max(hands)) < np.array(hands)[:, None]] = numbers
+            staged = to_stages(jnp.asarray(numbers)[:, None] * jnp.ones((1, 2)), schedule)
+            expected = slots.reshape(rounds, stages, -1, 1) * np.ones(2)
+            np.testing.assert_array_equal(staged, expected)
+            np.testing.assert_array_equal(to_layers(staged, schedule)[:, 0], numbers)
+            held = jax.vmap(schedule.held)(jnp.arange(places))
+            np.testing.assert_array_equal(held, slots > 0)
+            assert schedule.slots * places - schedule.short == sum(hands) == layers
+
+
 def test_jobs_visit_each_layer_of_each_microbatch_once_and_in_order():
     for S, R, M in ((2, 1, 4), (4, 3, 8), (3, 2, 6)):
         schedule = Schedule(num_layers=24, stages=S, rounds=R, microbatches=M)
@@ -83,3 +102,4 @@ def test_bubble_fraction():
     assert Schedule(num_layers=8, stages=4, rounds=2, microbatches=8).bubble_fraction() == pytest.approx(3 / 19)
     assert Schedule(8, 4, 1, 8, both_ways=True).bubble_fraction() == pytest.approx(6 / 14)
     assert Schedule(num_layers=7, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(1 - 56 / 88)
+    assert Schedule(num_layers=5, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(1 - 40 / 88)
