@@ -20,22 +20,22 @@ SIX = dataclasses.replace(LLAMA, num_layers=6)
 TIED_SIX = dataclasses.replace(SIX, tie_embeddings=True)
 
 
-def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, one_f_one_b=False, **execution):
+def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, one_f_one_b=False, rows=16):
     with jax.set_mesh(mesh_of(spec)):
-        model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full", **execution)
+        model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full")
         step = StepConfig(accumulation=microbatches, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
-        grads, losses = run(init(model), on_devices(packed_batch(), model))
+        grads, losses = run(init(model), on_devices(packed_batch(rows), model))
         return jax.tree.map(np.asarray, (grads, losses))
 
 
 @functools.cache
-def one_device(config=LLAMA):
-    return loss_and_gradients(MeshSpec(), "replicated", config, microbatches=1)
+def one_device(config=LLAMA, rows=16):
+    return loss_and_gradients(MeshSpec(), "replicated", config, microbatches=1, rows=rows)
 
 
-def assert_same(got, config=LLAMA):
-    grads, losses = one_device(config)
+def assert_same(got, config=LLAMA, rows=16):
+    grads, losses = one_device(config, rows)
     assert relative_error(got[1], losses) < FP32
     assert relative_error(got[0], grads) < FP32
 
@@ -63,6 +63,19 @@ def test_more_stages_than_layers_divide_into():
 def test_one_forward_one_backward(spec, preset):
     config = LLAMA if spec.pipeline == 2 else TIED_SIX
     assert_same(loss_and_gradients(spec, preset, config, one_f_one_b=True), config)
+
+
+@pytest.mark.parametrize(
+    "spec,preset,how",
+    [
+        (MeshSpec(pipeline=3, fsdp=2), "zero3", {"rounds": 2}),
+        (MeshSpec(pipeline=3, data=2), "zero1", {"one_f_one_b": True}),
+    ],
+    ids=["circular", "1f1b"],
+)
+def test_an_embedding_that_does_not_divide_rests_whole_on_every_stage(spec, preset, how):
+    got = loss_and_gradients(spec, preset, SIX, microbatches=3, rows=12, **how)
+    assert_same(got, SIX, rows=12)
 
 
 @pytest.mark.parametrize("stages,rounds", [(4, 1), (2, 2)])

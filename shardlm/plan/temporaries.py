@@ -17,6 +17,7 @@ from shardlm.ops.expert_dispatch import choose
 from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
+from shardlm.plan.traffic import share
 from shardlm.rules import Rules
 
 
@@ -30,6 +31,7 @@ class Parts:
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
              rows; not where layers compute from a copy of weights that rest on the host
     largest  one layer's weights as they are used, in the compute type
+    copies   float32 of the layers of other stages, where weights rest whole over pipeline
     around   float32 of embedding and head where they rest
     gathers  whether layers gather their weights
     """
@@ -39,6 +41,7 @@ class Parts:
     whole: float
     turned: float
     largest: float
+    copies: float
     around: float
     gathers: bool
 
@@ -46,13 +49,16 @@ class Parts:
     def of(cls, sketch: Sketch) -> "Parts":
         rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
         gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = around = 0
+        resting = whole = turned = copies = around = 0
         used = [0] * len(shape.segments)
         for weight in sketch.weights:
             rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
             if weight.segment is None:
                 around += rests
                 continue
+            if sketch.staged(weight) and "pipeline" not in weight.axes(rules.rest):
+                copies += rests * share(sketch.mesh.pipeline)
+                rests /= sketch.mesh.pipeline
             resting += rests
             used[weight.segment] += size * weight.numbers(rules.use)
             if not _gathered(weight, rules):
@@ -65,6 +71,7 @@ class Parts:
             whole=whole,
             turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else 0,
             largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
+            copies=copies,
             around=around,
             gathers=gathers,
         )
@@ -154,7 +161,8 @@ def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1:
         return {}
     if sketch.schedule.both_ways:
-        around = parts.around * sketch.mesh.pipeline  # each stage has embedding and head whole over the axis
+        # Each stage has embedding and head whole over the axis.
+        around = parts.around * (sketch.mesh.pipeline if "pipeline" in sketch.rules.rest.axes("embed") else 1)
         return {"weights in use": parts.resting + around, "gradients": 2 * parts.resting + around}
     rows = parts.layers[0][0].stream * sketch.passes / sketch.mesh.pipeline  # of all microbatches, outside the stages
     return {"weights in use": parts.resting, "streams": 4 * rows}
@@ -230,7 +238,7 @@ def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
     the new weights, moments and gradients."""
     rules = sketch.rules
     rests, split = (set(table.axes("embed")) for table in (rules.rest, rules.optimizer))
+    new = parts.resting + parts.copies + parts.around
     if rests == split:
-        return {}
-    ways = sketch.mesh.size(*(split - rests))
-    return {"weights gathered": parts.resting + parts.around, "gradients": 1.25 * (parts.resting + parts.around) / ways}
+        return {"gradients": new} if parts.copies else {}
+    return {"weights gathered": new, "gradients": 1.25 * new / sketch.mesh.size(*(split - rests))}
