@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import jax
@@ -31,8 +32,8 @@ weights are split over the expert axis by expert instead.
 
 Each combines with tensor > 1, which splits heads, MLP width and vocabulary (Megatron,
 https://arxiv.org/abs/1909.08053) and, between blocks, the sequence (https://arxiv.org/abs/2205.05198); and with
-pipeline > 1, over which weights always rest split by their embedding dimension, in any number of layers: once a step
-an all-to-all brings each stage its layers.
+pipeline > 1, over which weights rest split by their embedding dimension, in any number of layers: once a step an
+all-to-all brings each stage its layers. An embedding that does not divide over pipeline rests whole there (`fitting`).
 """
 
 _SPLIT = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor", "experts": "expert"}
@@ -157,6 +158,23 @@ class Rules:
         """The same weights, with every device holding all rows and the whole sequence: for a few rows of tokens."""
         return dataclasses.replace(self, act=_without(self.act, "batch", "microbatches", "seq", "whole_seq"))
 
+    def fitting(self, sizes: Mapping[str, Iterable[int]]) -> "Rules":
+        """The rules for weights whose dimensions have these sizes, by name: what does not divide over pipeline and the
+        axes beside it rests whole over pipeline, if it divides over those. No preset promises that split: it saves
+        memory, and without it a stage takes its layers from its own copy of all. A split that the preset promises
+        (over fsdp, say) is never left out: the weights of a model that needs it would not fit."""
+
+        def misfits(name: str, of: Iterable[int]) -> bool:
+            axes = self.optimizer.axes(name)
+            ways, beside = (self.mesh.size(*found) for found in (axes, set(axes) - {"pipeline"}))
+            return any(n % ways for n in of) and not any(n % beside for n in of)
+
+        names = [name for name, of in sizes.items() if misfits(name, tuple(of))]
+        if not names:
+            return self
+        roles = ("rest", "grads", "optimizer")
+        return dataclasses.replace(self, **{role: _outside(getattr(self, role), "pipeline", names) for role in roles})
+
     def replicas(self) -> tuple[str, ...]:
         """Of data and fsdp, the axes whose devices hold the same weights: gradients need to cross them once a step."""
         return tuple(
@@ -183,6 +201,12 @@ class Rules:
 def _without(table: Table, *names: str) -> Table:
     """The table with these dimensions whole."""
     entries = tuple((name, () if name in names else axes) for name, axes in table.entries)
+    return dataclasses.replace(table, entries=entries)
+
+
+def _outside(table: Table, axis: str, names: Sequence[str]) -> Table:
+    """The table with these dimensions not split over a mesh axis."""
+    entries = tuple((n, tuple(a for a in axes if n not in names or a != axis)) for n, axes in table.entries)
     return dataclasses.replace(table, entries=entries)
 
 

@@ -44,7 +44,8 @@ def packed_batch(rows: int = 16, length: int = 16, vocab: int = 64, seed: int = 
 
 def model_on(spec: MeshSpec, preset: str = "zero3", config: LlamaConfig = LLAMA, **execution) -> ModelDef:
     """The model under a mesh that is already set."""
-    return ModelDef.make(config.transformer(), Execution(Rules.make(preset, spec), **execution))
+    shape = config.transformer()
+    return ModelDef.make(shape, Execution(Rules.make(preset, spec).fitting(shape.widths()), **execution))
 
 
 def logits_of(model: ModelDef, params, tokens: jax.Array) -> jax.Array:

@@ -19,19 +19,25 @@ def refusal(layers, mesh, schedule="circular", rounds=1, accumulation=8) -> str:
 
 
 def test_a_stage_without_layers_is_refused_with_the_choices():
-    message = refusal(6, MeshSpec(pipeline=4))
-    assert message == (
-        "layers=6 cannot be split over pipeline=4: 2 a place would leave the last of 4 places empty; "
-        "choose pipeline from 1, 2, 3, 6"
+    assert refusal(6, MeshSpec(pipeline=8)) == (
+        "layers=6 cannot be split over pipeline=8: each of 8 places needs one; choose pipeline up to 6"
     )
-    message = refusal(6, MeshSpec(pipeline=2), rounds=4)
-    assert "pipeline=2 x pipeline.rounds=4" in message and "or fewer rounds" in message
+    message = refusal(6, MeshSpec(pipeline=4), rounds=2)
+    assert "pipeline=4 x pipeline.rounds=2: each of 8 places" in message
+    assert "choose pipeline up to 3 or fewer rounds" in message
 
 
-def test_layers_that_do_not_divide_but_fill_the_stages_pass():
-    train = TrainConfig(accumulation=8)
-    check_pipeline(61, train, PipelineConfig("gpipe"), MeshSpec(pipeline=8))
-    check_pipeline(95, train, PipelineConfig(rounds=2), MeshSpec(pipeline=8))
+def test_layers_that_do_not_divide_pass():
+    for layers, stages, rounds in (
+        (61, 8, 1),
+        (95, 8, 2),
+        (58, 16, 1),
+        (58, 4, 4),
+        (62, 8, 3),
+        (126, 16, 7),
+        (6, 4, 1),
+    ):
+        check_pipeline(layers, TrainConfig(accumulation=16), PipelineConfig(rounds=rounds), MeshSpec(pipeline=stages))
 
 
 def test_microbatches_fill_the_stages_in_whole_groups():

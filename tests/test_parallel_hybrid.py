@@ -1,6 +1,7 @@
 """Any mesh, same numbers, for products of axes: each pair of the six, and triples and quadruples, on a model that has
 latent attention, a dense layer and experts."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from small import init, init_on_mesh, mesh_of, model_on, on_devices, packed_batch, relative_error, whole_init
 from small_moe import DEEPSEEK
 
+from shardlm.layers.context import Packed
+from shardlm.layers.stack import scan_blocks
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.train.step import NextToken, StepConfig, gradients
 
@@ -31,18 +35,18 @@ MESHES = [
 ]
 
 
-def loss_and_gradients(spec, preset, one_f_one_b=False):
+def loss_and_gradients(spec, preset, one_f_one_b=False, config=DEEPSEEK, rounds=1):
     with jax.set_mesh(mesh_of(spec)):
-        microbatches = 2 if spec.pipeline > 1 else 1
-        model = model_on(spec, preset, DEEPSEEK, microbatches=microbatches, remat="full")
+        microbatches = spec.pipeline
+        model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full")
         step = StepConfig(accumulation=microbatches, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 
 
 @functools.cache
-def one_device():
-    return loss_and_gradients(MeshSpec(), "replicated")
+def one_device(config=DEEPSEEK):
+    return loss_and_gradients(MeshSpec(), "replicated", config=config)
 
 
 def test_every_pair_is_there():
@@ -74,3 +78,38 @@ def test_layers_before_the_stages_and_experts_by_1f1b():
     grads, losses = loss_and_gradients(MeshSpec(pipeline=2, expert=2, tensor=2), "zero1", one_f_one_b=True)
     assert relative_error(losses, one_device()[1]) < FP32
     assert relative_error(grads, one_device()[0]) < FP32
+
+
+# Five layers of experts behind a dense one, in places of 2, 1, 1 and 1.
+@pytest.mark.parametrize(
+    "spec,rounds,one_f_one_b",
+    [(MeshSpec(pipeline=2, expert=4), 2, False), (MeshSpec(pipeline=4, expert=2), 1, True)],
+    ids=["circular", "1f1b"],
+)
+def test_layers_of_experts_that_do_not_divide(spec, rounds, one_f_one_b):
+    config = dataclasses.replace(DEEPSEEK, num_layers=6)
+    grads, losses = loss_and_gradients(spec, "zero1", one_f_one_b, config, rounds)
+    assert relative_error(losses, one_device(config)[1]) < FP32
+    assert relative_error(grads, one_device(config)[0]) < FP32
+
+
+def test_experts_get_no_tokens_in_an_empty_slot():
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = model_on(MeshSpec(), "replicated", DEEPSEEK)
+        lm = model.model(init(model))
+        graph, state = nnx.split(lm.segments[1].blocks)
+        state = jax.tree.map(lambda a: a.at[1].set(0), state)
+        x = jax.random.normal(jax.random.key(0), (2, 16, 32))
+        batch = packed_batch(rows=2)
+        ctx = dataclasses.replace(
+            Packed.make(jnp.asarray(batch["segment_ids"]), jnp.asarray(batch["loss_mask"]), model.execution),
+            held=jnp.array([True, False]),
+        )
+        positions = jnp.asarray(batch["positions"])
+        both, _, aux = scan_blocks(graph, state, x, positions, ctx, None, 0, model.execution)
+        first = jax.tree.map(lambda a: a[:1], state)
+        ctx = dataclasses.replace(ctx, held=None)
+        alone, _, expected = scan_blocks(graph, first, x, positions, ctx, None, 0, model.execution)
+    np.testing.assert_array_equal(both, alone)
+    np.testing.assert_array_equal(aux["expert_load"][0], expected["expert_load"][0])
+    assert aux["expert_load"][0].sum() > 0 and not aux["expert_load"][1].any()

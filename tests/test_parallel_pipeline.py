@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, relative_error
 
-from shardlm.layers.pipeline import Schedule
+from shardlm.layers.pipeline import Schedule, to_layers, to_stages
 from shardlm.mesh import MeshSpec
 from shardlm.train.step import NextToken, StepConfig, gradients
 
@@ -20,22 +20,22 @@ SIX = dataclasses.replace(LLAMA, num_layers=6)
 TIED_SIX = dataclasses.replace(SIX, tie_embeddings=True)
 
 
-def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, one_f_one_b=False, **execution):
+def loss_and_gradients(spec, preset="zero1", config=LLAMA, microbatches=4, rounds=1, one_f_one_b=False, rows=16):
     with jax.set_mesh(mesh_of(spec)):
-        model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full", **execution)
+        model = model_on(spec, preset, config, microbatches=microbatches, rounds=rounds, remat="full")
         step = StepConfig(accumulation=microbatches, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
-        grads, losses = run(init(model), on_devices(packed_batch(), model))
+        grads, losses = run(init(model), on_devices(packed_batch(rows), model))
         return jax.tree.map(np.asarray, (grads, losses))
 
 
 @functools.cache
-def one_device(config=LLAMA):
-    return loss_and_gradients(MeshSpec(), "replicated", config, microbatches=1)
+def one_device(config=LLAMA, rows=16):
+    return loss_and_gradients(MeshSpec(), "replicated", config, microbatches=1, rows=rows)
 
 
-def assert_same(got, config=LLAMA):
-    grads, losses = one_device(config)
+def assert_same(got, config=LLAMA, rows=16):
+    grads, losses = one_device(config, rows)
     assert relative_error(got[1], losses) < FP32
     assert relative_error(got[0], grads) < FP32
 
@@ -65,6 +65,38 @@ def test_one_forward_one_backward(spec, preset):
     assert_same(loss_and_gradients(spec, preset, config, one_f_one_b=True), config)
 
 
+@pytest.mark.parametrize(
+    "spec,preset,how",
+    [
+        (MeshSpec(pipeline=3, fsdp=2), "zero3", {"rounds": 2}),
+        (MeshSpec(pipeline=3, data=2), "zero1", {"one_f_one_b": True}),
+    ],
+    ids=["circular", "1f1b"],
+)
+def test_an_embedding_that_does_not_divide_rests_whole_on_every_stage(spec, preset, how):
+    got = loss_and_gradients(spec, preset, SIX, microbatches=3, rows=12, **how)
+    assert_same(got, SIX, rows=12)
+
+
+@pytest.mark.parametrize("stages,rounds", [(4, 1), (2, 2)])
+def test_layers_are_dealt_to_places_as_cards_are(stages, rounds):
+    places = stages * rounds
+    with jax.set_mesh(mesh_of(MeshSpec(pipeline=stages))):
+        for layers in range(places, 2 * places + 2):
+            schedule = Schedule(layers, stages, rounds, stages)
+            hands = [layers // places + (place < layers % places) for place in range(places)]
+            numbers = 1.0 + np.arange(layers)
+            slots = np.zeros((places, max(hands)))
+            slots[np.arange(max(hands)) < np.array(hands)[:, None]] = numbers
+            staged = to_stages(jnp.asarray(numbers)[:, None] * jnp.ones((1, 2)), schedule)
+            expected = slots.reshape(rounds, stages, -1, 1) * np.ones(2)
+            np.testing.assert_array_equal(staged, expected)
+            np.testing.assert_array_equal(to_layers(staged, schedule)[:, 0], numbers)
+            held = jax.vmap(schedule.held)(jnp.arange(places))
+            np.testing.assert_array_equal(held, slots > 0)
+            assert schedule.slots * places - schedule.short == sum(hands) == layers
+
+
 def test_jobs_visit_each_layer_of_each_microbatch_once_and_in_order():
     for S, R, M in ((2, 1, 4), (4, 3, 8), (3, 2, 6)):
         schedule = Schedule(num_layers=24, stages=S, rounds=R, microbatches=M)
@@ -83,3 +115,4 @@ def test_bubble_fraction():
     assert Schedule(num_layers=8, stages=4, rounds=2, microbatches=8).bubble_fraction() == pytest.approx(3 / 19)
     assert Schedule(8, 4, 1, 8, both_ways=True).bubble_fraction() == pytest.approx(6 / 14)
     assert Schedule(num_layers=7, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(1 - 56 / 88)
+    assert Schedule(num_layers=5, stages=4, rounds=1, microbatches=8).bubble_fraction() == pytest.approx(1 - 40 / 88)

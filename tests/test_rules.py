@@ -55,6 +55,22 @@ def test_refusals():
         Rules.make("zero4", MESH)
 
 
+def test_what_does_not_divide_over_pipeline_rests_whole_there():
+    rules = Rules.make("zero1", MeshSpec(pipeline=3, fsdp=4, expert=2))
+    assert rules.fitting({"embed": [48], "latent": [24]}) is rules
+    whole = rules.fitting({"embed": [64], "expert_embed": [36], "latent": [24, 16]})
+    tables = (whole.rest, whole.use, whole.grads, whole.optimizer)
+    assert [table.axes("embed") for table in tables] == [(), (), (), ("fsdp", "expert")]
+    assert [table.axes("latent") for table in tables] == [(), (), (), ("fsdp",)]
+    assert [table.axes("expert_embed") for table in tables] == [("pipeline",), (), ("pipeline",), ("pipeline", "fsdp")]
+    assert whole.act == rules.act
+    # A split that the preset promises stays, and is refused.
+    kept = rules.fitting({"embed": [60]})
+    assert kept is rules
+    with pytest.raises(ShardlmError, match=r"embed=60 cannot be split over pipeline=3 x fsdp=4 x expert=2"):
+        kept.optimizer.check("embed", 60)
+
+
 def test_bytes_per_device():
     rules = Rules.make("zero3", MESH)
     assert rules.bytes_per_device((3, 64, 128), 4, *NAMES) == 3 * 64 * 128 * 4 // 8

@@ -26,6 +26,9 @@ class Context(Protocol):
     def real(self) -> jax.Array:
         """bool [B, T], False for padding."""
 
+    def of_repeat(self, index: jax.Array) -> "Context":
+        """As the blocks of one repeat of a scanned pattern see it."""
+
     def attend(
         self,
         q: jax.Array,
@@ -51,7 +54,9 @@ class Context(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]."""
+    """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]; held bool
+    [repeats], False for the empty slots of a pipeline's stage, in which experts get no tokens: by a router of zeros all
+    would go to the same few."""
 
     absorbs: ClassVar[bool] = False
     segment_ids: jax.Array
@@ -59,6 +64,7 @@ class Packed:
     implementation: str = dataclasses.field(default="xla", metadata={"static": True})
     weights: jax.Array | None = None
     context: str = dataclasses.field(default="ring", metadata={"static": True})  # where rows are split
+    held: jax.Array | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
@@ -67,7 +73,13 @@ class Packed:
 
     @property
     def real(self) -> jax.Array:
-        return self.segment_ids > 0
+        real = self.segment_ids > 0
+        return real if self.held is None else real & self.held
+
+    def of_repeat(self, index):
+        if self.held is None:
+            return self
+        return dataclasses.replace(self, held=jax.lax.dynamic_index_in_dim(self.held, index, keepdims=False))
 
     def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None):
         del positions, layer  # rows are in order, so the index is the position
@@ -124,6 +136,10 @@ class Paged:
     @property
     def real(self) -> jax.Array:
         return self.valid
+
+    def of_repeat(self, index):
+        del index
+        return self
 
     def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, value_dim=0):
         act = self.rules.act

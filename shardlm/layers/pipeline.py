@@ -40,8 +40,25 @@ class Schedule:
 
     @property
     def slots(self) -> int:
-        """Layers a stage runs in a tick; where they do not divide evenly the last ones are empty."""
+        """Layers a stage runs in a tick, the most that a place (a round of a stage) holds."""
         return math.ceil(self.num_layers / (self.stages * self.rounds))
+
+    @property
+    def short(self) -> int:
+        """Places that hold one layer fewer, the last ones: as many as there are empty slots. All wait for the longest
+        place, so that a step takes as long as with `slots` layers in each."""
+        return self.stages * self.rounds * self.slots - self.num_layers
+
+    def held(self, place: jax.Array) -> jax.Array:
+        """bool [slots], False for an empty slot of a place, int32 scalar round * stages + stage."""
+        if self.short > 1:
+            return jnp.arange(self.slots) < self.slots - (place >= self.full)
+        return place * self.slots + jnp.arange(self.slots) < self.num_layers
+
+    @property
+    def full(self) -> int:
+        """Places that hold as many as there are slots, the first ones."""
+        return self.stages * self.rounds - self.short
 
     @property
     def ticks(self) -> int:
@@ -61,8 +78,9 @@ class Schedule:
         return (j % lap) // self.stages, j // lap * self.stages + j % self.stages, inside
 
 
-Stage = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
-"""(weights [slots, ...], x [B, T, D], what else belongs to the microbatch) -> (x, sums to add up [slots, ...])."""
+Stage = Callable[[Tree, jax.Array, Tree, jax.Array | None], tuple[jax.Array, Tree]]
+"""(weights [slots, ...], x [B, T, D], what else belongs to the microbatch, which slots hold a layer, bool [slots], or
+None for all) -> (x, sums to add up [slots, ...])."""
 
 
 def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy):
@@ -87,7 +105,7 @@ def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: 
         fixed_specs=shared,
     )
     stream, sums = run(extra, weights, stream)
-    sums = jax.tree.map(lambda a: to_layers(a, schedule.num_layers), sums)
+    sums = jax.tree.map(lambda a: to_layers(a, schedule), sums)
     return join_rows(stream, rules, "seq", "embed"), sums
 
 
@@ -111,7 +129,8 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, extra, weights, str
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def lap_of(weights, lap_round, x, mine):
         own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, lap_round * slots, slots), weights)
-        return stage(weights if R == 1 else own, x, mine)
+        held = schedule.held(lap_round * S + me) if schedule.short else None
+        return stage(weights if R == 1 else own, x, mine, held)
 
     def tick(carry, i):
         state, arriving, leaving, done, sums = carry
@@ -176,15 +195,27 @@ def to_stages(a: jax.Array, schedule: Schedule) -> jax.Array:
     """[L, ...] at rest -> [rounds, stages, slots, ...] with the stages on their devices: an all-to-all over `pipeline`.
     Empty slots get zero weights, with which a block returns its input."""
     R, S, P = schedule.rounds, schedule.stages, schedule.slots
-    spec = jax.typeof(a).sharding.spec
-    a = jnp.pad(a, [(0, R * S * P - a.shape[0]), *[(0, 0)] * (a.ndim - 1)])
+    spec, around = jax.typeof(a).sharding.spec, [(0, 0)] * (a.ndim - 1)
+    if schedule.short > 1:
+        full, rest = jnp.split(a, [P * schedule.full])
+        rest = jnp.reshape(rest, (schedule.short, P - 1, *a.shape[1:]), out_sharding=PartitionSpec(None, *spec))
+        rest = jnp.pad(rest, [(0, 0), (0, 1), *around])
+        rest = jnp.reshape(rest, (-1, *a.shape[1:]), out_sharding=spec)
+        a = jnp.concatenate([full, rest])
+    else:
+        a = jnp.pad(a, [(0, schedule.short), *around])
     a = jnp.reshape(a, (R, S, P, *a.shape[1:]), out_sharding=PartitionSpec(None, None, *spec))
     return jax.reshard(a, PartitionSpec(None, "pipeline", None, *without_axes(spec, ("pipeline",))[1:]))
 
 
-def to_layers(a: jax.Array, num_layers: int) -> jax.Array:
+def to_layers(a: jax.Array, schedule: Schedule) -> jax.Array:
     """[rounds, stages, slots, ...] -> [L, ...], whole on every device."""
-    return jax.reshard(a, PartitionSpec()).reshape(-1, *a.shape[3:])[:num_layers]
+    a = jax.reshard(a, PartitionSpec()).reshape(-1, *a.shape[3:])
+    if schedule.short <= 1:
+        return a[: schedule.num_layers]
+    full, rest = jnp.split(a, [schedule.slots * schedule.full])
+    rest = rest.reshape(schedule.short, schedule.slots, *a.shape[1:])[:, :-1]
+    return jnp.concatenate([full, rest.reshape(-1, *a.shape[1:])])
 
 
 def stage_rules(rules: Rules) -> Rules:

@@ -86,9 +86,9 @@ class Stack(nnx.Module):
             return scan_blocks(graph, stacked, x, positions, ctx, pages, first_layer, execution)
         inside = dataclasses.replace(execution, rules=stage_rules(execution.rules))
 
-        def stage(state, x, rows):
+        def stage(state, x, rows, held):
             own = {name: rows[name] for name in ("segment_ids", "weights")}
-            stage_ctx = dataclasses.replace(ctx, rules=inside.rules, **own)
+            stage_ctx = dataclasses.replace(ctx, rules=inside.rules, held=held, **own)
             x, _, aux = scan_blocks(graph, state, x, rows["positions"], stage_ctx, None, 0, inside)
             return x, jax.tree.map(lambda a: a.reshape(-1, a.shape[0] // slots, *a.shape[1:]), aux)
 
@@ -112,10 +112,10 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
         x, pages = carry
         index, state = inputs
         found: dict[str, list[jax.Array]] = {}
-        blocks = nnx.merge(graph, state)
+        blocks, own = nnx.merge(graph, state), ctx.of_repeat(index)
         for offset, block in enumerate(blocks):
             number = first_layer + index * len(blocks) + offset
-            x, pages, aux = block(x, positions, ctx, pages, number, execution)
+            x, pages, aux = block(x, positions, own, pages, number, execution)
             for name, value in aux.items():
                 found.setdefault(name, []).append(value)
         return (x, pages), {name: jnp.stack(values) for name, values in found.items()}

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.flops import attention_width
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, in_use, multiplied, normal
@@ -63,6 +64,12 @@ class TransformerConfig:
     def pipelined_segment(self) -> int:
         """Index of the segment with the most repeats: the one that runs in pipeline stages."""
         return max(range(len(self.segments)), key=lambda i: self.segments[i].repeats)
+
+    def widths(self) -> dict[str, set[int]]:
+        """Sizes of the dimensions by which weights are spread over devices that see other tokens (rules.py)."""
+        attentions = {block.attention for block in self.all_blocks()}
+        latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
+        return {"embed": {self.embed_dim}, "expert_embed": {self.embed_dim}, "latent": latents}
 
     def parameters_per_token(self) -> int:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and

@@ -34,6 +34,7 @@ class _Moved:
 
     gathered  axes that it is split over at rest and not in use, but for pipeline
     copies    axes whose devices see other tokens and hold the same of it in use
+    staged    whether it is split over pipeline at rest
     numbers   of one device while in use, of all layers
     repeats   arrays that it is stacked of
     """
@@ -41,6 +42,7 @@ class _Moved:
     weight: Weight
     gathered: tuple[str, ...]
     copies: tuple[str, ...]
+    staged: bool
     numbers: float
     repeats: int
     itemsize: int
@@ -59,6 +61,7 @@ class _Moved:
             weight,
             ordered(mesh, gathered),
             ordered(mesh, copies),
+            "pipeline" in rest,
             weight.numbers(rules.use),
             math.prod(weight.shape[: weight.stacked]),
             itemsize,
@@ -110,7 +113,9 @@ def _of_all(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     are one."""
     mesh, weight = sketch.mesh, moved.weight
     passes = 1 if mesh.pipeline > 1 else sketch.passes
-    axes = ordered(mesh, {*moved.gathered, "pipeline"})
+    axes = ordered(mesh, {*moved.gathered, "pipeline"} if moved.staged else set(moved.gathered))
+    if not moved.staged:
+        moved = dataclasses.replace(moved, copies=ordered(mesh, {*moved.copies, "pipeline"}))
     size, use = mesh.size(*axes), moved.numbers * moved.itemsize
     again = _again(sketch) if weight.stacked else 0
     times = passes * (1 + again)
@@ -185,6 +190,9 @@ def _to_stages(sketch: Sketch, moved: _Moved, held: float, itemsize: int) -> Ite
     """`held` numbers of each device. Where the dimension that the stages take is split further, places are exchanged
     first among as many neighbours as there are stages, and then all devices permute."""
     mesh, S = sketch.mesh, sketch.mesh.pipeline
+    if not moved.staged:  # each has its layers among all, and all get the gradients of all
+        yield moved.sent(("pipeline",), "from its stage", S * held * MASTER * share(S), GATHER)
+        return
     if not moved.gathered:
         yield moved.sent(("pipeline",), "to its stage", held * itemsize * share(S), EXCHANGE)
         yield moved.sent(("pipeline",), "from its stage", held * MASTER * share(S), EXCHANGE)
@@ -202,13 +210,17 @@ def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     mesh, schedule, weight, shape = sketch.mesh, sketch.schedule, moved.weight, sketch.shape
     S, ticks = schedule.stages, schedule.ticks
     held = moved.numbers * MASTER / mesh.size(*moved.gathered)
-    yield moved.sent(("pipeline",), "for all stages", held * share(S), GATHER)
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
-    if moved.gathered:
+    if moved.staged:
+        yield moved.sent(("pipeline",), "for all stages", held * share(S), GATHER)
+    if moved.gathered and moved.staged:
         order = ordered(mesh, {"pipeline", *moved.gathered})
         yield moved.sent(order, "for all stages and back: order", 2 * held / S, PERMUTE, 2)
     spread = set(weight.axes(sketch.rules.grads)) >= set(replicas)
-    if replicas and spread:
+    if not moved.staged:
+        over = ordered(mesh, {"pipeline", *replicas})
+        yield moved.sent(over, "of all stages", 2 * held * share(mesh.size(*over)), REDUCE)
+    elif replicas and spread:
         over = ordered(mesh, {"pipeline", *replicas})
         yield moved.sent(over, "of all stages", held * share(mesh.size(*over)), SCATTER)
     else:

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from shardlm.layers.pipeline import Schedule
 from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.ops.expert_dispatch import choose
 from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
@@ -25,12 +26,14 @@ class Parts:
     """What the moments are made of.
 
     layers   by segment and block of its pattern
-    resting  float32 of all layers' trained weights where they rest; of a pipeline's stage as many
+    resting  float32 of all layers' trained weights where they rest; of a pipeline's stage, what it holds of them and of
+             empty slots: as many, where layers divide
     whole    of these, what layers use as it rests
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
              rows; not where layers compute from a copy of weights that rest on the host
     largest  one layer's weights as they are used, in the compute type
     around   float32 of embedding and head where they rest
+    between  float32 of all trained weights where they rest between steps
     gathers  whether layers gather their weights
     """
 
@@ -40,19 +43,23 @@ class Parts:
     turned: float
     largest: float
     around: float
+    between: float
     gathers: bool
 
     @classmethod
     def of(cls, sketch: Sketch) -> "Parts":
         rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
         gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = around = 0
+        resting = whole = turned = around = between = 0
         used = [0] * len(shape.segments)
         for weight in sketch.weights:
             rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
+            between += rests
             if weight.segment is None:
                 around += rests
                 continue
+            if sketch.staged(weight):
+                rests = _of_stage(rests, "pipeline" in weight.axes(rules.rest), sketch.schedule)
             resting += rests
             used[weight.segment] += size * weight.numbers(rules.use)
             if not _gathered(weight, rules):
@@ -66,8 +73,15 @@ class Parts:
             turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else 0,
             largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
             around=around,
+            between=between,
             gathers=gathers,
         )
+
+
+def _of_stage(rests: float, split: bool, schedule: Schedule) -> float:
+    """Of a stage's part of a weight that rests so, and empty slots; `split` is whether it rests split over pipeline."""
+    slots = schedule.slots * schedule.rounds * schedule.stages / schedule.num_layers
+    return rests * slots / (1 if split else schedule.stages)
 
 
 def _gathered(weight: Weight, rules: Rules) -> bool:
@@ -154,7 +168,8 @@ def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1:
         return {}
     if sketch.schedule.both_ways:
-        around = parts.around * sketch.mesh.pipeline  # each stage has embedding and head whole over the axis
+        # Each stage has embedding and head whole over the axis.
+        around = parts.around * (sketch.mesh.pipeline if "pipeline" in sketch.rules.rest.axes("embed") else 1)
         return {"weights in use": parts.resting + around, "gradients": 2 * parts.resting + around}
     rows = parts.layers[0][0].stream * sketch.passes / sketch.mesh.pipeline  # of all microbatches, outside the stages
     return {"weights in use": parts.resting, "streams": 4 * rows}
@@ -230,7 +245,7 @@ def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
     the new weights, moments and gradients."""
     rules = sketch.rules
     rests, split = (set(table.axes("embed")) for table in (rules.rest, rules.optimizer))
-    if rests == split:
-        return {}
+    if rests == split:  # gradients of all layers come back where they rest, whole over pipeline too
+        return {"gradients": parts.between}
     ways = sketch.mesh.size(*(split - rests))
-    return {"weights gathered": parts.resting + parts.around, "gradients": 1.25 * (parts.resting + parts.around) / ways}
+    return {"weights gathered": parts.between, "gradients": 1.25 * parts.between / ways}

@@ -1,7 +1,5 @@
 """Refuses, before anything compiles, what cannot run: every message gives the values and the choices that work."""
 
-import math
-
 import jax
 
 from shardlm import hardware
@@ -58,20 +56,17 @@ def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec
 
 
 def check_pipeline(layers: int, train: TrainConfig, pipeline: PipelineConfig, mesh: MeshSpec) -> None:
-    """Refuses a pipeline that leaves a stage without layers, or microbatches that do not fill the stages. `layers` is
+    """Refuses a pipeline with more places than layers, or microbatches that do not fill the stages. `layers` is
     how often the model's longest run of equal blocks repeats."""
     stages = mesh.pipeline
     if stages == 1:
         return
-    places = stages * pipeline.laps
-    slots = math.ceil(layers / places)
-    if slots * (places - 1) >= layers:
-        works = [s for s in range(1, layers // pipeline.laps + 1) if _fills(layers, s * pipeline.laps)]
+    if stages * pipeline.laps > layers:
         rounds = "" if pipeline.laps == 1 else f" x pipeline.rounds={pipeline.laps}"
-        fewer = "" if pipeline.laps == 1 else ", or fewer rounds"
+        fewer = "" if pipeline.laps == 1 else " or fewer rounds"
         raise ShardlmError(
-            f"layers={layers} cannot be split over pipeline={stages}{rounds}: {slots} a place would leave the last of "
-            f"{places} places empty; choose pipeline from {', '.join(map(str, works))}{fewer}"
+            f"layers={layers} cannot be split over pipeline={stages}{rounds}: each of {stages * pipeline.laps} places "
+            f"needs one; choose pipeline up to {max(1, layers // pipeline.laps)}{fewer}"
         )
     if train.accumulation % stages:
         below = train.accumulation // stages * stages
@@ -93,10 +88,6 @@ def check_outside_stages(model: TransformerConfig, pipeline: PipelineConfig, mes
             "them would wait for stages that do not run them; set pipeline.schedule to circular or gpipe, "
             "context_attention to ulysses, or mesh.context to 1"
         )
-
-
-def _fills(layers: int, places: int) -> bool:
-    return math.ceil(layers / places) * (places - 1) < layers
 
 
 def check_model(model: TransformerConfig, rules: Rules, context_attention: str = "auto") -> None:

@@ -68,7 +68,7 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
     )
     (total, parts, (before, inside, behind)), (d_own, d_shared) = run(lay_out(own), everywhere, rows)
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
-    inside = jax.tree.map(lambda a: to_layers(a, schedule.num_layers), inside)
+    inside = jax.tree.map(lambda a: to_layers(a, schedule), inside)
     inside = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), inside)
     return (total, parts, together(before, inside, behind)), stages.join(d_own, d_shared)
 
@@ -126,12 +126,12 @@ def _stage(stages: Stages, me, own, shared, x, rows, losses: bool = True):
     """What a stage does to x [B, T, D] of one microbatch: (x, its share of the total, parts, aux). The first stage
     embeds, the last one computes the losses; layers outside the segment in stages run on the one or the other."""
     lm = _model(stages, own, shared)
-    execution, k = stages.model.execution, stages.body
+    execution, k, schedule = stages.model.execution, stages.body, stages.schedule
     ctx = Packed.make(rows["segment_ids"], rows["weights"], execution)
     token_losses, with_auxiliary = stages.losses
 
-    def layers(x, which):
-        x, _, aux = lm.run(x, rows["positions"], ctx, None, which)
+    def layers(x, which, held=None):
+        x, _, aux = lm.run(x, rows["positions"], dataclasses.replace(ctx, held=held), None, which)
         return x, aux
 
     def last(x):
@@ -144,14 +144,13 @@ def _stage(stages: Stages, me, own, shared, x, rows, losses: bool = True):
     x, before = _only_if(me == 0, first, x, lambda x: x)
     rows = after(x, rows)  # what all stages do together comes after what the first one does alone
     ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], weights=rows["weights"])
-    x, inside = layers(x, slice(k, k + 1))
+    x, inside = layers(x, slice(k, k + 1), schedule.held(me) if schedule.short else None)
     if not losses:
         return (x,)
-    total, parts, behind = _only_if(me == stages.schedule.stages - 1, last, x)
-    slots = stages.schedule.slots
-    real = me * slots + jnp.arange(slots) < stages.schedule.num_layers  # empty slots have no losses
-    inside = jax.tree.map(lambda a: a.reshape(slots, -1, *a.shape[1:]), inside)
-    inside = jax.tree.map(lambda a: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, 0), inside)
+    total, parts, behind = _only_if(me == schedule.stages - 1, last, x)
+    held = schedule.held(me)  # empty slots have no losses
+    inside = jax.tree.map(lambda a: a.reshape(schedule.slots, -1, *a.shape[1:]), inside)
+    inside = jax.tree.map(lambda a: jnp.where(held.reshape(-1, *[1] * (a.ndim - 1)), a, 0), inside)
     return x, with_auxiliary(with_auxiliary(total, before), inside), parts, (before, inside, behind)
 
 

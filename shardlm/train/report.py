@@ -98,6 +98,11 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
             f"{program.rules.mesh.pipeline} stages, {config.pipeline.laps} rounds; "
             f"bubble fraction {idle:.1%} of the layers' time (computed)"
         )
+        if "pipeline" not in program.rules.rest.axes("embed"):
+            lines.append(
+                f"weights rest whole over pipeline={program.rules.mesh.pipeline}, over which the embedding of "
+                f"{model.config.embed_dim} does not divide"
+            )
     offloaded = saving(program.state_shapes(), model.execution.dtype, program.mesh.devices.flat[0])
     if offloaded:
         lines.append(offloaded)

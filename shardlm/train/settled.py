@@ -51,8 +51,8 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
 
     Raises ShardlmError for whatever does not divide or does not exist.
     """
-    rules = Rules.make(config.rules, spec)
     shape = config.model.transformer()
+    rules = Rules.make(config.rules, spec).fitting(shape.widths())
     if config.lora.rank or not mtp:
         shape = shape.without_mtp()
     check_mtp(config, shape)

@@ -39,6 +39,7 @@ def stages(plan: Plan) -> dict[str, Any] | None:
         "microbatches": schedule.microbatches,
         "ticks": schedule.ticks,
         "idle_share": bubble,
+        "weights_rest_whole": "pipeline" not in plan.sketch.rules.rest.axes("embed"),
         "rows": [{"stage": i, "spans": spans} for i, spans in enumerate(rows)],
     }
 

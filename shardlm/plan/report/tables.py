@@ -309,9 +309,10 @@ def pipeline(first: Data) -> str:
     if not found:
         return ""
     rounds = f", {found['rounds']} rounds" if found["rounds"] > 1 else ""
+    whole = " Weights rest whole on every stage: their embedding does not divide over them."
     return (
         f"{found['schedule']}{rounds}: {found['microbatches']} microbatches through {len(found['rows'])} stages; "
-        f"{percent(found['idle_share'])} of the stages' time is idle."
+        f"{percent(found['idle_share'])} of the stages' time is idle." + whole * found["weights_rest_whole"]
     )
 
 
