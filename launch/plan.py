@@ -49,6 +49,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.config_source import source
     from shardlm.plan.constraints import Constraints
     from shardlm.plan.report.data import to_json
+    from shardlm.plan.report.heading import heading
     from shardlm.plan.report.html import to_html
     from shardlm.plan.report.text import to_text
     from shardlm.plan.sweep import around
@@ -66,8 +67,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     if _WRITE.value and found.best is None:
         raise ShardlmError(f"{_WRITE.value} is not written: nothing fits")
     if _WRITE.value:
-        command = f"python -m launch.train --config={_WRITE.value}"
-        pathlib.Path(_WRITE.value).write_text(source(found.best.plan.config, command))
+        pathlib.Path(_WRITE.value).write_text(source(found.best.plan.config, heading(told, _WRITE.value)))
     return 0 if found.best else 2
 
 

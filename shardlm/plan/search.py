@@ -23,6 +23,7 @@ SHORTEST_CHUNK = 1024  # tokens of a row that a device of the context axis shoul
 MOST_ROWS = 16  # of a device's microbatch: beyond, memory grows and nothing runs faster
 ROUNDS = (2, 4)
 BEAM = 64  # meshes on which everything is looked at
+ROOM = 0.05  # of a GPU's memory: how far a program may be from the formulas (memory.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +54,9 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
     """
     find = _search if every else _fastest
     found = find(config, cluster, constraints, [config.offload.optimizer])
-    free = not constraints.names("offload.optimizer") and not config.offload.optimizer and not config.lora.rank
-    if not found.plans and (free or constraints.names("offload.optimizer")):
-        offloaded = constraints.choices("offload.optimizer", [True])
-        second = find(config, cluster, constraints, offloaded)
+    asked, has = constraints.names("offload.optimizer"), config.offload.optimizer or config.lora.rank
+    if not found.plans and (asked or not has) and constraints.allow("offload.optimizer", True):
+        second = find(config, cluster, constraints, [True])
         both = {name: getattr(found, name) + getattr(second, name) for name in ("considered", "too_large")}
         found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
@@ -65,15 +65,20 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
 
 
 def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
-    """Any plan that fits, of those that need least memory on their mesh; None where none does or none can run."""
+    """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
+    with most. None where none fits or none can run."""
     away = [config.offload.optimizer]
     if not config.lora.rank and constraints.allow("offload.optimizer", True):
         away = constraints.choices("offload.optimizer", [False, True])
+    tightest: Plan | None = None
     for laid in _laid_out(config, cluster, constraints):
         for plan in _thrifty(laid, cluster, constraints, away):
-            if isinstance(plan, Plan) and plan.fits:
+            if isinstance(plan, ShardlmError) or not plan.fits:
+                continue
+            if plan.memory.total <= (1 - ROOM) * cluster.gpu.hbm_bytes:
                 return plan
-    return None
+            tightest = min(filter(None, (tightest, plan)), key=lambda p: p.memory.total)
+    return tightest
 
 
 def _search(

@@ -18,6 +18,7 @@ from shardlm.network.profile import CollectiveRate, Profile, load_profile, save_
 from shardlm.network.rates import MatmulRate, MemoryRate
 from shardlm.plan import local, ranking
 from shardlm.plan.answer import answer
+from shardlm.plan.apart import impossible
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
 from shardlm.plan.cluster import Group
@@ -31,7 +32,6 @@ from shardlm.plan.plan import Plan
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.text import to_text
 from shardlm.plan.serving.case import ServedModel, ServingCase
-from shardlm.plan.verify import impossible
 from shardlm.serve.build import EngineConfig
 
 BENCH = "configs/bench_strategies.py"
