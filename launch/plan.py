@@ -76,13 +76,26 @@ def serving(resolved: Resolved | None = None) -> int:
 
     if (resolved is None) == (_MODEL.value is None):
         raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+    _refuse_with_serve()
     source = resolved.config if resolved else _MODEL.value
-    print(
-        plan_serving(
-            source, asked_cluster(), most=_TOP.value, compiled=_VERIFY.value > 0, as_json=_FORMAT.value == "json"
-        )
+    said, fits = plan_serving(
+        source,
+        asked_cluster(),
+        most=_TOP.value,
+        compiled=_VERIFY.value,
+        as_json=_FORMAT.value == "json",
+        report=_REPORT.value,
     )
-    return 0
+    print(said)
+    return 0 if fits else 2
+
+
+def _refuse_with_serve() -> None:
+    for flag in (_WRITE, _TOKENS, _PRICE):
+        if flag.value:
+            raise ShardlmError(f"--{flag.name} is of training and does not go with --serve; leave it out")
+    if CONSTRAINTS:
+        raise ShardlmError(f"--{CONSTRAINTS[0]} is a constraint of training; with --serve give --tensor=N and the like")
 
 
 def asked_cluster():
