@@ -12,7 +12,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.constraints import FREE, Constraints
+from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.state import state
 from shardlm.train.config import PipelineConfig, RunConfig
@@ -280,9 +280,31 @@ def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints,
     asked = f" with {said}" if said else ""
     head = f"no mesh over {cluster.num_gpus} GPUs can run this configuration{asked}"
     if not refused:
-        return f"{head}: no sizes of the axes that its layers, heads and experts divide over agree with that"
+        return f"{head}: {_no_mesh(config, cluster, constraints)}"
     reasons = "\n".join(f"  {count} times: {reason}" for reason, count in list(refused.items())[:3])
     return f"{head}. The reasons, the most frequent first:\n{reasons}"
+
+
+def _no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> str:
+    """Which constraints leave no mesh: one that does so alone, and the sizes that its axis could have; or all of them
+    together."""
+    axes = [one for one in constraints.items if one.field.startswith("mesh.")]
+    for one in axes:
+        if not any(_laid_out(config, cluster, Constraints((one,)))):
+            free = Constraints((Constraint(one.field, "<=", (str(cluster.num_gpus),)),))
+            axis = one.field.removeprefix("mesh.")
+            sizes = sorted({laid.mesh.sizes()[axis] for laid in _laid_out(config, cluster, free)})
+            return f"{one} cannot be; {one.field} could be {', '.join(map(str, sizes))} here{_DIVIDES.get(axis, '')}"
+    given = {one.field: int(one.values[0]) for one in axes if one.operator == "=" and len(one.values) == 1}
+    product = f" ({' x '.join(map(str, given.values()))} = {math.prod(given.values())})" if len(given) > 1 else ""
+    return f"each of these can be, and all of them together{product} cannot"
+
+
+_DIVIDES = {
+    "tensor": ", which divides the GPUs and the attention heads",
+    "expert": ", which divides the GPUs and the experts, of which a dense model has none",
+    "pipeline": ", which divides the GPUs and is no more than the layers",
+}
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
