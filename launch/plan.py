@@ -54,6 +54,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.report.text import to_text
     from shardlm.plan.sweep import around
 
+    _check_files()
     config = resolved.config
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
@@ -76,6 +77,7 @@ def serving(resolved: Resolved | None = None) -> int:
 
     if (resolved is None) == (_MODEL.value is None):
         raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+    _check_files()
     _refuse_with_serve()
     source = resolved.config if resolved else _MODEL.value
     said, fits = plan_serving(
@@ -88,6 +90,14 @@ def serving(resolved: Resolved | None = None) -> int:
     )
     print(said)
     return 0 if fits else 2
+
+
+def _check_files() -> None:
+    """Before a minute's work, whose result they are to hold."""
+    for flag, ending in ((_REPORT, ".html"), (_WRITE, ".py")):
+        path = pathlib.Path(flag.value or f"x{ending}")
+        if path.suffix != ending or not path.parent.is_dir():
+            raise ShardlmError(f"--{flag.name}={flag.value}: the name must end in {ending}, in a folder that exists")
 
 
 def _refuse_with_serve() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from absl import flags
 
 from launch.engine_flags import engine_options, fixed_axes
+from launch.flags import config_name
 
 _PROMPT = flags.DEFINE_integer("prompt_len", 1024, "Tokens of a prompt.", lower_bound=1)
 _OUTPUT = flags.DEFINE_integer("output_len", 256, "Tokens of a reply.", lower_bound=1)
@@ -25,7 +26,8 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
 
     named = isinstance(source, RunConfig)
     options = engine_options()
-    model = ServedModel.of_config(source) if named else ServedModel.of_folder(source, options["max_model_len"] or 0)
+    length = options["max_model_len"] or 0
+    model = ServedModel.of_config(source, config_name()) if named else ServedModel.of_folder(source, length)
     engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
     if target:

@@ -26,7 +26,9 @@ def each_apart(work: Callable, jobs: Sequence[tuple], workers: int = 2) -> list[
     """`work(*job)` of every job, so many at a time; Failed where it raised, or its process ended. A function of a
     module, and jobs and results that pickle can carry."""
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which jax sets
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's advice on memory, which is read from the program here
+        # What XLA has to say of memory, as an error where a server's pages fill it, is read from the program here; what
+        # ends a process is still printed.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     done: list[Any] = []
     for i in range(0, len(jobs), workers):  # a process that ends takes the others of its pool along
         with _pool(workers) as pool:

@@ -3,6 +3,7 @@ said where programs do not fit or cannot be made. What a compiler would add is w
 
 import json
 import math
+import pickle
 
 import chromium
 import markupsafe
@@ -87,6 +88,7 @@ def test_the_figures_of_the_first_plan_are_in_text_and_page():
     for step in found["decode"]:
         bound = step["tokens_per_second"] / step["bandwidth_bound_tokens_per_second"]
         assert bound == pytest.approx(step["of_bandwidth_bound"]) and bound < 1
+    assert pickle.loads(pickle.dumps(plan)).usual == plan.usual  # it goes to another process to be compiled
     rate = plan.usual.rate * plan.replicas
     assert rate == pytest.approx(20) and ("requests/s of all", "20.0") in {(f.what, f.said) for f in tables.facts(told)}
     # The hosts that its replicas take, the last of them perhaps not whole.

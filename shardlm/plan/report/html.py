@@ -41,6 +41,7 @@ def to_html(answer: dict[str, Any]) -> str:
         ranking=tables.plans(answer) if answer["plans"] else None,
         changes=tables.changes(answer) if answer["changes"] else None,
         remedy=sentences.change(answer),
+        settings=sentences.settings(plan),
         refusals=sentences.refusals(answer),
         memory=pictures.memory(answer),
         steps=pictures.steps(answer) if first else None,

@@ -46,15 +46,26 @@ def refusals(answer: Data) -> list[str]:
     return [f"{what} was refused: {why}" for what, why in rows if why]
 
 
+def settings(plan: Data) -> str:
+    """Its mesh, and what goes with it."""
+    away = "".join(f", the {name} in the host's memory" for name in plan["offload"])
+    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{away}"
+
+
 def change(answer: Data) -> str:
-    """The first change, in a sentence; "" where there is none or it was refused."""
-    found = next((one for one in answer["changes"] if one["status"] != "refused"), None)
-    if found is None:
+    """The first change, in a sentence, and how many GPUs it needs without one; "" where there is none that was not
+    refused."""
+    given = [one for one in answer["changes"] if one["status"] != "refused"]
+    if not given:
         return ""
+    found = given[0]
     told = found[found["basis"]]
     where = f"{found['mesh_text']} on {found['num_gpus']:,} x {found['gpu']}"
     needs = f"{gib(told['memory_bytes'])} of {gib(found['memory']['limit_bytes'])} GiB a GPU ({found['basis']})"
-    return f"It fits with {found['change']} ({found['status']}): {where}, {needs}."
+    said = f"It fits with {found['change']} ({found['status']}): {where}, {needs}."
+    more = next((one for one in given[1:] if one["num_gpus"] != answer["cluster"]["num_gpus"]), None)
+    least = more and f" As it is, it needs at least {more['num_gpus']:,} x {more['gpu']} ({more['status']})."
+    return said + (least or "")
 
 
 def pipeline(first: Data) -> str:

@@ -54,7 +54,10 @@ def was_compiled(answer: Data) -> bool:
 def plans(answer: Data) -> Table:
     """The best meshes, the fastest first."""
     rows = answer["plans"]
-    cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *_figures(rows)]
+    narrow = (_SECONDS, _SHARE, _HELD)  # tokens/s follow from s/step, and there is no room for so much twice
+    wide = narrow if was_compiled(answer) else (_SECONDS, _RATE, _SHARE, _HELD)
+    figures = _figures(rows, wide, narrow)
+    cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *figures, _STATUS]
     left = answer["plans_left_out"]
     said = [f"{left:,} slower ones are left out."] if left else []
     return _table("plans", "The best meshes", cells, rows, " ".join([*said, *_not_compiled(rows)]))
@@ -78,10 +81,11 @@ def _not_compiled(rows: Sequence[Data]) -> list[str]:
 def changes(answer: Data) -> Table:
     """What would make it fit."""
     rows = answer["changes"]
+    chosen = [(column, show) for column, show in _settings(rows) if column.title != "micro-batches"]
     limit = (Column("of GiB"), lambda c: gib(c["memory"]["limit_bytes"]))
-    cells = [(Column("change", words=True), lambda c: c["change"]), *_settings(rows), *_figures(rows, limit)]
+    cells = [(Column("change", words=True), lambda c: c["change"]), *chosen, *_figures(rows, _SHORT, _SHORT), limit]
     note = "The least intrusive is the first of each kind: verified, estimated, refused."
-    return _table("changes", "Changes that make it fit", cells, rows, note)
+    return _table("changes", "Changes that make it fit", [*cells, _STATUS], rows, note)
 
 
 def _settings(rows: Sequence[Data]) -> list[Cell]:
@@ -107,18 +111,20 @@ def schedule(plan: Data) -> str:
     return plan["schedule"] + rounds if plan["schedule"] else NONE
 
 
-def _figures(rows: Sequence[Data], *more: Cell) -> list[Cell]:
-    """Speed and memory as estimated, and as compiled where any was; `more`; and which of the two a row goes by."""
+def _figures(rows: Sequence[Data], estimated: Sequence[tuple], compiled: Sequence[tuple]) -> list[Cell]:
+    """Speed and memory as estimated, and as compiled where any was: of each (title, key, how it is shown)."""
 
-    def cell(title: str, basis: str, key: str, show: Callable) -> Cell:
+    def cell(basis: str, title: str, key: str, show: Callable) -> Cell:
         return Column(title, basis), lambda p: show(p[basis][key]) if p[basis] else NONE
 
-    seconds, rate = ("s/step", "step_seconds", figure), ("tokens/s", "tokens_per_second", figure)
-    share, held = ("MFU", "mfu", percent), ("GiB", "memory_bytes", gib)
-    cells = [cell(title, "estimated", key, show) for title, key, show in (seconds, rate, share, held)]
-    if any(p["compiled"] for p in rows):  # tokens/s follow from s/step, and there is no room for them twice
-        cells += [cell(title, "compiled", key, show) for title, key, show in (seconds, share, held)]
-    return [*cells, *more, (Column("figures", words=True), lambda p: p["status"])]
+    cells = [cell("estimated", *one) for one in estimated]
+    return cells + ([cell("compiled", *one) for one in compiled] if any(p["compiled"] for p in rows) else [])
+
+
+_SECONDS, _RATE = ("s/step", "step_seconds", figure), ("tokens/s", "tokens_per_second", figure)
+_SHARE, _HELD = ("MFU", "mfu", percent), ("GiB", "memory_bytes", gib)
+_SHORT = (_SECONDS, _HELD)
+_STATUS: Cell = (Column("figures", words=True), lambda p: p["status"])
 
 
 def memory(plan: Data) -> Table:
@@ -149,7 +155,8 @@ def memory(plan: Data) -> Table:
 
 _MEMORY = (
     "Kept: of the forward pass, for the backward pass. Streams: activations between layers. Attention, mlp, experts "
-    "and head: activations inside them. Weights in use: gathered for the layer at work."
+    "and head: activations inside them. Weights in use: gathered for the layer at work; turned: "
+    "copies from which they are gathered."
 )
 
 

@@ -60,7 +60,7 @@ def _refusals(answer: dict[str, Any]) -> list[str]:
 def _nothing_fits(answer: dict[str, Any]) -> list[str]:
     plan = answer["shortfall"]
     said = (
-        f"Nothing fits. What needs least is {plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}: "
+        f"Nothing fits. What needs least is {sentences.settings(plan)}: "
         f"{gib(plan[plan['basis']]['memory_bytes'])} GiB a GPU ({plan['basis']}), {gib(plan['over_bytes'])} GiB more "
         f"than the {gib(plan['memory']['limit_bytes'])} of one {answer['cluster']['gpu']}."
     )

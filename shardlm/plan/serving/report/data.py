@@ -25,7 +25,7 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
         "model": case.model.name,
         "cluster": cluster_facts(cluster),
         "engine": _engine(first),
-        "asked": {name: getattr(case, name) for name in asked},
+        "asked": {"num_gpus": case.cluster.num_gpus} | {name: getattr(case, name) for name in asked},
         "headroom": HEADROOM,
         "unverified": answer.unverified,
         "plans": [{"rank": rank} | _plan(one) for rank, one in shown],

@@ -61,7 +61,8 @@ def facts(answer: Data) -> list[Fact]:
         ("tokens held by a replica", f"{found['tokens_held']:,}"),
     ]
     if asked["request_rate"]:
-        shown.append((f"GPUs for {asked['request_rate']:g} requests/s", f"{plan['num_gpus']:,}"))
+        other = f" (asked about {asked['num_gpus']:,})" if plan["num_gpus"] != asked["num_gpus"] else ""
+        shown.append((f"GPUs for {asked['request_rate']:g} requests/s", f"{plan['num_gpus']:,}{other}"))
     return [Fact(what, said, GUESS) for what, said in shown]
 
 
