@@ -29,11 +29,15 @@ def memory(answer: Data) -> Data:
         "legend": legend,
         "limit": {"at": limit / widest, "text": f"{gib(limit)} GiB that jax may take"},
         "bars": [
-            {"label": f"#{plan['rank']} {plan['replica_text']}", "rules": f"{plan['gpus_per_replica']} GPUs a replica"}
+            {"label": f"#{plan['rank']} {plan['replica_text']}", "rules": _gpus(plan["gpus_per_replica"])}
             | memory_bar(basis, parts, limit, widest)
             for plan, basis, parts in bars
         ],
     }
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU a replica" if count == 1 else f"{count} GPUs a replica"
 
 
 def decode(answer: Data) -> Data:
