@@ -32,7 +32,9 @@ _PROFILE = flags.DEFINE_string(
 )
 _CPU_DEVICES = flags.DEFINE_integer("cpu_devices", 0, "--gpu=local: so many virtual CPU devices; 0: the real ones.")
 _TOP = flags.DEFINE_integer("top", 8, "How many meshes to show.", lower_bound=1)
-_VERIFY = flags.DEFINE_integer("verify", 1, "How many of the best to compile for their GPUs; 0: none.", lower_bound=0)
+_VERIFY = flags.DEFINE_integer(
+    "verify", None, "How many of the best to compile for their GPUs; by default 2, with --serve 1.", lower_bound=0
+)
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
@@ -49,15 +51,17 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.config_source import source
     from shardlm.plan.constraints import Constraints
     from shardlm.plan.report.data import to_json
+    from shardlm.plan.report.heading import heading
     from shardlm.plan.report.html import to_html
     from shardlm.plan.report.text import to_text
     from shardlm.plan.sweep import around
 
+    _check_files()
     config = resolved.config
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
     constraints = Constraints.parse(words)
-    found = answer(config, cluster, constraints, compiled=_VERIFY.value, budget=budget)
+    found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget)
     counts = around(config, cluster, constraints) if _REPORT.value else ()
     told = to_json(found, config_name(), counts, most=_TOP.value)
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
@@ -66,8 +70,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     if _WRITE.value and found.best is None:
         raise ShardlmError(f"{_WRITE.value} is not written: nothing fits")
     if _WRITE.value:
-        command = f"python -m launch.train --config={_WRITE.value}"
-        pathlib.Path(_WRITE.value).write_text(source(found.best.plan.config, command))
+        pathlib.Path(_WRITE.value).write_text(source(found.best.plan.config, heading(told, _WRITE.value)))
     return 0 if found.best else 2
 
 
@@ -76,13 +79,41 @@ def serving(resolved: Resolved | None = None) -> int:
 
     if (resolved is None) == (_MODEL.value is None):
         raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+    _check_files()
+    _refuse_with_serve()
     source = resolved.config if resolved else _MODEL.value
-    print(
-        plan_serving(
-            source, asked_cluster(), most=_TOP.value, compiled=_VERIFY.value > 0, as_json=_FORMAT.value == "json"
-        )
+    said, fits = plan_serving(
+        source,
+        asked_cluster(),
+        most=_TOP.value,
+        compiled=_compiled(1),
+        as_json=_FORMAT.value == "json",
+        report=_REPORT.value,
     )
-    return 0
+    print(said)
+    return 0 if fits else 2
+
+
+def _compiled(otherwise: int) -> int:
+    """Two of training, which two cores compile side by side, and may rank otherwise than estimated; one of serving,
+    whose programs take longer."""
+    return otherwise if _VERIFY.value is None else _VERIFY.value
+
+
+def _check_files() -> None:
+    """Before a minute's work, whose result they are to hold."""
+    for flag, ending in ((_REPORT, ".html"), (_WRITE, ".py")):
+        path = pathlib.Path(flag.value or f"x{ending}")
+        if path.suffix != ending or not path.parent.is_dir():
+            raise ShardlmError(f"--{flag.name}={flag.value}: the name must end in {ending}, in a folder that exists")
+
+
+def _refuse_with_serve() -> None:
+    for flag in (_WRITE, _TOKENS, _PRICE):
+        if flag.value:
+            raise ShardlmError(f"--{flag.name} is of training and does not go with --serve; leave it out")
+    if CONSTRAINTS:
+        raise ShardlmError(f"--{CONSTRAINTS[0]} is a constraint of training; with --serve give --tensor=N and the like")
 
 
 def asked_cluster():

@@ -5,6 +5,7 @@ from typing import Any
 from absl import flags
 
 from launch.engine_flags import engine_options, fixed_axes
+from launch.flags import config_name
 
 _PROMPT = flags.DEFINE_integer("prompt_len", 1024, "Tokens of a prompt.", lower_bound=1)
 _OUTPUT = flags.DEFINE_integer("output_len", 256, "Tokens of a reply.", lower_bound=1)
@@ -25,7 +26,8 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
 
     named = isinstance(source, RunConfig)
     options = engine_options()
-    model = ServedModel.of_config(source) if named else ServedModel.of_folder(source, options["max_model_len"] or 0)
+    length = options["max_model_len"] or 0
+    model = ServedModel.of_config(source, config_name()) if named else ServedModel.of_folder(source, length)
     engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
     if target:
@@ -36,18 +38,22 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     return ServingCase(model, cluster, engine, **asked, ttft_seconds=_TTFT.value, itl_seconds=_ITL.value)
 
 
-def plan_serving(source: Any, cluster: Any, *, most: int, compiled: bool, as_json: bool) -> str:
-    """What `--serve` prints: the best meshes, and the plan of the first one; compiled too where asked for."""
+def plan_serving(
+    source: Any, cluster: Any, *, most: int, compiled: int, as_json: bool, report: str | None = None
+) -> tuple[str, bool]:
+    """What `--serve` prints, with the `compiled` best compiled and a page written to `report`; and whether the first
+    plan fits."""
     import json
+    import pathlib
 
-    from shardlm.plan.serving.report import format_found, format_serving, to_json
-    from shardlm.plan.serving.search import search
-    from shardlm.plan.serving.verify import verify_serving
+    from shardlm.plan.serving.answer import answer_serving
+    from shardlm.plan.serving.report.data import to_json
+    from shardlm.plan.serving.report.html import to_html
+    from shardlm.plan.serving.report.text import to_text
 
-    found = search(serving_case(source, cluster), fixed_axes())
-    best = found.plans[0]
-    verified = verify_serving(best) if compiled else None
-    if as_json:
-        others = [to_json(plan) for plan in found.plans[1:most]]
-        return json.dumps({"best": to_json(best, verified), "others": others}, indent=2, allow_nan=False)
-    return f"{format_found(found, most)}\n\n{format_serving(best, verified)}"
+    found = answer_serving(serving_case(source, cluster), fixed_axes(), compiled)
+    told = to_json(found, most)
+    if report:
+        pathlib.Path(report).write_text(to_html(told), encoding="utf-8")
+    said = json.dumps(told, indent=2, allow_nan=False) if as_json else to_text(told)
+    return said, found.first.fits

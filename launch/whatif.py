@@ -3,6 +3,7 @@ estimates, and no GPU is needed; launch.plan compiles a plan.
 
 python -m launch.whatif --config=configs/llama3_70b.py --gpu=h100 --sweep=num_gpus=64,128,256,512 --png=sweep.png
 python -m launch.whatif --config=configs/llama3_70b.py --num_gpus=256 --sweep=gpu=a100,h100,h200,b200 '--mesh.tensor<=8'
+python -m launch.whatif --config=configs/llama3_8b.py --profile=machine.json --sweep=num_gpus=8,16,32
 python -m launch.whatif --config=configs/llama3_70b.py --target='2T tokens in 30 days' --clusters=aws-p5,gcp-a3-mega
 python -m launch.whatif --serve --model=FOLDER --target='500 requests/s at 2k in, 200 out' --ttft_seconds=2
 """
@@ -26,6 +27,7 @@ _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.p
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
 _FABRIC = flags.DEFINE_enum("fabric", None, FABRICS, "What joins hosts, in place of the cluster's; --gpu: InfiniBand.")
+_PROFILE = flags.DEFINE_string("profile", None, "A measured machine's profile, by launch.topology, instead of --gpu.")
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
 
 _TARGET = flags.DEFINE_string("target", None, "As above; K, M, B and T for thousands to trillions.")
@@ -38,7 +40,7 @@ _BATCH = flags.DEFINE_integer("max_batch_tokens", 0, "How far the global batch m
 _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
-OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _FABRIC, _TOKENS)
+OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _FABRIC, _PROFILE, _TOKENS)
 OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH, _MODEL, _SERVE)
 OF_TRAINING = (_DOLLARS, _BATCH)
 
@@ -76,8 +78,8 @@ def _sweep(config, constraints, hardware) -> int:
     if _PNG.value and not _PNG.value.endswith(".png"):
         raise ShardlmError(f"--png={_PNG.value}: the name must end in .png")
     over = Over.parse(_SWEEP.value)
-    known = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
-    cluster = base_cluster(over, *known, fabric=_FABRIC.value)
+    named = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value, _PROFILE.value)
+    cluster = base_cluster(over, *named, fabric=_FABRIC.value)
     found = sweep(
         config,
         cluster,

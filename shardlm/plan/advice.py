@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from shardlm.clusters import ClusterKind
 from shardlm.hardware_file import SHIPPED, Hardware
-from shardlm.plan.answer import Budget
 from shardlm.plan.asked import list_price
+from shardlm.plan.budget import Budget
 from shardlm.plan.cluster import NIC
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.ladder import Ladder, Point

@@ -1,53 +1,21 @@
-"""What the planner answers: the ranked plans of a configuration, the best of them compiled, and what a run costs."""
+"""What the planner answers: the ranked plans of a configuration or what would make it fit, the best of them compiled,
+and what a run costs."""
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 
+from shardlm.plan.apart import impossible
+from shardlm.plan.budget import Budget
 from shardlm.plan.change import Change, changes
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.plan import Plan
-from shardlm.plan.search import Found, search
-from shardlm.plan.verify import Verified, impossible, verify
+from shardlm.plan.ranked import Ranked
+from shardlm.plan.search import ROOM, Found, search
+from shardlm.plan.verify import verify
+from shardlm.topology import CHIPS
 from shardlm.train.config import RunConfig
-
-DAY = 86_400.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranked:
-    """A plan, and what compiling it showed: None where it was not compiled."""
-
-    plan: Plan
-    verified: Verified | None = None
-
-    @property
-    def fits(self) -> bool:
-        """As compiled where it was, with the same reserve; not where there is no program; else as estimated."""
-        if self.verified is None:
-            return self.plan.fits
-        return (
-            not self.verified.failure and self.verified.hbm_bytes + self.plan.memory.reserve <= self.plan.gpu.hbm_bytes
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """A run's length and a GPU's price; 0 where it is not known.
-
-    tokens  of the whole run
-    dollars_per_gpu_hour  and `price_source` where it is from
-    """
-
-    tokens: float
-    dollars_per_gpu_hour: float = 0.0
-    price_source: str = ""
-
-    def days(self, plan: Plan) -> float:
-        return self.tokens / plan.cost.tokens_per_second / DAY
-
-    def dollars(self, plan: Plan) -> float:
-        return self.days(plan) * 24 * plan.cluster.num_gpus * self.dollars_per_gpu_hour
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +24,10 @@ class Answer:
 
     ranked   those whose compiled programs fit, the fastest as compiled first; then the others, the fastest as
              estimated first; those whose programs do not fit last
-    changes  where nothing fits: what would make it fit
+    changes  where nothing fits: what would make it fit, those first whose compiled programs do, the least intrusive
+             before the others; those whose programs do not last
     unverified  why nothing could be compiled, where that was asked for; else ""
+    search_seconds  that looking at all of it took, without compiling
     """
 
     cluster: Cluster
@@ -67,6 +37,7 @@ class Answer:
     changes: tuple[Change, ...]
     budget: Budget
     unverified: str = ""
+    search_seconds: float = 0.0
 
     @property
     def best(self) -> Ranked | None:
@@ -81,17 +52,44 @@ def answer(
     compiled: int = 0,
     budget: Budget | None = None,
 ) -> Answer:
-    """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled.
+    """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled; where
+    nothing fits, the changes that would make it fit in the same way.
 
     Raises ShardlmError where nothing can run at all.
     """
+    started = time.perf_counter()
     found = search(config, cluster, constraints)
+    seconds = time.perf_counter() - started
     unverified = impossible(cluster) if compiled else ""
-    ranked = _compiled(found.plans, 0 if unverified else compiled)
+    count = 0 if unverified else compiled
+    ranked = _compiled(found.plans or _nearly(found, count), count)
     train = config.train
     budget = budget or Budget(float(train.steps) * train.global_batch * train.seq_len)
-    remedies = () if any(one.fits for one in ranked) else tuple(changes(config, cluster, constraints))
-    return Answer(cluster, constraints, found, ranked, remedies, budget, unverified)
+    fits = any(one.fits for one in ranked)
+    remedies = () if fits else _proved(changes(config, cluster, constraints), count)
+    return Answer(cluster, constraints, found, ranked, remedies, budget, unverified, seconds)
+
+
+def _nearly(found: Found, count: int) -> tuple[Plan, ...]:
+    """The smallest plan where none fits and it exceeds the GPU by no more than formulas may be wrong by: whether it
+    does is for the compiler to say, of `count` programs."""
+    plan = found.smallest
+    return (plan,) if count and plan and plan.memory.total <= (1 + ROOM) * plan.gpu.hbm_bytes else ()
+
+
+def _proved(found: Sequence[Change], count: int) -> tuple[Change, ...]:
+    """Changes one after another compiled, until the programs of `count` fit or three times as many were tried. What
+    GPUs cannot be compiled for stays an estimate."""
+    good: list[Change] = []
+    bad: list[Change] = []
+    left: list[Change] = []
+    for one in found:
+        if len(good) == count or len(good) + len(bad) == 3 * count or one.plan.gpu.name not in CHIPS:
+            left.append(one)
+            continue
+        tried = dataclasses.replace(one, verified=verify([one.plan])[0])
+        (good if tried.ranked.fits else bad).append(tried)
+    return (*good, *left, *bad)
 
 
 def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:

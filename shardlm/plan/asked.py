@@ -8,7 +8,7 @@ from shardlm.clusters import Fabric
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED, load_hardware
 from shardlm.network.profile import load_profile, save_profile
-from shardlm.plan.answer import Budget
+from shardlm.plan.budget import Budget
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.local import cluster_of_profile, measure_here
 from shardlm.prices import PRICES, price_of

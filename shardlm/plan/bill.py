@@ -50,7 +50,7 @@ class Charge:
 
     @property
     def hidden_seconds(self) -> float:
-        return self.seconds - self.exposed_seconds
+        return max(0.0, self.seconds - self.exposed_seconds)  # sums of parts round
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What to change where nothing fits: the shortest changes after which something does, and the fewest GPUs."""
+"""What to change where nothing fits: the shortest changes after which something does, and the fewest GPUs. By formulas;
+answer.py has them compiled."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ from shardlm.hardware import GPUS
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
+from shardlm.plan.ranked import Ranked
 from shardlm.plan.search import first_fit
+from shardlm.plan.verify import Verified
 from shardlm.train.config import RunConfig
 
 MOST_GPUS = 2**17
@@ -16,10 +19,15 @@ MOST_GPUS = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Something to change, in words, and a plan that fits with it."""
+    """Something to change, in words, and a plan that fits with it; `verified` as of a Ranked."""
 
     what: str
     plan: Plan
+    verified: Verified | None = None
+
+    @property
+    def ranked(self) -> Ranked:
+        return Ranked(self.plan, self.verified)
 
 
 def changes(config: RunConfig, cluster: Cluster, constraints: Constraints) -> list[Change]:

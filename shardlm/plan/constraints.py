@@ -5,15 +5,26 @@ import difflib
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.stack import Remat
 from shardlm.mesh import AXES
+from shardlm.ops.quantized_matmul import Matmul
+from shardlm.rules import Preset
+from shardlm.train.config import PipelineSchedule
 
 FIELDS = (
     *(f"mesh.{axis}" for axis in AXES),
     *("rules", "remat", "matmul", "train.accumulation", "pipeline.schedule", "pipeline.rounds", "offload.optimizer"),
 )
+WORDS: dict[str, tuple[str, ...]] = {
+    "rules": get_args(Preset),
+    "remat": get_args(Remat),
+    "matmul": get_args(Matmul),
+    "pipeline.schedule": get_args(PipelineSchedule),
+    "offload.optimizer": ("true", "false"),
+}
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 _WORD = re.compile(r"([a-z_.]+)(<=|>=|=)(.+)")
 
@@ -46,6 +57,11 @@ class Constraint:
             raise ShardlmError(f"{text}: {field} is a positive number")
         if sign != "=" and (not numeric or len(values) > 1):
             raise ShardlmError(f"{text}: {sign} compares with one number; for {field} write {field}=VALUE,VALUE")
+        for value in values if field in WORDS else ():
+            if value.lower() not in WORDS[field]:
+                near = difflib.get_close_matches(value, WORDS[field], 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ShardlmError(f"{text}: {field} cannot be {value!r}; {hint}(known: {', '.join(WORDS[field])})")
         return cls(field, sign, values)
 
     def allows(self, value: Any) -> bool:

@@ -115,22 +115,23 @@ class StepCost:
     @property
     def limit(self) -> str:
         """What takes most of the step, with the numbers, and what would make it less."""
+        exposed = [("+".join(one.axes), one.link, one.exposed_seconds) for one in self.by_axes]
+        return self.limited_by(self.step_seconds - self.exposed_seconds, exposed)
+
+    def limited_by(self, busy: float, exposed: Iterable[tuple[str, str, float]]) -> str:
+        """The same of a step whose kernels and idle stages take `busy` seconds, which are shared as here, and whose
+        communication over axes joined by "+" and a link takes so many that nothing hides."""
         names = {"matmul": limits.MATMUL, "attention": limits.ATTENTION, "memory": limits.MEMORY}
-        parts = [
-            Part(names.get(unit, limits.OPTIMIZER), names.get(unit, limits.OPTIMIZER), s)
-            for unit, s in self.units.items()
-        ]
-        parts += [
-            Part(
-                one.axes[0],
-                f"communication over {'+'.join(one.axes)} ({one.link}) that nothing hides",
-                one.exposed_seconds,
-            )
-            for one in self.by_axes
-        ]
-        parts.append(Part(limits.BUBBLE, limits.BUBBLE, self.bubble_seconds))
-        parts.append(Part(limits.CONTENTION, limits.CONTENTION, self.contention_seconds))
-        return limits.sentence(parts, self.step_seconds, self.repeated_seconds)
+        kernels = [(names.get(unit, limits.OPTIMIZER), seconds) for unit, seconds in self.units.items()]
+        kernels += [(limits.BUBBLE, self.bubble_seconds), (limits.CONTENTION, self.contention_seconds)]
+        scale = busy / (self.step_seconds - self.exposed_seconds)
+        parts = [Part(name, name, seconds * scale) for name, seconds in kernels]
+        total = busy
+        for axes, link, seconds in exposed:
+            name = f"communication over {axes} ({link}) that nothing hides"
+            parts.append(Part(axes.split("+")[0], name, seconds))
+            total += seconds
+        return limits.sentence(parts, total, self.repeated_seconds * scale)
 
 
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:

@@ -18,8 +18,8 @@ RELIEF = {
     BUBBLE: "more microbatches (train.accumulation), more pipeline.rounds or fewer stages (mesh.pipeline) make it less",
     CONTENTION: "fewer bytes make it less: more rows in a microbatch, or weights that stay (rules=zero1)",
     "data": "a larger train.global_batch, or replicas that meet less often (local_sgd), make it less",
-    "fsdp": "more rows in a microbatch (less train.accumulation) or gathers inside a host (rules=hybrid, mesh.data "
-    "over hosts) make it less",
+    "fsdp": "more rows in a microbatch (a larger train.global_batch, less train.accumulation) or gathers inside a host "
+    "(rules=hybrid, mesh.data over hosts) make it less",
     "tensor": "a smaller mesh.tensor makes it less",
     "context": "a smaller mesh.context makes it less",
     "expert": "a smaller mesh.expert, inside a host, makes it less",

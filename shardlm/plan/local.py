@@ -89,14 +89,26 @@ def provenance(cluster: Cluster) -> list[str]:
         return said
     sizes = {rate.group_size for rate in profile.collectives}
     if not sizes:
-        return [*said, "no collectives were measured: those of the plan are by formulas"]
+        return [*said, "not measured, and by formulas in the plan: collectives"]
     if cluster.num_gpus > max(sizes):
         said.append(
             f"the plan is for {cluster.num_gpus} devices and collectives were measured among {max(sizes)}: larger "
             "groups are extrapolated"
         )
-    if cluster.num_gpus > cluster.island and all(rate.domains == 1 for rate in profile.collectives):
-        said.append("no collectives between hosts were measured: those of the plan are by formulas")
+    return said + ([] if cluster.is_cpu else _by_formulas(cluster, profile))
+
+
+def _by_formulas(cluster: Cluster, profile: Profile) -> list[str]:
+    """What kinds of collectives a profile of GPUs has not, which links.py then stands for; of CPU devices nothing
+    does."""
+    said = []
+    rated = {(rate.kind, rate.domains > 1) for rate in profile.collectives if rate.group_size > 1}
+    places = [(False, "inside a host", cluster.island > 1), (True, "between hosts", cluster.num_gpus > cluster.island)]
+    for outside, where, used in places:
+        missing = [kind for kind in KINDS if (kind, outside) not in rated]
+        if used and missing:
+            what = "collectives" if len(missing) == len(KINDS) else ", ".join(missing)
+            said.append(f"not measured {where}, and by formulas in the plan: {what}")
     return said
 
 

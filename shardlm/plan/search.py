@@ -12,7 +12,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.constraints import FREE, Constraints
+from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.state import state
 from shardlm.train.config import PipelineConfig, RunConfig
@@ -23,6 +23,7 @@ SHORTEST_CHUNK = 1024  # tokens of a row that a device of the context axis shoul
 MOST_ROWS = 16  # of a device's microbatch: beyond, memory grows and nothing runs faster
 ROUNDS = (2, 4)
 BEAM = 64  # meshes on which everything is looked at
+ROOM = 0.05  # of a GPU's memory: how far a program may be from the formulas (memory.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +54,9 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
     """
     find = _search if every else _fastest
     found = find(config, cluster, constraints, [config.offload.optimizer])
-    free = not constraints.names("offload.optimizer") and not config.offload.optimizer and not config.lora.rank
-    if not found.plans and (free or constraints.names("offload.optimizer")):
-        offloaded = constraints.choices("offload.optimizer", [True])
-        second = find(config, cluster, constraints, offloaded)
+    asked, has = constraints.names("offload.optimizer"), config.offload.optimizer or config.lora.rank
+    if not found.plans and (asked or not has) and constraints.allow("offload.optimizer", True):
+        second = find(config, cluster, constraints, [True])
         both = {name: getattr(found, name) + getattr(second, name) for name in ("considered", "too_large")}
         found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
@@ -65,15 +65,20 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
 
 
 def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
-    """Any plan that fits, of those that need least memory on their mesh; None where none does or none can run."""
+    """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
+    with most. None where none fits or none can run."""
     away = [config.offload.optimizer]
     if not config.lora.rank and constraints.allow("offload.optimizer", True):
         away = constraints.choices("offload.optimizer", [False, True])
+    tightest: Plan | None = None
     for laid in _laid_out(config, cluster, constraints):
         for plan in _thrifty(laid, cluster, constraints, away):
-            if isinstance(plan, Plan) and plan.fits:
+            if isinstance(plan, ShardlmError) or not plan.fits:
+                continue
+            if plan.memory.total <= (1 - ROOM) * cluster.gpu.hbm_bytes:
                 return plan
-    return None
+            tightest = min(filter(None, (tightest, plan)), key=lambda p: p.memory.total)
+    return tightest
 
 
 def _search(
@@ -275,9 +280,31 @@ def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints,
     asked = f" with {said}" if said else ""
     head = f"no mesh over {cluster.num_gpus} GPUs can run this configuration{asked}"
     if not refused:
-        return f"{head}: no sizes of the axes that its layers, heads and experts divide over agree with that"
+        return f"{head}: {_no_mesh(config, cluster, constraints)}"
     reasons = "\n".join(f"  {count} times: {reason}" for reason, count in list(refused.items())[:3])
     return f"{head}. The reasons, the most frequent first:\n{reasons}"
+
+
+def _no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> str:
+    """Which constraints leave no mesh: one that does so alone, and the sizes that its axis could have; or all of them
+    together."""
+    axes = [one for one in constraints.items if one.field.startswith("mesh.")]
+    for one in axes:
+        if not any(_laid_out(config, cluster, Constraints((one,)))):
+            free = Constraints((Constraint(one.field, "<=", (str(cluster.num_gpus),)),))
+            axis = one.field.removeprefix("mesh.")
+            sizes = sorted({laid.mesh.sizes()[axis] for laid in _laid_out(config, cluster, free)})
+            return f"{one} cannot be; {one.field} could be {', '.join(map(str, sizes))} here{_DIVIDES.get(axis, '')}"
+    given = {one.field: int(one.values[0]) for one in axes if one.operator == "=" and len(one.values) == 1}
+    product = f" ({' x '.join(map(str, given.values()))} = {math.prod(given.values())})" if len(given) > 1 else ""
+    return f"each of these can be, and all of them together{product} cannot"
+
+
+_DIVIDES = {
+    "tensor": ", which divides the GPUs and the attention heads",
+    "expert": ", which divides the GPUs and the experts, of which a dense model has none",
+    "pipeline": ", which divides the GPUs and is no more than the layers",
+}
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from shardlm.clusters import Fabric
 from shardlm.config import override
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED, Hardware
-from shardlm.plan.answer import Budget
 from shardlm.plan.asked import LOCAL, budget_of, cluster_of
+from shardlm.plan.budget import Budget
 from shardlm.plan.change import Change, first_change
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FIELDS, FREE, Constraints
+from shardlm.plan.local import cluster_of_profile
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import search
 from shardlm.train.config import RunConfig
@@ -49,8 +50,9 @@ def base_cluster(
     gpu: str | None,
     cluster: str | None,
     num_gpus: int | None,
-    gpus_per_host: int,
-    file: str | None,
+    gpus_per_host: int = 0,
+    file: str | None = None,
+    profile: str | None = None,
     fabric: Fabric | None = None,
 ) -> Cluster:
     """What asked.cluster_of gives, with the largest or the first of the values for what is varied.
@@ -59,7 +61,12 @@ def base_cluster(
     """
     given = {NUM_GPUS: num_gpus, GPU: gpu, CLUSTER: cluster}
     if LOCAL in (gpu, over.values[0]):
-        raise ShardlmError(f"--gpu={LOCAL}: a sweep is of hardware with a name; launch.plan measures the machine here")
+        raise ShardlmError(
+            f"--gpu={LOCAL}: a sweep measures nothing; give the machine's profile, which launch.plan --gpu={LOCAL} "
+            "--profile=FILE saves, as --profile=FILE"
+        )
+    if profile and over.field in (GPU, CLUSTER):
+        raise ShardlmError(f"--profile is of one machine, and the sweep varies the {over.field}; leave out one of them")
     if given.get(over.field):
         raise ShardlmError(f"--{over.field}={given[over.field]} is what the sweep varies; leave it out")
     if fabric and over.field == CLUSTER:
@@ -71,7 +78,7 @@ def base_cluster(
         if given[other]:
             raise ShardlmError(f"--{other}={given[other]} says the {over.field} too, which is varied; leave it out")
         gpu, cluster = (over.values[0], None) if over.field == GPU else (None, over.values[0])
-    return cluster_of(gpu, cluster, num_gpus, gpus_per_host, file, fabric=fabric)
+    return cluster_of(gpu, cluster, num_gpus, gpus_per_host, file, profile, fabric=fabric)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +184,7 @@ def _asked(
     if field == NUM_GPUS:
         if not value.isdigit() or not int(value):
             raise ShardlmError(f"{NUM_GPUS}={value}: a number of GPUs is a whole number of at least 1")
-        host = min(cluster.gpus_per_host, int(value))  # fewer than a host's are part of one
-        network = (cluster.nic_bytes_per_second, cluster.fabric)
-        return config, Cluster.of(cluster.gpu, int(value), host, *network), constraints
+        return config, _with(cluster, int(value), hardware), constraints
     if field == GPU:
         gpu = hardware.gpu(value)
         return config, Cluster.of(gpu, cluster.num_gpus, cluster.gpus_per_host, fabric=cluster.fabric), constraints
@@ -195,6 +200,14 @@ def _asked(
         return override(config, [(field, value)]), cluster, constraints
     except ShardlmError as error:
         raise ShardlmError(f"sweep of {field}: {error} (or one of {', '.join(HARDWARE_FIELDS)})") from error
+
+
+def _with(cluster: Cluster, count: int, hardware: Hardware) -> Cluster:
+    """So many GPUs; fewer than a host's are part of one. CPU devices are all of one host, which they share."""
+    host = min(cluster.gpus_per_host, count)
+    if cluster.measured is not None:
+        return cluster_of_profile(cluster.measured, count, 0 if cluster.is_cpu else host, hardware)
+    return Cluster.of(cluster.gpu, count, host, cluster.nic_bytes_per_second, cluster.fabric)
 
 
 def _scaled(config: RunConfig, num_gpus: int, fewest: int) -> RunConfig:

@@ -5,6 +5,7 @@ from typing import Any
 
 from shardlm.hardware import GIB
 from shardlm.plan.columns import columns, large, three_digits
+from shardlm.plan.local import provenance
 from shardlm.plan.search import settings
 from shardlm.plan.shares import described, limited_by, shares
 from shardlm.plan.sweep import CLUSTER, GPU, NUM_GPUS, Row, Sweep
@@ -15,10 +16,16 @@ WIDTH = 120
 def to_json(sweep: Sweep) -> dict[str, Any]:
     return {
         "field": sweep.over.field,
+        "measured": _measured(sweep),
         "rows": [_row(row) for row in sweep.rows],
         "considered": sum(row.considered for row in sweep.rows),
         "seconds": round(sweep.seconds, 1),
     }
+
+
+def _measured(sweep: Sweep) -> list[str]:
+    """Where the rates are from, of the most GPUs; nothing where they are the table's."""
+    return provenance(max((row.case.cluster for row in sweep.rows), key=lambda cluster: cluster.num_gpus))
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -126,5 +133,6 @@ def _footnotes(sweep: Sweep) -> list[str]:
     prices = f" A GPU-hour: {'; '.join(sorted(sources))}." if sources else ""
     return [
         f"All estimated{where}: the best of {considered:,} configurations, in {sweep.seconds:.1f} s. "
-        f"Global batch {batch}{length}; days and dollars are of {large(first.budget.tokens)} tokens.{prices}"
+        f"Global batch {batch}{length}; days and dollars are of {large(first.budget.tokens)} tokens.{prices}",
+        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in _measured(sweep)),
     ]

@@ -1,16 +1,11 @@
 """Compiles the real step of a plan for its GPUs, on a machine without them, and reads from the program what it holds
 and sends. What is read is compiled, not measured: nothing ran."""
 
-import concurrent.futures
 import dataclasses
-import multiprocessing
-import os
 import time
 from collections.abc import Sequence
 
-import jax
-
-from shardlm.errors import ShardlmError
+from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.bill import CompiledStep, compiled_step
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.plan import Plan
@@ -42,66 +37,20 @@ class Verified:
         return self.argument_bytes + self.temporary_bytes
 
 
-def verify(plans: Sequence[Plan], workers: int = 2) -> list[Verified]:
-    """Each plan's step compiled, in processes of their own: XLA ends the process on some programs, where it should
-    raise."""
-    jobs = [(plan.config, plan.cluster) for plan in plans]
-    context = multiprocessing.get_context("spawn")
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which jax sets
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's advice on memory, which is read from the program here
-    done: list[Verified] = []
-    for job in _batches(jobs, workers):
-        with concurrent.futures.ProcessPoolExecutor(workers, context, _without_gpus) as pool:
-            futures = [pool.submit(compile_step, *one) for one in job]
-            done += [_result(future) for future in futures]
-    return done
-
-
-def impossible(cluster: Cluster) -> str:
-    """Why nothing can be compiled for these GPUs here; "" where it can."""
-    if cluster.is_cpu:
-        return "these are CPU devices: run the plan's configuration, and launch.bench train says what its program holds"
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _without_gpus) as pool:
-        return pool.submit(_topology_error, cluster.gpu.name).result()
-
-
-def _topology_error(gpu: str) -> str:
-    try:
-        topology(gpu, 1, 1)
-    except ShardlmError as error:
-        return str(error)
-    return ""
-
-
-def _without_gpus() -> None:
-    """In a process of its own: a plugin without its GPUs fails to start unless jax is told that it is not to run."""
-    jax.config.update("jax_platforms", "cpu")
+def verify(plans: Sequence[Plan]) -> list[Verified]:
+    """Each plan's step compiled, in processes of their own."""
+    found = each_apart(compile_step, [(plan.config, plan.cluster) for plan in plans])
+    return [Verified(failure=one.why) if isinstance(one, Failed) else one for one in found]
 
 
 def compile_step(config: RunConfig, cluster: Cluster) -> Verified:
-    """In this process."""
+    """In this process. Raises ShardlmError where there is no such program."""
     started = time.perf_counter()
-    try:
-        devices = topology(cluster.gpu.name, cluster.num_gpus // cluster.gpus_per_host, cluster.gpus_per_host)
-        program = Program.make(config, config.mesh.build(devices))
-        step = program.compile("step", dict(program.xla_options().options))
-    except ShardlmError as error:
-        return Verified(failure=str(error))
+    devices = topology(cluster.gpu.name, cluster.num_gpus // cluster.gpus_per_host, cluster.gpus_per_host)
+    program = Program.make(config, config.mesh.build(devices))
+    step = program.compile("step", dict(program.xla_options().options))
     memory = step.memory_analysis()
     filled = buffers_filled(Sketch.of(config, cluster.gpu))
     timed = compiled_step(step.as_text(), cluster, config.mesh, filled)
     seconds = time.perf_counter() - started
     return Verified(memory.argument_size_in_bytes, memory.temp_size_in_bytes, timed, seconds)
-
-
-def _batches(jobs: list, size: int) -> list[list]:
-    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
-
-
-def _result(future: concurrent.futures.Future) -> Verified:
-    try:
-        return future.result()
-    except concurrent.futures.BrokenExecutor:
-        return Verified(failure="the compiler ended its process; run the plan's configuration by itself to see why")
-    except Exception as error:  # whatever XLA raises: the other candidates go on
-        return Verified(failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")

@@ -17,7 +17,9 @@ from shardlm.network import collectives, machine
 from shardlm.network.profile import CollectiveRate, Profile, load_profile, save_profile
 from shardlm.network.rates import MatmulRate, MemoryRate
 from shardlm.plan import local, ranking
+from shardlm.plan import sweep_output as sweeps
 from shardlm.plan.answer import answer
+from shardlm.plan.apart import impossible
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
 from shardlm.plan.cluster import Group
@@ -30,8 +32,9 @@ from shardlm.plan.measured import kernels_of, route_of
 from shardlm.plan.plan import Plan
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.text import to_text
+from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
-from shardlm.plan.verify import impossible
+from shardlm.plan.sweep import Over, around, base_cluster, sweep
 from shardlm.serve.build import EngineConfig
 
 BENCH = "configs/bench_strategies.py"
@@ -142,10 +145,21 @@ def test_a_measured_gpu_keeps_its_memory_and_what_a_step_holds_of_its_rates():
     said = provenance(cluster)
     assert said[0].startswith("rates as measured on 8 x NVIDIA H100 80GB HBM3 of 1 host on 2026-11-21 (jax 0.10.2)")
     assert "estimated" in said[0] and "for 64 devices and collectives were measured among 8" in said[1]
-    assert "no collectives between hosts were measured: those of the plan are by formulas" in said[2]
-    assert len(provenance(cluster_of_profile(profile))) == 1 and provenance(cluster_of("h100", None, 8)) == []
+    assert said[2:] == [
+        "not measured inside a host, and by formulas in the plan: reduce-scatter, all-reduce, all-to-all, "
+        "collective-permute",
+        "not measured between hosts, and by formulas in the plan: collectives",
+    ]
+    every = (between(kind, 8, 1e-5, 4e11) for kind in collectives.KINDS)
+    whole = dataclasses.replace(profile, collectives=tuple(every))
+    assert len(provenance(cluster_of_profile(whole))) == 1 and provenance(cluster_of("h100", None, 8)) == []
+    most = dataclasses.replace(whole, collectives=(*whole.collectives[1:], between("all-gather", 16, 1e-5, 4e10, 2)))
+    assert [one.split(", and by formulas in the plan: ") for one in provenance(cluster_of_profile(most, 16))[1:]] == [
+        ["not measured inside a host", "all-gather"],
+        ["not measured between hosts", "reduce-scatter, all-reduce, all-to-all, collective-permute"],
+    ]
     alone = cluster_of_profile(dataclasses.replace(profile, devices=1, collectives=()), 8)
-    assert provenance(alone)[1] == "no collectives were measured: those of the plan are by formulas"
+    assert provenance(alone)[1] == "not measured, and by formulas in the plan: collectives"
     assert alone.gpus_per_host == 8
 
 
@@ -302,6 +316,22 @@ def test_every_mesh_has_a_prediction(variant):
     config = resolve(variant.config or BENCH, changes).config
     found = ranking.predict(config, profile)
     assert math.prod(config.mesh.sizes().values()) == config.cpu_devices and found["predicted_seconds"] > 0
+
+
+def test_a_sweep_goes_by_the_profile_too(tmp_path):
+    file = tmp_path / "machine.json"
+    save_profile(planted(collectives=EVERY), file)
+    over = Over.parse("num_gpus=2,4,8")
+    held = Constraints.parse(["mesh.tensor=1", "mesh.pipeline=1", "mesh.context=1", "rules=zero3,replicated"])
+    swept = sweep(load(BENCH), base_cluster(over, None, None, None, profile=file), over, held)
+    for row in swept.rows:
+        cluster = cluster_of_profile(load_profile(file), int(row.case.value))
+        assert row.case.cluster == cluster and row.plan == search(load(BENCH), cluster, held, every=False).plans[0]
+    told, text = sweeps.to_json(swept), " ".join(sweeps.to_text(swept).split())
+    assert told["measured"] == provenance(cluster) and "Rates as measured on 8 x cpu of 1 host on 2026-11-21" in text
+    assert around(load(BENCH), cluster, held)[0] == (8, told["rows"][-1]["tokens_per_second"], True)
+    with pytest.raises(ShardlmError, match="is of one machine, and the sweep varies the gpu"):
+        base_cluster(Over.parse("gpu=h100,a100"), None, None, 8, profile=file)
 
 
 def test_the_profile_is_for_those_who_plan(tmp_path):

@@ -1,5 +1,6 @@
 """launch.plan as a user runs it: by formulas alone, so that it needs no GPU and no plugin."""
 
+import ast
 import json
 
 import pytest
@@ -18,6 +19,9 @@ def test_a_plan_is_told_written_and_drawn(tmp_path):
     written = load(str(tmp_path / "plan.py"))
     assert told["plans"][0]["mesh"] == written.mesh.sizes() and written.rules == "zero3" and written.mesh.tensor <= 2
     assert told["plans"][0]["mesh_text"] in (tmp_path / "plan.html").read_text()
+    said = ast.get_docstring(ast.parse((tmp_path / "plan.py").read_text()))
+    assert f"python -m launch.train --config={tmp_path / 'plan.py'}" in said and "8 x h100 in 1 host of 8" in said
+    assert "step: " in said and " s, estimated" in said and "compiled" not in said and "verified" not in said
     assert told["run"]["dollars_per_gpu_hour"] == 2
     assert [point["num_gpus"] for point in told["sweep"]] == [8, 16, 32]
 
@@ -25,9 +29,10 @@ def test_a_plan_is_told_written_and_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("--gpu=h100", "--num_gpus=8", "--verify=0"), 2, "Changes that make it fit"),
+        (("--gpu=h100", "--num_gpus=8", "--verify=0"), 2, "num_gpus=16  "),
         (("--gpu=h1000", "--num_gpus=8"), 1, "did you mean h100?"),
         (("--gpu=h100", "--num_gpus=8", "--mesh.tensr=2"), 1, "did you mean mesh.tensor?"),
+        (("--gpu=h100", "--num_gpus=8", "--report=nowhere/plan.html"), 1, "in a folder that exists"),
         (("--gpu=h100",), 1, "--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed"),
     ],
 )

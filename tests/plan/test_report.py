@@ -2,28 +2,31 @@
 apart. Answers are made of plans by formulas; what a compiler would add is written by hand."""
 
 import dataclasses
-import html.parser
 import json
 import math
 
 import chromium
 import markupsafe
 import numpy as np
+import page_checker
 import pytest
 
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
-from shardlm.plan.answer import Answer, Budget, Ranked
+from shardlm.plan.answer import Answer
 from shardlm.plan.bill import Charge, CompiledStep
+from shardlm.plan.budget import Budget
 from shardlm.plan.change import Change
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
-from shardlm.plan.report import tables
+from shardlm.plan.ranked import Ranked
+from shardlm.plan.report import sentences, tables
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.html import to_html
-from shardlm.plan.report.text import WIDTH, to_text
+from shardlm.plan.report.laid_out import WIDTH
+from shardlm.plan.report.text import to_text
 from shardlm.plan.search import Found
 from shardlm.plan.verify import Verified
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
@@ -90,7 +93,7 @@ def test_rows_sum_to_the_totals(best):
     assert math.isclose(total(held["kinds"], "bytes") + held["reserve_bytes"], best.memory.total, **close)
     sums = held["estimated"]
     parts = sums["at_rest_bytes"] + sums["during_the_step_bytes"] + held["reserve_bytes"]
-    assert math.isclose(parts, sums["total_bytes"]) and math.isclose(parts, row["estimated_memory_bytes"], **close)
+    assert math.isclose(parts, sums["total_bytes"]) and math.isclose(parts, row["estimated"]["memory_bytes"], **close)
     assert math.isclose(total(part for phase in row["timeline"] for part in phase["parts"]), best.step_seconds, **close)
     for rows in (first["communication"], first["bill"]["rows"]):
         assert math.isclose(total(rows, "exposed_seconds"), best.cost.exposed_seconds, **close)
@@ -98,8 +101,9 @@ def test_rows_sum_to_the_totals(best):
         assert math.isclose(total(rows, "bytes"), sum(one.sent.nbytes for one in best.cost.comms), **close)
     for rows in first["compute"].values():
         assert math.isclose(total(rows), best.cost.compute_seconds, **close)
-    assert row["tokens_per_second"] * row["days"] * 86_400 == pytest.approx(1e12)
-    assert row["dollars"] == pytest.approx(row["days"] * 24 * 16 * 2.5)
+    speed = row["estimated"]
+    assert speed["tokens_per_second"] * speed["days"] * 86_400 == pytest.approx(1e12)
+    assert speed["dollars"] == pytest.approx(speed["days"] * 24 * 16 * 2.5) and row["basis"] == "estimated"
     assert (first["stages"] is None) == (best.config.mesh.pipeline == 1)
     for stage in first["stages"]["rows"] if first["stages"] else []:
         assert math.isclose(total(stage["spans"]), best.step_seconds, rel_tol=1e-9)
@@ -151,13 +155,13 @@ def test_the_text_has_the_figures_and_fits():
         words = " ".join(text.split())
         row, first = told["plans"][0], told["first"]
         shown = [tables.plans(told), tables.memory(row), tables.step(row), tables.communication(first)]
-        shown += [tables.compute(first, row["step_seconds"]), tables.search(told, 3)]
+        shown += [tables.compute(first, row["estimated"]["step_seconds"]), tables.search(told, 3)]
         for table in shown:
             assert table.title in words
             for cells in table.rows:
                 assert all(word in words for cell in cells for word in cell.split()), (table.title, cells)
-        for _, figure, basis in tables.facts(row, told["run"]):
-            assert f"{figure} {basis}" in words
+        for fact in sentences.facts(row, told["run"]):
+            assert f"{fact.said} {fact.basis}" in words and fact.beside in words
         assert "Limited by " in words and "2 other reasons" not in words and "a fourth" not in words
         assert "Asked for: mesh.tensor<=8" in words
     assert "32" in to_text(ESTIMATED) and "190,000" in to_text(ESTIMATED)
@@ -166,7 +170,7 @@ def test_the_text_has_the_figures_and_fits():
 def test_what_was_not_compiled_never_says_so():
     for told in (ESTIMATED, to_json(answer(Ranked(FSDP), unverified="no CUDA plugin"))):
         for said in (to_text(told), to_html(told)):
-            assert "compiled" not in said and "verified: the plan" not in said and 'chip verified"' not in said
+            assert "compiled" not in said and "verified: the program" not in said and 'chip verified"' not in said
             assert "estimated" in said
     for said in (to_text(told), to_html(told)):
         assert "Nothing was verified: no CUDA plugin" in said
@@ -175,9 +179,18 @@ def test_what_was_not_compiled_never_says_so():
 def test_what_was_compiled_stands_beside_what_was_estimated():
     row = CHECKED["plans"][0]
     assert row["status"] == "verified" and CHECKED["plans"][1]["status"] == "estimated"
-    assert CHECKED["plans"][1]["compiled_memory_bytes"] is CHECKED["plans"][1]["compiled_step"] is None
-    assert row["compiled_memory_bytes"] == pytest.approx(40 * 2**30 + FSDP.memory.reserve)
-    assert row["compiled_step"]["step_seconds"] == pytest.approx(1.25 + 0.034)
+    assert CHECKED["plans"][1]["compiled"] is CHECKED["plans"][1]["compiled_step"] is None
+    assert (row["basis"], CHECKED["plans"][1]["basis"]) == ("compiled", "estimated")
+    made, guessed = row["compiled"], row["estimated"]
+    assert made["memory_bytes"] == pytest.approx(40 * 2**30 + FSDP.memory.reserve)
+    assert made["step_seconds"] == row["compiled_step"]["step_seconds"] == pytest.approx(1.25 + 0.034)
+    longer = made["step_seconds"] / guessed["step_seconds"]
+    assert made["mfu"] * longer == pytest.approx(guessed["mfu"])
+    for key in ("days", "dollars"):
+        assert made[key] == pytest.approx(guessed[key] * longer)
+    assert row["limited_by"].endswith("which a lighter remat saves") and "of 1.28 s" in row["limited_by"]
+    for fact in sentences.facts(row, CHECKED["run"]):
+        assert fact.basis == "compiled" and fact.beside.endswith(" estimated") and fact.said not in fact.beside
     table = tables.plans(CHECKED)
     other = dict(zip([(c.title, c.basis) for c in table.columns], table.rows[1], strict=True))
     assert other["GiB", "compiled"] == other["s/step", "compiled"] == "-" and other["GiB", "estimated"] != "-"
@@ -188,7 +201,7 @@ def test_what_was_compiled_stands_beside_what_was_estimated():
     text = " ".join(to_text(CHECKED).split())
     for said in ("state.params.head at a.py:1 < b.py:2", "count not certain: a loop", "mystery_kernel (3 times)"):
         assert said in text
-    assert "compiled: read from the program" in text and "verified: the plan's program" in text
+    assert "compiled: read from the program" in text and "verified: the program" in text
     folded = tables.bill(CHECKED["first"], most=1)
     assert folded.sums == 2 and folded.rows[1][0] == "1 more" and folded.rows[2][3] == "39"
 
@@ -217,43 +230,27 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_helps():
     text = " ".join(to_text(told).split())
     assert "Nothing fits. What needs least is fsdp=2" in text and f"{over / 2**30:.1f} GiB more than the" in text
     assert "num_gpus=16 fsdp=8 x tensor=2 zero3" in text
-    assert to_json(answer(smallest=least))["changes"] == []
-
-
-class Checker(html.parser.HTMLParser):
-    """Every tag is closed in order; what a page would load or run is noted."""
-
-    VOID = ("meta", "link", "input", "line", "polyline", "br")
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.loads, self.scripts, self.ids = [], [], 0, []
-
-    def handle_starttag(self, tag, attributes):
-        self.open += [tag] if tag not in self.VOID else []
-        self.scripts += tag == "script"
-        for name, value in attributes:
-            self.loads += [value] if name in ("src", "href", "action", "data", "srcset", "poster") else []
-            self.ids += [value] if name == "id" else []
-            assert not name.startswith("on")
-
-    def handle_startendtag(self, tag, attributes):
-        assert tag in self.VOID
-        self.handle_starttag(tag, attributes)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+    assert "It fits with num_gpus=16 (estimated): fsdp=8 x tensor=2 on 16 x h100" in text and "compiled" not in text
+    tried = [Change("num_gpus=16", FSDP, compiled(40)), Change("later", HYBRID), Change("too much", FSDP, compiled(99))]
+    told = to_json(answer(smallest=least, changes=tried, cluster=least.cluster), HOSTILE)
+    assert [one["status"] for one in told["changes"]] == ["verified", "estimated", "refused"]
+    for said in (to_text(told), to_html(told)):
+        said = " ".join(said.split())
+        needs, has = 40 + FSDP.memory.reserve / 2**30, FSDP.gpu.hbm_bytes / 2**30
+        change = (
+            f"num_gpus=16 (verified): fsdp=8 x tensor=2 on 16 x h100, {needs:.1f} of {has:.1f} GiB a GPU (compiled)"
+        )
+        assert f"It fits with {change}." in said
+        assert "too much with fsdp=8 x tensor=2 was refused: its program needs more memory than a GPU has" in said
+        assert "verified: the program was compiled, and fits." in said
+    bare = to_json(answer(smallest=least))
+    assert bare["changes"] == [] and "No single change that was tried makes it fit." in to_text(bare)
 
 
 @pytest.mark.parametrize("told", [ESTIMATED, CHECKED], ids=["estimated", "compiled"])
 def test_the_page_is_whole_loads_nothing_and_escapes(told):
     page = to_html(told | {"config": HOSTILE})
-    checker = Checker()
-    checker.feed(page)
-    checker.close()
-    assert checker.open == [] and checker.scripts == 1 and checker.loads == ["data:,"]
-    assert len(set(checker.ids)) == len(checker.ids)
-    assert "http://" not in page and "https://" not in page and "url(" not in page and "@import" not in page
+    page_checker.check(page)
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "{{ 7 * 7 }}" in page
     for table in (tables.plans(told), tables.memory(told["plans"][0]), tables.bill(told["first"])):
         assert f'id="table-{table.key}"' in page
@@ -275,18 +272,22 @@ def test_a_person_looks_at_the_pictures(tmp_path):
             return page.value(f"document.querySelectorAll({selector!r}).length")
 
         assert number("#memory .bar:not(.head)") == 4 and number("#memory .over") == 0  # the first one twice
-        assert number("#steps .bar") == 3 and number("#stages .bar") == 4
+        assert number("#steps .bar") == 4 and number("#stages .bar") == 4
         assert number("#mesh .gpu") == 16 and number("#mesh .host") == 2 and number("#mesh input") == 3
         assert number("#sweep .point") == 4 and number("#sweep .point.none") == 1
         width = "b => b.getBoundingClientRect().width"
         drawn = "(w => [...document.querySelectorAll('{} .track:not(.thin)')].map(t => " + (
             f"[...t.querySelectorAll('.part')].reduce((sum, part) => sum + w(part), 0) / w(t)))({width})"
         )
-        slowest = max(one["step_seconds"] for one in told["plans"]) * 1.02
+        shown = [one[basis] for one in told["plans"] for basis in ("estimated", "compiled") if one[basis]]
+        seconds = [one["step_seconds"] for one in shown]
         widths = page.value(drawn.format("#steps"))
-        assert widths == pytest.approx([one["step_seconds"] / slowest for one in told["plans"]], abs=0.01)
+        assert widths == pytest.approx([one / max(seconds) / 1.02 for one in seconds], abs=0.01)
         assert page.value(drawn.format("#stages")) == pytest.approx([1] * 4, abs=0.01)
-        shown = "[...document.querySelectorAll('#mesh .gpu')].map(g => g.innerText.trim()).join('')"
+        shown = (  # innerText would need a font
+            "[...document.querySelectorAll('#mesh .gpu .at')].filter(a => getComputedStyle(a).display != 'none')"
+            ".map(a => a.textContent).join('')"
+        )
         assert page.value(shown) == "01" * 8  # tensor
         page.value("document.getElementById('by-pipeline').click()")
         assert page.value(shown) == "0011223300112233"
@@ -295,14 +296,4 @@ def test_a_person_looks_at_the_pictures(tmp_path):
         x, y = page.value(f"{box}.x") + 2, page.value(f"{box}.y") + 2
         page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         assert page.until("!tip.hidden && tip.textContent").startswith("stage 0, forward: ")
-        for width in (1280, 400):
-            page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-            assert page.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        ground = "getComputedStyle(document.body).backgroundColor"
-        colours = []
-        for scheme in ("light", "dark"):
-            scheme = {"name": "prefers-color-scheme", "value": scheme}
-            page.call("Emulation.setEmulatedMedia", features=[scheme])
-            colours.append(page.value(ground))
-        assert colours[0] != colours[1]
-        assert page.errors == [] and set(page.asked) <= {path.as_uri(), "data:,"}
+        page_checker.look(page)

@@ -19,12 +19,14 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.opened import load
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.answer import RankedServing, ServingAnswer
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.load import Replica
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.ops import Pass
-from shardlm.plan.serving.report import format_found, format_serving, to_json
-from shardlm.plan.serving.search import ServingPlan, fits, search
+from shardlm.plan.serving.report.data import to_json
+from shardlm.plan.serving.report.text import to_text
+from shardlm.plan.serving.search import Found, ServingPlan, fits, search
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.verify import verify_serving
 from shardlm.serve import build
@@ -175,12 +177,6 @@ def test_the_search_ranks_what_fits_and_says_what_would():
     assert rates == sorted(rates, reverse=True) and {plan.num_gpus for plan in found.plans} == {8}
     assert {plan.mesh.tensor * plan.mesh.pipeline for plan in found.plans} == {4, 8}
     assert any(mesh == MeshSpec(data=8) for mesh, _ in found.refused)
-    text, plan = format_found(found), found.plans[0]
-    assert "tensor=4" in text and "estimated" in text
-    report = format_serving(plan)
-    assert "nothing was compiled" in report and "requests of these lengths at once" in report
-    described = json.loads(json.dumps(to_json(plan), allow_nan=False))
-    assert described["compiled"] is None and described["estimated"]["num_pages"] == plan.memory.layout.num_pages
     assert [p.mesh.tensor for p in search(on("h100", 8, LLAMA_70B), {"tensor": 8}).plans] == [8]
 
 
@@ -188,7 +184,8 @@ def test_what_does_not_fit_is_told_with_what_would():
     one = on("h100", 1, LLAMA_70B)
     with pytest.raises(ShardlmError) as error:
         search(one)
-    assert "it fits with quantization=int4; as it is it needs at least 4 h100" in str(error.value)
+    said = "it fits with quantization=int4 (estimated); as it is it needs at least 4 h100 (estimated)"
+    assert said in str(error.value)
     assert fits(one.on(quantization="int4")) and not fits(one.on(quantization="int8"))
     assert fits(on("h100", 4, LLAMA_70B, mesh=MeshSpec(tensor=4)))
     assert not fits(on("h100", 2, LLAMA_70B, mesh=MeshSpec(tensor=2)))
@@ -225,12 +222,12 @@ def test_the_command_line_has_the_flags_of_the_server():
     asked = ["x", "--tensor=2", "--kv_cache_dtype=fp8", "--max_model_len=40", "--prompt_len=20", "--output_len=8"]
     with flagsaver.flagsaver():
         flags.FLAGS(asked)
-        told = plan_serve_flags.plan_serving(
-            REFERENCES / "llama" / "config.json", Cluster.of(GPUS["h100"], 4), most=3, compiled=False, as_json=True
+        said, fits = plan_serve_flags.plan_serving(
+            REFERENCES / "llama" / "config.json", Cluster.of(GPUS["h100"], 4), most=3, compiled=0, as_json=True
         )
-    best = json.loads(told)["best"]
-    assert best["mesh"]["tensor"] == 2 and best["engine"]["kv_cache_dtype"] == "fp8"
-    assert (best["engine"]["max_model_len"], best["asked"]["prompt_len"]) == (40, 20)
+    told = json.loads(said)
+    assert fits and told["plans"][0]["mesh"]["tensor"] == 2 and told["engine"]["kv_cache_dtype"] == "fp8"
+    assert (told["engine"]["max_model_len"], told["asked"]["prompt_len"]) == (40, 20)
 
 
 @on_gpus
@@ -245,4 +242,5 @@ def test_memory_is_what_the_programs_for_gpus_need(shape, tensor):
     assert verified.fits(plan.memory.limit) and [one.what for one in verified.programs] == ["decode", "prefill"]
     sent = Speed.of(plan.case, plan.memory).sent(0, Pass(256, 256, 1024, 2))
     assert verified.programs[0].sent == sent and set(sent) == ({"tensor"} if tensor > 1 else set())
-    assert "compiled for h100" in format_serving(plan, verified)
+    answer = ServingAnswer(Found((plan,), ()), (RankedServing(plan, verified),))
+    assert "Compiled for h100" in to_text(to_json(answer))

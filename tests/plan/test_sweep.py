@@ -38,7 +38,7 @@ def small(**train):
 def swept(text: str, one, **options):
     over = Over.parse(text)
     given = {name: options.pop(name, None) for name in ("gpu", "cluster", "num_gpus")}
-    return sweep(one, base_cluster(over, *given.values(), 0, None), over, **options)
+    return sweep(one, base_cluster(over, *given.values()), over, **options)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_it_is_drawn(strong, tmp_path):
         ("num_gpus=8,x", {"gpu": "h100"}, "num_gpus=x: a number of GPUs is a whole number"),
         ("num_gpus=8,12", {"gpu": "h100"}, "does not fill hosts of 8; choose 8 or 16"),
         ("num_gpus=8", {"gpu": "h100", "num_gpus": 8}, "--num_gpus=8 is what the sweep varies"),
-        ("num_gpus=8", {"gpu": "local"}, "a sweep is of hardware with a name"),
+        ("num_gpus=8", {"gpu": "local"}, "a sweep measures nothing; give the machine's profile"),
         ("num_gpus=8", {}, "--gpu=NAME or --cluster=NAME"),
         ("gpu=h100", {"cluster": "aws-p5", "num_gpus": 8}, "--cluster=aws-p5 says the gpu too"),
         ("gpu=h100,h1000", {"num_gpus": 8}, "did you mean h100?"),

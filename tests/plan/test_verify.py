@@ -2,18 +2,22 @@
 
 import concurrent.futures
 import dataclasses
+import operator
+import os
 import pathlib
 
 import pytest
 from gpu_programs import MARKS
 
 from shardlm.config import load
+from shardlm.errors import ShardlmError
 from shardlm.plan import answer as answers
 from shardlm.plan.answer import answer
+from shardlm.plan.apart import Failed, _result, each_apart
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.bill import CompiledStep
 from shardlm.plan.constraints import Constraints
-from shardlm.plan.verify import Verified, _result
+from shardlm.plan.verify import Verified
 
 CONFIG = load(str(pathlib.Path(__file__).parent.parent.parent / "configs" / "llama3_8b.py"))
 H100 = cluster_of("h100", None, 8)
@@ -69,14 +73,50 @@ def test_what_a_program_needs_more_than_estimated_is_expected_of_its_kind(monkey
     assert 1 <= sum(plan.config.mesh.context > 1 for plan in asked) < sum(over_context)  # and not all are asked for
 
 
-def test_whatever_ends_a_compilation_is_a_failure_of_that_plan_alone():
+def test_of_what_would_make_it_fit_the_first_whose_program_does_is_verified(monkeypatch):
+    few = cluster_of("h100", None, 1)
+    held = Constraints.parse(["mesh.tensor=1", "remat=full"])
+    asked = []
+
+    def needs(plans):
+        asked.extend(plans)
+        return [Verified(90 * GIB if len(asked) == 1 else 9 * GIB, GIB, CompiledStep(1.0, (), None, {})) for _ in plans]
+
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+    monkeypatch.setattr(answers, "verify", needs)
+    estimated = answer(CONFIG, few, held).changes
+    assert len(estimated) > 2 and not any(one.verified for one in estimated)
+    told = answer(CONFIG, few, held, compiled=1)
+    assert told.best is None and [p.config for p in asked] == [one.plan.config for one in estimated[:2]]
+    verified, *left, refused = told.changes
+    assert [one.what for one in (refused, verified, *left)] == [one.what for one in estimated]
+    assert verified.ranked.fits and not refused.ranked.fits and not any(one.verified for one in left)
+
+
+def test_what_formulas_say_does_not_fit_by_less_than_they_may_be_wrong_is_compiled(monkeypatch):
+    words = ["mesh.fsdp=8", "rules=zero3", "remat=full", "train.accumulation=1", "offload.optimizer=false"]
+    held = Constraints.parse(words)
+    least = min(answer(CONFIG, H100, held).found.plans, key=lambda plan: plan.memory.total).memory
+    used = least.total - least.reserve
+    tight = dataclasses.replace(H100, gpu=dataclasses.replace(H100.gpu, hbm_bytes=int(used / 0.92 * 0.99)))
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+    shown = Verified(int(used * 0.97), 0, CompiledStep(1.0, (), None, {}))
+    monkeypatch.setattr(answers, "verify", lambda plans: [shown for _ in plans])
+    assert answer(CONFIG, tight, held).best is None
+    told = answer(CONFIG, tight, held, compiled=1)
+    assert told.best.plan is told.found.smallest and not told.changes
+
+
+def test_whatever_ends_a_compilation_is_a_failure_of_that_job_alone():
     def ended(error):
         future = concurrent.futures.Future()
         future.set_exception(error)
         return _result(future)
 
-    assert "ended its process" in ended(concurrent.futures.BrokenExecutor()).failure
-    assert ended(RuntimeError("INTERNAL: no\nmore")).failure == "RuntimeError: INTERNAL: no"
+    assert ended(RuntimeError("INTERNAL: no\nmore")) == Failed("RuntimeError: INTERNAL: no")
+    assert ended(ShardlmError("layers=3 cannot be split")) == Failed("layers=3 cannot be split")
+    found = each_apart(operator.call, [(os._exit, 1), (max, 1, 2)], workers=1)
+    assert "ended its process" in found[0].why and found[1] == 2
 
 
 class TestCompiled:

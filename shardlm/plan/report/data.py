@@ -5,15 +5,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardlm.mesh import crossing_axes
-from shardlm.plan.answer import Answer, Budget, Ranked
+from shardlm.plan.answer import Answer
+from shardlm.plan.budget import Budget
 from shardlm.plan.change import Change
 from shardlm.plan.cluster import Cluster, Group
 from shardlm.plan.local import provenance
 from shardlm.plan.measured import route_of
 from shardlm.plan.plan import Plan
+from shardlm.plan.ranked import Ranked, speed
 from shardlm.plan.report.placement import placement
 from shardlm.plan.report.stages import stages
-from shardlm.plan.report.step import bill, communication, compiled_step, compute, memory, timeline
+from shardlm.plan.report.step import (
+    bill,
+    communication,
+    compiled_communication,
+    compiled_step,
+    compute,
+    memory,
+    timeline,
+)
 
 Sweep = Iterable[tuple[int, float, bool]]
 
@@ -29,7 +39,7 @@ def to_json(answer: Answer, name: str = "", sweep: Sweep = (), most: int = 12) -
     best = answer.best
     return {
         "config": name,
-        "cluster": _cluster(answer.cluster),
+        "cluster": cluster_facts(answer.cluster),
         "run": _run(_any_plan(answer), answer.budget),
         "constraints": [str(one) for one in answer.constraints.items],
         "search": _search(answer),
@@ -49,7 +59,7 @@ def _any_plan(answer: Answer) -> Plan:
     return plan
 
 
-def _cluster(cluster: Cluster) -> dict[str, Any]:
+def cluster_facts(cluster: Cluster) -> dict[str, Any]:
     gpu = cluster.gpu
     return {
         "gpu": gpu.name,
@@ -91,35 +101,33 @@ def _search(answer: Answer) -> dict[str, Any]:
         "considered": found.considered,
         "too_large": found.too_large,
         "meshes": len(found.plans),
+        "seconds": answer.search_seconds,
         "impossible": [{"reason": reason, "count": count} for reason, count in found.refused.items()],
     }
 
 
 def _summary(one: Ranked, budget: Budget) -> dict[str, Any]:
-    """A plan in one row. `status` is estimated, verified, or refused with `why`."""
+    """A plan in one row. `status` is estimated, verified, or refused with `why`. Speed, days and dollars are there by
+    the formulas and by the compiled program where there is one; `basis` says which of the two the plan goes by."""
     plan, checked = one.plan, one.verified
     status, why = "estimated", ""
     if checked:
         status = "verified" if one.fits else "refused"
         why = checked.failure or ("" if one.fits else "its program needs more memory than a GPU has")
-    compiled = checked.hbm_bytes + plan.memory.reserve if checked and not checked.failure else None
+    made = {"memory_bytes": checked.hbm_bytes + plan.memory.reserve} if one.program else None
     return _settings(plan) | {
         "status": status,
         "why": why,
         "fits": one.fits,
-        "step_seconds": plan.step_seconds,
-        "tokens_per_second": plan.cost.tokens_per_second,
-        "mfu": plan.mfu,
-        "days": budget.days(plan) if budget.tokens else None,
-        "dollars": budget.dollars(plan) if budget.tokens and budget.dollars_per_gpu_hour else None,
-        "limited_by": plan.cost.limit,
+        "basis": one.basis,
+        "estimated": speed(one, budget, "estimated") | {"memory_bytes": plan.memory.total},
+        "compiled": made and speed(one, budget, "compiled") | made,
+        "limited_by": one.limit,
         "timeline": timeline(plan),
         "hidden_communication_seconds": plan.cost.hidden_seconds,
         "memory": memory(plan, checked),
-        "estimated_memory_bytes": plan.memory.total,
-        "compiled_memory_bytes": compiled,
         "compiled_step": compiled_step(checked),
-        "compile_seconds": checked.compile_seconds if compiled is not None else None,
+        "compile_seconds": checked.compile_seconds if one.program else None,
     }
 
 
@@ -146,6 +154,7 @@ def _details(one: Ranked) -> dict[str, Any]:
     plan = one.plan
     return {
         "communication": communication(plan),
+        "compiled_communication": compiled_communication(one.verified),
         "compute": compute(plan),
         "bubble_seconds": plan.cost.bubble_seconds,
         "bill": bill(plan, one.verified),
@@ -155,11 +164,11 @@ def _details(one: Ranked) -> dict[str, Any]:
 
 
 def _shortfall(answer: Answer) -> dict[str, Any]:
-    """Of what does not fit, the plan that needs least, as compiled where nothing else is known to be too much."""
-    if answer.found.smallest:
-        one = Ranked(answer.found.smallest)
-    else:
+    """Of what does not fit, the plan that needs least, as compiled where that was looked at."""
+    if answer.ranked:
         one = min(answer.ranked, key=_needed)
+    else:
+        one = Ranked(_any_plan(answer))
     over = _needed(one) - one.plan.gpu.hbm_bytes
     return _summary(one, answer.budget) | {"over_bytes": max(0.0, over)}
 
@@ -172,5 +181,6 @@ def _needed(one: Ranked) -> float:
 
 def _change(change: Change, budget: Budget) -> dict[str, Any]:
     cluster = change.plan.cluster
-    summary = _summary(Ranked(change.plan), budget)
-    return {"change": change.what, "gpu": cluster.gpu.name, "num_gpus": cluster.num_gpus} | summary
+    return {"change": change.what, "gpu": cluster.gpu.name, "num_gpus": cluster.num_gpus} | _summary(
+        change.ranked, budget
+    )

@@ -25,6 +25,8 @@ def count(x: float | None) -> str:
 
 
 def gib(nbytes: float | None) -> str:
+    if nbytes is not None and 0 < nbytes < 0.0005 * GIB:
+        return "<0.001"
     return figure(None if nbytes is None else nbytes / GIB)
 
 

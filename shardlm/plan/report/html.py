@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from shardlm.plan.report import pictures, tables
+from shardlm.plan.report import pictures, sentences, tables
 from shardlm.plan.report.figures import gib
 
 # Whatever a page may contain, a browser loads nothing for it.
@@ -23,33 +23,45 @@ def to_html(answer: dict[str, Any]) -> str:
     shown = [tables.memory(plan), tables.search(answer)]
     if first:
         shown += [tables.step(plan), tables.communication(first), tables.bill(first)]
-        shown.append(tables.compute(first, plan["step_seconds"]))
+        shown.append(tables.compute(first, plan["estimated"]["step_seconds"]))
         if plan["compiled_step"]:
-            shown.append(tables.compared(plan))
+            shown += [tables.compared(plan), tables.compiled_communication(first)]
     if answer["sweep"]:
         shown.append(tables.sweep(answer))
-    return _template().render(
+    cluster, name = answer["cluster"], answer["config"] or "Plan"
+    return page(
+        "page.html.jinja",
+        title=f"{name} on {cluster['num_gpus']} x {cluster['gpu']}",
+        kind="Training plan",
+        name=name,
         answer=answer,
-        policy=POLICY,
-        headline=tables.headline(answer),
+        headline=sentences.headline(answer),
         plan=plan,
-        facts=tables.facts(plan, answer["run"]),
+        facts=sentences.facts(plan, answer["run"]),
         ranking=tables.plans(answer) if answer["plans"] else None,
         changes=tables.changes(answer) if answer["changes"] else None,
+        remedy=sentences.change(answer),
+        settings=sentences.settings(plan),
+        refusals=sentences.refusals(answer),
         memory=pictures.memory(answer),
         steps=pictures.steps(answer) if first else None,
         stages=pictures.stages(answer),
         mesh=pictures.mesh(answer),
         sweep=pictures.sweep(answer),
         tables={table.key: table for table in shown},
-        words=tables.words(answer),
+        words=sentences.words(answer),
     )
 
 
+def page(template: str, **values: Any) -> str:
+    """One of this folder's templates, with these values."""
+    return _environment().get_template(template).render(policy=POLICY, **values)
+
+
 @functools.cache
-def _template() -> jinja2.Template:
+def _environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
     options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = jinja2.Environment(loader=loader, autoescape=True, **options)
     environment.filters["gib"] = gib
-    return environment.get_template("page.html.jinja")
+    return environment

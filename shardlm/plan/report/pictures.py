@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from shardlm.plan.report import tables
+from shardlm.plan.report import sentences, tables
 from shardlm.plan.report.figures import figure, gib, large
 
 Data = dict[str, Any]
@@ -36,16 +37,17 @@ def memory(answer: Data) -> Data:
     return {
         "legend": [*legend, {"name": _RESERVE, "look": "reserve"}],
         "limit": {"at": limit / widest, "text": f"{gib(limit)} GiB of a GPU"},
-        "bars": [_memory_bar(plan, basis, parts, limit, widest) for plan, basis, parts in bars],
+        "bars": [_named(plan) | memory_bar(basis, parts, limit, widest) for plan, basis, parts in bars],
     }
 
 
 _RESERVE, _RESTS, _BESIDES = "reserve of the runtime", "at rest", "besides, during the step"
 
 
-def _memory_bar(plan: Data, basis: str, parts: list, limit: float, widest: float) -> Data:
+def memory_bar(basis: str, parts: list[tuple[str, str, float]], limit: float, widest: float) -> Data:
+    """Of (kind, look, bytes), in a picture as wide as `widest` bytes."""
     total = sum(nbytes for *_, nbytes in parts)
-    return _named(plan) | {
+    return {
         "basis": basis,
         "text": f"{gib(total)} GiB",
         "over": total > limit,
@@ -63,11 +65,12 @@ def _named(plan: Data) -> Data:
 
 
 def steps(answer: Data) -> Data:
-    """A bar of each plan's step in the order of time, and under it the communication that kernels hide."""
+    """A bar of each plan's step in the order of time, and under it the communication that kernels hide; one more as its
+    program has it, which tells no phases apart."""
     drawn = answer["plans"][:BARS]
     phases = list(dict.fromkeys(phase["phase"] for plan in drawn for phase in plan["timeline"]))
     kinds = list(dict.fromkeys(part["part"] for plan in drawn for phase in plan["timeline"] for part in phase["parts"]))
-    widest = max(plan["step_seconds"] for plan in drawn) * 1.02
+    widest = max(plan[b]["step_seconds"] for plan in drawn for b in ("estimated", "compiled") if plan[b]) * 1.02
     bars = []
     for plan in drawn:
         parts = [
@@ -86,13 +89,35 @@ def steps(answer: Data) -> Data:
             "width": 100 * hidden / widest,
             "tip": f"communication behind kernels: {figure(hidden)} s",
         }
-        text = f"{figure(plan['step_seconds'])} s"
-        bars.append(_named(plan) | {"text": text, "parts": parts, "hidden": [behind] if hidden else []})
+        text = f"{figure(plan['estimated']['step_seconds'])} s"
+        named = _named(plan) | {"basis": "estimated", "text": text}
+        bars.append(named | {"parts": parts, "hidden": [behind] if hidden else []})
+        bars += [_program_bar(plan, widest)] if plan["compiled_step"] else []
     used = [(p, k) for p, k in itertools.product(phases, kinds) if any(_seconds(plan, p, k) for plan in drawn)]
     legend = [
         {"name": f"{p}, {tables.PARTS.get(k, k)}", "look": _look(phases.index(p), kinds.index(k), k)} for p, k in used
     ]
-    return {"bars": bars, "legend": [*legend, {"name": "communication behind kernels", "look": "hidden"}]}
+    legend.append({"name": "communication behind kernels", "look": "hidden"})
+    if any(plan["compiled_step"] for plan in drawn):
+        legend += [{"name": f"{name}, compiled", "look": look} for name, look, _ in _PROGRAM]
+    return {"bars": bars, "legend": legend}
+
+
+_PROGRAM = (
+    ("kernels and idle stages", "rests", "compute_seconds"),
+    ("exposed communication", "besides", "exposed_seconds"),
+)
+
+
+def _program_bar(plan: Data, widest: float) -> Data:
+    step = plan["compiled_step"]
+    parts = [
+        {"look": look, "width": 100 * step[key] / widest, "tip": f"{name}: {figure(step[key])} s, compiled"}
+        for name, look, key in _PROGRAM
+        if step[key]
+    ]
+    text = f"{figure(step['step_seconds'])} s"
+    return _named(plan) | {"basis": "compiled", "text": text, "parts": parts, "hidden": []}
 
 
 def _look(phase: int, part: int, name: str) -> str:
@@ -122,7 +147,7 @@ def stages(answer: Data) -> Data | None:
     found = answer["first"] and answer["first"]["stages"]
     if not found:
         return None
-    total = answer["plans"][0]["step_seconds"]
+    total = answer["plans"][0]["estimated"]["step_seconds"]
     rows = [
         {
             "label": f"stage {row['stage']}",
@@ -140,19 +165,21 @@ def stages(answer: Data) -> Data | None:
     ]
     used = {span["what"] for row in found["rows"] for span in row["spans"]}
     legend = [{"name": what, "look": look} for what, look in STAGE_LOOKS.items() if what in used]
-    return {"rows": rows, "legend": legend, "caption": tables.pipeline(answer["first"])}
+    return {"rows": rows, "legend": legend, "caption": sentences.pipeline(answer["first"])}
 
 
 def mesh(answer: Data) -> Data | None:
     """GPUs in their hosts and islands, with a colour by each axis; None where there is but one GPU."""
     found = answer["first"] and answer["first"]["placement"]
-    if not found or not found["axes"]:
-        return None
+    return laid(found, answer["cluster"]) if found and found["axes"] else None
+
+
+def laid(found: Data, cluster: Data) -> Data:
+    """A placement on a cluster."""
     sizes = {one["axis"]: one["size"] for one in found["axes"]}
     islands = []
     for island, hosts in itertools.groupby(found["hosts"], key=lambda host: host["island"]):
         islands.append({"island": island, "hosts": [_host(host, sizes) for host in hosts]})
-    cluster = answer["cluster"]
     per_island = cluster["gpus_per_island"] // cluster["gpus_per_host"]
     left = found["hosts_left_out"]
     note = f"The first {len(found['hosts'])} of {cluster['num_hosts']:,} hosts; the others follow in the same order."
@@ -168,7 +195,7 @@ def mesh(answer: Data) -> Data | None:
 def _host(host: Data, sizes: dict[str, int]) -> Data:
     gpus = []
     for gpu in host["gpus"]:
-        place = ", ".join(f"{axis} {at}" for axis, at in gpu["place"].items())
+        place = ", ".join(f"{axis} {at}" for axis, at in gpu["place"].items()) or "not used"
         gpus.append(
             {
                 "tip": f"GPU {gpu['gpu']} of host {host['host']}: {place}",
@@ -195,35 +222,52 @@ def _spread(one: Data, cluster: Data) -> str:
 
 
 def sweep(answer: Data) -> Data | None:
-    """Throughput against GPUs, both by powers: points, the line through those that fit, and the line of equal
-    throughput for each GPU. None where nothing fits or was asked."""
+    """Throughput against GPUs: the line through those that fit, and the line of equal throughput for each GPU. None
+    where nothing fits or was asked."""
     rows = answer["sweep"]
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         return None
     first = fitting[0]
-    ideal = [first["tokens_per_second"] / first["num_gpus"] * row["num_gpus"] for row in fitting]
-    xs = _scale([row["num_gpus"] for row in rows])
-    ys = _scale([*(row["tokens_per_second"] for row in fitting), *ideal])
+    each = first["tokens_per_second"] / first["num_gpus"]
     points = [
-        {
-            "x": xs(row["num_gpus"]),
-            "y": 100 - ys(row["tokens_per_second"]) if row["fits"] else 100.0,
-            "fits": row["fits"],
-            "text": large(row["tokens_per_second"]) if row["fits"] else "does not fit",
-            "tip": f"{row['num_gpus']:,} GPUs: "
+        Point(
+            row["num_gpus"],
+            row["tokens_per_second"] if row["fits"] else None,
+            each * row["num_gpus"] if row["fits"] else None,
+            f"{row['num_gpus']:,} GPUs: "
             + (f"{figure(row['tokens_per_second'])} tokens/s" if row["fits"] else "does not fit"),
-        }
+        )
         for row in rows
     ]
+    return plot(points)
+
+
+class Point(NamedTuple):
+    """Of a plot: y and what it could be at best, both None where there is nothing."""
+
+    x: float
+    y: float | None
+    ideal: float | None
+    tip: str
+
+
+def plot(points: Sequence[Point]) -> Data:
+    """Both axes by powers; a line through those that have a y, and one of what it could be at best."""
+    real = [point for point in points if point.y is not None]
+    xs = _scale([point.x for point in points])
+    ys = _scale([y for point in real for y in (point.y, point.ideal)])
+    drawn = [
+        {"x": xs(p.x), "y": 100.0 if p.y is None else 100 - ys(p.y), "fits": p.y is not None, "tip": p.tip}
+        for p in points
+    ]
+    ticks = _ticks([point.y for point in real], [point.ideal for point in real])
     return {
-        "points": points,
-        "line": " ".join(f"{p['x']:.2f},{p['y']:.2f}" for p in points if p["fits"]),
-        "ideal": " ".join(f"{xs(r['num_gpus']):.2f},{100 - ys(i):.2f}" for r, i in zip(fitting, ideal, strict=True)),
-        "x_ticks": [{"at": xs(row["num_gpus"]), "text": f"{row['num_gpus']:,}"} for row in rows],
-        "y_ticks": [
-            {"at": 100 - ys(y), "text": large(y)} for y in _ticks([r["tokens_per_second"] for r in fitting], ideal)
-        ],
+        "points": drawn,
+        "line": " ".join(f"{p['x']:.2f},{p['y']:.2f}" for p in drawn if p["fits"]),
+        "ideal": " ".join(f"{xs(point.x):.2f},{100 - ys(point.ideal):.2f}" for point in real),
+        "x_ticks": [{"at": xs(point.x), "text": f"{point.x:,}"} for point in points],
+        "y_ticks": [{"at": 100 - ys(y), "text": large(y)} for y in ticks],
     }
 
 

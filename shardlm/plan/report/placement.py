@@ -12,16 +12,17 @@ MOST_GPUS = 128  # that are told one by one
 
 def placement(mesh: MeshSpec, cluster: Cluster) -> dict[str, Any]:
     """The first hosts of the cluster. A GPU's place follows from its number: meshes are laid over the devices host by
-    host (MeshSpec.build)."""
+    host (MeshSpec.build). GPUs behind the mesh's last have none."""
     sizes = mesh.sizes()
     host = cluster.gpus_per_host
     shown = min(cluster.num_gpus // host, max(1, MOST_GPUS // host))
-    places = np.stack(np.unravel_index(np.arange(shown * host), tuple(sizes.values())), 1).tolist()
+    used = min(shown * host, mesh.size(*sizes))
+    places = np.stack(np.unravel_index(np.arange(used), tuple(sizes.values())), 1).tolist()
     split = [axis for axis, size in sizes.items() if size > 1]
     hosts = []
     for i in range(shown):
         gpus = [
-            {"gpu": n, "place": {axis: at for axis, at in zip(sizes, places[n], strict=True) if axis in split}}
+            {"gpu": n, "place": {axis: places[n][at] for at, axis in enumerate(sizes) if n < used and axis in split}}
             for n in range(i * host, (i + 1) * host)
         ]
         hosts.append({"host": i, "island": i * host // cluster.island, "gpus": gpus})

@@ -37,7 +37,12 @@ def _sums(rests: float, besides: float, reserve: float) -> dict[str, float]:
 
 def communication(plan: Plan) -> list[Row]:
     """As estimated, by axes and collective, what takes longest first."""
-    return _together(map(_sent, plan.cost.comms), ("axes", "link", "operation"))
+    return _together(map(_sent, plan.cost.comms), _OVER)
+
+
+def compiled_communication(checked: Verified | None) -> list[Row] | None:
+    """The same of the program; None where there is none."""
+    return _together(map(_charge, checked.step.rows), _OVER) if checked and checked.step else None
 
 
 def compute(plan: Plan) -> dict[str, list[Row]]:
@@ -114,7 +119,8 @@ def _charge(one: Charge) -> Row:
 
 
 _SUMMED = ("count", "bytes", "seconds", "exposed_seconds", "hidden_seconds")
-_NAMED = ("axes", "link", "operation", "cause")
+_OVER = ("axes", "link", "operation")
+_NAMED = (*_OVER, "cause")
 
 
 def _together(rows: Iterable[Row], names: tuple[str, ...]) -> list[Row]:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardlm.plan.report.figures import NONE, count, days, dollars, figure, gib, large, milliseconds, percent
+from shardlm.plan.report.figures import NONE, count, figure, gib, milliseconds, percent
 
 Data = dict[str, Any]
 
@@ -47,33 +47,45 @@ def _table(key: str, title: str, cells: Iterable[Cell], rows: Sequence[Data], no
 
 
 def was_compiled(answer: Data) -> bool:
-    """Whether any plan was."""
-    return any(plan["memory"]["compiled"] for plan in answer["plans"])
+    """Whether any plan or change was."""
+    return any(plan["compiled"] for plan in [*answer["plans"], *answer["changes"]])
 
 
 def plans(answer: Data) -> Table:
     """The best meshes, the fastest first."""
     rows = answer["plans"]
-    cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *_speed()]
-    cells.append((Column("GiB", "estimated"), lambda p: gib(p["estimated_memory_bytes"])))
-    if was_compiled(answer):
-        cells.append((Column("s/step", "compiled"), lambda p: figure((p["compiled_step"] or {}).get("step_seconds"))))
-        cells.append((Column("GiB", "compiled"), lambda p: gib(p["compiled_memory_bytes"])))
-    cells.append((Column("figures", words=True), lambda p: p["status"]))
+    narrow = (_SECONDS, _SHARE, _HELD)  # tokens/s follow from s/step, and there is no room for so much twice
+    wide = narrow if was_compiled(answer) else (_SECONDS, _RATE, _SHARE, _HELD)
+    figures = _figures(rows, wide, narrow)
+    cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *figures, _STATUS]
     left = answer["plans_left_out"]
-    note = f"{left:,} slower ones are left out." if left else ""
-    return _table("plans", "The best meshes", cells, rows, note)
+    said = [f"{left:,} slower ones are left out."] if left else []
+    return _table("plans", "The best meshes", cells, rows, " ".join([*said, *_not_compiled(rows)]))
+
+
+def _not_compiled(rows: Sequence[Data]) -> list[str]:
+    """That plans which were only estimated may be better than the first, where that is so."""
+    best = rows[0]["compiled"]
+    if rows[0]["status"] != "verified" or not best:
+        return []
+    better = sum(p["estimated"]["step_seconds"] < best["step_seconds"] for p in rows if p["status"] == "estimated")
+    tried = sum(p["status"] != "estimated" for p in rows)
+    if not better:
+        return []
+    return [
+        f"{better} of those shown were not compiled and are estimated to take less than the "
+        f"{figure(best['step_seconds'])} s of the first one's program: --verify={tried + better} compiles them too."
+    ]
 
 
 def changes(answer: Data) -> Table:
     """What would make it fit."""
     rows = answer["changes"]
-    cells = [(Column("change", words=True), lambda c: c["change"]), *_settings(rows), *_speed()]
-    cells += [
-        (Column("GiB", "estimated"), lambda c: gib(c["estimated_memory_bytes"])),
-        (Column("of GiB"), lambda c: gib(c["memory"]["limit_bytes"])),
-    ]
-    return _table("changes", "Changes that make it fit", cells, rows)
+    chosen = [(column, show) for column, show in _settings(rows) if column.title != "micro-batches"]
+    limit = (Column("of GiB"), lambda c: gib(c["memory"]["limit_bytes"]))
+    cells = [(Column("change", words=True), lambda c: c["change"]), *chosen, *_figures(rows, _SHORT, _SHORT), limit]
+    note = "The least intrusive is the first of each kind: verified, estimated, refused."
+    return _table("changes", "Changes that make it fit", [*cells, _STATUS], rows, note)
 
 
 def _settings(rows: Sequence[Data]) -> list[Cell]:
@@ -99,12 +111,20 @@ def schedule(plan: Data) -> str:
     return plan["schedule"] + rounds if plan["schedule"] else NONE
 
 
-def _speed() -> list[Cell]:
-    return [
-        (Column("s/step", "estimated"), lambda p: figure(p["step_seconds"])),
-        (Column("tokens/s", "estimated"), lambda p: figure(p["tokens_per_second"])),
-        (Column("MFU", "estimated"), lambda p: percent(p["mfu"])),
-    ]
+def _figures(rows: Sequence[Data], estimated: Sequence[tuple], compiled: Sequence[tuple]) -> list[Cell]:
+    """Speed and memory as estimated, and as compiled where any was: of each (title, key, how it is shown)."""
+
+    def cell(basis: str, title: str, key: str, show: Callable) -> Cell:
+        return Column(title, basis), lambda p: show(p[basis][key]) if p[basis] else NONE
+
+    cells = [cell("estimated", *one) for one in estimated]
+    return cells + ([cell("compiled", *one) for one in compiled] if any(p["compiled"] for p in rows) else [])
+
+
+_SECONDS, _RATE = ("s/step", "step_seconds", figure), ("tokens/s", "tokens_per_second", figure)
+_SHARE, _HELD = ("MFU", "mfu", percent), ("GiB", "memory_bytes", gib)
+_SHORT = (_SECONDS, _HELD)
+_STATUS: Cell = (Column("figures", words=True), lambda p: p["status"])
 
 
 def memory(plan: Data) -> Table:
@@ -129,22 +149,29 @@ def memory(plan: Data) -> Table:
         cells = [[*cell, gib(nbytes)] for cell, (*_, nbytes) in zip(cells, rows, strict=True)]
     doubt = f"The estimate may be off by more than 5%: {held['doubt']}." if held["doubt"] and not made else ""
     host = f"Another {gib(held['host_bytes'])} GiB rest in the host's memory." if held["host_bytes"] else ""
-    note = " ".join(filter(None, (doubt, host)))
+    note = " ".join(filter(None, (_MEMORY, doubt, host)))
     return Table("memory", title, tuple(columns), tuple(map(tuple, cells)), sums=5, note=note)
+
+
+_MEMORY = (
+    "Kept: of the forward pass, for the backward pass. Streams: activations between layers. Attention, mlp, experts "
+    "and head: activations inside them. Weights in use: gathered for the layer at work; turned: "
+    "copies from which they are gathered."
+)
 
 
 def step(plan: Data) -> Table:
     """A step's phases and what they are made of."""
-    phases = plan["timeline"]
+    phases, seconds_of_all = plan["timeline"], plan["estimated"]["step_seconds"]
     parts = list(dict.fromkeys(part["part"] for phase in phases for part in phase["parts"]))
     rows = []
     for phase in phases:
         seconds = {part["part"]: part["seconds"] for part in phase["parts"]}
         total = sum(seconds.values())
         shown = [milliseconds(seconds.get(part, 0)) for part in parts]
-        rows.append((phase["phase"], *shown, milliseconds(total), percent(total / plan["step_seconds"])))
+        rows.append((phase["phase"], *shown, milliseconds(total), percent(total / seconds_of_all)))
     totals = [sum(p["seconds"] for phase in phases for p in phase["parts"] if p["part"] == part) for part in parts]
-    rows.append(("all", *map(milliseconds, totals), milliseconds(plan["step_seconds"]), percent(1)))
+    rows.append(("all", *map(milliseconds, totals), milliseconds(seconds_of_all), percent(1)))
     names = [Column(f"{PARTS.get(part, part)} ms", "estimated") for part in parts]
     ends = [Column("ms", "estimated"), Column("share", "estimated")]
     return Table("step", "Time of a step", (Column("phase", words=True), *names, *ends), tuple(rows), sums=1)
@@ -156,10 +183,10 @@ def compared(plan: Data) -> Table:
     parts = [part for phase in plan["timeline"] for part in phase["parts"]]
     exposed = sum(part["seconds"] for part in parts if part["part"] == "exposed")
     rows = [
-        ("kernels, and stages that wait", plan["step_seconds"] - exposed, made["compute_seconds"]),
+        ("kernels, and stages that wait", plan["estimated"]["step_seconds"] - exposed, made["compute_seconds"]),
         *([("kernels by XLA's own estimate", None, xla)] if xla else []),
         ("exposed communication", exposed, made["exposed_seconds"]),
-        ("all", plan["step_seconds"], made["step_seconds"]),
+        ("all", plan["estimated"]["step_seconds"], made["step_seconds"]),
     ]
     columns = (Column("part", words=True), Column("ms", "estimated"), Column("ms", "compiled"))
     cells = tuple((name, *map(milliseconds, seconds)) for name, *seconds in rows)
@@ -176,6 +203,15 @@ def communication(first: Data) -> Table:
     rows = first["communication"]
     table = _table("communication", "Communication by axis, of a GPU in a step", _sent("estimated"), rows)
     return _with_sum(table, rows)
+
+
+def compiled_communication(first: Data) -> Table | None:
+    """The same of the program; None where there is none."""
+    rows = first["compiled_communication"]
+    if rows is None:
+        return None
+    cells = _sent("compiled")
+    return _with_sum(_table("compiled-communication", "Communication by axis, of the program", cells, rows), rows)
 
 
 def bill(first: Data, most: int | None = None, frames: int | None = None) -> Table:
@@ -276,71 +312,8 @@ def search(answer: Data, most: int | None = None) -> Table:
     rows += [(f"for {len(rest)} other reasons", sum(rest))] if rest else []
     cells = tuple((f"{times:,}", reason) for reason, times in rows)
     what = f"on {found['meshes']:,} meshes something fits" if found["meshes"] else "none fits"
-    note = f"{found['considered']:,} configurations were looked at; {what}."
+    took = f" in {figure(found['seconds'])} s" if found["seconds"] else ""
+    note = f"{found['considered']:,} configurations were looked at{took}; {what}."
     if answer["constraints"]:
         note += f" Asked for: {', '.join(answer['constraints'])}."
     return Table("search", "Considered and refused", (Column("times"), Column("reason", words=True)), cells, note=note)
-
-
-def facts(plan: Data, run: Data) -> list[tuple[str, str, str]]:
-    """(what, figure, basis) of one plan."""
-    price = run["dollars_per_gpu_hour"]
-    found = [
-        ("step", f"{figure(plan['step_seconds'])} s", "estimated"),
-        ("tokens/s", figure(plan["tokens_per_second"]), "estimated"),
-        ("MFU", percent(plan["mfu"]), "estimated"),
-    ]
-    if plan["compiled_step"]:
-        found.insert(1, ("step of the program", f"{figure(plan['compiled_step']['step_seconds'])} s", "compiled"))
-    if plan["compiled_memory_bytes"] is not None:
-        found.append(("memory of a GPU", f"{gib(plan['compiled_memory_bytes'])} GiB", "compiled"))
-    else:
-        found.append(("memory of a GPU", f"{gib(plan['estimated_memory_bytes'])} GiB", "estimated"))
-    if plan["days"] is not None:
-        found.append((f"{large(run['tokens'])} tokens", days(plan["days"]), "estimated"))
-    if plan["dollars"] is not None:
-        found.append((f"at ${price:,.2f} a GPU-hour", dollars(plan["dollars"]), "estimated"))
-    return found
-
-
-def pipeline(first: Data) -> str:
-    """What the stages do, in a sentence; "" without a pipeline."""
-    found = first["stages"]
-    if not found:
-        return ""
-    rounds = f", {found['rounds']} rounds" if found["rounds"] > 1 else ""
-    whole = " Weights rest whole on every stage: their embedding does not divide over them."
-    return (
-        f"{found['schedule']}{rounds}: {found['microbatches']} microbatches through {len(found['rows'])} stages; "
-        f"{percent(found['idle_share'])} of the stages' time is idle." + whole * found["weights_rest_whole"]
-    )
-
-
-def headline(answer: Data) -> tuple[str, str]:
-    """(the cluster, the run) in a line each."""
-    cluster, run = answer["cluster"], answer["run"]
-    hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
-    inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
-    rate = figure(cluster["network_bytes_per_second"] / 1e9)
-    network = f", network ({cluster['fabric']}) {rate} GB/s" if cluster["num_hosts"] > 1 else ""
-    first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}; {inside}{network} a GPU and direction"
-    second = (
-        f"{large(run['parameters'])} parameters; {run['global_batch']:,} rows of {run['seq_len']:,} = "
-        f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
-    )
-    return first, second
-
-
-def words(answer: Data) -> list[str]:
-    """What the words mean, as far as they are used."""
-    said = ["estimated: by formulas; nothing was run.", *(f"{one}." for one in answer["cluster"]["measured"])]
-    if was_compiled(answer):
-        said.append(
-            "compiled: read from the program that XLA made for these GPUs; its times are those of its kernels and "
-            "collectives as they are scheduled, at the rates of the formulas. Nothing was run."
-        )
-        if any(plan["status"] == "verified" for plan in answer["plans"]):
-            said.append("verified: the plan's program was compiled, and fits.")
-    if any(plan["status"] == "refused" for plan in answer["plans"]):
-        said.append("refused: the plan's program does not fit, or there is none.")
-    return said

@@ -34,11 +34,12 @@ class ServedModel:
     longest: int
 
     @classmethod
-    def of_config(cls, config: RunConfig) -> "ServedModel":
-        """What a run of this configuration trains."""
+    def of_config(cls, config: RunConfig, name: str = "") -> "ServedModel":
+        """What a run of this configuration trains; `name` by default that of its family."""
         dtype = jnp.dtype(COMPUTE_DTYPE[config.precision]).name
-        name = type(config.model).__name__
-        return cls(name, config.model.transformer().without_mtp(), dtype, config.train.seq_len)
+        return cls(
+            name or type(config.model).__name__, config.model.transformer().without_mtp(), dtype, config.train.seq_len
+        )
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike, length: int = 0) -> "ServedModel":

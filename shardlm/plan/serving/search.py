@@ -141,9 +141,10 @@ def _none(case: ServingCase, refused: Sequence[tuple[MeshSpec, str]], fixed: Map
     message = f"{case.model.name} does not fit on {count} {gpu} as asked for: {refused[-1][1]}"
     changes = shortest_change(case, fixed)
     if changes:
-        message += f"; it fits with {' and '.join(f'{name}={value}' for name, value in changes.items())}"
-    more = f"; as it is it needs at least {least} {gpu}" if least else f"; no mesh of up to {MOST_GPUS} {gpu} holds it"
-    return message + more
+        message += f"; it fits with {' and '.join(f'{name}={value}' for name, value in changes.items())} (estimated)"
+    if not least:
+        return f"{message}; no mesh of up to {MOST_GPUS} {gpu} holds it"
+    return f"{message}; as it is it needs at least {least} {gpu} (estimated)"
 
 
 def _seconds(why: str) -> float:

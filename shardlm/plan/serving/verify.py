@@ -3,6 +3,7 @@ them. What is said here is "compiled"; the plan's own figures are "estimated".""
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.layers.lora import LoraConfig
 from shardlm.opened import execution_of
+from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.plan.serving.weights import decoding_rules
 from shardlm.serve.layers import apart
@@ -83,14 +85,19 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedServing:
-    """Compiled."""
+    """Compiled. `failure` says why there are no programs; "" where there are."""
 
-    programs: tuple[Program, ...]
-    seconds: float
+    programs: tuple[Program, ...] = ()
+    seconds: float = 0.0
+    failure: str = ""
 
     def fits(self, limit: float) -> bool:
-        """Whether every program has room in so many bytes (ServingMemory.limit)."""
-        return all(program.total <= limit for program in self.programs)
+        """Whether there are programs, and every one has room in so many bytes (ServingMemory.limit)."""
+        return not self.failure and all(program.total <= limit for program in self.programs)
+
+    @property
+    def fullest(self) -> Program:
+        return max(self.programs, key=lambda program: program.total)
 
 
 def runner_of(plan: ServingPlan) -> Runner:
@@ -113,9 +120,15 @@ def runner_of(plan: ServingPlan) -> Runner:
     return _Staged(model, Place(stages, [stage.held for stage in stages]), sizes)
 
 
+def verify_apart(plans: Sequence[ServingPlan]) -> list[VerifiedServing]:
+    """`verify_serving` of each, in processes of their own."""
+    found = each_apart(verify_serving, [(plan,) for plan in plans])
+    return [VerifiedServing(failure=one.why) if isinstance(one, Failed) else one for one in found]
+
+
 def verify_serving(plan: ServingPlan) -> VerifiedServing:
-    """Compiles the largest decode program and the one of prompts that needs most, of the stages that hold most. Takes
-    minutes for a large model."""
+    """Compiles, in this process, the largest decode program and the one of prompts that needs most, of the stages that
+    hold most. Takes minutes for a large model. Raises ShardlmError where there is no such program."""
     started = time.perf_counter()
     runner = runner_of(plan)
     work = runner._shapes()

@@ -1,0 +1,109 @@
+"""A serving answer as plain data, units in the names: what `--format=json` prints, and what text and page are made
+from."""
+
+import dataclasses
+from typing import Any
+
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.report.data import cluster_facts
+from shardlm.plan.report.placement import placement
+from shardlm.plan.serving.answer import RankedServing, ServingAnswer
+from shardlm.plan.serving.load import HEADROOM, Load
+from shardlm.plan.serving.search import ServingPlan
+from shardlm.plan.serving.time import DecodeStep
+from shardlm.plan.serving.verify import Program
+
+
+def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
+    """All that is said of a case. `most`: plans that are listed; those that were compiled are listed in any case."""
+    ranked = list(enumerate(answer.ranked, 1))
+    shown = [(rank, one) for rank, one in ranked if rank <= most or one.verified]
+    first = answer.first.plan
+    case, cluster = first.case, _cluster_of(first)
+    asked = ("prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds")
+    return {
+        "model": case.model.name,
+        "cluster": cluster_facts(cluster),
+        "engine": _engine(first),
+        "asked": {"num_gpus": case.cluster.num_gpus} | {name: getattr(case, name) for name in asked},
+        "headroom": HEADROOM,
+        "unverified": answer.unverified,
+        "plans": [{"rank": rank} | _plan(one) for rank, one in shown],
+        "plans_left_out": len(ranked) - len(shown),
+        "refused": [{"mesh_text": str(mesh), "why": why} for mesh, why in answer.found.refused],
+        "placement": placement(first.mesh, cluster),
+    }
+
+
+def _cluster_of(plan: ServingPlan) -> Cluster:
+    """The hosts that its replicas take: fewer or more than were asked about where a rate is to be served."""
+    cluster = plan.case.cluster
+    hosts = -(-plan.num_gpus // cluster.gpus_per_host)
+    return dataclasses.replace(cluster, num_gpus=hosts * cluster.gpus_per_host)
+
+
+def _engine(plan: ServingPlan) -> dict[str, Any]:
+    case, sizes = plan.case, plan.memory.sizes
+    return {
+        "dtype": case.dtype,
+        "quantization": case.engine.quantization,
+        "kv_cache_dtype": case.engine.kv_cache_dtype,
+        "max_model_len": case.length,
+        "gpu_memory_utilization": case.engine.gpu_memory_utilization,
+        "block_size": sizes.page_size,
+        "max_num_seqs": sizes.max_rows,
+        "max_num_batched_tokens": sizes.max_batch_tokens,
+    }
+
+
+def _plan(one: RankedServing) -> dict[str, Any]:
+    """`status` is estimated, verified, or refused with `why`; everything but `compiled` is estimated."""
+    plan = one.plan
+    memory, most = plan.memory, plan.memory.fullest
+    windows = [bool(window) for window in memory.layout.windows]
+    return {
+        "status": one.status,
+        "why": one.why,
+        "mesh": plan.mesh.sizes(),
+        "mesh_text": str(plan.mesh),
+        "replica_text": str(dataclasses.replace(plan.mesh, data=1)),
+        "replicas": plan.replicas,
+        "gpus_per_replica": plan.gpus_per_replica,
+        "num_gpus": plan.num_gpus,
+        "estimated": {
+            "memory": {name: getattr(most, name) for name in ("weights", "pages", "slots", "temporaries", "total")},
+            "memory_limit_bytes": memory.limit,
+            "num_pages": memory.layout.num_pages,
+            "groups_of_layers": {"all": len(windows), "with_window": sum(windows)},
+            "tokens_held": memory.tokens_held,
+            "max_concurrency": plan.at_once,
+            "decode": [_step(step) for step in plan.decode],
+            "prefill_seconds": plan.prefill,
+            "at_most": _load(plan.most, plan.case.output_len),
+            "at_rate": _load(plan.usual, plan.case.output_len),
+            "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        },
+        "compiled": [_program(program) for program in one.verified.programs] if one.verified else None,
+        "compile_seconds": one.verified.seconds if one.verified and one.verified.programs else None,
+    }
+
+
+def _step(step: DecodeStep) -> dict[str, Any]:
+    return {
+        "batch": step.batch,
+        "seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "bandwidth_bound_tokens_per_second": step.batch / step.least,
+        "of_bandwidth_bound": step.of_bound,
+        "parts": step.parts,
+    }
+
+
+def _load(load: Load, output_len: int) -> dict[str, Any]:
+    found = dataclasses.asdict(load) | {"tokens_per_second": load.tokens_per_second(output_len)}
+    found["ttft_seconds"] = None if load.ttft_seconds == float("inf") else load.ttft_seconds  # JSON has no infinity
+    return found
+
+
+def _program(one: Program) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {"total": one.total, "difference": one.difference}

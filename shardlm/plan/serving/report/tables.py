@@ -1,0 +1,176 @@
+"""The tables and figures of a serving answer, made from its plain data (data.py). text.py and html.py show the same
+ones."""
+
+from typing import Any
+
+from shardlm.plan.report.figures import figure, gib, milliseconds
+from shardlm.plan.report.sentences import Fact
+from shardlm.plan.report.tables import Column, Table
+
+Data = dict[str, Any]
+GUESS = "estimated"
+
+
+def headline(answer: Data) -> list[str]:
+    """The model on its hardware, and what is asked of it, in a line each."""
+    engine, asked, plan = answer["engine"], answer["asked"], answer["plans"][0]
+    replicas = "1 replica" if plan["replicas"] == 1 else f"{plan['replicas']:,} replicas"
+    held = engine["quantization"] or engine["dtype"]
+    return [
+        f"{answer['model']} on {plan['num_gpus']:,} x {answer['cluster']['gpu']}: {replicas} of "
+        f"{plan['gpus_per_replica']:,} ({plan['mesh_text']})",
+        f"weights {held}, keys and values {engine['kv_cache_dtype']}, max_model_len {engine['max_model_len']:,}, "
+        f"prompts of {asked['prompt_len']:,} tokens, replies of {asked['output_len']:,}",
+    ]
+
+
+def plans(answer: Data) -> Table:
+    """The best meshes, each replica at the most that it sustains."""
+    rows = []
+    for plan in answer["plans"]:
+        found = plan["estimated"]
+        most = found["at_most"]
+        rates = (figure(most["rate"]), figure(found["tokens_per_second_per_gpu"]), milliseconds(most["itl_seconds"]))
+        who = (str(plan["rank"]), plan["replica_text"], str(plan["gpus_per_replica"]), f"{plan['replicas']:,}")
+        rows.append((*who, *rates, gib(found["memory"]["total"]), most["limit"], plan["status"]))
+    columns = [Column("#"), Column("mesh of a replica", words=True), Column("GPUs"), Column("replicas")]
+    columns += [Column(title, GUESS) for title in ("requests/s", "tokens/s a GPU", "ms between tokens", "GiB")]
+    columns += [Column("limited by", words=True), Column("figures", words=True)]
+    left, refused = answer["plans_left_out"], answer["refused"]
+    said = ["Requests and tokens of replies at the most that a replica sustains."]
+    said += [f"{left:,} slower ones are left out."] if left else []
+    said += [f"{len(refused):,} more do not do, for instance {one['mesh_text']}: {one['why']}." for one in refused[:1]]
+    return Table("plans", "The best meshes by tokens of replies", tuple(columns), tuple(rows), note=" ".join(said))
+
+
+def facts(answer: Data) -> list[Fact]:
+    """What the first plan comes to; a replica is at the rate asked for, or at the headroom of its most."""
+    plan, asked = answer["plans"][0], answer["asked"]
+    found = plan["estimated"]
+    most, usual = found["at_most"], found["at_rate"]
+    shown = [
+        ("requests/s of a replica, at most", figure(most["rate"])),
+        ("requests/s of a replica, planned", figure(usual["rate"])),
+        ("requests/s of all", figure(usual["rate"] * plan["replicas"])),
+        ("first token, mean", seconds(usual["ttft_seconds"])),
+        ("first token of an idle replica", seconds(found["prefill_seconds"])),
+        ("between tokens", seconds(usual["itl_seconds"])),
+        ("requests running in a replica", f"{usual['running']:.0f}"),
+        ("its time for prompts", f"{usual['prompts']:.0%}"),
+        ("requests at once, none preempted", f"{found['max_concurrency']:,}"),
+        ("tokens held by a replica", f"{found['tokens_held']:,}"),
+    ]
+    if asked["request_rate"]:
+        other = f" (asked about {asked['num_gpus']:,})" if plan["num_gpus"] != asked["num_gpus"] else ""
+        shown.append((f"GPUs for {asked['request_rate']:g} requests/s", f"{plan['num_gpus']:,}{other}"))
+    return [Fact(what, said, GUESS) for what, said in shown]
+
+
+def limit(answer: Data) -> str:
+    """What keeps a replica from more, and how much of its most is planned with."""
+    most = answer["plans"][0]["estimated"]["at_most"]
+    return f"{most['limit']}; each replica is planned with no more than {answer['headroom']:.0%} of what it sustains"
+
+
+def memory(answer: Data) -> Table:
+    """GiB of one GPU, as the engine allocates it."""
+    plan, engine = answer["plans"][0], answer["engine"]
+    held = plan["estimated"]["memory"]
+    groups = plan["estimated"]["groups_of_layers"]
+    windows = f", {groups['with_window']} of {groups['all']} groups of layers with a window"
+    notes = {
+        "pages": f"{plan['estimated']['num_pages']:,} of {engine['block_size']} tokens"
+        + (windows if groups["with_window"] else ""),
+        "slots": f"{engine['max_num_seqs']:,} requests (max_num_seqs)",
+        "temporaries": "of the program that needs most",
+        "total": f"of {gib(plan['estimated']['memory_limit_bytes'])} GiB that jax may take",
+    }
+    names = {"pages": "KV cache (pages)", "total": "all"}
+    rows = [(names.get(kind, kind), gib(nbytes), notes.get(kind, "")) for kind, nbytes in held.items()]
+    columns = (Column("kind", words=True), Column("GiB", GUESS), Column("", words=True))
+    return Table("memory", "Memory of a GPU, the first plan", columns, tuple(rows), sums=1)
+
+
+def decode(answer: Data) -> Table:
+    """Decoding of a replica by requests at once, against reading all that must be read at the memory's full rate."""
+    rows = []
+    for step in answer["plans"][0]["estimated"]["decode"]:
+        parts = sorted(step["parts"].items(), key=lambda part: -part[1])[:3]
+        what = ", ".join(f"{name} {share / step['seconds']:.0%}" for name, share in parts)
+        rates = (figure(step[key]) for key in ("tokens_per_second", "bandwidth_bound_tokens_per_second"))
+        share = f"{step['of_bandwidth_bound']:.0%}"
+        rows.append((str(step["batch"]), milliseconds(step["seconds"]), *rates, share, what))
+    titles = ("ms between tokens", "tokens/s", "bandwidth bound", "of the bound")
+    columns = [
+        Column("requests at once"),
+        *(Column(title, GUESS) for title in titles),
+        Column("most of it", words=True),
+    ]
+    note = "Bandwidth bound: tokens/s if each step only read its weights, keys and values, at the memory's full rate."
+    return Table("decode", "Decoding of a replica", tuple(columns), tuple(rows), note=note)
+
+
+def programs(answer: Data) -> Table | None:
+    """The engine's programs; None where none was compiled."""
+    plan = answer["plans"][0]
+    if not plan["compiled"]:
+        return None
+    rows = [
+        (
+            one["what"],
+            f"{one['rows']} x {one['tokens']}",
+            str(one["stage"]),
+            *(gib(one[key]) for key in ("estimated", "arguments", "temporaries", "total")),
+            f"{one['difference']:+.1%}",
+        )
+        for one in plan["compiled"]
+    ]
+    words = [Column(title, words=True) for title in ("program", "rows x tokens")]
+    made = [Column(f"{title} GiB", "compiled") for title in ("arguments", "temporaries", "together")]
+    columns = (*words, Column("stage"), Column("together GiB", GUESS), *made, Column("difference"))
+    note = f"Compiled for {answer['cluster']['gpu']} in {figure(plan['compile_seconds'])} s."
+    return Table("programs", "The engine's programs", columns, tuple(rows), note=note)
+
+
+def sent(answer: Data) -> Table | None:
+    """What a device sends in a step of each program; None where none was compiled."""
+    plan = answer["plans"][0]
+    if not plan["compiled"]:
+        return None
+    rows = [
+        (f"{one['what']} {one['rows']} x {one['tokens']}", axes, kind, figure(nbytes / 2**20))
+        for one in plan["compiled"]
+        for axes, kinds in one["sent"].items()
+        for kind, nbytes in kinds.items()
+    ]
+    titles = ("program", "axes", "collective")
+    columns = (*(Column(title, words=True) for title in titles), Column("MiB", "compiled"))
+    return Table("sent", "What a GPU sends in one step", columns, tuple(rows)) if rows else None
+
+
+def refusals(answer: Data) -> list[str]:
+    """Plans whose programs do not fit or that have none, in a sentence each."""
+    return [f"#{p['rank']} {p['replica_text']} was refused: {p['why']}" for p in answer["plans"] if p["why"]]
+
+
+def words(answer: Data) -> list[str]:
+    """What the words mean, as far as they are used."""
+    said = ["estimated: by formulas; nothing was run."]
+    if answer["unverified"]:
+        said.insert(0, f"Nothing was verified: {answer['unverified']}")
+    elif all(plan["status"] == "estimated" for plan in answer["plans"]):
+        said.append("Nothing was compiled.")
+    if any(plan["compiled"] for plan in answer["plans"]):
+        said.append("compiled: read from the programs that XLA made for these GPUs. Nothing was run.")
+    statuses = {plan["status"] for plan in answer["plans"]}
+    if "verified" in statuses:
+        said.append("verified: the engine's programs that need most were compiled, and fit.")
+    if "refused" in statuses:
+        said.append("refused: the programs do not fit, or there are none.")
+    return said
+
+
+def seconds(x: float | None) -> str:
+    if x is None:
+        return "without bound"
+    return f"{figure(x)} s" if x >= 1 else f"{milliseconds(x)} ms"

@@ -1,0 +1,142 @@
+"""What the planner says of serving: the same figures in text, JSON and page, words that are kept apart, and what is
+said where programs do not fit or cannot be made. What a compiler would add is written by hand."""
+
+import json
+import math
+import pickle
+
+import chromium
+import markupsafe
+import page_checker
+import pytest
+
+from shardlm.hardware import GPUS
+from shardlm.models.llama import LlamaConfig
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.report.laid_out import WIDTH
+from shardlm.plan.serving import answer as answers
+from shardlm.plan.serving.answer import answer_serving
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.report import tables
+from shardlm.plan.serving.report.data import to_json
+from shardlm.plan.serving.report.html import to_html
+from shardlm.plan.serving.report.text import to_text
+from shardlm.plan.serving.verify import Program, VerifiedServing
+from shardlm.serve.build import EngineConfig
+
+BROWSER = chromium.find()
+HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}</style>"
+GIB = 2**30
+
+
+def case(**asked) -> ServingCase:
+    shape = LlamaConfig(embed_dim=8192, num_layers=80, num_heads=64, mlp_dim=28_672).transformer()
+    model = ServedModel(HOSTILE, shape, "bfloat16", 8192)
+    return ServingCase(model, Cluster.of(GPUS["h100"], 16), EngineConfig(), 1024, 256, **asked)
+
+
+def programs(gib: int) -> VerifiedServing:
+    sent = {"tensor": {"all-reduce": 3 * 2**20}}
+    return VerifiedServing((Program("decode", 256, 1, 0, gib * GIB, GIB, 1.01 * (gib + 1) * GIB, sent),), 12.0)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """An answer whose best plan's program does not fit, whose second one's process ended, and whose third one fits."""
+    asked = []
+    shown = [programs(90), VerifiedServing(failure="the compiler ended its process"), programs(60)]
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+    monkeypatch.setattr(answers, "verify_apart", lambda plans: [shown[asked.extend(plans) or len(asked) - 1]])
+    found = answer_serving(case(), compiled=1)
+    assert asked == list(found.found.plans[:3])
+    return found
+
+
+def test_programs_that_do_not_fit_or_exist_go_behind_those_that_do(checked):
+    told = json.loads(json.dumps(to_json(checked, 2), allow_nan=False))
+    first, *_, last = told["plans"]
+    assert checked.first.plan is checked.found.plans[2] and checked.first.fits
+    statuses = [one["status"] for one in told["plans"]]
+    assert statuses[0] == "verified" and statuses[-2:] == ["refused"] * 2 and set(statuses[1:-2]) <= {"estimated"}
+    assert first["compiled"][0]["total"] == 61 * GIB and last["compiled"] == [] and last["compile_seconds"] is None
+    for said in (to_text(told), to_html(told)):
+        said = " ".join(said.split())
+        assert "was refused: its programs need more memory than jax may take of a GPU" in said
+        assert "was refused: the compiler ended its process" in said
+        assert "verified: the engine" in said and "compiled: read from the programs" in said
+    assert "tensor all-reduce 3.00" in " ".join(to_text(told).split()) and "+1.0%" in to_text(told)
+
+
+def test_what_cannot_be_compiled_is_said_and_nothing_is_called_compiled(monkeypatch):
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "no CUDA plugin")
+    monkeypatch.setattr(answers, "verify_apart", lambda plans: pytest.fail("nothing can be compiled"))
+    for told in (to_json(answer_serving(case())), to_json(answer_serving(case(), compiled=1))):
+        for said in (to_text(told), to_html(told)):
+            assert "compiled: read" not in said and "verified: the" not in said and 'chip verified"' not in said
+            assert "estimated: by formulas" in said
+    assert "Nothing was verified: no CUDA plugin" in to_text(told)
+
+
+def test_the_figures_of_the_first_plan_are_in_text_and_page():
+    answer = answer_serving(case(request_rate=20.0))
+    told = json.loads(json.dumps(to_json(answer), allow_nan=False))
+    plan, first = answer.first.plan, told["plans"][0]
+    found = first["estimated"]
+    assert found["max_concurrency"] == plan.at_once and found["num_pages"] == plan.memory.layout.num_pages
+    held = found["memory"]
+    assert math.fsum(nbytes for kind, nbytes in held.items() if kind != "total") == pytest.approx(held["total"])
+    for step in found["decode"]:
+        bound = step["tokens_per_second"] / step["bandwidth_bound_tokens_per_second"]
+        assert bound == pytest.approx(step["of_bandwidth_bound"]) and bound < 1
+    assert pickle.loads(pickle.dumps(plan)).usual == plan.usual  # it goes to another process to be compiled
+    rate = plan.usual.rate * plan.replicas
+    assert rate == pytest.approx(20) and ("requests/s of all", "20.0") in {(f.what, f.said) for f in tables.facts(told)}
+    # The hosts that its replicas take, the last of them perhaps not whole.
+    hosts = told["placement"]["hosts"]
+    used = [gpu for host in hosts for gpu in host["gpus"] if gpu["place"]]
+    assert len(used) == plan.num_gpus and len(hosts) == told["cluster"]["num_hosts"] == -(-plan.num_gpus // 8)
+    text, page = to_text(told), to_html(told)
+    assert max(map(len, text.replace(HOSTILE, "x" * 20).splitlines())) <= WIDTH
+    page_checker.check(page)
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "{{ 7 * 7 }}" in page
+    words = text.split()
+    for table in (tables.plans(told), tables.memory(told), tables.decode(told)):
+        assert f'id="table-{table.key}"' in page and table.title in " ".join(words)
+        for cell in (cell for row in table.rows for cell in row):
+            assert str(markupsafe.escape(cell)) in page and all(word in words for word in cell.split())
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium here: SHARDLM_CHROMIUM=PATH names one")
+def test_a_person_looks_at_the_pictures(checked, tmp_path):
+    told = to_json(checked, 4)
+    path = tmp_path / "serve.html"
+    path.write_text(to_html(told), encoding="utf-8")
+    with chromium.browser(BROWSER, tmp_path / "profile") as page:
+        page.call("Page.navigate", url=path.as_uri())
+        page.until("document.querySelector('footer') && document.readyState == 'complete'")
+        assert page.value("document.querySelector('h1').textContent") == HOSTILE
+
+        def number(selector):
+            return page.value(f"document.querySelectorAll({selector!r}).length")
+
+        drawn = len(told["plans"])
+        assert number("#memory .bar:not(.head)") == drawn + 2 and number("#memory .over") == 1
+        steps = told["plans"][0]["estimated"]["decode"]
+        assert number("#decode .point") == len(steps) > 3 and number("#mesh .gpu") == 16
+        limit = told["plans"][0]["estimated"]["memory_limit_bytes"]
+        totals = [one["estimated"]["memory"]["total"] for one in told["plans"]]
+        width = "b => b.getBoundingClientRect().width"
+        bars = "(w => [...document.querySelectorAll('#memory .bar:not(.head) .track')].map(t => " + (
+            f"[...t.querySelectorAll('.part')].reduce((sum, part) => sum + w(part), 0) / w(t)))({width})"
+        )
+        widest = 1.02 * max(limit, 91 * GIB)
+        assert page.value(bars)[0] == pytest.approx(totals[0] / widest, abs=0.01)
+        assert page.value(bars)[1] == pytest.approx(61 * GIB / widest, abs=0.01)
+        tops = page.value("[...document.querySelectorAll('#decode .point')].map(p => p.getBoundingClientRect().top)")
+        assert tops == sorted(tops, reverse=True)  # more requests at once, more tokens
+        page.value("document.querySelector('#decode .point').scrollIntoView()")
+        box = "document.querySelector('#decode .point').getBoundingClientRect()"
+        x, y = page.value(f"{box}.x") + 4, page.value(f"{box}.y") + 4
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        assert page.until("!tip.hidden && tip.textContent").startswith("1 requests: ")
+        page_checker.look(page)
