@@ -81,13 +81,13 @@ class Moe(nnx.Module):
         self.config = config
         self.router = params((D, E), ("embed", "router"), normal(D**-0.5))
         for name in ("gate", "up"):
-            params.projection(self, name, (E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5), into=2)
+            params.projection(self, name, (E, D, F), ("experts", "expert_embed", "expert_mlp"), normal(D**-0.5), into=2)
         out_init = normal(out_scale * F**-0.5)
-        params.projection(self, "down", (E, F, D), ("experts", "mlp", "expert_embed"), out_init, into=2)
+        params.projection(self, "down", (E, F, D), ("experts", "expert_mlp", "expert_embed"), out_init, into=2)
         if config.bias:
             self.logit_bias = params((E,), ("router",), constant(0.0))
-            self.gate_bias = params((E, F), ("experts", "mlp"), constant(0.0))
-            self.up_bias = params((E, F), ("experts", "mlp"), constant(0.0))
+            self.gate_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
+            self.up_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
             self.down_bias = params((E, D), ("experts", "norm"), constant(0.0))
         if config.load_bias:
             self.router_bias = params((E,), ("router",), constant(0.0))
@@ -126,7 +126,7 @@ class Moe(nnx.Module):
     def dispatch(self, execution: Execution) -> Dispatch:
         """How tokens reach their experts on this mesh."""
         ranks = execution.rules.mesh.expert if execution.rules.use.axes("experts") else 1
-        exchange = expert_dispatch.choose(ranks, self.config.top_k)
+        exchange = expert_dispatch.choose(ranks, self.config.top_k, "expert" in execution.rules.act.axes("batch"))
         ragged = execution.grouped_matmul == "tokamax"
         return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
 
@@ -157,7 +157,7 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
         gate = biased(multiply(rows, experts["gate"], sizes), "gate_bias")
         up = biased(multiply(rows, experts["up"], sizes), "up_bias")
         out = multiply(gated(gate, up, config.activation), experts["down"], sizes)
-        if not (config.bias and execution.rules.use.axes("mlp")):
+        if not (config.bias and execution.rules.use.axes("expert_mlp")):
             return biased(out, "down_bias")
         # Each device has a part of every sum over the hidden layer; one of them adds the bias.
         return jnp.where(jax.lax.axis_index("tensor") == 0, biased(out, "down_bias"), out)
@@ -166,7 +166,9 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     if shared_by:
         out = jax.lax.psum_scatter(out, shared_by, tiled=True)
         dropped = dropped / jax.lax.axis_size(shared_by)  # each of them counted the same pairs
-    elif parts := execution.rules.use.axes("mlp"):  # where the sequence is whole, as in decoding
+    parts = () if shared_by else execution.rules.use.axes("expert_mlp")  # where the sequence is whole, as in decoding
+    parts += ("expert",) if dispatch.exchange == "everywhere" else ()
+    if parts:
         out = jax.lax.psum(out, parts)
     everywhere = act.axes("batch") + act.axes("seq")
     aux["dropped"] = dropped
