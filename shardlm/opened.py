@@ -22,7 +22,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import attention, grouped_matmul, paged_attention
+from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
 from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
@@ -262,4 +262,5 @@ def execution_of(
         lora=lora,
         weights=held,
         paged_attention=paged_attention.choose(platform),
+        few_bits=grouped_weights.choose(platform),
     )

@@ -21,7 +21,9 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
+from shardlm.ops import grouped_weights
 from shardlm.ops.batch_sampling import RowSettings
+from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.paged_attention import choose
 from shardlm.rules import Rules
@@ -57,6 +59,7 @@ def decoding(
     kv_cache: KvFormat = "auto",
     drafts: str = "",
     expert: int = 1,
+    weights: WeightFormat = "dtype",
 ):
     """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
     by a module of the model's; its state's shapes)."""
@@ -65,10 +68,12 @@ def decoding(
     with jax.set_mesh(mesh):
         shape = apart(config.transformer())
         execution = Execution(
-            serving_rules(shape, spec),
+            serving_rules(shape, spec, weights),
             jnp.bfloat16,
             paged_attention=choose("gpu"),
             kv_cache=kv_cache,
+            weights=weights,
+            few_bits=grouped_weights.choose("gpu"),
         )
         if drafts == "mtp":
             shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
@@ -177,3 +182,17 @@ def test_experts_are_split_and_no_weight_is_gathered(config, tensor):
     assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
     [logits] = re.findall(r" = \(?(\w+\[[\d,]+\]).*? all-gather(?:-start)?\(", text)
     assert logits.startswith("f32["), logits
+
+
+def test_weights_in_few_bits_are_read_as_they_are_held():
+    """By the kernel, seven times a layer: no weight is written in 16 bits, and no byte of one is copied."""
+    compiled, _ = decoding(4, SMALL, weights="int4")
+    text, layers = compiled.as_text(), SMALL.num_layers
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == (2 + 7) * layers
+    smallest = SMALL.embed_dim * SMALL.num_kv_heads * SMALL.head_dim // 4  # in numbers, of those made of the stream
+    made = re.findall(r" = \(?bf16\[([\d,]+)\]\S* (?!parameter|bitcast|get-tuple-element)([\w-]+)\(", text)
+    page = f",16,{SMALL.num_kv_heads // 4},{SMALL.head_dim}"
+    large = [(s, op) for s, op in made if math.prod(map(int, s.split(","))) >= smallest and not s.endswith(page)]
+    assert made and not large
+    assert not re.findall(r" = \(?(?:s8|f8e4m3fn)\[[\d,]+\]\S* (copy|transpose|fusion)\(", text)
+    assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * layers + 1)

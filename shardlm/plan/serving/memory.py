@@ -8,7 +8,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.weights import Held, held_bytes, one_layer, stages_of, weights_of
+from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.programs import SCORED_AT_ONCE
@@ -153,10 +153,13 @@ def _stage(
     of prompts that are scored, the sampler."""
     shape, itemsize, V = case.model.shape, DTYPE_BYTES[case.dtype], case.model.shape.vocab_size
     widest = max(_layer_numbers(block, rules, shape.embed_dim) for block in shape.blocks())
-    unpacked = 2 * itemsize * max((held.elements(rules.use) * held.packed for held in weights), default=0)
+
+    def unpacked(tokens: int) -> int:
+        made = (held.elements(rules.use) * held.packed for held in weights if made_anew(held, tokens))
+        return 2 * itemsize * max(made, default=0)
 
     def needs(rows: int, tokens: int) -> float:
-        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked
+        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked(rows * tokens)
         scored = (
             SCORED_ARRAYS[bool(rules.use.axes("vocab"))] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
             if last
@@ -166,7 +169,7 @@ def _stage(
 
     rows = sizes.max_rows
     layer = rows * itemsize * (3 * shape.embed_dim + widest)
-    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked
+    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked(rows)
     largest = max(sizes.chunk_sizes, key=lambda size: needs(*size))
     return StageMemory(
         run,

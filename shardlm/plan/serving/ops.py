@@ -3,14 +3,15 @@ the engine do it (serve/programs.py, compiled): operations and collectives for k
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.ops.grouped_weights import GROUP, splits_of
 from shardlm.plan.compute import Op
-from shardlm.plan.serving.weights import InUse
+from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 
 # Kernels that are neither matmuls nor attention, compiled for an H100: of a layer 6 besides 7 matmuls and attention's 2
@@ -66,7 +67,8 @@ def layer_work(
 ) -> Work:
     """Of one layer. cache_bytes: of one position in the layer, on this device."""
     plain = [held for held in weights if held.summed and not held.of_experts]
-    ops = [op for held in plain for op in _projection(held, one.tokens, one.itemsize)]
+    scales = {held.name: held.nbytes for held in weights if held.name.endswith("_scale")}
+    ops = [op for held in plain for op in _projection(held, scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
     seen, pairs = attended(block.attention, one)
     kv = one.rows * seen * cache_bytes
@@ -97,14 +99,17 @@ def attended(attention: AttentionConfig | MlaConfig, one: Pass) -> tuple[float, 
     return min(s + c, window + c - 1), one.rows * pairs
 
 
-def _projection(held: InUse, tokens: float, itemsize: int) -> Iterator[Op]:
-    """The matmul and, of a weight in few bits, its numbers made and written first (compiled: XLA makes them anew for
-    each use)."""
+def _projection(held: InUse, scales: Mapping[str, int], tokens: float, itemsize: int) -> Iterator[Op]:
+    """The matmul and, where a weight in few bits is not multiplied as it is held, its numbers made and written first
+    (compiled: XLA makes them anew for each use). The kernel's parts are written and read in float32."""
     k, layer = held.summed, "attention" if held.name.startswith("w") else "mlp"
     weight, n = held.nbytes, held.numbers / k
-    if held.packed:
+    if made_anew(held, tokens):
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
+    elif held.packed:
+        splits = splits_of(k // GROUP, int(n))
+        weight += scales[f"{held.name}_scale"] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
     yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=NAMES[itemsize])

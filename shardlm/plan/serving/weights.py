@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops.grouped_weights import WeightFormat, numbers_a_byte
+from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, numbers_a_byte
 from shardlm.ops.kv_format import KvFormat
 from shardlm.rules import Rules, Table
 from shardlm.serve.layers import apart
@@ -21,6 +21,8 @@ from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, held_as
+
+BY_HEAD = ("wk_up", "wv_up")  # latent attention multiplies by each head's part of them (layers/mla.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,12 @@ def weights_of(shape: TransformerConfig, mesh: MeshSpec, dtype: str, held: Weigh
             if not weight.name.endswith("_scale"):
                 rest.check(name, size)
     return found
+
+
+def made_anew(held: Held | InUse, tokens: float) -> bool:
+    """Whether a weight is written in the compute dtype before so many tokens multiply it: what is in few bits, but for
+    what the kernel multiplies (layers/param.py's few_rows)."""
+    return bool(held.packed) and (tokens > FEW_ROWS or held.of_experts or held.name in BY_HEAD)
 
 
 def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
