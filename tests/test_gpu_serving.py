@@ -173,15 +173,20 @@ def test_a_whole_prompt_attends_by_cudnn(window):
     assert "scatter" in made and made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
 
 
-@pytest.mark.parametrize(("config", "tensor"), [(LATENT_EXPERTS, 1), (EXPERTS, 2)], ids=["latent", "tensor"])
-def test_experts_are_split_and_no_weight_is_gathered(config, tensor):
+@pytest.mark.parametrize(
+    ("config", "tensor", "weights"), [(LATENT_EXPERTS, 1, "dtype"), (EXPERTS, 2, "int8")], ids=["latent", "int8"]
+)
+def test_experts_are_split_and_no_weight_is_gathered(config, tensor, weights):
     """Over expert=4, heads, hidden layers and vocabulary are split as over tensor: sums of embedding, after attention
     and after the MLP or the experts, with those that all tokens share, and the logits are all that crosses devices."""
-    compiled, _ = decoding(tensor, config, expert=4)
+    compiled, _ = decoding(tensor, config, expert=4, weights=weights)
     text = compiled.as_text()
     assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
     [logits] = re.findall(r" = \(?(\w+\[[\d,]+\]).*? all-gather(?:-start)?\(", text)
     assert logits.startswith("f32["), logits
+    if weights != "dtype":  # attention's four and the experts' three are read as they are held
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == (2 + 7) * config.num_layers
+        assert not re.findall(r" = \(?(?:bf16|s8)\[2,(?:512,128|128,512)\]\S* (?:fusion|copy|transpose)\(", text)
 
 
 def test_weights_in_few_bits_are_read_as_they_are_held():

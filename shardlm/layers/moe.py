@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.mlp import Mlp, MlpConfig
-from shardlm.layers.param import Execution, Params, constant, in_use, normal, use_weight
+from shardlm.layers.param import Execution, Params, constant, gathered, in_groups, in_use, normal, use_weight
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
+from shardlm.ops.grouped_weights import expert_product
 from shardlm.ops.routing import Router
 from shardlm.ops.swiglu import Activation, gated
 
@@ -103,7 +104,12 @@ class Moe(nnx.Module):
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
-        experts = {name: use_weight(self, name, execution) for name in ("gate", "up", "down")}
+        experts = {}
+        for name in ("gate", "up", "down"):
+            if in_groups(x.shape[0] * x.shape[1], self, name, execution):
+                experts |= {part: gathered(self, part, execution) for part in (name, f"{name}_scale")}
+            else:
+                experts[name] = use_weight(self, name, execution)
         if config.bias:
             routed["logit_bias"] = jax.reshard(self.logit_bias[...], PartitionSpec(None))
             biases = ("gate_bias", "up_bias", "down_bias")
@@ -151,12 +157,16 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     if shared_by:
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 
+    def multiply(rows, name, sizes):
+        if f"{name}_scale" in experts:
+            return expert_product(rows, experts[name], experts[f"{name}_scale"], sizes, execution.weights)
+        return grouped_matmul.grouped_matmul(rows, experts[name], sizes, implementation=execution.grouped_matmul)
+
     def run(rows, sizes):
-        multiply = functools.partial(grouped_matmul.grouped_matmul, implementation=execution.grouped_matmul)
         biased = functools.partial(_biased, experts, sizes) if config.bias else lambda a, name: a
-        gate = biased(multiply(rows, experts["gate"], sizes), "gate_bias")
-        up = biased(multiply(rows, experts["up"], sizes), "up_bias")
-        out = multiply(gated(gate, up, config.activation), experts["down"], sizes)
+        gate = biased(multiply(rows, "gate", sizes), "gate_bias")
+        up = biased(multiply(rows, "up", sizes), "up_bias")
+        out = multiply(gated(gate, up, config.activation), "down", sizes)
         if not (config.bias and execution.rules.use.axes("expert_mlp")):
             return biased(out, "down_bias")
         # Each device has a part of every sum over the hidden layer; one of them adds the bias.

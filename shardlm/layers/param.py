@@ -167,27 +167,31 @@ def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str
     """Whether the kernel multiplies x of this shape: so few rows that reading the weight takes longest, by a weight in
     whole groups on each device, whose leading dimensions are those that are summed over. Where latent attention
     multiplies by each head's part of a weight, they are not."""
-    if execution.weights == "dtype" or execution.few_bits != "pallas":
-        return False
-    param, scale = getattr(module, name), getattr(module, f"{name}_scale")
-    into = param.get_metadata("into")
+    into = getattr(module, name).get_metadata("into")
     xs, ws = letters.split("->")[0].split(",")
-    axis = into - 1
-    group = param.shape[axis - len(ws)] * numbers_a_byte(execution.weights) // scale.shape[axis - len(ws)]
     return (
         letters.endswith(f"->{xs[:-into]}{ws[into:]}")
         and xs.endswith(ws[:into])
-        and math.prod(shape[:-into]) <= FEW_ROWS
-        and group <= GROUP
-        and param.get_metadata("names") == scale.get_metadata("names")
+        and in_groups(math.prod(shape[:-into]), module, name, execution)
     )
+
+
+def in_groups(rows: int, module: nnx.Module, name: str, execution: Execution) -> bool:
+    """Whether a kernel multiplies so many rows by a weight of this layout, of experts too."""
+    if execution.weights == "dtype" or execution.few_bits != "pallas" or rows > FEW_ROWS:
+        return False
+    param, scale = getattr(module, name), getattr(module, f"{name}_scale")
+    names = param.get_metadata("names")
+    at = param.get_metadata("into") - 1 - len(names)
+    group = param.shape[at] * numbers_a_byte(execution.weights) // scale.shape[at]
+    return group <= GROUP and names == scale.get_metadata("names")
 
 
 def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
     """x [..., *summed] times a weight [*summed, *made], by each device's part of the weight. Where that is a part of
     what is summed over, sums cross devices."""
-    rules, held = execution.rules, (getattr(module, name), getattr(module, f"{name}_scale"))
-    names, into = held[0].get_metadata("names"), held[0].get_metadata("into")
+    rules, param = execution.rules, getattr(module, name)
+    names, into = param.get_metadata("names"), param.get_metadata("into")
     weight, rows = rules.use.spec(*names), jax.typeof(x).sharding.spec[:-into]
     over = tuple(axis for summed in names[:into] for axis in rules.use.axes(summed))
 
@@ -200,7 +204,7 @@ def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution
 
     of_x, of_y = (jax.sharding.PartitionSpec(*rows, *part) for part in (weight[:into], weight[into:]))
     run = shard_map(local, in_specs=(of_x, weight, weight), out_specs=of_y)
-    y = run(jax.reshard(x, of_x), *(rules.gather(param[...], *names) for param in held))
+    y = run(jax.reshard(x, of_x), *(gathered(module, part, execution) for part in (name, f"{name}_scale")))
     return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 
@@ -229,10 +233,15 @@ def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array
     param = getattr(module, name)
     if execution.weights == "dtype":
         return in_use(param, execution)
-    held = (param, getattr(module, f"{name}_scale"))
-    packed, scale = (execution.rules.gather(p[...], *p.get_metadata("names")) for p in held)
+    packed, scale = (gathered(module, part, execution) for part in (name, f"{name}_scale"))
     axis = param.get_metadata("into") - 1
     return dequantised(packed, scale, axis, execution.weights, execution.dtype)
+
+
+def gathered(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
+    """One layer's parameter where the layer uses it, as it is held."""
+    param = getattr(module, name)
+    return execution.rules.gather(param[...], *param.get_metadata("names"))
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:

@@ -84,34 +84,88 @@ def pallas(
     return parts[0] if sizes.splits == 1 else parts.sum(axis=0).astype(x.dtype)
 
 
+def of_experts(
+    x: jax.Array,
+    packed: jax.Array,
+    scale: jax.Array,
+    group_sizes: jax.Array,
+    how: WeightFormat,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Each row of x [n, K] times the weight of its expert, of [E, K, F] held as `packed` and `scale` [E, ...]; rows and
+    `group_sizes` int32 [E] as in grouped_matmul.grouped_matmul. [n, F] in x's dtype; rows of no expert are zero. An
+    expert without rows is not read."""
+    (n, K), (E, _, F) = x.shape, packed.shape
+    sizes = Sizes(-(-n // E), K, F, K // scale.shape[1], how)  # as many rows an expert as there may be on average
+    ends = jnp.cumsum(group_sizes)
+    y = pl.pallas_call(
+        functools.partial(_expert_kernel, sizes),
+        jax.ShapeDtypeStruct((n, F), x.dtype),
+        grid=(sizes.blocks, E),
+        compiler_params=triton.CompilerParams(num_warps=8 if sizes.block_rows > 64 else 4, num_stages=4),
+        interpret=interpret,
+        name="few_bits_experts",
+    )(x, packed, scale, jnp.stack([ends - group_sizes, ends]))
+    return jnp.where((jnp.arange(n) < ends[-1])[:, None], y, 0)
+
+
 def _kernel(sizes: Sizes, x, packed, scale, out):
     """A block of rows and columns, and a part of the groups."""
     block, split, rows = (pl.program_id(axis) for axis in range(3))
     row = rows * sizes.block_rows + jnp.arange(sizes.block_rows)
+    here = None if sizes.rows % sizes.block_rows == 0 else (row < sizes.rows)[:, None]
+    column, inside = _columns(sizes, block)
+    first = split * sizes.share
+    stop = jnp.minimum(first + sizes.share, sizes.groups)
+    total = _summed(sizes, x, packed, scale, (row, here), block, first, stop)
+    triton.store(out.at[split, row[:, None], column[None]], total.astype(out.dtype), mask=_both(here, inside))
+
+
+def _expert_kernel(sizes: Sizes, x, packed, scale, spans, out):
+    """A block of columns of one expert, and its rows, a block after the other."""
+    block, expert = (pl.program_id(axis) for axis in range(2))
+    start, end = spans[0, expert], spans[1, expert]
+    column, inside = _columns(sizes, block)
+
+    def rows(i, carry):
+        row = start + i * sizes.block_rows + jnp.arange(sizes.block_rows)
+        here = (row < end)[:, None]
+        total = _summed(sizes, x, packed, scale, (row, here), block, 0, sizes.groups, expert)
+        triton.store(out.at[row[:, None], column[None]], total.astype(out.dtype), mask=_both(here, inside))
+        return carry
+
+    jax.lax.fori_loop(0, pl.cdiv(end - start, sizes.block_rows), rows, 0)
+
+
+def _columns(sizes: Sizes, block) -> tuple[jax.Array, jax.Array | None]:
+    """(columns of a block, which of them there are)."""
     column = block * COLUMNS + jnp.arange(COLUMNS)
+    return column, None if sizes.columns % COLUMNS == 0 else (column < sizes.columns)[None]
+
+
+def _summed(sizes: Sizes, x, packed, scale, rows, block, first, stop, *expert) -> jax.Array:
+    """float32 [block_rows, COLUMNS]: rows of x times a block of columns, over the groups from `first` up to `stop`,
+    of one weight or of one expert's."""
+    row, row_here = rows
+    column, column_here = _columns(sizes, block)
     number = jnp.arange(max(16, pl.next_power_of_2(sizes.held)))  # of the bytes of a group
-    row_here = None if sizes.rows % sizes.block_rows == 0 else (row < sizes.rows)[:, None]
-    column_here = None if sizes.columns % COLUMNS == 0 else (column < sizes.columns)[None]
     of_group = None if sizes.held == len(number) else number < sizes.held
     x_mask = _both(row_here, of_group if of_group is None else of_group[None])
     mask = _both(of_group if of_group is None else of_group[:, None], column_here)
 
     def group(i, total):
-        tile = _load(packed.at[(i * sizes.held + number)[:, None], column[None]], mask)
-        own = _load(scale.at[i, column[None]], column_here).astype(jnp.float32)
+        tile = _load(packed.at[*expert, (i * sizes.held + number)[:, None], column[None]], mask)
+        own = _load(scale.at[*expert, i, column[None]], column_here).astype(jnp.float32)
         sums = jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32)
         for part, numbers in enumerate(_numbers(tile, sizes.how)):
-            first = i * sizes.group + part * sizes.held
-            at = x.at[row[:, None], (first + number)[None]]
+            begin = i * sizes.group + part * sizes.held
+            at = x.at[row[:, None], (begin + number)[None]]
             factor = _load(at) if x_mask is None else triton.load(at, mask=x_mask, other=0)
             sums += triton.dot(factor, numbers.astype(factor.dtype), precision=jax.lax.Precision.HIGHEST)
         return total + sums * own
 
-    first = split * sizes.share
-    stop = jnp.minimum(first + sizes.share, sizes.groups)
-    total = jax.lax.fori_loop(first, stop, group, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
-    at = out.at[split, row[:, None], column[None]]
-    triton.store(at, total.astype(out.dtype), mask=_both(row_here, column_here))
+    return jax.lax.fori_loop(first, stop, group, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
 
 
 def _numbers(tile: jax.Array, how: WeightFormat) -> tuple[jax.Array, ...]:

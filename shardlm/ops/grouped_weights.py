@@ -102,6 +102,13 @@ def product(x: jax.Array, packed: jax.Array, scale: jax.Array, how: WeightFormat
     return pallas(x, packed, scale, how)
 
 
+def expert_product(x: jax.Array, packed: jax.Array, scale: jax.Array, group_sizes: jax.Array, how: WeightFormat):
+    """The same of experts [E, K, F], each with its rows of x (grouped_kernel.py's of_experts)."""
+    from shardlm.ops.grouped_kernel import of_experts
+
+    return of_experts(x, packed, scale, group_sizes, how)
+
+
 def splits_of(groups: int, columns: int) -> int:
     """Parts of the groups that the kernel's programs sum up; by the weight's shape alone."""
     return max(1, min(PROGRAMS // -(-columns // COLUMNS), groups // LEAST_GROUPS))

@@ -2,6 +2,7 @@
 with them, of a weight made anew and by the kernel for GPUs, which is interpreted."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ from jax.sharding import NamedSharding
 from small import mesh_of
 
 from shardlm.errors import ShardlmError
-from shardlm.layers import param
+from shardlm.layers import moe, param
 from shardlm.layers.param import Execution, Params, few_rows, normal, project
 from shardlm.mesh import MeshSpec
-from shardlm.ops.grouped_kernel import pallas
+from shardlm.ops import grouped_matmul
+from shardlm.ops.grouped_kernel import of_experts, pallas
 from shardlm.ops.grouped_weights import (
     STORED,
     choose,
@@ -96,6 +98,44 @@ def test_the_kernel_multiplies_as_the_reference_does(how, shape):
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.parametrize("how", STORED)
+def test_experts_by_the_kernel(how):
+    """One without rows, one with several blocks of them, and rows of none at the end."""
+    E, K, F, sizes = 4, 96, 72, jnp.array([3, 0, 37, 1], jnp.int32)
+    rng = np.random.default_rng(0)
+    held = quantised(rng.normal(size=(E, K, F)).astype(np.float32), 1, group_of(K, how), how)
+    packed, scale = map(jnp.asarray, held)
+    x = jnp.asarray(rng.normal(size=(44, K)), jnp.float32)
+    found = jax.jit(functools.partial(of_experts, how=how, interpret=True))(x, packed, scale, sizes)
+    expected = grouped_matmul.reference(x, dequantised(packed, scale, 1, how, jnp.float32), sizes)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert not np.any(found[41:])
+
+
+@pytest.mark.parametrize("how", ["int4", "fp8"])
+def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
+    monkeypatch.setattr(moe, "expert_product", functools.partial(of_experts, interpret=True))
+    spec = MeshSpec(expert=2, tensor=2)
+    rules = Rules.make("zero3", spec).for_serving()
+    rng = np.random.default_rng(1)
+    with jax.set_mesh(mesh_of(spec)):
+        module = moe.Moe(moe.MoeConfig(8, 2, 128), 64, 1.0, Params(nnx.Rngs(0), rules, weights=how))
+        for name, shape in (("gate", (8, 64, 128)), ("up", (8, 64, 128)), ("down", (8, 128, 64))):
+            held = quantised(rng.normal(size=shape).astype(np.float32), 1, group_of(shape[1], how), how)
+            for end, numbers in zip(("", "_scale"), held, strict=True):
+                own = getattr(module, name + end)
+                own[...] = jax.device_put(numbers, own[...].sharding)
+        x = jax.device_put(rng.normal(size=(5, 1, 64)).astype(np.float32), rules.act.spec("batch", "seq", "embed"))
+        context = types.SimpleNamespace(real=jnp.ones((5, 1), bool), weights=None)
+        made = {}
+        for few_bits in ("dequantised", "pallas"):
+            execution = Execution(rules, weights=how, few_bits=few_bits)
+            made[few_bits] = jax.jit(lambda x, e=execution: module(x, context, e)[0])(x)
+        plain, kernel = made.values()
+        np.testing.assert_allclose(kernel, plain, rtol=1e-4, atol=1e-3 * float(jnp.abs(plain).max()))
+        assert jnp.abs(plain).max() > 1
+
+
 class _Projections(nnx.Module):
     """Weights split along what they make and along what they sum over."""
 
@@ -154,8 +194,9 @@ def test_the_kernel_compiles_for_gpus(gpu):
     whole = NamedSharding(mesh, jax.P())
     shapes = [(how, rows, K, F) for how in STORED for rows, K, F in ((4, 4096, 1024), (256, 200, 100))]
 
-    def run(held):
-        return [pallas(x, packed, scale, how) for (x, packed, scale), (how, *_) in zip(held, shapes, strict=True)]
+    def run(held, x, experts, sizes):
+        made = [pallas(x, packed, scale, how) for (x, packed, scale), (how, *_) in zip(held, shapes, strict=True)]
+        return made + [of_experts(x, *own, sizes, how) for own, how in zip(experts, STORED, strict=True)]
 
     held = []
     for how, rows, K, F in shapes:
@@ -163,7 +204,16 @@ def test_the_kernel_compiles_for_gpus(gpu):
         dtypes = jnp.bfloat16, STORED[how], jnp.bfloat16
         pairs = zip(kinds, dtypes, strict=True)
         held.append([jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in pairs])
-    compiled = jax.jit(run).lower(held).compile()
-    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == len(shapes)
-    parts = 4 * (16 * 4 * 1024 + 256 * 100)
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    shape = (8, 1024, 512)
+    experts = [
+        (array(packed_shape(shape, 1, how), STORED[how]), array(scale_shape(shape, 1, how), jnp.bfloat16))
+        for how in STORED
+    ]
+    compiled = jax.jit(run).lower(held, array((128, 1024), jnp.bfloat16), experts, array((8,), jnp.int32)).compile()
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == len(shapes) + len(STORED)
+    parts = 4 * (16 * 4 * 1024 + 256 * 100) + 2 * 128 * 512
     assert compiled.memory_analysis().temp_size_in_bytes <= len(STORED) * parts

@@ -129,12 +129,13 @@ def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, 
 def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:
     """Every device of the expert axis has all tokens and runs those of its own experts."""
     pairs = one.tokens * moe.top_k / rules.mesh.expert
+    scales = {held.name: held.nbytes for held in experts if held.name.endswith("_scale")}
     for held in experts:
         if not held.summed:
             continue
         each = held.numbers / (moe.num_experts / rules.mesh.expert)  # of one expert
-        weight = touched * held.nbytes
-        if held.packed:  # of all experts, whichever are reached
+        weight = touched * (held.nbytes + scales.get(f"{held.name}_scale", 0))
+        if made_anew(held, one.tokens):  # of all experts, whichever are reached
             weight = touched * held.numbers * one.itemsize
             moved = held.nbytes + held.numbers * one.itemsize
             yield Op("moe", f"{held.name}: dequantised", "memory", 0, moved, 1)

@@ -121,7 +121,7 @@ def weights_of(shape: TransformerConfig, mesh: MeshSpec, dtype: str, held: Weigh
 def made_anew(held: Held | InUse, tokens: float) -> bool:
     """Whether a weight is written in the compute dtype before so many tokens multiply it: what is in few bits, but for
     what the kernel multiplies (layers/param.py's few_rows)."""
-    return bool(held.packed) and (tokens > FEW_ROWS or held.of_experts or held.name in BY_HEAD)
+    return bool(held.packed) and (tokens > FEW_ROWS or held.name in BY_HEAD)
 
 
 def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
