@@ -22,12 +22,13 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import attention, grouped_matmul, paged_attention
+from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
 from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest, joined
 from shardlm.tokenizer import Tokenizer
 
@@ -130,7 +131,8 @@ def load(
     length    longest row of this use, for models whose rotation depends on it (ops/rope.py)
     step      of a run's checkpoint; the latest by default
     ema       the averaged weights of a run
-    decoding  for a few rows of tokens: every device holds all rows (Rules.for_decoding)
+    decoding  for a few rows of tokens: every device holds all rows, and weights rest where they are used
+              (serving_rules.py)
     quantization  "fp8", "int8" or "int4": how a Hugging Face checkpoint's projections are held (ops/grouped_weights.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
 
@@ -151,9 +153,13 @@ def load(
         raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {jax.device_count()}; choose fewer")
     built = spec.build(jax.devices()[:needed])
     with jax.set_mesh(built):
-        table = Rules.make(rules, spec)
-        table = table.for_decoding() if decoding else table
-        model = _model(found, table, dtype or _published(found, built), built, quantization or "dtype", mtp)
+        shape = found.source.transformer()
+        shape = shape if mtp else shape.without_mtp()
+        weight_format = found.lora.base if found.lora.rank else quantization or "dtype"
+        table = serving_rules(shape, spec, weight_format, rules) if decoding else Rules.make(rules, spec)
+        name = dtype or _published(found, built)
+        execution = execution_of(shape, table, name, built.devices.flat[0].platform, weight_format, found.lora)
+        model = ModelDef.make(shape, execution)
         held = model.held_at_rest(built)
         shapes = jax.tree.map(lambda s: at_rest(s, built), model.shapes) if found.run or found.adapters else held
         params = trained(found, model, shapes, built, step, "ema" if ema else "params")
@@ -233,13 +239,6 @@ def stored_dtype(source: Pretrained) -> str:
     return stored.get("dtype") or stored.get("torch_dtype") or "float32"
 
 
-def _model(found: Found, rules: Rules, name: str, mesh: Mesh, held: WeightFormat, mtp: bool) -> ModelDef:
-    shape = found.source.transformer()
-    shape = shape if mtp else shape.without_mtp()
-    held = found.lora.base if found.lora.rank else held
-    return ModelDef.make(shape, execution_of(shape, rules, name, mesh.devices.flat[0].platform, held, found.lora))
-
-
 def execution_of(
     shape: TransformerConfig,
     rules: Rules,
@@ -263,4 +262,5 @@ def execution_of(
         lora=lora,
         weights=held,
         paged_attention=paged_attention.choose(platform),
+        few_bits=grouped_weights.choose(platform),
     )

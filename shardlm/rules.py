@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import jax
@@ -36,7 +36,7 @@ pipeline > 1, over which weights rest split by their embedding dimension, in any
 all-to-all brings each stage its layers. An embedding that does not divide over pipeline rests whole there (`fitting`).
 """
 
-_SPLIT = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor", "experts": "expert"}
+_SPLIT = dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp", "vocab"), "tensor") | {"experts": "expert"}
 _WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent_whole", "router", "rank", "groups")
 _ACTIVATIONS = {
     "batch": ("data", "pipeline", "fsdp", "expert"),  # inside a pipeline stage, `inside` takes "pipeline" away
@@ -174,6 +174,22 @@ class Rules:
             return self
         roles = ("rest", "grads", "optimizer")
         return dataclasses.replace(self, **{role: _outside(getattr(self, role), "pipeline", names) for role in roles})
+
+    def for_serving(self, spread: Collection[str] = ()) -> "Rules":
+        """For decoding from weights that rest where they are used, as far as the expert axis goes: a step then gathers
+        none of them over it. The dimensions in `spread`, of weights beside the routed experts, are split over that axis
+        and tensor together; the others are whole on each of its devices."""
+        wide = dict.fromkeys(spread, ("expert", "tensor"))
+
+        def resting(table: Table) -> Table:
+            own = {
+                name: axes if name == "experts" else tuple(a for a in axes if a != "expert")
+                for name, axes in table.entries
+            }
+            return dataclasses.replace(table, entries=tuple((own | wide).items()))
+
+        tables = {role: resting(getattr(self, role)) for role in ("rest", "use", "act")}
+        return dataclasses.replace(self, **tables).for_decoding()
 
     def replicas(self) -> tuple[str, ...]:
         """Of data and fsdp, the axes whose devices hold the same weights: gradients need to cross them once a step."""

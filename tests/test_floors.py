@@ -39,7 +39,7 @@ FLOORS = [
         "weights",
         "weight_copies",
         *("merge", "peft"),
-        "opened",
+        *("opened", "serving_rules"),
         "network",
     },
     {"profile"},

@@ -20,7 +20,10 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
+from shardlm.models.mixtral import MixtralConfig
+from shardlm.ops import grouped_weights
 from shardlm.ops.batch_sampling import RowSettings
+from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.paged_attention import choose
 from shardlm.rules import Rules
@@ -32,6 +35,7 @@ from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.state import empty_state, no_edits
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
 
@@ -39,21 +43,38 @@ pytestmark = MARKS
 
 LAYERS, ROWS, PAGES = 3, 64, 4097
 LLAMA = dataclasses.replace(LlamaConfig(), num_layers=LAYERS, vocab_size=32_768)
-NARROW = {"embed_dim": 512, "mlp_dim": 512, "vocab_size": 2048, "num_layers": 2}
-SMALL = dataclasses.replace(LLAMA, **NARROW)
-LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, **NARROW)
+NARROW = {"embed_dim": 512, "vocab_size": 2048, "num_layers": 2}
+SMALL = dataclasses.replace(LLAMA, mlp_dim=512, **NARROW)
+LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, mlp_dim=512, **NARROW)
+SPARSE = {"num_experts": 8, "top_k": 2, "expert_dim": 256}
+LATENT_EXPERTS = dataclasses.replace(LATENT, dense_layers=1, groups=1, top_groups=1, **SPARSE)
+EXPERTS = MixtralConfig(num_heads=16, num_kv_heads=8, head_dim=64, **NARROW, **SPARSE)
 DRAFT = dataclasses.replace(LLAMA, num_layers=1, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096)
 
 
-def decoding(tensor: int, config=LLAMA, gpu: str = "h100", kv_cache: KvFormat = "auto", drafts: str = ""):
+def decoding(
+    tensor: int,
+    config=LLAMA,
+    gpu: str = "h100",
+    kv_cache: KvFormat = "auto",
+    drafts: str = "",
+    expert: int = 1,
+    weights: WeightFormat = "dtype",
+):
     """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
     by a module of the model's; its state's shapes)."""
-    spec = MeshSpec(tensor=tensor)
-    mesh = spec.build(topology(gpu, 1, tensor))
+    spec = MeshSpec(tensor=tensor, expert=expert)
+    mesh = spec.build(topology(gpu, 1, tensor * expert))
     with jax.set_mesh(mesh):
-        rules = Rules.make("zero3", spec).for_decoding()
-        execution = Execution(rules, jnp.bfloat16, paged_attention=choose("gpu"), kv_cache=kv_cache)
         shape = apart(config.transformer())
+        execution = Execution(
+            serving_rules(shape, spec, weights),
+            jnp.bfloat16,
+            paged_attention=choose("gpu"),
+            kv_cache=kv_cache,
+            weights=weights,
+            few_bits=grouped_weights.choose("gpu"),
+        )
         if drafts == "mtp":
             shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
         model = ModelDef.make(shape, execution)
@@ -87,14 +108,14 @@ def test_decoding_copies_neither_weights_nor_pages(tensor, drafts):
     smallest = LLAMA.embed_dim * LLAMA.num_kv_heads * LLAMA.head_dim // tensor  # of the projections
     moved = re.findall(r" = \(?bf16\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(", text)
     assert max((math.prod(map(int, shape.split(","))) for shape in moved), default=0) < smallest
-    kinds = re.findall(
-        r" = .*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", text
-    )
-    if tensor == 1:
-        assert not kinds
-    else:
-        # After attention, after the MLP, and of the embedding; the logits.
-        assert sorted(kinds) == ["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1), kinds
+    # After attention, after the MLP, and of the embedding; the logits.
+    assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1) if tensor > 1 else [])
+
+
+def collectives(text: str) -> list[str]:
+    """Kinds, in order of the alphabet."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    return sorted(re.findall(rf" = .*? (\w*-?(?:{kinds}))(?:-start)?\(", text))
 
 
 @pytest.mark.parametrize(
@@ -150,3 +171,33 @@ def test_a_whole_prompt_attends_by_cudnn(window):
     page = LLAMA.num_kv_heads, LLAMA.head_dim
     made = set(re.findall(rf" = bf16\[[\d,]+,16,{page[0]},{page[1]}\]\S* ([\w-]+)\(", text))
     assert "scatter" in made and made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "weights"), [(LATENT_EXPERTS, 1, "dtype"), (EXPERTS, 2, "int8")], ids=["latent", "int8"]
+)
+def test_experts_are_split_and_no_weight_is_gathered(config, tensor, weights):
+    """Over expert=4, heads, hidden layers and vocabulary are split as over tensor: sums of embedding, after attention
+    and after the MLP or the experts, with those that all tokens share, and the logits are all that crosses devices."""
+    compiled, _ = decoding(tensor, config, expert=4, weights=weights)
+    text = compiled.as_text()
+    assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
+    [logits] = re.findall(r" = \(?(\w+\[[\d,]+\]).*? all-gather(?:-start)?\(", text)
+    assert logits.startswith("f32["), logits
+    if weights != "dtype":  # attention's four and the experts' three are read as they are held
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == (2 + 7) * config.num_layers
+        assert not re.findall(r" = \(?(?:bf16|s8)\[2,(?:512,128|128,512)\]\S* (?:fusion|copy|transpose)\(", text)
+
+
+def test_weights_in_few_bits_are_read_as_they_are_held():
+    """By the kernel, seven times a layer: no weight is written in 16 bits, and no byte of one is copied."""
+    compiled, _ = decoding(4, SMALL, weights="int4")
+    text, layers = compiled.as_text(), SMALL.num_layers
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == (2 + 7) * layers
+    smallest = SMALL.embed_dim * SMALL.num_kv_heads * SMALL.head_dim // 4  # in numbers, of those made of the stream
+    made = re.findall(r" = \(?bf16\[([\d,]+)\]\S* (?!parameter|bitcast|get-tuple-element)([\w-]+)\(", text)
+    page = f",16,{SMALL.num_kv_heads // 4},{SMALL.head_dim}"
+    large = [(s, op) for s, op in made if math.prod(map(int, s.split(","))) >= smallest and not s.endswith(page)]
+    assert made and not large
+    assert not re.findall(r" = \(?(?:s8|f8e4m3fn)\[[\d,]+\]\S* (copy|transpose|fusion)\(", text)
+    assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * layers + 1)

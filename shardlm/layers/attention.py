@@ -71,7 +71,7 @@ class Attention(nnx.Module):
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
-        self.kv_name = kv_heads_name(K, N, params.rules.mesh.tensor)
+        self.kv_name = kv_heads_name(K, N, params.rules.mesh.size(*params.rules.use.axes("heads")))
         params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
         params.projection(self, "wk", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
         params.projection(self, "wv", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
@@ -135,7 +135,8 @@ class Attention(nnx.Module):
 
 
 def kv_heads_name(num_kv_heads: int, num_heads: int, tensor: int) -> str:
-    """The dimension name of the kv heads: split over the tensor axis where they divide, else whole on each device.
+    """The dimension name of the kv heads: split as the heads are, over `tensor` devices, where they divide, else whole
+    on each device.
 
     Raises ShardlmError when neither works.
     """

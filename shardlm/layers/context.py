@@ -194,5 +194,6 @@ class Paged:
 
     def _own_head(self, num_kv_heads: int, local_heads: int) -> jax.Array:
         """Which of the kv heads, held whole, this device's query heads share."""
-        group = self.rules.mesh.tensor * local_heads // num_kv_heads  # query heads a kv head serves
-        return jax.lax.axis_index("tensor") * local_heads // group
+        axes = self.rules.act.axes("heads") or ("tensor",)
+        group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
+        return jax.lax.axis_index(axes) * local_heads // group

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.mlp import Mlp, MlpConfig
-from shardlm.layers.param import Execution, Params, constant, in_use, normal, use_weight
+from shardlm.layers.param import Execution, Params, constant, gathered, in_groups, in_use, normal, use_weight
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
+from shardlm.ops.grouped_weights import expert_product
 from shardlm.ops.routing import Router
 from shardlm.ops.swiglu import Activation, gated
 
@@ -81,13 +82,13 @@ class Moe(nnx.Module):
         self.config = config
         self.router = params((D, E), ("embed", "router"), normal(D**-0.5))
         for name in ("gate", "up"):
-            params.projection(self, name, (E, D, F), ("experts", "expert_embed", "mlp"), normal(D**-0.5), into=2)
+            params.projection(self, name, (E, D, F), ("experts", "expert_embed", "expert_mlp"), normal(D**-0.5), into=2)
         out_init = normal(out_scale * F**-0.5)
-        params.projection(self, "down", (E, F, D), ("experts", "mlp", "expert_embed"), out_init, into=2)
+        params.projection(self, "down", (E, F, D), ("experts", "expert_mlp", "expert_embed"), out_init, into=2)
         if config.bias:
             self.logit_bias = params((E,), ("router",), constant(0.0))
-            self.gate_bias = params((E, F), ("experts", "mlp"), constant(0.0))
-            self.up_bias = params((E, F), ("experts", "mlp"), constant(0.0))
+            self.gate_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
+            self.up_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
             self.down_bias = params((E, D), ("experts", "norm"), constant(0.0))
         if config.load_bias:
             self.router_bias = params((E,), ("router",), constant(0.0))
@@ -103,7 +104,12 @@ class Moe(nnx.Module):
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
-        experts = {name: use_weight(self, name, execution) for name in ("gate", "up", "down")}
+        experts = {}
+        for name in ("gate", "up", "down"):
+            if in_groups(x.shape[0] * x.shape[1], self, name, execution):
+                experts |= {part: gathered(self, part, execution) for part in (name, f"{name}_scale")}
+            else:
+                experts[name] = use_weight(self, name, execution)
         if config.bias:
             routed["logit_bias"] = jax.reshard(self.logit_bias[...], PartitionSpec(None))
             biases = ("gate_bias", "up_bias", "down_bias")
@@ -126,7 +132,7 @@ class Moe(nnx.Module):
     def dispatch(self, execution: Execution) -> Dispatch:
         """How tokens reach their experts on this mesh."""
         ranks = execution.rules.mesh.expert if execution.rules.use.axes("experts") else 1
-        exchange = expert_dispatch.choose(ranks, self.config.top_k)
+        exchange = expert_dispatch.choose(ranks, self.config.top_k, "expert" in execution.rules.act.axes("batch"))
         ragged = execution.grouped_matmul == "tokamax"
         return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
 
@@ -151,13 +157,17 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     if shared_by:
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 
+    def multiply(rows, name, sizes):
+        if f"{name}_scale" in experts:
+            return expert_product(rows, experts[name], experts[f"{name}_scale"], sizes, execution.weights)
+        return grouped_matmul.grouped_matmul(rows, experts[name], sizes, implementation=execution.grouped_matmul)
+
     def run(rows, sizes):
-        multiply = functools.partial(grouped_matmul.grouped_matmul, implementation=execution.grouped_matmul)
         biased = functools.partial(_biased, experts, sizes) if config.bias else lambda a, name: a
-        gate = biased(multiply(rows, experts["gate"], sizes), "gate_bias")
-        up = biased(multiply(rows, experts["up"], sizes), "up_bias")
-        out = multiply(gated(gate, up, config.activation), experts["down"], sizes)
-        if not (config.bias and execution.rules.use.axes("mlp")):
+        gate = biased(multiply(rows, "gate", sizes), "gate_bias")
+        up = biased(multiply(rows, "up", sizes), "up_bias")
+        out = multiply(gated(gate, up, config.activation), "down", sizes)
+        if not (config.bias and execution.rules.use.axes("expert_mlp")):
             return biased(out, "down_bias")
         # Each device has a part of every sum over the hidden layer; one of them adds the bias.
         return jnp.where(jax.lax.axis_index("tensor") == 0, biased(out, "down_bias"), out)
@@ -166,7 +176,9 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     if shared_by:
         out = jax.lax.psum_scatter(out, shared_by, tiled=True)
         dropped = dropped / jax.lax.axis_size(shared_by)  # each of them counted the same pairs
-    elif parts := execution.rules.use.axes("mlp"):  # where the sequence is whole, as in decoding
+    parts = () if shared_by else execution.rules.use.axes("expert_mlp")  # where the sequence is whole, as in decoding
+    parts += ("expert",) if dispatch.exchange == "everywhere" else ()
+    if parts:
         out = jax.lax.psum(out, parts)
     everywhere = act.axes("batch") + act.axes("seq")
     aux["dropped"] = dropped

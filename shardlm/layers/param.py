@@ -10,7 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.lora import A, B, LoraConfig
-from shardlm.ops.grouped_weights import STORED, WeightFormat, dequantised, packed_shape, scale_shape
+from shardlm.mesh import shard_map
+from shardlm.ops.grouped_weights import (
+    FEW_ROWS,
+    GROUP,
+    STORED,
+    GroupedProducts,
+    WeightFormat,
+    dequantised,
+    numbers_a_byte,
+    packed_shape,
+    product,
+    scale_shape,
+)
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.one_row import einsum_of_one_row
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
@@ -37,6 +49,8 @@ class Execution:
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
     one_row    whether projections and head multiply a single row in parts (ops/one_row.py)
+    few_bits   implementation of products with weights in few bits, resolved: "dequantised" or "pallas"
+               (ops/grouped_weights.py)
     """
 
     rules: Rules
@@ -54,6 +68,7 @@ class Execution:
     paged_attention: str = "blocked"
     kv_cache: KvFormat = "auto"
     one_row: bool = False
+    few_bits: GroupedProducts = "dequantised"
 
 
 def normal(std: float) -> Initializer:
@@ -130,7 +145,9 @@ def project(
     """x times module.`name`, by einsum letters, and its adapter's part; where the weight's sharded dimension is summed
     over, `out_sharding` says where the sum goes. Every projection of a block passes here; embedding, router, experts
     and head do not."""
-    if execution.matmul == "dtype":
+    if few_rows(letters, x.shape, module, name, execution):
+        y = _by_kernel(x, module, name, execution, out_sharding)
+    elif execution.matmul == "dtype":
         y = multiplied(letters, x, use_weight(module, name, execution), execution, out_sharding=out_sharding)
     else:
         param = getattr(module, name)
@@ -144,6 +161,51 @@ def multiplied(letters: str, x, weight, execution: Execution, out_sharding=None,
     if execution.one_row:
         return einsum_of_one_row(letters, x, weight, preferred_element_type)
     return jnp.einsum(letters, x, weight, out_sharding=out_sharding, preferred_element_type=preferred_element_type)
+
+
+def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:
+    """Whether the kernel multiplies x of this shape: so few rows that reading the weight takes longest, by a weight in
+    whole groups on each device, whose leading dimensions are those that are summed over. Where latent attention
+    multiplies by each head's part of a weight, they are not."""
+    into = getattr(module, name).get_metadata("into")
+    xs, ws = letters.split("->")[0].split(",")
+    return (
+        letters.endswith(f"->{xs[:-into]}{ws[into:]}")
+        and xs.endswith(ws[:into])
+        and in_groups(math.prod(shape[:-into]), module, name, execution)
+    )
+
+
+def in_groups(rows: int, module: nnx.Module, name: str, execution: Execution) -> bool:
+    """Whether a kernel multiplies so many rows by a weight of this layout, of experts too."""
+    if execution.weights == "dtype" or execution.few_bits != "pallas" or rows > FEW_ROWS:
+        return False
+    param, scale = getattr(module, name), getattr(module, f"{name}_scale")
+    names = param.get_metadata("names")
+    at = param.get_metadata("into") - 1 - len(names)
+    group = param.shape[at] * numbers_a_byte(execution.weights) // scale.shape[at]
+    return group <= GROUP and names == scale.get_metadata("names")
+
+
+def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
+    """x [..., *summed] times a weight [*summed, *made], by each device's part of the weight. Where that is a part of
+    what is summed over, sums cross devices."""
+    rules, param = execution.rules, getattr(module, name)
+    names, into = param.get_metadata("names"), param.get_metadata("into")
+    weight, rows = rules.use.spec(*names), jax.typeof(x).sharding.spec[:-into]
+    over = tuple(axis for summed in names[:into] for axis in rules.use.axes(summed))
+
+    def local(x, packed, scale):
+        before, made = x.shape[:-into], packed.shape[into:]
+        packed, scale = (a.reshape(math.prod(a.shape[:into]), -1) for a in (packed, scale))
+        y = product(x.reshape(math.prod(before), -1), packed, scale, execution.weights)
+        y = jax.lax.psum(y, over) if over else y
+        return y.reshape(*before, *made)
+
+    of_x, of_y = (jax.sharding.PartitionSpec(*rows, *part) for part in (weight[:into], weight[into:]))
+    run = shard_map(local, in_specs=(of_x, weight, weight), out_specs=of_y)
+    y = run(jax.reshard(x, of_x), *(gathered(module, part, execution) for part in (name, f"{name}_scale")))
+    return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 
 def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> jax.Array:
@@ -171,10 +233,15 @@ def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array
     param = getattr(module, name)
     if execution.weights == "dtype":
         return in_use(param, execution)
-    held = (param, getattr(module, f"{name}_scale"))
-    packed, scale = (execution.rules.gather(p[...], *p.get_metadata("names")) for p in held)
+    packed, scale = (gathered(module, part, execution) for part in (name, f"{name}_scale"))
     axis = param.get_metadata("into") - 1
     return dequantised(packed, scale, axis, execution.weights, execution.dtype)
+
+
+def gathered(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
+    """One layer's parameter where the layer uses it, as it is held."""
+    param = getattr(module, name)
+    return execution.rules.gather(param[...], *param.get_metadata("names"))
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Exchange = Literal["local", "gather", "all_to_all"]
+Exchange = Literal["local", "everywhere", "gather", "all_to_all"]
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 """(rows [n, D] sorted by this device's experts, group_sizes int32 [E local]) -> [n, D]."""
 
@@ -39,24 +39,30 @@ class Dispatch:
         return self.num_experts // self.ranks
 
 
-def choose(ranks: int, top_k: int) -> Exchange:
+def choose(ranks: int, top_k: int, split: bool = True) -> Exchange:
     """The exchange that moves fewer bytes. With n tokens of D numbers a device, gathering all tokens of the axis and
     scattering the sums moves 2 (ranks - 1) n D; sending each pair to its expert and back 2 (ranks - 1) / ranks k n D.
-    So tokens are gathered up to `top_k` devices, where each of them has work for most tokens anyway."""
+    So tokens are gathered up to `top_k` devices, where each of them has work for most tokens anyway. Where they are not
+    split over the axis, as in decoding, every device has them: each runs its own experts, and only sums travel."""
     if ranks == 1:
         return "local"
+    if not split:
+        return "everywhere"
     return "gather" if ranks <= top_k else "all_to_all"
 
 
 def run_experts(dispatch: Dispatch, x, weights, experts, run: Experts) -> tuple[jax.Array, jax.Array]:
     """x [n, D], weights float32 [n, k], experts int32 [n, k] (num_experts for a pair that goes nowhere) -> (sum over
-    k of weight times expert's output [n, D], number of dropped pairs, float32 scalar of this device)."""
+    k of weight times expert's output [n, D], number of dropped pairs, float32 scalar of this device). Of the exchange
+    "everywhere" it is this device's part of the sum."""
     if dispatch.exchange == "all_to_all":
         return _all_to_all(dispatch, x, weights, experts, run)
     if dispatch.exchange == "local":
         out, dropped = _own_pairs(x, weights, experts, dispatch.num_experts, len(x) * experts.shape[1], run)
         return out, dropped
-    x, weights, experts = (jax.lax.all_gather(a, "expert", tiled=True) for a in (x, weights, experts))
+    gathered = dispatch.exchange == "gather"
+    if gathered:
+        x, weights, experts = (jax.lax.all_gather(a, "expert", tiled=True) for a in (x, weights, experts))
     first = jax.lax.axis_index("expert") * dispatch.local_experts
     mine = (experts >= first) & (experts < first + dispatch.local_experts)
     local = jnp.where(mine, experts - first, dispatch.local_experts)
@@ -64,7 +70,7 @@ def run_experts(dispatch: Dispatch, x, weights, experts, run: Experts) -> tuple[
     even = len(x) * experts.shape[1] / dispatch.ranks
     room = min(worst, math.ceil(even * dispatch.capacity_factor)) if dispatch.capacity_factor else worst
     out, dropped = _own_pairs(x, weights, local, dispatch.local_experts, room, run)
-    return jax.lax.psum_scatter(out, "expert", tiled=True), dropped
+    return jax.lax.psum_scatter(out, "expert", tiled=True) if gathered else out, dropped
 
 
 def _own_pairs(x, weights, experts, num_experts: int, room: int, run: Experts):

@@ -5,6 +5,9 @@ groups; https://arxiv.org/abs/2209.05433, e4m3).
 A group is GROUP elements, or the largest part of the dimension from 16 to that, or all of it. It depends on the weight
 alone, so that a weight has the same values on every mesh. Two 4-bit integers share a byte: the first half of a group is
 in the low bits.
+
+Products with such weights are chosen by platform: of a weight that is made anew in the compute dtype, and of few rows
+by a kernel that reads it as it is held (grouped_kernel.py).
 """
 
 from typing import Literal
@@ -13,15 +16,23 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from absl import logging
 
 from shardlm.errors import ShardlmError
 
 WeightFormat = Literal["dtype", "int8", "int4", "fp8"]
 """What weights are held in that no step changes: the compute dtype, integers of 8 or 4 bits, or e4m3."""
+GroupedProducts = Literal["dequantised", "pallas"]
 STORED = {name: np.dtype(held) for name, held in (("int8", "i1"), ("int4", "i1"), ("fp8", ml_dtypes.float8_e4m3fn))}
 _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
 SCALE = ml_dtypes.bfloat16
+# Rows up to which the kernel multiplies. A weight of one byte that is made anew moves 5 bytes a number, and the kernel
+# 1 for every 128 rows; beyond two such blocks it is the products that take the time, and cuBLAS's are faster.
+FEW_ROWS = 256
+COLUMNS = 64  # of such a program: 64 bytes of a row of the weight, which lie together
+PROGRAMS = 256  # for a weight and few rows: about two for each of a GPU's multiprocessors
+LEAST_GROUPS = 4  # that are worth a program of their own, whose sums are written and read again
 
 
 def group_of(size: int, how: WeightFormat) -> int:
@@ -75,3 +86,29 @@ def dequantised(packed: jax.Array, scale: jax.Array, axis: int, how: WeightForma
         numbers = jnp.concatenate([low, high], axis=axis + 1)
     w = numbers.astype(dtype) * jnp.expand_dims(scale.astype(dtype), axis + 1)
     return w.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
+def choose(platform: str) -> GroupedProducts:
+    """The implementation for a platform."""
+    chosen: GroupedProducts = "pallas" if platform in ("gpu", "cuda") else "dequantised"
+    logging.vlog(1, "products with weights in few bits: %s, because platform is %s", chosen, platform)
+    return chosen
+
+
+def product(x: jax.Array, packed: jax.Array, scale: jax.Array, how: WeightFormat) -> jax.Array:
+    """By the kernel: x [M, K] times the weight [K, F], on the arrays of one device."""
+    from shardlm.ops.grouped_kernel import pallas  # Pallas takes a while to import
+
+    return pallas(x, packed, scale, how)
+
+
+def expert_product(x: jax.Array, packed: jax.Array, scale: jax.Array, group_sizes: jax.Array, how: WeightFormat):
+    """The same of experts [E, K, F], each with its rows of x (grouped_kernel.py's of_experts)."""
+    from shardlm.ops.grouped_kernel import of_experts
+
+    return of_experts(x, packed, scale, group_sizes, how)
+
+
+def splits_of(groups: int, columns: int) -> int:
+    """Parts of the groups that the kernel's programs sum up; by the weight's shape alone."""
+    return max(1, min(PROGRAMS // -(-columns // COLUMNS), groups // LEAST_GROUPS))

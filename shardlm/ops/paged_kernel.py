@@ -282,11 +282,11 @@ def _tiles(refs, name: str, at, here, pieces, dtype):
         elif name + SCALE in refs:
             found += [((tile << 8) >> 8).astype(dtype), (tile >> 8).astype(dtype)]
         else:
-            found += [_from_fp8(tile).astype(dtype), _from_fp8(tile >> 8).astype(dtype)]
+            found += [from_fp8(tile).astype(dtype), from_fp8(tile >> 8).astype(dtype)]
     return found, scale
 
 
-def _from_fp8(bits: jax.Array) -> jax.Array:
+def from_fp8(bits: jax.Array) -> jax.Array:
     """The lower 8 bits of int16 as e4m3: float16 has more bits for exponent and fraction, and a bias that is 8 more.
     What is not a number there becomes 480."""
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)

@@ -147,9 +147,10 @@ def test_what_must_follow():
     assert ServingPlan.of(on("h100", 1, lengths=(2048, 256))).prefill > base.prefill
     two = ServingPlan.of(on("h100", 2, mesh=MeshSpec(tensor=2)))
     assert two.decode[0].seconds < steps[0].seconds < 2 * two.decode[0].seconds
-    packed = ServingPlan.of(on("h100", 1, quantization="int8"))  # dequantised anew at each use
+    packed = ServingPlan.of(on("h100", 1, quantization="int8"))
     assert packed.memory.fullest.weights < 0.6 * base.memory.fullest.weights
-    assert packed.decode[0].seconds > steps[0].seconds
+    assert packed.decode[0].seconds < 0.7 * steps[0].seconds  # read as it is held
+    assert packed.prefill > base.prefill  # and in many rows made anew in 16 bits
 
 
 def test_rates_obey_littles_law_and_the_queue():

@@ -19,8 +19,8 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened
-from shardlm.rules import Rules
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest, joined
 
 LONGEST = 64
@@ -30,7 +30,7 @@ STEP = {"int4": 0.2 / 7, "fp8": 0.2 / 448}
 def opened_of(shape: TransformerConfig, spec: MeshSpec, seed: int = 0, lora: int = 0, weights: str = "dtype") -> Opened:
     """A model with random weights, the same ones on every mesh, as a checkpoint would be opened for serving."""
     mesh = mesh_of(spec)
-    rules = Rules.make("zero3", spec).for_decoding()
+    rules = serving_rules(shape, spec, weights)
     adapters = LoraConfig(lora, base=weights) if lora else LoraConfig()
     with jax.set_mesh(mesh):
         model = ModelDef.make(shape, Execution(rules, lora=adapters, weights=weights))

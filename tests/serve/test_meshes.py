@@ -10,7 +10,7 @@ import jax
 import pytest
 from engines import CONFIG, END, TOKENIZER
 from oracle import Oracle, opened_of
-from small_moe import DEEPSEEK
+from small_moe import DEEPSEEK, MOE
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
@@ -34,12 +34,14 @@ PROMPTS = [TOKENIZER.encode(text) for text in TEXTS]
 SHAPES = {
     "dense": dataclasses.replace(CONFIG, num_layers=2, tie_embeddings=True).transformer(),
     "latent": dataclasses.replace(DEEPSEEK, num_layers=2, vocab_size=CONFIG.vocab_size).transformer(),  # with experts
+    "experts": dataclasses.replace(MOE, num_layers=2, vocab_size=CONFIG.vocab_size).transformer(),
 }
 CASES = [
     ("dense", {"data": 2, "tensor": 2}),
     ("dense", {"pipeline": 2, "tensor": 2}),
     ("dense", {"data": 2, "pipeline": 2}),
-    ("latent", {"data": 2, "expert": 2}),
+    ("latent", {"data": 2, "expert": 2, "tensor": 2}),
+    ("experts", {"expert": 4, "tensor": 2}),  # 2 kv heads: attention is split over tensor alone
     ("latent", {"pipeline": 2}),
 ]
 

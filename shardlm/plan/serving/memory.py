@@ -7,10 +7,8 @@ import math
 from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
-from shardlm.mesh import MeshSpec
-from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.weights import Held, decoding_rules, held_bytes, one_layer, stages_of, weights_of
+from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.programs import SCORED_AT_ONCE
@@ -18,6 +16,7 @@ from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.stages import layout_of as part_of_layout
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES
 from shardlm.serve.submeshes import of_replica, of_stage
+from shardlm.serving_rules import serving_rules
 
 ACTIVATION = 4  # bytes of a logit
 # Arrays of [rows, vocabulary] in float32 that a decode program keeps at once: 5.6 (compiled for an H100: Llama 3's
@@ -99,7 +98,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     engine, shape = case.engine, case.model.shape
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
     weights = weights_of(shape, mesh, case.dtype, case.weights)
-    rules, runs = decoding_rules(of_stage(mesh)), stages_of(shape.num_layers, mesh)
+    rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
     windows = [block.attention.window for block in shape.blocks()]
     layout = layout_of(windows, 0, case.length, engine.block_size, engine.decoded)
     own = [weights.stage(run, i == 0, i == len(runs) - 1) for i, run in enumerate(runs)]
@@ -153,13 +152,16 @@ def _stage(
     """Temporaries are what the fullest moments of a program hold: a layer's activations and what it dequantises, logits
     of prompts that are scored, the sampler."""
     shape, itemsize, V = case.model.shape, DTYPE_BYTES[case.dtype], case.model.shape.vocab_size
-    widest = max(_layer_numbers(block, rules.mesh, shape.embed_dim) for block in shape.blocks()) / rules.mesh.tensor
-    unpacked = 2 * itemsize * max((held.elements(rules.use) * held.packed for held in weights), default=0)
+    widest = max(_layer_numbers(block, rules, shape.embed_dim) for block in shape.blocks())
+
+    def unpacked(tokens: int) -> int:
+        made = (held.elements(rules.use) * held.packed for held in weights if made_anew(held, tokens))
+        return 2 * itemsize * max(made, default=0)
 
     def needs(rows: int, tokens: int) -> float:
-        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked
+        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked(rows * tokens)
         scored = (
-            SCORED_ARRAYS[rules.mesh.tensor > 1] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
+            SCORED_ARRAYS[bool(rules.use.axes("vocab"))] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
             if last
             else 0
         )
@@ -167,7 +169,7 @@ def _stage(
 
     rows = sizes.max_rows
     layer = rows * itemsize * (3 * shape.embed_dim + widest)
-    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked
+    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked(rows)
     largest = max(sizes.chunk_sizes, key=lambda size: needs(*size))
     return StageMemory(
         run,
@@ -184,13 +186,11 @@ def _stage(
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def _layer_numbers(block, mesh: MeshSpec, D: int) -> float:
-    """Of one token's activations inside the MLP, all devices of tensor together; of experts, of the buffer that holds
-    the worst case (ops/expert_dispatch.py), which all tokens of the expert axis enter."""
-    mlp = block.mlp
+def _layer_numbers(block, rules: Rules, D: int) -> float:
+    """Of one token's activations inside the MLP, on one device; of experts, of the buffer that holds the worst case
+    (ops/expert_dispatch.py, where every device has all tokens)."""
+    mlp, mesh = block.mlp, rules.mesh
     if isinstance(mlp, MlpConfig):
-        return (2 if mlp.gated else 1) * mlp.mlp_dim
-    ranks = mesh.expert
-    pairs = ranks * min(mlp.top_k, mlp.num_experts // ranks)
-    exchanged = 2 if choose_exchange(ranks, mlp.top_k) == "all_to_all" else 1
-    return pairs * (2 * mlp.expert_dim + (1 + exchanged) * D * mesh.tensor)
+        return (2 if mlp.gated else 1) * mlp.mlp_dim / mesh.size(*rules.use.axes("mlp"))
+    pairs = min(mlp.top_k, mlp.num_experts // mesh.expert)
+    return pairs * (2 * mlp.expert_dim / mesh.tensor + 2 * D)

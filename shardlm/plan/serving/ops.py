@@ -2,15 +2,16 @@
 the engine do it (serve/programs.py, compiled): operations and collectives for kernels.py and links.py to time."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
-from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.ops.grouped_weights import GROUP, splits_of
 from shardlm.plan.compute import Op
-from shardlm.plan.serving.weights import InUse
+from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 
 # Kernels that are neither matmuls nor attention, compiled for an H100: of a layer 6 besides 7 matmuls and attention's 2
@@ -66,19 +67,19 @@ def layer_work(
 ) -> Work:
     """Of one layer. cache_bytes: of one position in the layer, on this device."""
     plain = [held for held in weights if held.summed and not held.of_experts]
-    ops = [op for held in plain for op in _projection(held, one.tokens, one.itemsize)]
+    scales = {held.name: held.nbytes for held in weights if held.name.endswith("_scale")}
+    ops = [op for held in plain for op in _projection(held, scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
     seen, pairs = attended(block.attention, one)
     kv = one.rows * seen * cache_bytes
     ops.append(_attention(block.attention, rules, one, pairs, kv))
     small = one.tokens * D * 3 * one.itemsize
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
-    exchanged = [*_reduced(block, rules, one, D), *gathers(weights, rules)]
+    exchanged = [*_reduced(block, rules, one, D)]
     if isinstance(block.mlp, MoeConfig):
         touched = touched_share(block.mlp, one.tokens)
         experts = [held for held in weights if held.of_experts]
         ops += _experts(block.mlp, experts, rules, one, touched)
-        exchanged += _to_experts(block.mlp, rules, one, D)
         least += touched * sum(held.nbytes for held in experts)
     return Work(tuple(ops), tuple(exchanged), least + kv)
 
@@ -98,21 +99,24 @@ def attended(attention: AttentionConfig | MlaConfig, one: Pass) -> tuple[float, 
     return min(s + c, window + c - 1), one.rows * pairs
 
 
-def _projection(held: InUse, tokens: float, itemsize: int) -> Iterator[Op]:
-    """The matmul and, of a weight in few bits, its numbers made and written first (compiled: XLA makes them anew for
-    each use)."""
+def _projection(held: InUse, scales: Mapping[str, int], tokens: float, itemsize: int) -> Iterator[Op]:
+    """The matmul and, where a weight in few bits is not multiplied as it is held, its numbers made and written first
+    (compiled: XLA makes them anew for each use). The kernel's parts are written and read in float32."""
     k, layer = held.summed, "attention" if held.name.startswith("w") else "mlp"
     weight, n = held.nbytes, held.numbers / k
-    if held.packed:
+    if made_anew(held, tokens):
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
+    elif held.packed:
+        splits = splits_of(k // GROUP, int(n))
+        weight += scales[f"{held.name}_scale"] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
     yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=NAMES[itemsize])
 
 
 def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, pairs: float, kv: float) -> Op:
-    N = attention.num_heads / rules.mesh.tensor
+    N = attention.num_heads / rules.mesh.size(*rules.use.axes("heads"))
     if isinstance(attention, MlaConfig):  # in the space of the latents
         width = 2 * attention.kv_latent_dim + attention.rope_dim
     else:
@@ -123,15 +127,15 @@ def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, 
 
 
 def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:
-    """Every device of the expert axis has all tokens and sends them to all: experts see each as often as there are
-    devices (layers/moe.py under Rules.for_decoding)."""
-    pairs = one.tokens * moe.top_k
+    """Every device of the expert axis has all tokens and runs those of its own experts."""
+    pairs = one.tokens * moe.top_k / rules.mesh.expert
+    scales = {held.name: held.nbytes for held in experts if held.name.endswith("_scale")}
     for held in experts:
         if not held.summed:
             continue
         each = held.numbers / (moe.num_experts / rules.mesh.expert)  # of one expert
-        weight = touched * held.nbytes
-        if held.packed:  # of all experts, whichever are reached
+        weight = touched * (held.nbytes + scales.get(f"{held.name}_scale", 0))
+        if made_anew(held, one.tokens):  # of all experts, whichever are reached
             weight = touched * held.numbers * one.itemsize
             moved = held.nbytes + held.numbers * one.itemsize
             yield Op("moe", f"{held.name}: dequantised", "memory", 0, moved, 1)
@@ -146,34 +150,26 @@ def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, 
 
 
 def _reduced(block: BlockConfig, rules: Rules, one: Pass, D: int) -> Iterator[Exchanged]:
-    """The sums after attention and MLP over tensor."""
-    t = rules.mesh.tensor
-    if t > 1:
-        sums = 2 + bool(isinstance(block.mlp, MoeConfig) and block.mlp.shared_dim)
-        yield Exchanged("all-reduce", ("tensor",), sums * 2 * (t - 1) / t * one.tokens * D * one.itemsize, sums)
+    """The sums after attention and after MLP or experts, over the devices that have parts of them. Experts and shared
+    experts are summed together where they are split alike (compiled)."""
+    experts = isinstance(block.mlp, MoeConfig)
+    after = {rules.use.axes("experts") + rules.use.axes("expert_mlp")} if experts else set()
+    if not experts or block.mlp.shared_dim:
+        after.add(rules.use.axes("mlp"))
+    for axes, sums in Counter(filter(None, [rules.use.axes("heads"), *after])).items():
+        yield Exchanged("all-reduce", axes, sums * _all_reduced(one.tokens * D * one.itemsize, axes, rules), sums)
 
 
-def gathers(weights: Collection[InUse], rules: Rules) -> Iterator[Exchanged]:
-    """Weights that rest split over the expert axis and are used whole."""
-    e = rules.mesh.expert
-    for held in weights:
-        if held.gathered:
-            yield Exchanged("all-gather", ("expert",), held.nbytes * (e - 1) / e, 1)
+def _all_reduced(nbytes: float, axes: tuple[str, ...], rules: Rules) -> float:
+    """Bytes that one device sends for the sum of arrays of `nbytes` over the devices of some axes."""
+    devices = rules.mesh.size(*axes)
+    return 2 * (devices - 1) / devices * nbytes
 
 
-def _to_experts(moe: MoeConfig, rules: Rules, one: Pass, D: int) -> Iterator[Exchanged]:
-    e, stream = rules.mesh.expert, one.tokens * D * one.itemsize
-    exchange = choose_exchange(e, moe.top_k)
-    if exchange == "gather":
-        yield Exchanged("all-gather", ("expert",), stream * (e - 1), 1)
-        yield Exchanged("reduce-scatter", ("expert",), stream * (e - 1), 1)
-    elif exchange == "all_to_all":
-        yield Exchanged("ragged-all-to-all", ("expert",), 2 * stream * moe.top_k * (e - 1) / e, 2)
-
-
-def ends_work(embedding: InUse, head: InUse, rules: Rules, one: Pass, vocab: int, D: int) -> Work:
+def ends_work(head: InUse, rules: Rules, one: Pass, vocab: int, D: int) -> Work:
     """Embedding, head and sampling, of the stages that have them."""
-    t, B = rules.mesh.tensor, one.rows
+    axes, B = rules.use.axes("vocab"), one.rows
+    t = rules.mesh.size(*axes)
     logits = 4 * B * vocab
     of_head = {"dims": (B, vocab / t, D), "dtype": NAMES[one.itemsize]}
     ops = [
@@ -181,9 +177,8 @@ def ends_work(embedding: InUse, head: InUse, rules: Rules, one: Pass, vocab: int
         Op("head", "logits", "matmul", 2.0 * B * head.numbers, head.nbytes + logits / t, 1, **of_head),
         Op("head", "sampling", "memory", 0, SAMPLER_PASSES * logits / SAMPLING_KERNELS, SAMPLING_KERNELS),
     ]
-    exchanged = [*gathers({embedding, head}, rules)]
-    if t > 1:
-        share = (t - 1) / t
-        exchanged.append(Exchanged("all-reduce", ("tensor",), 2 * share * one.tokens * D * one.itemsize, 1))
-        exchanged.append(Exchanged("all-gather", ("tensor",), share * logits, 1))
+    exchanged = []
+    if axes:
+        exchanged.append(Exchanged("all-reduce", axes, _all_reduced(one.tokens * D * one.itemsize, axes, rules), 1))
+        exchanged.append(Exchanged("all-gather", axes, (t - 1) / t * logits, 1))
     return Work(tuple(ops), tuple(exchanged), head.nbytes)

@@ -13,10 +13,11 @@ from shardlm.plan.links import Route
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work
-from shardlm.plan.serving.weights import Held, InUse, Weights, decoding_rules, one_layer, weights_of
+from shardlm.plan.serving.weights import Held, InUse, Weights, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import page_bytes
 from shardlm.serve.submeshes import of_replica, of_stage
+from shardlm.serving_rules import serving_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Speed:
     def of(cls, case: ServingCase, memory: ServingMemory) -> "Speed":
         mesh = of_replica(case.engine.mesh)
         weights = weights_of(case.model.shape, mesh, case.dtype, case.weights)
-        return cls(case, memory, weights, decoding_rules(of_stage(mesh)))
+        return cls(case, memory, weights, serving_rules(case.model.shape, of_stage(mesh), case.weights))
 
     @property
     def stages(self) -> int:
@@ -174,7 +175,7 @@ class Speed:
             for (block, own), count in self._kinds[i].items()
         ]
         if i == self.stages - 1:
-            found.append((ends_work(*self._ends, self.rules, one, shape.vocab_size, D), 1))
+            found.append((ends_work(self._head, self.rules, one, shape.vocab_size, D), 1))
         return found
 
     @functools.cached_property
@@ -197,11 +198,9 @@ class Speed:
         return [[InUse.of(held, self.rules) for held in own] for own in self._layers]
 
     @functools.cached_property
-    def _ends(self) -> tuple[InUse, InUse]:
-        """(embedding, head)"""
-        beside = self.weights.beside
-        (embedding,), (head,) = beside["embedding"], beside["embedding" if self.weights.tied else "head"]
-        return InUse.of(embedding, self.rules), InUse.of(head, self.rules)
+    def _head(self) -> InUse:
+        (head,) = self.weights.beside["embedding" if self.weights.tied else "head"]
+        return InUse.of(head, self.rules)
 
     @functools.cached_property
     def cache_bytes(self) -> float:

@@ -16,12 +16,12 @@ from shardlm.layers.lora import LoraConfig
 from shardlm.opened import execution_of
 from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.serving.search import ServingPlan
-from shardlm.plan.serving.weights import decoding_rules
 from shardlm.serve.layers import apart
 from shardlm.serve.runner import Runner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import Place, stages_on
 from shardlm.serve.submeshes import of_replica, submeshes
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
 
@@ -108,7 +108,7 @@ def runner_of(plan: ServingPlan) -> Runner:
     hosts, own = divmod(gpus, case.cluster.gpus_per_host)
     grid = (hosts, case.cluster.gpus_per_host) if hosts and not own else (1, gpus)
     devices = topology(case.cluster.gpu.name, *grid)
-    rules, built = decoding_rules(mesh), mesh.build(devices)
+    rules, built = serving_rules(shape, mesh, case.weights), mesh.build(devices)
     with jax.set_mesh(built):
         execution = execution_of(shape, rules, case.dtype, devices[0].platform, case.weights, LoraConfig())
         execution = dataclasses.replace(execution, kv_cache=case.engine.kv_cache_dtype)
@@ -134,7 +134,8 @@ def verify_serving(plan: ServingPlan) -> VerifiedServing:
     work = runner._shapes()
     found = []
     for what, key, rows, tokens, stage in _largest(plan):
-        compiled = runner.lower(key, *work[key]).compile()
+        with jax.default_device(runner.mesh.devices.flat[0]):  # whose kernels are chosen (tokamax)
+            compiled = runner.lower(key, *work[key]).compile()
         found.append(_program(plan, compiled, what, rows, tokens, stage))
     return VerifiedServing(tuple(found), time.perf_counter() - started)
 

@@ -13,13 +13,16 @@ from flax.traverse_util import flatten_dict
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops.grouped_weights import WeightFormat, numbers_a_byte
+from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, numbers_a_byte
 from shardlm.ops.kv_format import KvFormat
 from shardlm.rules import Rules, Table
 from shardlm.serve.layers import apart
 from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_stage
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, held_as
+
+BY_HEAD = ("wk_up", "wv_up")  # latent attention multiplies by each head's part of them (layers/mla.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,7 @@ class Held:
 class InUse:
     """A parameter as one device uses it.
 
-    nbytes    as it is held, gathered from where it rests
-    gathered  whether it has to be
+    nbytes    as it is held
     numbers   unpacked
     summed    numbers that one result is summed from; 0: it is no projection
     """
@@ -66,7 +68,6 @@ class InUse:
     name: str
     of_experts: bool
     nbytes: int
-    gathered: bool
     numbers: int
     summed: int
     packed: bool
@@ -80,7 +81,6 @@ class InUse:
             held.name,
             held.of_experts,
             held.nbytes(use),
-            held.elements(use) > held.elements(rules.rest),
             held.elements(use) * unpacked,
             math.prod(sizes) * unpacked if held.into else 0,
             bool(held.packed),
@@ -106,23 +106,22 @@ class Weights:
         return own + [held for name in here for held in self.beside.get(name, ())]
 
 
-def decoding_rules(mesh: MeshSpec) -> Rules:
-    """As opened.load makes them for an engine."""
-    return Rules.make("zero3", mesh).for_decoding()
-
-
 def weights_of(shape: TransformerConfig, mesh: MeshSpec, dtype: str, held: WeightFormat) -> Weights:
     """Of a replica on a mesh. Raises ShardlmError for what does not divide, as the engine does."""
-    # Groups of scales are whole where the devices of expert do not divide them; all else depends on tensor alone.
-    seen_by = MeshSpec(tensor=mesh.tensor) if held == "dtype" else of_stage(mesh)
-    found = _traced(shape, seen_by, dtype, held)
-    rest = decoding_rules(dataclasses.replace(mesh, data=1)).rest
+    found = _traced(shape, of_stage(mesh), dtype, held)
+    rest = serving_rules(shape, dataclasses.replace(mesh, data=1), held).rest
     kinds = set(found.layers) | set(found.beside.values())
     for weight in {weight for kind in kinds for weight in kind}:
         for name, size in zip(weight.names, weight.shape, strict=True):
             if not weight.name.endswith("_scale"):
                 rest.check(name, size)
     return found
+
+
+def made_anew(held: Held | InUse, tokens: float) -> bool:
+    """Whether a weight is written in the compute dtype before so many tokens multiply it: what is in few bits, but for
+    what the kernel multiplies (layers/param.py's few_rows)."""
+    return bool(held.packed) and (tokens > FEW_ROWS or held.name in BY_HEAD)
 
 
 def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
@@ -133,7 +132,7 @@ def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
 @functools.lru_cache(maxsize=256)
 def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: WeightFormat) -> Weights:
     """On a mesh."""
-    execution = Execution(decoding_rules(mesh), jnp.dtype(dtype), weights=weights)
+    execution = Execution(serving_rules(shape, mesh, weights), jnp.dtype(dtype), weights=weights)
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         _, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, execution, nnx.Rngs(0))))
     shapes = flatten_dict(nnx.to_pure_dict(state))
@@ -156,18 +155,11 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
     return Weights(tuple(layers), {name: tuple(own) for name, own in beside.items()}, shape.tie_embeddings)
 
 
+@functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
     """A model of the first layer alone on the mesh of a stage: it has the cache entries of all (serve/build.py's
     page_bytes)."""
-    model = _first_layer(shape, mesh.tensor, dtype, kv_cache)
-    execution = dataclasses.replace(model.execution, rules=decoding_rules(mesh))
-    return dataclasses.replace(model, execution=execution)
-
-
-@functools.lru_cache(maxsize=256)
-def _first_layer(shape: TransformerConfig, tensor: int, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    mesh = MeshSpec(tensor=tensor)
-    execution = Execution(decoding_rules(mesh), jnp.dtype(dtype), kv_cache=kv_cache)
+    execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
     whole = apart(shape)
     small = dataclasses.replace(whole, segments=whole.segments[:1])
     with jax.sharding.use_abstract_mesh(mesh.abstract()):

@@ -1,0 +1,47 @@
+"""Where weights of a served model rest: over the expert axis, what divides is split, and nothing is gathered."""
+
+import dataclasses
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
+from shardlm.models.mixtral import MixtralConfig
+from shardlm.serving_rules import serving_rules
+
+BOTH = ("expert", "tensor")
+V3, MIXTRAL = DeepseekConfig(), MixtralConfig()
+FEW_KV = dataclasses.replace(MIXTRAL, num_kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "spread"),
+    [
+        (V3, MeshSpec(expert=8, tensor=4), {"heads", "kv_heads", "mlp", "vocab"}),
+        (MIXTRAL, MeshSpec(expert=4, tensor=2), {"heads", "kv_heads", "mlp", "vocab"}),
+        (FEW_KV, MeshSpec(expert=8), {"heads", "kv_heads", "mlp", "vocab"}),  # kv heads are whole as they were
+        (FEW_KV, MeshSpec(expert=4, tensor=2), {"mlp", "vocab"}),  # and would not be half of them any more
+        (dataclasses.replace(V3, num_heads=12, vocab_size=1001), MeshSpec(expert=8), {"mlp"}),
+        (dataclasses.replace(V3, mlp_dim=1000), MeshSpec(expert=16), {"heads", "kv_heads", "vocab"}),
+    ],
+)
+def test_what_divides_is_split_over_both_axes(config, mesh, spread):
+    rules = serving_rules(config.transformer(), mesh)
+    for name in ("heads", "kv_heads", "mlp", "vocab"):
+        wanted = BOTH if name in spread else ("tensor",)
+        wanted = tuple(axis for axis in wanted if mesh.size(axis) > 1)
+        assert rules.rest.axes(name) == rules.use.axes(name) == rules.act.axes(name) == wanted, name
+    experts = ("experts", "expert_embed", "expert_mlp")
+    assert rules.rest.spec(*experts) == rules.use.spec(*experts)
+    assert rules.use.axes("experts") == ("expert",) and "expert" not in rules.use.axes("expert_mlp")
+    for names in (("embed", "heads", "head_dim"), ("latent", "heads"), ("embed", "router"), ("vocab", "embed")):
+        assert rules.rest.spec(*names) == rules.use.spec(*names)
+    assert rules.act.spec("batch", "seq", "embed") == P(None, None, None)
+
+
+def test_groups_of_few_bits_stay_whole():
+    """Of 512 numbers in groups of 64, 16 devices would have half a group each."""
+    config, mesh = dataclasses.replace(V3, mlp_dim=512, expert_dim=512), MeshSpec(expert=16)
+    assert serving_rules(config.transformer(), mesh).rest.axes("mlp") == ("expert",)
+    assert serving_rules(config.transformer(), mesh, "int8").rest.axes("mlp") == ()
