@@ -124,8 +124,6 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     found["weights turned"] = parts.turned
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
     found["experts"] = 3 * zeros if _moves_early(sketch) else zeros
-    if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
-        found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
     if sketch.mesh.pipeline == 1:
         # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches those to scatter.
         many = sketch.passes > 1
