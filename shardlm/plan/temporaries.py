@@ -191,7 +191,7 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
         "gradients": parts.resting if begun else 0,
         "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
         "attention": one.mask,
-        "streams": (5 * outside + 3.5 * ahead) * one.stream + (8 * one.whole if mesh.tensor > 1 else 0),
+        "streams": (5 * outside + 3.5 * ahead) * one.stream,
         "weights in use": 0.8 * parts.largest * ahead,
     }
 
