@@ -6,7 +6,7 @@ XLA_FLAGS, where one unknown name ends the process.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -24,10 +24,11 @@ Profile = Literal["auto", "none", "cpu", "ampere", "hopper", "blackwell"]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One setting, under the names that jaxlib versions have had for it, the newest first."""
+    """One setting, under the names that jaxlib versions have had for it, the newest first, and the meshes it is for."""
 
     spellings: tuple[tuple[str, Value], ...]
     reason: str
+    wanted: Callable[[Mesh], bool] = lambda mesh: True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,29 +59,65 @@ class XlaOptions:
         )
 
 
-def _pipelined(collective: str, reason: str) -> Option:
+def _over_network(mesh: Mesh) -> bool:
+    """Whether several processes share the mesh: one a host, as a rule."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def _without_exchange(mesh: Mesh) -> bool:
+    """Whether experts stay where they are: their exchanged rows are large, and XLA needs its limit on memory."""
+    return mesh.shape.get("expert", 1) == 1
+
+
+def _dense_over_network(mesh: Mesh) -> bool:
+    return _over_network(mesh) and _without_exchange(mesh)
+
+
+def _weights_alone_over_network(mesh: Mesh) -> bool:
+    return _over_network(mesh) and mesh.shape.get("tensor", 1) == 1
+
+
+def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -> Option:
     """jaxlib 0.11 made the boolean an enum (openxla/xla pull request 45836)."""
     newest = (f"xla_gpu_pipeline_{collective}", "COLLECTIVE_PIPELINING_MODE_ON")
-    return Option((newest, (f"xla_gpu_enable_pipelined_{collective}", True)), reason)
+    return Option((newest, (f"xla_gpu_enable_pipelined_{collective}", True)), reason, **wanted)
 
 
-# Read from compiled programs, without a GPU: 16 scanned layers of 4096 x 14336 in bf16 with remat, fsdp over
-# 8 H100. Time of collectives that no kernel covers (our estimate), of 80 ms: none of these options 8.1 ms;
-# with pipelining and double buffering 0.2 ms, for 0.5 GiB more temporaries (jaxlib 0.10.2; in 0.11.2 8.9 and
-# 0.4 ms). Double buffering alone hid nothing, nor did pipelining alone in 0.11.2. The thresholds of combining
-# stay at their defaults: gigabytes, as some recipes have, merge gathers into ones that nothing can cover.
+# Read from compiled programs for H100, without a GPU (jaxlib 0.10.2): seconds of a step, kernels and what no kernel
+# covers by our rates. Over the network with the first two, then with the limit on memory and four collectives at once,
+# then with pipelined gathers too: Llama 3 70B on 64 GPUs as fsdp=16 x context=4 (remat=dots) 2.68, 2.66 and 2.16; as
+# fsdp=16 x tensor=4 2.88, 2.85 and 2.63; on 256 as pipeline=4 x fsdp=8 x tensor=8 26.2, 23.6 and 23.7. With tensor > 1
+# pipelining computes attention again (6% more FLOPs there; 35% in a run with accumulation). Inside a host the loop
+# unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit on memory remat=none
+# 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek V3 held 63.5 GiB
+# for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge gathers into
+# ones that nothing can cover.
 _OVERLAP = (
     Option(
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
         "starts collectives early and ends them late, so that kernels run between",
     ),
-    _pipelined("all_gather", "gathers the weights of the next layer while this one computes (FSDP)"),
-    _pipelined("reduce_scatter", "scatters the gradients of the layer before while this one computes (FSDP)"),
-    _pipelined("all_reduce", "the same for replicated data parallel, whose gradients are all-reduced"),
     Option(
         (("xla_gpu_enable_while_loop_double_buffering", True),),
-        "unrolls the loop over layers twice, so that the gathered weights of two layers need no copy",
+        "unrolls the loop over layers twice, so that the second layer's weights are gathered behind the first",
     ),
+    Option(
+        (("xla_gpu_memory_limit_slop_factor", 200),),
+        "keeps XLA from gathering again, after scheduling, what its estimate of memory has no room for",
+        _without_exchange,
+    ),
+    Option(
+        (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
+        "lets gathers of several weights be under way at once, which over the network take as long as a layer",
+        _dense_over_network,
+    ),
+    _pipelined(
+        "all_gather",
+        "gathers the weights of the next layers while these compute (FSDP)",
+        wanted=_weights_alone_over_network,
+    ),
+    _pipelined("reduce_scatter", "scatters the gradients of the layer before while this one computes (FSDP)"),
+    _pipelined("all_reduce", "the same for replicated data parallel, whose gradients are all-reduced"),
 )
 
 # One list serves the generations until a measurement on one of them tells them apart. XLA:CPU has no
@@ -90,17 +127,17 @@ PROFILES: Mapping[str, tuple[Option, ...]] = MappingProxyType(
 )
 
 
-def resolve_profile(name: Profile, device: jax.Device) -> XlaOptions:
-    """The options of profile `name` that the installed jaxlib takes when compiling for `device`, which may
-    be a compile-only one. "auto" is the profile of the device's generation, or "none" for a device not
-    known.
+def resolve_profile(name: Profile, mesh: Mesh) -> XlaOptions:
+    """The options of profile `name` for `mesh` that the installed jaxlib takes when compiling for its devices, which
+    may be compile-only ones. "auto" is the profile of their generation, or "none" for devices not known.
 
     Raises: ShardlmError for an unknown profile; for an option, never.
     """
     if name != "auto" and name not in PROFILES:
         raise ShardlmError(f"unknown XLA profile {name!r}; choose one of auto, {', '.join(PROFILES)}")
+    device = mesh.devices.flat[0]
     profile = profile_of(device) if name == "auto" else name
-    return check_options(profile, PROFILES[profile], device)
+    return check_options(profile, [option for option in PROFILES[profile] if option.wanted(mesh)], device)
 
 
 def profile_of(device: jax.Device) -> str:

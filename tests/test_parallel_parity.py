@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from small import (
     LLAMA,
     TIED,
     init,
     init_on_mesh,
+    logits_of,
     mesh_of,
     model_on,
     on_devices,
@@ -20,6 +22,7 @@ from small import (
 )
 
 from shardlm.mesh import MeshSpec
+from shardlm.state import at_rest
 from shardlm.train.step import NextToken, StepConfig, gradients
 
 # Float32 sums in another order differ by about 1e-6 of the largest gradient (measured: 1.0e-6 to 1.4e-6).
@@ -74,11 +77,28 @@ def test_accumulation_and_tied_embeddings(preset):
     assert relative_error(grads, one_device(tied=True)[0]) < FP32
 
 
-@pytest.mark.parametrize("remat", ["dots", "names", "offload"])
+@pytest.mark.parametrize("remat", ["none", "dots", "names", "offload"])
 def test_remat_changes_memory_only(remat):
     grads, losses = loss_and_gradients(MeshSpec(fsdp=2, tensor=4), "zero3", remat=remat)
     assert relative_error(losses, one_device()[1]) < FP32
     assert relative_error(grads, one_device()[0]) < FP32
+
+
+def test_no_policy_keeps_weights_in_use():
+    """Cast to the compute type and gathered, they are as large as the model: the backward pass makes them again."""
+    spec = MeshSpec(fsdp=2, tensor=4)
+    mesh = mesh_of(spec)
+    with jax.set_mesh(mesh):
+        model = model_on(spec, "zero3", dtype=jnp.dtype("bfloat16"), remat="none")
+        params = jax.tree.map(lambda a: at_rest(a, mesh), model.shapes)
+        rows = NamedSharding(mesh, model.execution.rules.act.spec("batch", "whole_seq"))
+        tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32, sharding=rows)
+        kept = jax.eval_shape(lambda p, t: jax.vjp(lambda p: logits_of(model, p, t), p)[1], params, tokens)
+    layers = {a.shape for a in jax.tree.leaves(params["segments"]) if a.ndim > 2}
+    found = {(a.shape, a.dtype) for a in jax.tree.leaves(kept) if a.shape in layers}
+    assert found == {(shape, jnp.dtype("float32")) for shape in layers}  # the weights as they rest
+    # Not so activations, of which the MLP's are [layers, rows, length, F].
+    assert any(a.shape == (3, 16, 16, 64) and a.dtype == jnp.bfloat16 for a in jax.tree.leaves(kept))
 
 
 @pytest.mark.parametrize("spec", MESHES, ids=str)

@@ -26,6 +26,11 @@ def fake(platform="gpu", kind="", **more):
     return types.SimpleNamespace(platform=platform, device_kind=kind, **more)
 
 
+def mesh_of(*devices, **axes):
+    """What profiles ask of a mesh."""
+    return types.SimpleNamespace(devices=np.array(devices), shape=axes)
+
+
 def test_auto_goes_by_the_generation_of_the_device():
     assert profile_of(fake("cpu", "cpu")) == "cpu"
     assert profile_of(fake(kind="NVIDIA A100-SXM4-80GB")) == "ampere"
@@ -39,7 +44,7 @@ def test_auto_goes_by_the_generation_of_the_device():
 
 
 def test_auto_on_this_machine_compiles():
-    resolved = resolve_profile("auto", jax.devices("cpu")[0])
+    resolved = resolve_profile("auto", mesh_of(jax.devices("cpu")[0]))
     assert resolved.profile == "cpu"
     assert resolved.report() == ""
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=dict(resolved.options))
@@ -47,7 +52,7 @@ def test_auto_on_this_machine_compiles():
 
 def test_an_unknown_profile_is_refused():
     with pytest.raises(ShardlmError, match="unknown XLA profile 'volta'; choose one of auto, none, cpu, ampere"):
-        resolve_profile("volta", jax.devices("cpu")[0])
+        resolve_profile("volta", mesh_of(jax.devices("cpu")[0]))
 
 
 def test_options_that_jaxlib_refuses_are_reported_and_left_out():
@@ -73,9 +78,26 @@ def test_options_that_jaxlib_refuses_are_reported_and_left_out():
 def test_a_profile_of_known_options_takes_one_trial_compile(monkeypatch):
     tried = []
     monkeypatch.setattr(xla_options, "_error", lambda options, device: tried.append(options))
-    resolved = resolve_profile("hopper", fake(kind="NVIDIA H200"))
+    hosts = [fake(kind="NVIDIA H200", process_index=i) for i in range(2)]
+    resolved = resolve_profile("hopper", mesh_of(*hosts))
     assert tried == [resolved.options]
     assert len(resolved.options) == len(PROFILES["hopper"])
+
+
+def test_gathers_are_pipelined_over_the_network_where_the_sequence_is_whole(monkeypatch):
+    monkeypatch.setattr(xla_options, "_error", lambda options, device: None)
+    one, other = (fake(kind="NVIDIA H100 80GB HBM3", process_index=i) for i in range(2))
+    pipelined, limit = "xla_gpu_pipeline_all_gather", "xla_gpu_experimental_parallel_collective_overlap_limit"
+    memory = "xla_gpu_memory_limit_slop_factor"
+
+    def chosen(*devices, **axes):
+        options = resolve_profile("auto", mesh_of(*devices, **axes)).options
+        return {name for name in (pipelined, limit, memory) if name in options}
+
+    assert chosen(one, one, fsdp=2) == chosen(one, one, fsdp=1, tensor=2) == {memory}
+    assert chosen(one, other, fsdp=2, tensor=1) == {pipelined, limit, memory}
+    assert chosen(one, other, fsdp=1, tensor=2) == {limit, memory}
+    assert chosen(one, other, fsdp=1, expert=2) == {pipelined}
 
 
 def test_every_option_has_a_reason():
@@ -86,7 +108,7 @@ def test_every_option_has_a_reason():
 @needs_plugin
 @pytest.mark.parametrize(("gpu", "profile"), [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell")])
 def test_the_installed_jaxlib_knows_every_option(gpu, profile):
-    resolved = resolve_profile("auto", topology(gpu, 1, 1)[0])
+    resolved = resolve_profile("auto", mesh_of(*topology(gpu, 2, 1)))
     assert resolved.profile == profile
     assert resolved.report() == ""
     assert len(resolved.options) == len(PROFILES[profile])
@@ -95,7 +117,7 @@ def test_the_installed_jaxlib_knows_every_option(gpu, profile):
 @pytest.mark.gpu_program
 @needs_plugin
 def test_the_profile_gathers_the_next_layer_while_this_one_computes():
-    mesh = Mesh(np.array(topology("h100", 1, 8)), ("fsdp",))
+    mesh = Mesh(np.array(topology("h100", 2, 8)), ("fsdp",))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "fsdp", None))
 
     def forward(weights, x):
@@ -114,4 +136,4 @@ def test_the_profile_gathers_the_next_layer_while_this_one_computes():
         return entry.partition(" while(")[0].count("all-gather-start(")
 
     assert gathers_before_the_loop({}) == 0
-    assert gathers_before_the_loop(resolve_profile("hopper", mesh.devices.flat[0]).options) > 0
+    assert gathers_before_the_loop(resolve_profile("hopper", mesh).options) > 0

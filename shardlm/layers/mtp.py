@@ -64,7 +64,7 @@ class Mtp(nnx.Module):
 
         graph, stacked = nnx.split(self)
         # Outside a scan only a barrier keeps XLA from merging the recomputation with the forward pass.
-        run = module if pages is not None else rematerialised(module, execution.remat, prevent_cse=True)
+        run = module if pages is not None else rematerialised(module, execution.remat, stacked, prevent_cse=True)
         return run(jax.tree.map(lambda a: a[depth], stacked), hidden, embedded, pages)
 
     def head_norm(self, depth: int, hidden: jax.Array, execution: Execution) -> jax.Array:

@@ -22,7 +22,7 @@ Aux = dict[str, jax.Array]
 Remat = Literal["none", "full", "dots", "names", "offload"]
 """What the forward pass keeps of each block for the backward pass:
 
-none     everything; fastest, most memory
+none     everything but weights as layers use them, which are cast and gathered again; most memory
 full     only the block's input; the block runs again (https://arxiv.org/abs/1604.06174)
 dots     the outputs of weight matmuls; norms, activations and attention run again
 names    the block's input and the outputs of attention and MLP
@@ -95,7 +95,7 @@ class Stack(nnx.Module):
         schedule = self.schedule(execution)
         slots = schedule.slots
         rows = {"segment_ids": ctx.segment_ids, "positions": positions, "weights": ctx.weights}
-        how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat)}
+        how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
         x, aux = run_stages(stage, stacked, x, rows, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
@@ -120,25 +120,23 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
                 found.setdefault(name, []).append(value)
         return (x, pages), {name: jnp.stack(values) for name, values in found.items()}
 
-    body = layer if pages is not None else rematerialised(layer, execution.remat)
+    body = layer if pages is not None else rematerialised(layer, execution.remat, stacked)
     unroll = execution.unroll or repeats
     (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)
     return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
 
-def rematerialised(layer, remat: Remat, prevent_cse: bool = False):
-    """A layer under a remat policy by name. Raises ShardlmError for an unknown name."""
-    if remat == "none":
-        return layer
+def rematerialised(layer, remat: Remat, stacked, prevent_cse: bool = False):
+    """A layer under a remat policy by name; its weights are `stacked`. Raises ShardlmError for an unknown name."""
     # A scan already keeps XLA from merging the recomputation with the forward pass.
-    return jax.checkpoint(layer, policy=kept(remat), prevent_cse=prevent_cse)
+    return jax.checkpoint(layer, policy=kept(remat, stacked), prevent_cse=prevent_cse)
 
 
-def kept(remat: Remat):
+def kept(remat: Remat, stacked):
     """What a block keeps, as a policy of jax.checkpoint."""
     policies = jax.checkpoint_policies
     if remat == "none":
-        return policies.everything_saveable
+        return _all_but_weights(stacked)
     if remat == "full":
         return policies.nothing_saveable  # the input of what is recomputed is kept anyway
     if remat == "dots":
@@ -155,9 +153,22 @@ def kept(remat: Remat):
     raise ShardlmError(f"unknown remat policy {remat!r}; choose from {', '.join(get_args(Remat))}")
 
 
-def kept_of_stage(remat: Remat):
+def _all_but_weights(stacked):
+    """Keeps all but what is made of a layer's weights by casting and gathering them, which is known by its shape: kept
+    of every layer, Llama 3 8B in use is 14 GiB on each of the GPUs that it rests on in parts, and as much to write into
+    stacks and read back."""
+    shapes = {a.shape[1:] for a in jax.tree.leaves(stacked)}
+
+    def policy(primitive, *avals, **_):
+        return not (primitive.name in ("convert_element_type", "reshard") and avals[0].shape in shapes)
+
+    return policy
+
+
+def kept_of_stage(remat: Remat, stacked):
     """The same of all blocks of a stage, whose inputs are not those of what is recomputed."""
     if remat in ("full", "dots"):
         inputs = jax.checkpoint_policies.save_only_these_names("block_input")
-        return inputs if remat == "full" else jax.checkpoint_policies.save_from_both_policies(inputs, kept(remat))
-    return kept(remat)
+        own = kept(remat, stacked)
+        return inputs if remat == "full" else jax.checkpoint_policies.save_from_both_policies(inputs, own)
+    return kept(remat, stacked)

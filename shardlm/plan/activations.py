@@ -118,7 +118,7 @@ def _mask(sketch: Sketch, heads: float) -> float:
 
 def kept(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes on the device that the forward pass keeps of a layer (layers/stack.py), by what they are."""
-    remat, wide = sketch.config.remat, WIDE / itemsize(sketch)
+    remat = sketch.config.remat
     projections = one.queries + one.keys + one.values + one.latents
     if remat == "offload":
         return {}
@@ -129,8 +129,8 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     if remat == "dots":
         return {"streams kept": 2 * one.stream, "attention kept": projections, "mlp kept": 2 * one.hidden}
     return {
-        # Of each norm its input, its result and what the residual adds up in float32; what the projections read.
-        "streams kept": 6 * one.stream * wide + 2 * one.whole,
+        # The inputs of the norms; what the projections read.
+        "streams kept": 2 * one.stream + 2 * one.whole,
         "attention kept": projections + one.output,
         "mlp kept": 3 * one.hidden,
         "experts kept": 3 * one.expert_hidden + 2 * one.rows + one.pairs,

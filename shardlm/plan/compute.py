@@ -68,8 +68,8 @@ def _layers(sketch: Sketch) -> Iterator[Op]:
         in_stages = mesh.pipeline > 1 and segment is staged
         for block in segment.pattern:
             if in_stages:
-                scan, idle = schedule.slots, 1 / (1 - schedule.bubble_fraction())
-                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, scan, both_ways, idle)
+                idle = 1 / (1 - schedule.bubble_fraction())
+                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, both_ways, idle)
             else:
                 run = _Run.outside(sketch, block.norms, segment.repeats)
             for op in _block(sketch, block):
@@ -86,7 +86,6 @@ class _Run:
     """How often a layer's operations run.
 
     passes   of all its layers, forward and useful
-    scan     layers of one scan
     twice    1F1B takes each microbatch forward once more, for the input of the next stage
     idle     runs of a device for each useful one
     """
@@ -94,7 +93,6 @@ class _Run:
     sketch: Sketch
     norms: str
     passes: float
-    scan: int
     twice: bool
     idle: float
 
@@ -103,8 +101,8 @@ class _Run:
         """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
         mesh, schedule = sketch.mesh, sketch.schedule
         if mesh.pipeline > 1 and schedule.both_ways:
-            return cls(sketch, norms, sketch.passes * repeats, repeats, True, schedule.ticks / sketch.passes)
-        return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, repeats, False, 1.0)
+            return cls(sketch, norms, sketch.passes * repeats, True, schedule.ticks / sketch.passes)
+        return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, False, 1.0)
 
     def __call__(self, op: Op) -> Op:
         """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
@@ -113,8 +111,6 @@ class _Run:
         last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
         if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
             again = 0  # nothing in the backward pass asks for the result, or it was kept
-        elif self.sketch.mesh.tensor > 1 and remat in ("full", "offload") and op.layer == "attention":
-            again = 2 - 1 / self.scan  # XLA repeats it for the next layer too (program_layers.py)
         again += self.twice
         gradients = 2.5 if op.unit == "attention" else 2
         count = self.passes * (1 + again + gradients)

@@ -4,7 +4,7 @@
 from shardlm.plan.activations import Kinds
 from shardlm.plan.sketch import Sketch
 
-SCORES = 0.1  # part of all bytes above which scores of XLA's attention decide
+SCORES = 0.09  # part of all bytes above which scores of XLA's attention decide
 
 
 def doubt(sketch: Sketch, kinds: Kinds) -> str:

@@ -82,8 +82,8 @@ def _timed(sent: Sent, route: Route | MeasuredRoute, remat: str) -> Timed:
 
 
 def _forward_share(sent: Sent, remat: str) -> float:
-    """Of gathers half, where the backward pass gathers again; of what layers exchange, one run of all."""
+    """Of gathers half, as the backward pass gathers again; of what layers exchange, one run of all."""
     weights = sent.beside and sent.kind in (GATHER, SCATTER, REDUCE) and "tensor" not in sent.axes
     if weights:
-        return 0.0 if sent.kind != GATHER else 1.0 if remat == "none" else 0.5
+        return 0.5 if sent.kind == GATHER else 0.0
     return 1 / 2 if remat == "none" else 1 / 3

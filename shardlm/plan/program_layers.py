@@ -23,28 +23,17 @@ class Runs:
     """How often one device runs a layer in a step, its rows being those of a microbatch.
 
     layers    runs that have a backward pass
-    scans     scans over layers that have one
     forward   forward passes of each run
     idle      share of the runs by stages that fill and drain, and of empty slots
     again     whether the backward pass repeats it
     whole     whether it repeats all of it, and not what some policy leaves out
-    twice     and XLA attention twice (`repeated`)
     """
 
     layers: float
-    scans: float
     forward: int
     idle: float
     again: int
-
     whole: bool
-    twice: bool
-
-    @property
-    def repeated(self) -> float:
-        """Repetitions of what leads to the reduce-scatter behind attention, where the backward pass repeats all of a
-        layer: XLA repeats it twice, once for the layer before, but for the last one of each scan."""
-        return self.again * ((2 * self.layers - self.scans) if self.twice else self.layers)
 
 
 def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
@@ -53,19 +42,19 @@ def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
     again = 0 if sketch.config.remat == "none" else 1
     both_ways = mesh.pipeline > 1 and schedule.both_ways
     whole = sketch.config.remat in ("full", "offload")
-    how = (again, whole, whole and mesh.tensor > 1)
+    how = (again, whole)
     outside = schedule.ticks if both_ways else sketch.passes / mesh.pipeline
     idle = 1 - sketch.passes / outside if both_ways else 0.0
     for number, segment in enumerate(shape.segments):
         if mesh.pipeline > 1 and number == shape.pipelined_segment():
             ticks, bubble = schedule.ticks, schedule.bubble_fraction()
-            runs = Runs(ticks * schedule.slots, ticks, 1 + both_ways, bubble, *how)
+            runs = Runs(ticks * schedule.slots, 1 + both_ways, bubble, *how)
         else:
-            runs = Runs(outside * segment.repeats, outside, 1 + both_ways, idle, *how)
+            runs = Runs(outside * segment.repeats, 1 + both_ways, idle, *how)
         for block in segment.pattern:
             yield block, runs
     for _ in range(shape.mtp.depth if shape.mtp else 0):
-        yield shape.mtp.block, Runs(outside, outside, 1, idle, *how)
+        yield shape.mtp.block, Runs(outside, 1, idle, *how)
 
 
 def activations(sketch: Sketch) -> Iterator[Sent]:
@@ -159,7 +148,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     there, back = runs.forward + runs.again, runs.forward
     attention, moe = block.attention, block.mlp
     gathers = scatters = sums = 0.0  # bytes a token
-    repeated = runs.repeated / runs.layers if runs.whole else 0.0
+    repeated = runs.again if runs.whole else 0
     # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart.
     both_ways = runs.forward == 2
     apart_in_stages = runs.again and runs.idle and both_ways != runs.whole
@@ -230,12 +219,12 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, runs: Runs)
         if not moves:
             return
         # Forward, again and backward, of which the last two share the first move; float32 gradients come home besides.
-        times = moves * ((runs.forward + 1) * runs.layers + runs.repeated) - runs.again * runs.layers
+        times = (moves * (runs.forward + 1 + runs.again) - runs.again) * runs.layers
         gradients = (moves + 1) * runs.layers
         moved = tokens * kv * width * (times * item + gradients * 4)
         yield Sent(("context",), "keys, values and their gradients", moved, PERMUTE, times + gradients, beside=True)
         return
     copies = max(1, mesh.context // kv)
     one = tokens * (heads + kv * copies) * width * item * share(mesh.context)
-    times = (runs.forward + 1) * runs.layers + runs.repeated
+    times = (runs.forward + 1 + runs.again) * runs.layers
     yield Sent(("context",), "heads for tokens", one * times, EXCHANGE, 4 * times)

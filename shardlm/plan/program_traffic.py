@@ -103,11 +103,6 @@ def _updated(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     yield moved.sent(axes, "updated", held * share(sketch.mesh.size(*axes)), GATHER)
 
 
-def _again(sketch: Sketch) -> int:
-    """Whether the backward pass gathers layers' weights again."""
-    return 0 if sketch.config.remat == "none" else 1
-
-
 def _of_all(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     """Outside stages: every device uses it, for its own rows. `pipeline` splits the batch there, and all microbatches
     are one."""
@@ -117,8 +112,7 @@ def _of_all(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     if not moved.staged:
         moved = dataclasses.replace(moved, copies=ordered(mesh, {*moved.copies, "pipeline"}))
     size, use = mesh.size(*axes), moved.numbers * moved.itemsize
-    again = _again(sketch) if weight.stacked else 0
-    times = passes * (1 + again)
+    times = passes * (2 if weight.stacked else 1)  # layers' weights in the backward pass again
     if weight.path == "embedding":  # also for the head, and for each module that predicts further tokens
         times = passes * (1 + sketch.shape.tie_embeddings + _further(sketch))
     yield moved.sent(axes, "gathers", use * share(size) * times, GATHER, moved.repeats * times)
@@ -177,7 +171,7 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     idle = schedule.bubble_fraction()
     if moved.gathered:
         part = one * share(mesh.size(*moved.gathered)) * runs
-        times = (2 if schedule.both_ways else 1) + _again(sketch)
+        times = 3 if schedule.both_ways else 2
         yield moved.sent(moved.gathered, "gathers", part * times, GATHER, runs * times, idle=idle)
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
     total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
@@ -234,7 +228,7 @@ def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
         yield moved.sent(moved.gathered, "gathers", once * times, GATHER, times, **how)
     elif weight.path != "head":
         times = ticks * moved.repeats
-        runs = (1 if weight.path.startswith("mtp") else 2) + _again(sketch)
+        runs = 2 if weight.path.startswith("mtp") else 3
         once /= moved.repeats
         yield moved.sent(moved.gathered, "gathers", once * times * runs, GATHER, times * runs, **how)
         others = ordered(mesh, set(moved.copies) - set(replicas))

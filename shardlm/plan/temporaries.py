@@ -20,6 +20,8 @@ from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
 from shardlm.rules import Rules
 
+GPUS_PER_HOST = 8  # of the programs that were counted
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -124,12 +126,10 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     found["weights turned"] = parts.turned
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
     found["experts"] = 3 * zeros if _moves_early(sketch) else zeros
-    if sketch.config.remat == "none" and (parts.gathers or itemsize(sketch) < WIDE):
-        found["weights kept"] = sum(parts.largest * segment.num_layers for segment in sketch.shape.segments)
     if sketch.mesh.pipeline == 1:
-        # The loop over microbatches is unrolled twice: the sum of gradients, and of two microbatches those to scatter.
-        many = sketch.passes > 1
-        found["gradients"] = 3 * parts.resting - parts.whole + 1.5 * parts.around if many else parts.resting
+        # The sum of gradients and those of a microbatch; with gathers ahead, of two, as the loop is unrolled twice.
+        many = (3 * parts.resting - parts.whole if _gathers_ahead(sketch) else 2 * parts.resting) + 1.5 * parts.around
+        found["gradients"] = many if sketch.passes > 1 else parts.resting
     return found
 
 
@@ -152,7 +152,14 @@ def _begins_early(sketch: Sketch) -> bool:
     all is kept (compiled: Llama 3 8B, fsdp=4 x context=2, remat=none, two microbatches)."""
     mesh = sketch.mesh
     apart = mesh.expert > 1 or (mesh.context > 1 and sketch.config.remat != "none")
-    return mesh.pipeline == 1 and sketch.passes > 1 and not apart
+    return mesh.pipeline == 1 and sketch.passes > 1 and not apart and _gathers_ahead(sketch)
+
+
+def _gathers_ahead(sketch: Sketch) -> bool:
+    """Whether XLA gathers the next layers' weights while these compute, and with them the next microbatch's
+    (xla_options.py): over the network, where tensor does not split the sequence."""
+    mesh = sketch.mesh
+    return mesh.tensor == 1 and mesh.size(*mesh.sizes()) > GPUS_PER_HOST
 
 
 def _moves_early(sketch: Sketch) -> bool:
@@ -193,7 +200,7 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
         "gradients": parts.resting if begun else 0,
         "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
         "attention": one.mask,
-        "streams": (5 * outside + 3.5 * ahead) * one.stream + (8 * one.whole if mesh.tensor > 1 else 0),
+        "streams": (5 * outside + 3.5 * ahead) * one.stream,
         "weights in use": 0.8 * parts.largest * ahead,
     }
 
@@ -205,7 +212,7 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found["attention"] += _scores_of_others(sketch, parts)
     if _moves_early(sketch):
         found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
-    if sketch.mesh.pipeline == 1 and sketch.passes > 1:
+    if sketch.mesh.pipeline == 1 and sketch.passes > 1 and _gathers_ahead(sketch):
         # Embedding and head of the next microbatch, and the embedding's gradient.
         found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
     laps = sketch.config.pipeline.laps

@@ -81,7 +81,6 @@ def share(n: int) -> float:
 def _weights(sketch: Sketch) -> Iterator[Sent]:
     """Gathers, scatters and reductions of weights and their gradients."""
     rules, mesh, config = sketch.rules, sketch.mesh, sketch.config
-    forward = 2 if config.remat in ("full", "offload", "dots", "names") else 1  # weights are gathered again
     for weight in sketch.weights:
         if not weight.is_matrix:
             continue
@@ -91,7 +90,7 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
         stages = mesh.pipeline if staged else 1
         numbers = weight.numbers(rules.use) / stages  # of one device while in use
         if gathered:
-            times = sketch.passes * ((forward if weight.stacked else 1) + 1)  # a gradient is scattered once a pass
+            times = sketch.passes * (3 if weight.stacked else 2)  # forward, of layers again, and its gradient
             once = numbers * sketch.itemsize * share(mesh.size(*gathered))
             repeats = math.prod(weight.shape[: weight.stacked]) / stages
             yield Sent(

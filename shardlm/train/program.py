@@ -166,7 +166,7 @@ class Program:
 
     def xla_options(self) -> XlaOptions:
         """Compiler options of config.xla_profile that the installed jaxlib takes, for `Lowered.compile`."""
-        return resolve_profile(self.config.xla_profile, self.mesh.devices.flat[0])
+        return resolve_profile(self.config.xla_profile, self.mesh)
 
     def decoder(self) -> ModelDef:
         """The same model for generating from the same parameters on the same mesh."""

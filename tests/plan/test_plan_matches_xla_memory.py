@@ -49,7 +49,7 @@ def test_what_is_not_known_is_said():
     for overrides, words in (
         ("matmul=fp8", "fp8 needs less"),
         ("optim.name=muon", "muon's temporaries"),
-        ("remat=none", "more than the GPU has"),
+        ("remat=none train.global_batch=16", "more than the GPU has"),
         ("attention=xla train.seq_len=16384 train.global_batch=8", "XLA's attention"),
         ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
         ("", ""),
