@@ -90,9 +90,9 @@ def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -
 # pipelining computes attention again (6% more FLOPs there; 35% in a run with accumulation). Some of the first figures
 # are of programs whose norms still kept more for the backward pass, which is a part of their difference. Inside a host
 # the loop unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit on memory
-# remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek V3 held 63.5 GiB
-# for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge gathers into
-# ones that nothing can cover.
+# remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek V3 held
+# 63.5 GiB for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge gathers
+# into ones that nothing can cover.
 _OVERLAP = (
     Option(
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
