@@ -19,7 +19,7 @@ CASES = [  # letters, shapes of x and w, whether the weight is cut into parts
 def test_a_product_of_one_row_is_the_einsum(letters, x, w, cut):
     keys = jax.random.split(jax.random.key(0), 2)
     x, w = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, (x, w), strict=True))
-    with_dtype = lambda x, w: einsum_of_one_row(letters, x, w, jnp.float32)  # noqa: E731
+    with_dtype = lambda x, w: einsum_of_one_row(letters, x, w, preferred_element_type=jnp.float32)  # noqa: E731
     found, expected = with_dtype(x, w), jnp.einsum(letters, x, w, preferred_element_type=jnp.float32)
     assert found.dtype == jnp.float32 and found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

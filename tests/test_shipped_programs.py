@@ -77,8 +77,9 @@ KINDS = {
     },
 }
 # Of the gathered bytes of layers' weights, the share that moves beside kernels where it is not all of them: stages of
-# 1F1B begin with a gather that nothing runs beside.
-HIDDEN = {"deepseek_v3": 0.97}
+# 1F1B begin with a gather that nothing runs beside; inside a host gathers are not pipelined (xla_options.py), and of
+# one row of 131,072 tokens 2% of the bytes are gathered where they are used.
+HIDDEN = {"deepseek_v3": 0.97, "llama3_8b_128k": 0.98}
 
 
 pytestmark = MARKS

@@ -148,7 +148,7 @@ def project(
     if few_rows(letters, x.shape, module, name, execution):
         y = _by_kernel(x, module, name, execution, out_sharding)
     elif execution.matmul == "dtype":
-        y = multiplied(letters, x, use_weight(module, name, execution), execution, out_sharding=out_sharding)
+        y = einsum_of(execution)(letters, x, use_weight(module, name, execution), out_sharding=out_sharding)
     else:
         param = getattr(module, name)
         use = execution.rules.use.spec(*param.get_metadata("names"))
@@ -156,11 +156,10 @@ def project(
     return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
 
 
-def multiplied(letters: str, x, weight, execution: Execution, out_sharding=None, preferred_element_type=None):
-    """`jnp.einsum` of these, by itself or in the way that is faster for one row on one device."""
-    if execution.one_row:
-        return einsum_of_one_row(letters, x, weight, preferred_element_type)
-    return jnp.einsum(letters, x, weight, out_sharding=out_sharding, preferred_element_type=preferred_element_type)
+def einsum_of(execution: Execution) -> Callable[..., jax.Array]:
+    """`jnp.einsum`, or what takes its arguments and is faster for one row. Not a call of it: a bill names the
+    function that calls einsum."""
+    return einsum_of_one_row if execution.one_row else jnp.einsum
 
 
 def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:

@@ -13,7 +13,7 @@ from shardlm.layers.context import Context, Pages
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import Execution, Params, in_use, multiplied, normal
+from shardlm.layers.param import Execution, Params, einsum_of, in_use, normal
 from shardlm.layers.stack import Segment, Stack
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
 
@@ -191,5 +191,5 @@ class Transformer(nnx.Module):
         letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
         hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
         weight = in_use(self.head_param(), self.execution)
-        logits = multiplied(letters, hidden, weight, self.execution, preferred_element_type=jnp.float32)
+        logits = einsum_of(self.execution)(letters, hidden, weight, preferred_element_type=jnp.float32)
         return shaped(logits, self.config.logits)

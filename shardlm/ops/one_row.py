@@ -14,10 +14,10 @@ import jax.numpy as jnp
 PARTS = 4
 
 
-def einsum_of_one_row(letters: str, x: jax.Array, w: jax.Array, preferred_element_type=None) -> jax.Array:
-    """`jnp.einsum` of the same arguments to rounding, on one device: where x is one row of numbers that are all summed
-    over, and they are the first or the last of w's dimensions, w is cut into PARTS along its first one. Else it is that
-    einsum itself."""
+def einsum_of_one_row(letters: str, x, w, *, preferred_element_type=None, out_sharding=None) -> jax.Array:
+    """`jnp.einsum` of the same arguments to rounding, on one device, where `out_sharding` says nothing: if x is one row
+    of numbers that are all summed over, and they are the first or the last of w's dimensions, w is cut into PARTS along
+    its first one. Else it is that einsum itself."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=preferred_element_type)
     xs, (ws, ys) = letters.split(",")[0], letters.split(",")[1].split("->")
     summed = "".join(letter for letter in ws if letter not in ys)
