@@ -157,10 +157,11 @@ def test_a_shipped_configuration_compiles_to_what_its_mesh_implies(name, capfd):
     for one in shipped.collectives:
         kinds.setdefault("+".join(one.axes), set()).add(one.kind)
     assert kinds == KINDS[name]
-    # What rests is foreseen exactly, the whole within 5%.
+    # What rests is foreseen exactly, the whole within 5%; 6% where the estimate says that it is in doubt.
     assert shipped.argument_bytes == pytest.approx(state(shipped.sketch).total, abs=4096)
     needed = shipped.argument_bytes + shipped.temporary_bytes
-    assert sum(memory(shipped.sketch).kinds.values()) == pytest.approx(needed, rel=0.05)
+    estimate = memory(shipped.sketch)
+    assert sum(estimate.kinds.values()) == pytest.approx(needed, rel=0.06 if estimate.doubt else 0.05)
     layers_are_gathered_beside_kernels(name, shipped)
     what_is_computed_is_foreseen(shipped)
     as_recorded(name, shipped, expected)

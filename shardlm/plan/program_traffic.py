@@ -164,8 +164,7 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     S, layers = schedule.stages, moved.repeats
     padded = S * schedule.rounds * schedule.slots
     held = moved.numbers / layers * padded / S  # of one stage, empty slots too
-    cast = not schedule.both_ways and sketch.config.remat == "none" and mesh.tensor == 1  # before it is sent
-    yield from _to_stages(sketch, moved, held / mesh.size(*moved.gathered), moved.itemsize if cast else MASTER)
+    yield from _to_stages(sketch, moved, held / mesh.size(*moved.gathered))
     runs = schedule.ticks * schedule.slots
     one = moved.numbers / layers * moved.itemsize
     idle = schedule.bubble_fraction()
@@ -180,7 +179,7 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     yield _gradient(sketch, moved, moved.gathered, others, one, runs, idle=idle)
 
 
-def _to_stages(sketch: Sketch, moved: _Moved, held: float, itemsize: int) -> Iterator[Sent]:
+def _to_stages(sketch: Sketch, moved: _Moved, held: float) -> Iterator[Sent]:
     """`held` numbers of each device. Where the dimension that the stages take is split further, places are exchanged
     first among as many neighbours as there are stages, and then all devices permute."""
     mesh, S = sketch.mesh, sketch.mesh.pipeline
@@ -188,7 +187,7 @@ def _to_stages(sketch: Sketch, moved: _Moved, held: float, itemsize: int) -> Ite
         yield moved.sent(("pipeline",), "from its stage", S * held * MASTER * share(S), GATHER)
         return
     if not moved.gathered:
-        yield moved.sent(("pipeline",), "to its stage", held * itemsize * share(S), EXCHANGE)
+        yield moved.sent(("pipeline",), "to its stage", held * MASTER * share(S), EXCHANGE)
         yield moved.sent(("pipeline",), "from its stage", held * MASTER * share(S), EXCHANGE)
         return
     order = ("pipeline", *moved.gathered)
