@@ -21,7 +21,8 @@ from fake_llm import FakeLLM
 from launch import serve
 from launch.flags import run
 
-run(lambda: serve.serve(FakeLLM(reply="word " * 20, delay=0.02)), needs_config=False)
+# Ten times as slow as the one that stays: when it is killed its streams have begun and none has ended.
+run(lambda: serve.serve(FakeLLM(reply="word " * 20, delay=0.2)), needs_config=False)
 """
 ROUTER = """
 import sys
