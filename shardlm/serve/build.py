@@ -140,8 +140,8 @@ def build(
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
     speculative, shape = config.speculative_config, found.source.transformer()
     modules = wants_modules(speculative, shape, path)
-    where = (mesh, config.dtype, config.kv_cache_dtype)
-    draft = open_draft_model(speculative, shape.vocab_size, length, of_stage(mesh), *where[1:])
+    beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
+    draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     opened = load(path, mesh=mesh, decoding=True, length=length, **options)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)

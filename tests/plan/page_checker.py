@@ -1,6 +1,9 @@
 """What a page of the planner must be, whatever is on it."""
 
+import contextlib
 import html.parser
+
+import chromium
 
 
 class Checker(html.parser.HTMLParser):
@@ -36,6 +39,23 @@ def check(page: str) -> None:
     assert checker.open == [] and checker.scripts == 1 and checker.loads == ["data:,"]
     assert len(set(checker.ids)) == len(checker.ids)
     assert "http://" not in page and "https://" not in page and "url(" not in page and "@import" not in page
+
+
+@contextlib.contextmanager
+def shown(browser: str, folder, text: str, heading: str):
+    """The page in a browser, once it is whole and says what it is of."""
+    path = folder / "page.html"
+    path.write_text(text, encoding="utf-8")
+    with chromium.browser(browser, folder / "profile") as page:
+        page.call("Page.navigate", url=path.as_uri())
+        page.until("document.querySelector('footer') && document.readyState == 'complete'")
+        assert page.value("document.querySelector('h1').textContent") == heading
+        yield page
+
+
+def number(page, selector: str) -> int:
+    """How many there are of something."""
+    return page.value(f"document.querySelectorAll({selector!r}).length")
 
 
 def look(page) -> None:

@@ -2,6 +2,7 @@
 apart. Answers are made of plans by formulas; what a compiler would add is written by hand."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -261,16 +262,8 @@ def test_the_page_is_whole_loads_nothing_and_escapes(told):
 def test_a_person_looks_at_the_pictures(tmp_path):
     best = PIPELINED["1f1b"]
     told = to_json(answer(Ranked(best, compiled(30)), Ranked(FSDP), Ranked(HYBRID)), HOSTILE, SWEEP)
-    path = tmp_path / "plan.html"
-    path.write_text(to_html(told), encoding="utf-8")
-    with chromium.browser(BROWSER, tmp_path / "profile") as page:
-        page.call("Page.navigate", url=path.as_uri())
-        page.until("document.querySelector('footer') && document.readyState == 'complete'")
-        assert page.value("document.querySelector('h1').textContent") == HOSTILE
-
-        def number(selector):
-            return page.value(f"document.querySelectorAll({selector!r}).length")
-
+    with page_checker.shown(BROWSER, tmp_path, to_html(told), HOSTILE) as page:
+        number = functools.partial(page_checker.number, page)
         assert number("#memory .bar:not(.head)") == 4 and number("#memory .over") == 0  # the first one twice
         assert number("#steps .bar") == 4 and number("#stages .bar") == 4
         assert number("#mesh .gpu") == 16 and number("#mesh .host") == 2 and number("#mesh input") == 3

@@ -1,6 +1,7 @@
 """What the planner says of serving: the same figures in text, JSON and page, words that are kept apart, and what is
 said where programs do not fit or cannot be made. What a compiler would add is written by hand."""
 
+import functools
 import json
 import math
 import pickle
@@ -109,16 +110,8 @@ def test_the_figures_of_the_first_plan_are_in_text_and_page():
 @pytest.mark.skipif(not BROWSER, reason="no Chromium here: SHARDLM_CHROMIUM=PATH names one")
 def test_a_person_looks_at_the_pictures(checked, tmp_path):
     told = to_json(checked, 4)
-    path = tmp_path / "serve.html"
-    path.write_text(to_html(told), encoding="utf-8")
-    with chromium.browser(BROWSER, tmp_path / "profile") as page:
-        page.call("Page.navigate", url=path.as_uri())
-        page.until("document.querySelector('footer') && document.readyState == 'complete'")
-        assert page.value("document.querySelector('h1').textContent") == HOSTILE
-
-        def number(selector):
-            return page.value(f"document.querySelectorAll({selector!r}).length")
-
+    with page_checker.shown(BROWSER, tmp_path, to_html(told), HOSTILE) as page:
+        number = functools.partial(page_checker.number, page)
         drawn = len(told["plans"])
         assert number("#memory .bar:not(.head)") == drawn + 2 and number("#memory .over") == 1
         steps = told["plans"][0]["estimated"]["decode"]

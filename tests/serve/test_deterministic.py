@@ -15,12 +15,12 @@ from small import init, mesh_of
 from shardlm.generate import Sampling, generate
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.rules import Rules
 from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
 
 # So wide that XLA:CPU cuts products of one row, of few and of many into other sums.
@@ -33,7 +33,8 @@ PROMPTS = [TOKENIZER.encode(text) for text in (TEXT[:9], TEXT[:22], TEXT[:40], '
 def made(config, spec: MeshSpec):
     mesh = mesh_of(spec)
     with jax.set_mesh(mesh):
-        model = ModelDef.make(config.transformer(), Execution(Rules.make("zero3", spec).for_decoding()))
+        shape = config.transformer()
+        model = ModelDef.make(shape, Execution(serving_rules(shape, spec)))
         return (*taken_apart(model, init(model)), mesh), model, init(model)
 
 

@@ -17,7 +17,6 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.rules import Rules
 from shardlm.serve.bench.engine import random_engine
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.layers import taken_apart
@@ -25,6 +24,7 @@ from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import SpeculationStats
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest
 
 COUNT = 3
@@ -46,7 +46,7 @@ def weights():
 
 def model_of(modules: int, spec: MeshSpec) -> ModelDef:
     shape = dataclasses.replace(TWO, mtp=modules).transformer()
-    return ModelDef.make(shape, Execution(Rules.make("zero3", spec).for_decoding()))
+    return ModelDef.make(shape, Execution(serving_rules(shape, spec)))
 
 
 def engine_of(weights, modules: int, spec: MeshSpec):

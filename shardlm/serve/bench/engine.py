@@ -20,7 +20,6 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened, execution_of
-from shardlm.rules import Rules
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
@@ -32,7 +31,8 @@ from shardlm.serve.outputs import SpeculationStats, whole
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import open_draft_model, wants_modules
-from shardlm.serve.submeshes import of_replica, submeshes
+from shardlm.serve.submeshes import of_replica, of_stage, submeshes
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
 
@@ -52,11 +52,12 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
     if not wants_modules(config.speculative_config, shape, "this configuration"):
         shape = shape.without_mtp()
     with jax.set_mesh(mesh):
-        rules = Rules.make("zero3", one).for_decoding()
         held = config.quantization or "dtype"
+        rules = serving_rules(shape, one, held)
         model = ModelDef.make(shape, execution_of(shape, rules, dtype, platform, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
-    draft = open_draft_model(config.speculative_config, shape.vocab_size, length, one, config.dtype)
+    beside = (of_stage(one), config.dtype, config.kv_cache_dtype)
+    draft = open_draft_model(config.speculative_config, shape.vocab_size, length, *beside)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 
