@@ -82,7 +82,7 @@ def decoding(
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
         proposer = {
             "draft_model": DraftModelProposer(4, draft, one, 16),
-            "mtp": MultiTokenProposer(4, model, one, 16, ROWS),
+            "mtp": MultiTokenProposer(4, model, model.model, one, 16, ROWS),
             "ngram": NgramProposer(4, 4, 2, ROWS, 4096),
         }.get(drafts)
         state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS, proposer.empty if drafts else tuple))

@@ -104,12 +104,6 @@ class EngineConfig:
                 f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
                 "tensor, expert, pipeline or data"
             )
-        if self.mesh.pipeline > 1 and self.speculative_config and self.speculative_config.method == "mtp":
-            raise ShardlmError(
-                f"speculative_config method='mtp' and mesh.pipeline={self.mesh.pipeline}: the modules that draft need "
-                "the embedding, which is in another stage; give those devices to tensor, expert or data, or choose "
-                "method 'ngram' or 'draft_model'"
-            )
 
     @property
     def drafts(self) -> int:
@@ -165,6 +159,7 @@ def assemble(
     draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
     del params  # the stages have their own, and pages want the room
+    draft = draft.within(first.stages[-1]) if draft else None
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
     sizes, *beside = sizes_of(model, draft, places, length, config)
     sizes = dataclasses.replace(sizes, prefill=choose(config.prefill_attention, model, config.deterministic))

@@ -11,7 +11,7 @@ from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import programs
-from shardlm.serve.speculation.programs import Tally, nothing_yet, places, proposed, verified
+from shardlm.serve.speculation.programs import Tally, both, nothing_yet, places, proposed, verified
 from shardlm.serve.speculation.proposer import Proposer, Rows
 from shardlm.serve.stage_programs import through
 from shardlm.serve.stages import Stage
@@ -41,7 +41,7 @@ def last_step(
 ):
     """The same in the last stage: ((pages, the proposer's state, Held), what enters the next step). `left`: steps after
     this one; there are no drafts for one that does not come."""
-    (pages, drafts, (own, found, tally)), (own_params, proposers) = state, params
+    (pages, drafts, (own, found, tally)), (own_params, proposers) = state, both(params)
     lm, x, pages = _read(stage, layout, own_params, pages, where, entering)
     hidden = lm.finish(x)
     logits = jax.reshard(lm.logits(hidden), programs.WHOLE)

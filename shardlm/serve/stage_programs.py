@@ -12,6 +12,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
 from shardlm.serve import programs
 from shardlm.serve.programs import ChunkRows
+from shardlm.serve.speculation.programs import both
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stages import Stage
 from shardlm.serve.state import ServeState, Slots, take
@@ -77,7 +78,7 @@ def last_chunk(
     proposer: Proposer | None = None,
 ):
     """The same in the last stage, returning as programs.chunk does; with a proposer, parameters are its own too."""
-    params, proposers = params if proposer else (params, None)
+    params, proposers = both(params) if proposer else (params, None)
     positions, ctx = programs.chunk_context(stage.model, layout, rows.where, rows.tokens.shape[1], whole)
     lm, x, pages = through(stage, params, state.pages, entering, positions, ctx)
     hidden, drafts = lm.finish(x), state.drafts

@@ -84,6 +84,11 @@ class StagedRunner(Runner):
         return (self._parts[s], self.proposer_params) if self.proposer and self.stages[s].last else self._parts[s]
 
     @property
+    def _drafting(self) -> Any:
+        """The parameters of what proposes; of modules of the model they are the last stage's."""
+        return self._parts[-1] if self.proposer and self.proposer_params is None else self.proposer_params
+
+    @property
     def _decoding(self) -> Steps:
         most = self.config.decode_steps
         if self.proposer:
@@ -115,7 +120,7 @@ class StagedRunner(Runner):
         last, rows = len(self.stages) - 1, empty.shape[0]
         kept = (self._state[-1].slots, self._state[-1].drafts)
         with jax.set_mesh(self.mesh):
-            _, held, entering = jax.eval_shape(steps.begin, self.proposer_params, kept, empty)
+            _, held, entering = jax.eval_shape(steps.begin, self._drafting, kept, empty)
             held = jax.tree.map(lambda s: at_rest(s, self.mesh), held)
         stream = jax.ShapeDtypeStruct((*entering[0].shape, self.model.config.embed_dim), self.model.execution.dtype)
         work = {}
@@ -127,7 +132,7 @@ class StagedRunner(Runner):
             state = self._state[s]
             donated = (state.pages, state.drafts, held) if stage.last else state
             work["step", rows, s] = function, (self._own(s), donated, where, entered, step)
-        work["begin", rows, last] = steps.begin, (self.proposer_params, kept, where)
+        work["begin", rows, last] = steps.begin, (self._drafting, kept, where)
         work["end", rows, last] = steps.end, ((), kept, where, held[0])
         return work
 
@@ -212,7 +217,7 @@ class StagedRunner(Runner):
     def _begun(self, rows: np.ndarray) -> "_Group":
         where = [jax.device_put(rows, whole) for whole in self._whole]
         begin = self._programs["begin", len(rows), len(self.stages) - 1]
-        kept, held, entering = begin(self.proposer_params, self._kept, where[-1])
+        kept, held, entering = begin(self._drafting, self._kept, where[-1])
         self._keep(kept)
         return _Group(len(rows), where, entering, held)
 

@@ -1,5 +1,6 @@
 """Cuts a model whose layers are apart into pipeline stages, each a contiguous run of layers with its weights on devices
-of its own: the embedding in the first, the last norm and the head in the last; tied embeddings in both."""
+of its own: the embedding in the first, the last norm and the head in the last; tied embeddings in both. Modules that
+predict further tokens are in the last one, with the embedding."""
 
 import collections
 import dataclasses
@@ -115,6 +116,7 @@ def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> 
     here |= {"embedding", "positions"} if first else set()
     here |= {"final_norm", "head"} if last else set()
     here |= {"embedding"} if last and config.tie_embeddings else set()
+    here |= {"mtp", "embedding", "positions"} if last and config.mtp else set()
     own = {name: held[name] for name in held if name in here}
     return Stage(part, mesh, first, last, run, {name: held[name] for name in held if name not in here}, own)
 

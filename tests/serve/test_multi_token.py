@@ -3,11 +3,12 @@ over whole rows wherever chunks end, and as good after shared prefixes and preem
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import numpy as np
 import pytest
-from engines import CONFIG, TOKENIZER, finished, folder_of, of_model
+from engines import CONFIG, END, TOKENIZER, finished, folder_of, of_model
 from small import mesh_of
 from small_predicting import TEXTS, TWO, drafted, trained
 from test_speculation import check_same, served
@@ -17,13 +18,15 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
+from shardlm.opened import Opened
 from shardlm.serve.bench.engine import random_engine
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.build import EngineConfig, assemble
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import SpeculationStats
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.submeshes import of_replica
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest
 
@@ -154,6 +157,35 @@ def test_trained_modules_save_steps(weights, drafting):
         put(engine, weights[modules] | {"mtp": jax.tree.map(rng.permuted, weights[modules]["mtp"])})
         _, shuffled = replies_to(engine, PROMPTS)
         assert min(one.mean_length for one in (alone, again, crowded)) > 3 > 1.5 > shuffled.mean_length >= 1
+
+
+def test_over_stages_drafts_are_the_same(weights):
+    """In front of the trained layer's stage stands one that adds nothing; weights of modules are replaced there too."""
+    spec = MeshSpec(pipeline=2)
+    shape = dataclasses.replace(TWO, num_layers=2, mtp=1).transformer()
+
+    def as_two_layers(params):
+        segments = jax.tree.map(lambda a: np.concatenate([0 * a, a]), params["segments"])
+        return {**params, "segments": segments}
+
+    mesh = mesh_of(of_replica(spec))
+    with jax.set_mesh(mesh):
+        model = ModelDef.make(shape, Execution(serving_rules(shape, of_replica(spec))))
+    two = as_two_layers(weights[1])
+    params = jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), two, model.held_at_rest(mesh))
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 12, "block_size": 4, "decode_steps": 4}
+    config = EngineConfig(mesh=spec, kv_cache_bytes=2**20, speculative_config=MTP, **sizes)
+    engine = assemble(Opened(model, params, mesh, None, pathlib.Path()), TOKENIZER, [END], 48, config)
+    for prompt in PROMPTS:
+        [reply], found = replies_to(engine, [prompt])
+        assert found == by_hand(1, weights[1], prompt, reply) and found.mean_length > 3
+    together, _ = replies_to(engine, PROMPTS)
+    assert together == [replies_to(engine, [prompt])[0][0] for prompt in PROMPTS]
+    rng = np.random.default_rng(0)
+    shuffled = weights[1] | {"mtp": jax.tree.map(rng.permuted, weights[1]["mtp"])}
+    put(engine, as_two_layers(shuffled))
+    same, found = replies_to(engine, PROMPTS)
+    assert same == together and found.mean_length < 1.5
 
 
 def test_from_a_folder_with_all_that_is_quantised(weights, plain, tmp_path):

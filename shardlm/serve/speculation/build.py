@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.kv_format import KvFormat
 from shardlm.serve.layers import taken_apart
@@ -21,15 +21,18 @@ from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
+from shardlm.serve.stages import Stage
 from shardlm.state import ModelDef
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """A draft model, its layers apart, and its parameters at rest; None: the model itself, whose modules draft."""
+    """A draft model, its layers apart, and its parameters at rest; None: the model itself or its last pipeline stage,
+    whose modules draft, and how it is put together with its parameters (`lm`)."""
 
     model: ModelDef
     params: Any
+    lm: Callable[[Any], Transformer] | None = None
 
     @property
     def windows(self) -> list[int]:
@@ -37,6 +40,10 @@ class DraftModel:
         blocks = [*self.model.config.all_blocks()]
         number = self.model.config.num_layers
         return _windows(blocks[number:] if self.params is None else blocks[:number])
+
+    def within(self, stage: Stage) -> "DraftModel":
+        """As it is in the last stage of the model that it drafts for."""
+        return self if self.params is not None else DraftModel(stage.model, None, stage.lm)
 
 
 def wants_modules(config: SpeculativeConfig | None, shape: TransformerConfig, path: str | os.PathLike) -> bool:
@@ -53,7 +60,7 @@ def wants_modules(config: SpeculativeConfig | None, shape: TransformerConfig, pa
 
 def by_modules(config: SpeculativeConfig | None, model: ModelDef) -> DraftModel | None:
     """The model, its layers apart, as what drafts for itself, where that is asked for."""
-    return DraftModel(model, None) if config and config.method == "mtp" else None
+    return DraftModel(model, None, model.model) if config and config.method == "mtp" else None
 
 
 def open_draft_model(
@@ -111,7 +118,7 @@ def make_proposer(
     """(what proposes drafts, its parameters or None for the model's); `layout` is that of the layers that draft."""
     count = config.num_speculative_tokens
     if config.method == "mtp":
-        return MultiTokenProposer(count, draft.model, layout, sizes.page_size, sizes.max_rows), None
+        return MultiTokenProposer(count, draft.model, draft.lm, layout, sizes.page_size, sizes.max_rows), None
     if draft is not None:
         return DraftModelProposer(count, draft.model, layout, sizes.page_size), draft.params
     least, most = config.prompt_lookup_min, config.prompt_lookup_max

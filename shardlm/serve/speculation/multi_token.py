@@ -14,7 +14,8 @@ of the tokens before them is not kept. Drafts are only worse for that and never 
 Drafts are sampled as draft_model.py's are, with the noise that the model will sample with."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +46,13 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class MultiTokenProposer:
-    """Its parameters are the model's. max_rows: S, the slots."""
+    """Its parameters are the model's; `lm` puts what of it has the modules, the embedding and the head together with
+    them, inside jit. max_rows: S, the slots."""
 
     reads_text: ClassVar[bool] = False
     drafts: int
     model: ModelDef
+    lm: Callable[[Any], Transformer]
     layout: PageLayout
     page_size: int
     max_rows: int
@@ -70,7 +73,7 @@ class MultiTokenProposer:
         first = jnp.where(chunk.fresh, chunk.positions[:, 0], state.first[chunk.slot])
         known, hidden = state.hidden[:, chunk.slot], jax.reshard(chunk.hidden, WHOLE)
         read = _Read(chunk.ctx.page_table, chunk.tokens, chunk.positions, chunk.ctx.valid, first)
-        made, pages = self._fed(self.model.model(params), state.pages, known, _after(known[0], hidden), read)
+        made, pages = self._fed(self.lm(params), state.pages, known, _after(known[0], hidden), read)
         last = jnp.maximum(jnp.sum(chunk.ctx.valid, axis=1) - 1, 0)
         known = jnp.stack([_at(a, last) for a in (hidden, *made[:-1])])
         return State(pages, state.hidden.at[:, chunk.slot].set(known), state.first.at[chunk.slot].set(first))
@@ -78,7 +81,7 @@ class MultiTokenProposer:
     def propose(self, params, state, rows):
         """Pass i takes the token i places after the last one, from 0; the first is made also where nothing is drafted,
         as no later one writes its keys and values."""
-        lm, last = self.model.model(params), jnp.minimum(self.drafts, rows.room - 1)
+        lm, last = self.lm(params), jnp.minimum(self.drafts, rows.room - 1)
         passes = jnp.where(rows.room > 0, jnp.maximum(last, 1), 0)
         first, inputs = state.first[rows.slot], list(state.hidden[:, rows.slot][:, :, None])
 
@@ -114,7 +117,7 @@ class MultiTokenProposer:
         last = jnp.maximum(accepted - 1, 0)
         positions = rows.position[:, None] + 1 + jnp.minimum(index, last[:, None])
         read = _Read(rows.table, tokens[:, : self.drafts], positions, valid, state.first[rows.slot])
-        made, pages = self._fed(self.model.model(params), state.pages, known, hidden[:, : self.drafts], read)
+        made, pages = self._fed(self.lm(params), state.pages, known, hidden[:, : self.drafts], read)
         further = [
             jnp.where((accepted > 0)[:, None], _at(a, last), old) for a, old in zip(made[:-1], known[1:], strict=True)
         ]

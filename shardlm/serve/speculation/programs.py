@@ -60,11 +60,12 @@ def chunk(
     whole: str = "",
 ):
     """As programs.chunk, and the proposer reads the same. params: (the model's, the proposer's or None: the same)."""
-    own, proposers = _both(params)
+    own, proposers = both(params)
     return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers), whole)
 
 
-def _both(params: tuple) -> tuple:
+def both(params: tuple) -> tuple:
+    """The model's parameters and the proposer's, of (the model's, the proposer's or None: the same)."""
     own, proposers = params
     return own, own if proposers is None else proposers
 
@@ -86,7 +87,7 @@ def decode(
 ):
     """At most `steps` (int32, at most `most`) steps, each of which brings every row one token or more until it has its
     samples. Returns (state, Sampled of [B, most * (1 + K), ...], Tally)."""
-    own_params, proposers = _both(params)
+    own_params, proposers = both(params)
     slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
     table, B = rows.where[:, 3:], rows.where.shape[0]
 
