@@ -19,7 +19,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.opened import load
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving.answer import RankedServing, ServingAnswer
+from shardlm.plan.serving.answer import RankedServing, ServingAnswer, answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.load import Replica
 from shardlm.plan.serving.memory import serving_memory
@@ -184,9 +184,11 @@ def test_the_search_ranks_what_fits_and_says_what_would():
 def test_what_does_not_fit_is_told_with_what_would():
     one = on("h100", 1, LLAMA_70B)
     with pytest.raises(ShardlmError) as error:
-        search(one)
-    said = "it fits with quantization=int4 (estimated); as it is it needs at least 4 h100 (estimated)"
+        answer_serving(one)
+    said = "it fits with quantization=int4 (estimated); as it is it needs at least num_gpus=4 (estimated)"
     assert said in str(error.value)
+    with pytest.raises(ShardlmError, match=r"h100 as asked for.* at least num_gpus=8 \(estimated\)"):
+        answer_serving(on("h100", 2, LLAMA_70B), {"data": 2})  # two replicas of four
     assert fits(one.on(quantization="int4")) and not fits(one.on(quantization="int8"))
     assert fits(on("h100", 4, LLAMA_70B, mesh=MeshSpec(tensor=4)))
     assert not fits(on("h100", 2, LLAMA_70B, mesh=MeshSpec(tensor=2)))

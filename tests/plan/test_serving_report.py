@@ -1,6 +1,7 @@
 """What the planner says of serving: the same figures in text, JSON and page, words that are kept apart, and what is
 said where programs do not fit or cannot be made. What a compiler would add is written by hand."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ import markupsafe
 import page_checker
 import pytest
 
+from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
@@ -76,6 +78,29 @@ def test_what_cannot_be_compiled_is_said_and_nothing_is_called_compiled(monkeypa
             assert "compiled: read" not in said and "verified: the" not in said and 'chip verified"' not in said
             assert "estimated: by formulas" in said
     assert "Nothing was verified: no CUDA plugin" in to_text(told)
+
+
+def test_a_change_that_makes_it_fit_is_compiled_and_the_next_one_where_its_programs_do_not(monkeypatch):
+    one = dataclasses.replace(case(), cluster=Cluster.of(GPUS["h100"], 1))
+    told, shown, asked = {}, [], []
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+    monkeypatch.setattr(answers, "verify_apart", lambda plans: [shown[asked.extend(plans) or len(asked) - 1]])
+    for name, *gib in (("first", 60), ("second", 90, 60), ("none", 90, 90)):
+        shown[:], asked[:] = map(programs, gib), []
+        with pytest.raises(ShardlmError) as error:
+            answer_serving(one, compiled=1)
+        told[name] = str(error.value)
+        assert len(asked) == len(gib) and asked[0].case.engine.quantization == "int4"
+    assert (
+        "fits with quantization=int4 (verified: the programs of one device were compiled in 12 s, and" in told["first"]
+    )
+    assert "need 61.0 of the 75.2 GiB a GPU that jax may take)" in told["first"] and "(estimated)" in told["first"]
+    refused = "quantization=int4, which fits as estimated, was refused: its programs need more memory than jax may take"
+    assert refused in told["second"] and "it fits with num_gpus=4 (verified" in told["second"]
+    assert "it fits with" not in told["none"] and told["none"].count("was refused") == 2
+    monkeypatch.setattr(answers, "impossible", lambda cluster: "no CUDA plugin")
+    with pytest.raises(ShardlmError, match=r"int4 \(estimated; nothing was verified: no CUDA plugin\)"):
+        answer_serving(one, compiled=1)
 
 
 def test_the_figures_of_the_first_plan_are_in_text_and_page():

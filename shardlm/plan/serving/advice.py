@@ -13,7 +13,8 @@ from shardlm.plan.advice import SYSTEMS, kind_named
 from shardlm.plan.asked import list_price
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.search import ServingPlan, meshes, search
+from shardlm.plan.serving.change import why_not
+from shardlm.plan.serving.search import ServingPlan, meshes
 
 KINDS = ("l40s", *SYSTEMS)
 MOST_HOSTS = 8  # of one replica
@@ -109,23 +110,14 @@ def _by_size(
                 best.setdefault(plan.gpus_per_replica, plan)
             return tuple(best.values())
         if hosts == MOST_HOSTS:
-            return _why(case, fixed)
+            return why_not(case, fixed)
         hosts *= 2
 
 
 def _plans(case: ServingCase, fixed: Mapping[str, int]) -> Iterator[ServingPlan]:
     for mesh in meshes(case, case.cluster.num_gpus, fixed):
-        with contextlib.suppress(ShardlmError):  # said by _why, where it is all of them
+        with contextlib.suppress(ShardlmError):  # said by why_not, where it is all of them
             yield ServingPlan.of(case.on(mesh=mesh))
-
-
-def _why(case: ServingCase, fixed: Mapping[str, int]) -> str:
-    """What serving.search says where there is no plan."""
-    try:
-        search(case, fixed)
-    except ShardlmError as error:
-        return str(error)
-    raise AssertionError("there are plans")
 
 
 def _order(plan: ServingPlan) -> tuple[float, float]:

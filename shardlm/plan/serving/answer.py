@@ -1,12 +1,16 @@
 """What the planner answers of serving: the ranked plans of a case, the best of them compiled."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from shardlm.errors import ShardlmError
 from shardlm.plan.apart import impossible
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.search import Found, ServingPlan, search
+from shardlm.plan.serving.change import Change, changes, more_gpus, told
+from shardlm.plan.serving.search import DoesNotFit, Found, ServingPlan, search
 from shardlm.plan.serving.verify import VerifiedServing, verify_apart
 
 
@@ -55,9 +59,13 @@ def answer_serving(
     case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({}), compiled: int = 0
 ) -> ServingAnswer:
     """Searches, and compiles the `compiled` best, going on to the next ones until the programs of as many fit, or three
-    times as many were tried. Raises ShardlmError as `search` does."""
-    found = search(case, fixed)
+    times as many were tried. Raises ShardlmError as `search` does; where nothing fits, with the least change that would
+    make it fit, compiled in the same way."""
     unverified = impossible(case.cluster) if compiled else ""
+    try:
+        found = search(case, fixed)
+    except DoesNotFit as error:
+        raise ShardlmError(_with_remedy(error, case, fixed, compiled, unverified)) from None
     good: list[RankedServing] = []
     bad: list[RankedServing] = []
     left = list(found.plans)
@@ -66,3 +74,32 @@ def answer_serving(
         one = RankedServing(plan, verify_apart([plan])[0])
         (good if one.fits else bad).append(one)
     return ServingAnswer(found, (*good, *map(RankedServing, left), *bad), unverified)
+
+
+def _with_remedy(error: DoesNotFit, case: ServingCase, fixed: Mapping[str, int], compiled: int, unverified: str) -> str:
+    """The error with the first change whose programs fit, and those before it whose programs do not."""
+    possible, more = changes(case, fixed), more_gpus(case, fixed)
+    if not compiled or unverified:
+        why = f"estimated; nothing was verified: {unverified}" if unverified else "estimated"
+        return told(error, next(possible, None), why, more)
+    refused = []
+    for change, one in _tried(possible, fixed, 3 * compiled):
+        if one.fits:
+            verified = one.verified
+            limit, most = one.plan.memory.limit / 2**30, verified.fullest.total / 2**30
+            basis = (
+                f"verified: the programs of {one.plan.mesh} were compiled in {verified.seconds:.0f} s, and need "
+                f"{most:.1f} of the {limit:.1f} GiB a GPU that jax may take"
+            )
+            return told(error, change, "; ".join([basis, *refused]), more)
+        refused.append(f"{change.what}, which fits as estimated, was refused: {one.why}")
+    return told(error, None, "", more) + "".join(f"; {one}" for one in refused)
+
+
+def _tried(possible: Iterator[Change], fixed: Mapping[str, int], most: int) -> Iterator[tuple[Change, RankedServing]]:
+    """At most so many changes with their best plans, compiled. One that makes it fit and not as fast as asked for has
+    no plan."""
+    for change in itertools.islice(possible, most):
+        with contextlib.suppress(ShardlmError):
+            plan = search(change.case, fixed).plans[0]
+            yield change, RankedServing(plan, verify_apart([plan])[0])

@@ -1,5 +1,5 @@
-"""The plan of a serving engine: its memory, pages, times and rates on one mesh, the best mesh for a cluster, and what
-would make a model fit that does not. Estimates, by formulas; serving/verify.py compiles."""
+"""The plan of a serving engine: its memory, pages, times and rates on one mesh, and the best mesh for a cluster.
+Estimates, by formulas; serving/verify.py compiles."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.plan.cluster import Cluster
 from shardlm.plan.search import divisors
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
@@ -87,6 +86,10 @@ def _too_slow(case: ServingCase, least: Load) -> str:
     )
 
 
+class DoesNotFit(ShardlmError):
+    """No mesh of the cluster holds the model with the options asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     """plans ranked, the best first; why other meshes are not among them."""
@@ -98,8 +101,8 @@ class Found:
 def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -> Found:
     """Every way to split the cluster's GPUs into equal replicas and each of them over tensor, expert and pipeline, the
     best first, by tokens of replies a second and GPU. Of the case's mesh nothing is kept; `fixed` are sizes of axes.
-    Raises ShardlmError where none fits, with the least number of GPUs and the shortest change of options that would do,
-    and where there is no such mesh."""
+    Raises DoesNotFit where none fits (serving/change.py says what would), and ShardlmError where there is no such mesh
+    or none as fast as asked for."""
     plans, refused = [], []
     for mesh in meshes(case, case.cluster.num_gpus, fixed):
         try:
@@ -107,7 +110,7 @@ def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -
         except ShardlmError as error:
             refused.append((mesh, str(error)))
     if not plans:
-        raise ShardlmError(_none(case, refused, fixed))
+        raise _none(case, refused, fixed)
     plans.sort(key=lambda plan: (-plan.tokens_per_second_per_gpu, plan.gpus_per_replica))
     return Found(tuple(plans), tuple(refused))
 
@@ -126,45 +129,23 @@ def meshes(case: ServingCase, num_gpus: int, fixed: Mapping[str, int]) -> Iterat
                 yield found
 
 
-def _none(case: ServingCase, refused: Sequence[tuple[MeshSpec, str]], fixed: Mapping[str, int]) -> str:
+def _none(case: ServingCase, refused: Sequence[tuple[MeshSpec, str]], fixed: Mapping[str, int]) -> ShardlmError:
     gpu, count = case.cluster.gpu.name, case.cluster.num_gpus
     axes = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
     if not refused:
-        return (
+        return ShardlmError(
             f"{count} GPUs have no mesh with {axes}: all axes together are {count}, pipeline has at most the "
             f"{case.model.shape.num_layers} layers, and expert divides the experts"
         )
     latencies = [why for _, why in refused if "all but idle replica" in why]
     if latencies:
-        return f"no mesh of {count} {gpu} is as fast as asked for; the nearest: {min(latencies, key=_seconds)}"
-    least = least_gpus(case, fixed)
-    message = f"{case.model.name} does not fit on {count} {gpu} as asked for: {refused[-1][1]}"
-    changes = shortest_change(case, fixed)
-    if changes:
-        message += f"; it fits with {' and '.join(f'{name}={value}' for name, value in changes.items())} (estimated)"
-    if not least:
-        return f"{message}; no mesh of up to {MOST_GPUS} {gpu} holds it"
-    return f"{message}; as it is it needs at least {least} {gpu} (estimated)"
+        nearest = min(latencies, key=_seconds)
+        return ShardlmError(f"no mesh of {count} {gpu} is as fast as asked for; the nearest: {nearest}")
+    return DoesNotFit(f"{case.model.name} does not fit on {count} {gpu} as asked for: {refused[-1][1]}")
 
 
 def _seconds(why: str) -> float:
     return float(why.split("the ")[1].split(" s ")[0])
-
-
-MOST_GPUS = 1024
-
-
-def least_gpus(case: ServingCase, fixed: Mapping[str, int]) -> int | None:
-    """The smallest number of GPUs of one replica on which it fits, whatever its speed; None above MOST_GPUS."""
-    host = case.cluster.gpus_per_host if case.cluster.num_gpus > case.cluster.gpus_per_host else 8
-    counts = [*range(1, host + 1), *range(2 * host, MOST_GPUS + 1, host)]
-    for count in counts:
-        there = case.cluster
-        here = Cluster.of(there.gpu, count, min(host, count), there.nic_bytes_per_second, there.fabric)
-        case_there = dataclasses.replace(case, cluster=here)
-        if any(mesh.data == 1 and fits(case_there.on(mesh=mesh)) for mesh in meshes(case, count, fixed)):
-            return count
-    return None
 
 
 def fits(case: ServingCase) -> bool:
@@ -174,34 +155,3 @@ def fits(case: ServingCase) -> bool:
     except ShardlmError:
         return False
     return True
-
-
-def shortest_change(case: ServingCase, fixed: Mapping[str, int]) -> dict[str, object]:
-    """The fewest options, and of equally few those that change replies least, with which some mesh of the cluster fits;
-    {} where there are none. Each is tried by the same arithmetic as a plan."""
-    choices = list(_choices(case))
-    for count in (1, 2, 3):
-        for several in itertools.combinations(choices, count):
-            change = dict(several)
-            if len(change) == count and _some_fit(case.on(**change), fixed):
-                return change
-    return {}
-
-
-def _choices(case: ServingCase) -> Iterator[tuple[str, object]]:
-    """Those that change no reply first."""
-    engine, both = case.engine, case.prompt_len + case.output_len
-    if engine.gpu_memory_utilization < 0.95:
-        yield "gpu_memory_utilization", 0.95
-    if case.length > both:
-        yield "max_model_len", both
-    if engine.kv_cache_dtype in ("auto", "bfloat16"):
-        yield "kv_cache_dtype", "fp8"
-    if engine.quantization is None:
-        yield "quantization", "int8"
-    if engine.quantization != "int4":
-        yield "quantization", "int4"
-
-
-def _some_fit(case: ServingCase, fixed: Mapping[str, int]) -> bool:
-    return any(fits(case.on(mesh=mesh)) for mesh in meshes(case, case.cluster.num_gpus, fixed))
