@@ -158,7 +158,7 @@ def load(
         weight_format = found.lora.base if found.lora.rank else quantization or "dtype"
         table = serving_rules(shape, spec, weight_format, rules) if decoding else Rules.make(rules, spec)
         name = dtype or _published(found, built)
-        execution = execution_of(shape, table, name, built.devices.flat[0].platform, weight_format, found.lora)
+        execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)
         held = model.held_at_rest(built)
         shapes = jax.tree.map(lambda s: at_rest(s, built), model.shapes) if found.run or found.adapters else held
@@ -243,24 +243,24 @@ def execution_of(
     shape: TransformerConfig,
     rules: Rules,
     name: str,
-    platform: str,
+    device: Any,
     held: WeightFormat,
     lora: LoraConfig,
 ) -> Execution:
-    """How a model that is opened runs in the dtype of this name on devices of a platform. Raises ShardlmError for
+    """How a model that is opened runs in the dtype of this name on devices like this one. Raises ShardlmError for
     another dtype, and for experts on GPUs without the package of their kernels."""
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
-    widest = max(block.attention.head_dim for block in shape.all_blocks())
+    heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.all_blocks()}
     plain = not any(block.attention.soft for block in shape.all_blocks())
     experts = any(block.mlp.num_experts for block in shape.all_blocks())
     return Execution(
         rules,
         DTYPES[name],
-        attention=attention.choose("auto", platform, DTYPES[name], widest, plain),
-        grouped_matmul=grouped_matmul.choose(platform) if experts else "blocked",
+        attention=attention.choose("auto", device, DTYPES[name], heads, plain, trained=False),
+        grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
         lora=lora,
         weights=held,
-        paged_attention=paged_attention.choose(platform),
-        few_bits=grouped_weights.choose(platform),
+        paged_attention=paged_attention.choose(device.platform),
+        few_bits=grouped_weights.choose(device.platform),
     )

@@ -75,7 +75,7 @@ def matmul(at: Instruction, computation: Computation) -> Matmul | None:
     if target.startswith("__cublas"):
         return _dot(at, computation, re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', at.attributes))
     if target.startswith("__cudnn$fmha"):
-        return _attention(at, computation, 2.5 if "Backward" in target else 1)  # five matmuls, forward two
+        return _attention(at, computation, (3, 2) if "Backward" in target else (1, 1))
     return None
 
 
@@ -103,16 +103,18 @@ def _dot(at: Instruction, computation: Computation, contracted: re.Match) -> Mat
     return Matmul(2.0 * products * summed, (products / columns, columns, summed), dtype)
 
 
-def _attention(at: Instruction, computation: Computation, matmuls: float) -> Matmul:
-    """Both matmuls over the pairs that a causal mask or a window leaves, whatever documents mask besides."""
+def _attention(at: Instruction, computation: Computation, matmuls: tuple[int, int]) -> Matmul:
+    """Matmuls as wide as keys and as wide as values, so many each, over the pairs that a causal mask or a window
+    leaves, whatever documents mask besides."""
     config = json.loads(at.attributes[at.attributes.index("backend_config=") + 15 :])["cudnn_fmha_backend_config"]
     *batch, T, S = map(int, config["intermediate_tensor_shape"]["dimensions"])
     window = config.get("sliding_window_length", 0) or S
     causal = "CAUSAL" in config["mask_type"]
     pairs = sum(min(t + 1 + S - T, window) for t in range(T)) if causal else T * S
-    query = computation.named[at.operands[0]].arrays[0]
-    flops = 4.0 * math.prod(batch) * pairs * query.dims[-1] * matmuls
-    return Matmul(flops, (T, pairs / T, query.dims[-1]), _peak(query.dtype), "attention")
+    query, value = (computation.named[at.operands[n]].arrays[0] for n in (0, 2))
+    widths = query.dims[-1], value.dims[-1]
+    flops = 2.0 * math.prod(batch) * pairs * sum(n * width for n, width in zip(matmuls, widths, strict=True))
+    return Matmul(flops, (T, pairs / T, sum(widths) / 2), _peak(query.dtype), "attention")
 
 
 def _peak(dtype: str, exact: bool = False) -> str:

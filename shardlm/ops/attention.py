@@ -2,15 +2,18 @@
 cuDNN and the XLA implementation in blocked_attention.py. Attention over a paged cache is in paged_attention.py."""
 
 import functools
+from collections.abc import Iterable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops.blocked_attention import MASKED, blocked_attention
+from shardlm.ops.cudnn_heads import LATENT, Gpu, takes
 from shardlm.ops.ring_attention import ring_attention
 from shardlm.ops.ulysses import fits as ulysses_fits
 from shardlm.ops.ulysses import ulysses
@@ -62,6 +65,9 @@ def cudnn(q, k, v, segment_ids: jax.Array | None, scale: float, window: int = 0)
     documents are kept apart by a mask [B, 1, T, T] on top of the causal mask, whose upper half cuDNN skips. Without
     `segment_ids` a row is one document."""
     same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    if q.shape[-1] != v.shape[-1]:  # which jax.nn refuses, and the function that it calls takes
+        options = {"mask_type": MaskType.CAUSAL, "scale": scale, "sliding_window_length": window or None}
+        return dot_product_attention(q, k, v, mask=same, **options)
     options = {"is_causal": True, "scale": scale, "implementation": "cudnn"}
     sliding = {"local_window_size": (window - 1, 0)} if window else {}
     return jax.nn.dot_product_attention(q, k, v, mask=same, **options, **sliding)
@@ -75,32 +81,33 @@ def of_rows(q, k, v, scale: float, window: int, implementation: str) -> jax.Arra
     return blocked_attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32), scale, window)
 
 
-def choose(implementation: Implementation, platform: str, dtype: jnp.dtype, head_dim: int, plain: bool = True) -> str:
-    """The implementation that runs: cuDNN on a GPU for 16-bit types and head sizes it has kernels for, else XLA.
-    `plain` says that no layer has a softcap or sinks, which cuDNN does not know. Raises ShardlmError for cuDNN then."""
+def choose(
+    implementation: Implementation,
+    device: Gpu,
+    dtype: jnp.dtype,
+    heads: Iterable[tuple[int, int]],
+    plain: bool = True,
+    trained: bool = True,
+) -> str:
+    """The implementation that runs on devices like this one: cuDNN on a GPU for 16-bit types and head sizes it has
+    kernels for, else XLA. `heads` are (head_dim, value_dim) of all layers, `plain` says that none has a softcap or
+    sinks, which cuDNN does not know, `trained` that gradients are made. Raises ShardlmError for cuDNN without `plain`.
+    """
     if implementation == "cudnn" and not plain:
         raise ShardlmError("attention=cudnn has no kernel for soft-capped scores or sinks; choose attention=xla")
     if implementation != "auto":
         return implementation
-    wide = jnp.dtype(dtype).itemsize != 2
-    if platform not in ("gpu", "cuda"):
-        chosen, why = "xla", f"platform is {platform}"
+    refused = [pair for pair in heads if not takes(device, *pair, trained)]
+    if device.platform not in ("gpu", "cuda"):
+        chosen, why = "xla", f"platform is {device.platform}"
     elif not plain:
         chosen, why = "xla", "cuDNN has no kernel for soft-capped scores or sinks"
-    elif wide or head_dim % 8 or head_dim > widest_head():
-        chosen, why = "xla", f"cuDNN has no kernel for {jnp.dtype(dtype)} with head_dim={head_dim}"
+    elif jnp.dtype(dtype).itemsize != 2 or refused:
+        chosen, why = "xla", f"cuDNN has no kernel for {jnp.dtype(dtype)} with heads (of keys, of values) {refused}"
     else:
         chosen, why = "cudnn", "a GPU, a 16-bit type and a supported head size"
     logging.vlog(1, "attention: %s, because %s", chosen, why)
     return chosen
-
-
-def widest_head() -> int:
-    """The largest head_dim that jax lets cuDNN have: it asks the GPUs of this process, so that a program compiled for
-    Hopper without one is held to what every GPU can do."""
-    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
-    hopper = gpus and all(float(device.compute_capability) >= 9.0 for device in gpus)
-    return 256 if hopper else 128
 
 
 MASK_BYTES = 2**30  # of the mask that keeps documents apart in a whole row
@@ -154,7 +161,8 @@ def packed_attention(
         run = functools.partial(_soft, attend=whole, softcap=softcap)
         return shard_map(run, in_specs=(*specs, rules.act.spec("heads")), out_specs=heads)(q, k, v, segment_ids, sinks)
     value_dim = v.shape[-1]
-    if implementation == "cudnn" and value_dim < q.shape[-1]:  # it has no kernels for narrower values
+    # Of cuDNN's kernels for narrower values not every version has those of other sizes.
+    if implementation == "cudnn" and value_dim < q.shape[-1] and (q.shape[-1], value_dim) != LATENT:
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
     return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)[..., :value_dim]
 

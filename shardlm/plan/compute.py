@@ -12,6 +12,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.blocked_attention import LEAST_BLOCK
+from shardlm.ops.cudnn_heads import LATENT
 from shardlm.plan.sketch import Sketch
 
 Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
@@ -123,7 +124,8 @@ class _Run:
 def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float:
     """What attention computes for each of its FLOPs.
 
-    cuDNN skips what the mask hides, and multiplies values as wide as keys. XLA's own (ops/blocked_attention.py) goes in
+    cuDNN skips what the mask hides, and multiplies values as wide as keys where it has no kernel for their own size;
+    of its five matmuls for gradients three are as wide as keys. XLA's own (ops/blocked_attention.py) goes in
     blocks of queries, an eighth of a row, over all keys before their end, in a ring (ops/attention_pair.py) over all
     keys, and makes gradients in five matmuls, three as wide as keys; one of them makes the scores again, which XLA
     takes from the layer's own repetition where there is one.
@@ -131,7 +133,9 @@ def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float
     T, keys, mean = op.dims
     wide, parts = op.wide / mean, sketch.mesh.context
     if sketch.execution.attention == "cudnn":
-        return wide
+        if (op.wide, 2 * mean - op.wide) != LATENT:
+            return wide
+        return (forward + (4 + wide) / 5 * gradients) / (forward + gradients)
     if parts > 1 and sketch.execution.context_attention == "ring":
         seen = T / parts * (1 + parts) / 2
     else:

@@ -16,6 +16,7 @@ from shardlm.hf_files import Folder
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
+from shardlm.ops.cudnn_heads import traced_for
 from shardlm.optim import make_optimizer, make_schedule
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
@@ -177,10 +178,11 @@ class Program:
     @contextlib.contextmanager
     def _tracing(self):
         """fp32 means float32 products: by default a GPU multiplies float32 in TF32, with a 10-bit mantissa. Kernels ask
-        the default device what they are for: it is this mesh's, which may not be there (topology.py)."""
+        the default device what they are for: it is this mesh's, which may not be there (topology.py). jax's checks of
+        cuDNN ask the GPUs of this process instead, unless they are told."""
         here = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
         precision = "float32" if self.config.precision == "fp32" else "default"
-        with jax.default_matmul_precision(precision), jax.default_device(here[0]):
+        with jax.default_matmul_precision(precision), jax.default_device(here[0]), traced_for(here[0]):
             yield
 
     @property

@@ -25,7 +25,7 @@ class Device(Protocol):
     """What is asked of a device: a jax.Device is one."""
 
     platform: str
-    device_kind: str
+    device_kind: str  # and of a GPU its compute_capability
 
     def addressable_memories(self) -> list[Any]: ...
 
@@ -67,13 +67,13 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_preference(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
-    head_dim = max(block.attention.head_dim for block in shape.all_blocks())
+    heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.all_blocks()}
     plain = not any(block.attention.soft for block in shape.all_blocks())
     execution = Execution(
         rules=rules,
         dtype=dtype,
         remat=config.remat,
-        attention=choose(config.attention, device.platform, dtype, head_dim, plain),
+        attention=choose(config.attention, device, dtype, heads, plain),
         context_attention=context,
         matmul=config.matmul,
         grouped_matmul=_grouped_matmul(shape, device.platform, traced),

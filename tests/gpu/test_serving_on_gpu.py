@@ -31,7 +31,7 @@ PROMPTS = ([3, 1, 4, 1, 5], [250, 100, 7], [9] * 40)
 def model_for(config, device: jax.Device) -> ModelDef:
     """In float32, with what serving runs on such a device; under a mesh that is set."""
     shape, rules = config.transformer(), Rules.make("zero3", MeshSpec()).for_decoding()
-    return ModelDef.make(shape, execution_of(shape, rules, "float32", device.platform, "dtype", LoraConfig()))
+    return ModelDef.make(shape, execution_of(shape, rules, "float32", device, "dtype", LoraConfig()))
 
 
 @pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=["llama", "latents and experts"])

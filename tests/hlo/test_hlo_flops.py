@@ -48,6 +48,11 @@ backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"dim
 def test_attention_of_cudnn(target, mask, window, pairs, matmuls):
     text = ATTENTION.replace("fmhaSoftmax", f"fmha{target}").replace("MASK", mask).replace("WINDOW", str(window))
     assert matmul_flops(text).flops == matmuls * 2 * (2 * 8 * pairs * 16)
+    narrow = text.replace("%q, %k, %k", "%q, %k, %v").replace(
+        "  ROOT", "  %v = bf16[2,64,2,8]{3,2,1,0} parameter(2)\n  ROOT"
+    )
+    values = {2: 1, 5: 2}[matmuls]  # products as wide as values, here half as wide as keys
+    assert matmul_flops(narrow).flops == (matmuls - values / 2) * 2 * (2 * 8 * pairs * 16)
 
 
 def test_what_cannot_be_counted_is_named():

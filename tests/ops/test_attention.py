@@ -1,13 +1,18 @@
 """Attention and rotary embedding against plain numpy, and the choice of implementation."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from small import relative_error
 
 from shardlm.ops.attention import choose, reference
 from shardlm.ops.blocked_attention import blocked_attention
+from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.rope import Rope, rope
 from shardlm.ops.swiglu import swiglu
 
@@ -53,18 +58,42 @@ def test_rope_rotates_by_the_stated_angle():
 
 
 @pytest.mark.parametrize(
-    "platform,dtype,head_dim,expected",
+    "platform,capability,dtype,head_dim,value_dim,expected",
     [
-        ("cpu", jnp.float32, 64, "xla"),
-        ("gpu", jnp.bfloat16, 128, "cudnn"),
-        ("gpu", jnp.float32, 128, "xla"),
-        ("gpu", jnp.bfloat16, 100, "xla"),
-        ("gpu", jnp.bfloat16, 512, "xla"),
+        ("cpu", None, jnp.float32, 64, 64, "xla"),
+        ("gpu", "8.0", jnp.bfloat16, 128, 128, "cudnn"),
+        ("cuda", "9.0", jnp.float32, 128, 128, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 100, 100, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 512, 512, "xla"),
+        ("gpu", "8.9", jnp.bfloat16, 192, 128, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 192, 128, "cudnn"),
+        ("gpu", "10.0", jnp.bfloat16, 192, 128, "cudnn"),
+        ("gpu", "12.0", jnp.bfloat16, 192, 128, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 256, 256, "cudnn"),
+        ("gpu", "10.3", jnp.bfloat16, 256, 256, "xla"),
+        ("gpu", "10.0", jnp.bfloat16, 192, 192, "xla"),
     ],
 )
-def test_choice(platform, dtype, head_dim, expected):
-    assert choose("auto", platform, dtype, head_dim) == expected
-    assert choose("cudnn", platform, dtype, head_dim) == "cudnn"
+def test_choice(platform, capability, dtype, head_dim, value_dim, expected):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    heads = {(64, 64), (head_dim, value_dim)}
+    assert choose("auto", device, dtype, heads) == expected
+    assert choose("cudnn", device, dtype, heads) == "cudnn"
+    if capability == "10.3":  # without gradients it takes them
+        assert choose("auto", device, dtype, heads, trained=False) == "cudnn"
+
+
+def test_jax_asks_the_gpu_that_a_program_is_for():
+    query = jax.ShapeDtypeStruct((1, 128, 2, 192), jnp.bfloat16)
+    asked = functools.partial(jax_cudnn.check_is_flash_attention, query, query, query, 0, 91300, False, True)
+    own = jax_cudnn.check_compute_capability, jax_cudnn.is_cuda_compute_capability_equal
+    with traced_for(types.SimpleNamespace(compute_capability="9.0")):
+        asked()
+    for capability in ("8.9", None):
+        older = traced_for(types.SimpleNamespace(compute_capability=capability))
+        with older, pytest.raises(NotImplementedError, match="must be <= 128"):
+            asked()
+    assert own == (jax_cudnn.check_compute_capability, jax_cudnn.is_cuda_compute_capability_equal)
 
 
 def compiled_with_gradients(function, cotangent, q, k, v, segments, **options):

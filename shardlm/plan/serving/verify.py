@@ -14,6 +14,7 @@ from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.layers.lora import LoraConfig
 from shardlm.opened import execution_of
+from shardlm.ops.cudnn_heads import traced_for
 from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.serve.layers import apart
@@ -110,7 +111,7 @@ def runner_of(plan: ServingPlan) -> Runner:
     devices = topology(case.cluster.gpu.name, *grid)
     rules, built = serving_rules(shape, mesh, case.weights), mesh.build(devices)
     with jax.set_mesh(built):
-        execution = execution_of(shape, rules, case.dtype, devices[0].platform, case.weights, LoraConfig())
+        execution = execution_of(shape, rules, case.dtype, devices[0], case.weights, LoraConfig())
         execution = dataclasses.replace(execution, kv_cache=case.engine.kv_cache_dtype)
         model = ModelDef.make(apart(shape), execution)
     sizes = plan.memory.sizes
@@ -134,7 +135,8 @@ def verify_serving(plan: ServingPlan) -> VerifiedServing:
     work = runner._shapes()
     found = []
     for what, key, rows, tokens, stage in _largest(plan):
-        with jax.default_device(runner.mesh.devices.flat[0]):  # whose kernels are chosen (tokamax)
+        target = runner.mesh.devices.flat[0]  # whose kernels are chosen (tokamax, cuDNN)
+        with jax.default_device(target), traced_for(target):
             compiled = runner.lower(key, *work[key]).compile()
         found.append(_program(plan, compiled, what, rows, tokens, stage))
     return VerifiedServing(tuple(found), time.perf_counter() - started)

@@ -46,15 +46,15 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
     submeshes(config.mesh)  # says where devices are too few
     one, length = of_replica(config.mesh), config.max_model_len
     mesh = one.build(jax.devices()[: one.size(*one.sizes())])
-    platform = mesh.devices.flat[0].platform
-    dtype = config.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    device = mesh.devices.flat[0]
+    dtype = config.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     tokenizer = train_bpe(["a model to be timed"], 300)
     if not wants_modules(config.speculative_config, shape, "this configuration"):
         shape = shape.without_mtp()
     with jax.set_mesh(mesh):
         held = config.quantization or "dtype"
         rules = serving_rules(shape, one, held)
-        model = ModelDef.make(shape, execution_of(shape, rules, dtype, platform, held, LoraConfig()))
+        model = ModelDef.make(shape, execution_of(shape, rules, dtype, device, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
     beside = (of_stage(one), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(config.speculative_config, shape.vocab_size, length, *beside)

@@ -1,0 +1,52 @@
+"""Latent attention compiled for GPUs that are not there: cuDNN's where the target has kernels for its heads, whatever
+this process runs on; and planned as it is compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_programs import MARKS
+
+from shardlm.hardware import GPUS
+from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
+from shardlm.ops.attention import cudnn
+from shardlm.ops.cudnn_heads import traced_for
+from shardlm.plan.sketch import Sketch
+from shardlm.topology import topology
+from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.train.program import Program
+
+pytestmark = MARKS
+HEADS = {"q_latent_dim": 64, "kv_latent_dim": 64, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}  # DeepSeek V3's
+SIZES = {"vocab_size": 256, "embed_dim": 64, "num_layers": 2, "dense_layers": 1, "num_heads": 2, "mlp_dim": 64}
+CONFIG = RunConfig(
+    DeepseekConfig(**SIZES, **HEADS, num_experts=4, groups=1, top_groups=1, top_k=2, expert_dim=64),
+    train=TrainConfig(global_batch=1, seq_len=512, accumulation=1),
+    mesh=MeshSpec(fsdp=1),
+    remat="none",
+)
+
+
+@pytest.mark.parametrize("gpu,kernels", [("a100", 0), ("h100", 1), ("b200", 1)])
+def test_heads_of_192_with_values_of_128(gpu, kernels):
+    """In the scan over layers; XLA's compiler is asked for attention alone, as experts take it half a minute."""
+    devices = topology(gpu, 1, 1)
+    lowered = Program.make(CONFIG, CONFIG.mesh.build(devices)).lower_step().as_text()
+    found = [lowered.count(f"@__cudnn$fmhaScaleBiasSoftmax{way}(") for way in ("", "Backward")]
+    assert found == [2 * kernels, 2 * kernels]  # of the dense layer and of the one with experts
+    assert Sketch.of(CONFIG, GPUS[gpu]).execution.attention == ("cudnn" if kernels else "xla")
+    if kernels:
+        assert compiled_attention(devices[0]).count("__cudnn$fmhaScaleBiasSoftmax") == 2
+
+
+def compiled_attention(device: jax.Device) -> str:
+    """The program of attention and its gradients alone."""
+    on = jax.sharding.SingleDeviceSharding(device)
+    q, v = (jax.ShapeDtypeStruct((1, 512, 2, width), jnp.bfloat16, sharding=on) for width in (192, 128))
+    documents = jax.ShapeDtypeStruct((1, 512), jnp.int32, sharding=on)
+
+    def run(q, k, v, documents):
+        return cudnn(q, k, v, documents, 0.1).astype(jnp.float32).sum()
+
+    with traced_for(device):
+        return jax.jit(jax.grad(run, (0, 1, 2))).lower(q, q, v, documents).compile().as_text()
