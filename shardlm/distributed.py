@@ -3,9 +3,13 @@ are and which this is, then starts jax.distributed. `detect` is a pure function 
 
 import contextlib
 import dataclasses
+import os
 import re
+import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from shardlm.errors import ShardlmError
 
@@ -143,11 +147,16 @@ def _needed(environ: Mapping[str, str], name: str, where: str) -> str:
 
 @contextlib.contextmanager
 def joined(args: ClusterArgs | None) -> Iterator[None]:
-    """jax.distributed around a block; nothing for a process on its own. Call before jax's backend starts."""
+    """jax.distributed around a block; nothing for a process on its own. Call before jax's backend starts.
+
+    A process whose block raises tells the others, which end with status 1 and its error; they would wait for it in a
+    collective, and it for them in jax's shutdown, until that gives up after 300 s.
+    """
     if args is None or args.num_processes == 1:
         yield
         return
     import jax
+    from jax._src.distributed import global_state  # its client's keys and values have no public name
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # CPU processes have no other
     jax.distributed.initialize(
@@ -158,5 +167,55 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
     )
-    yield
+    failures = _Failures(global_state.client, f"process {args.process_id} of {args.num_processes}")
+    try:
+        yield
+    except BaseException as error:
+        failures.tell(error)
+        jax.distributed.shutdown()
+        raise
+    failures.leave()
     jax.distributed.shutdown()
+
+
+class _Failures:
+    """What the processes of a job say of errors that end them, by a key of jax's coordinator. A thread waits for it."""
+
+    KEY = "shardlm/failed"
+    WAIT_MS = 600_000  # of one call; then it is called again
+
+    def __init__(self, client: Any, name: str):
+        self.client, self.name = client, name
+        self.here = threading.Lock()  # held by who decides how this process ends: its block, or another's error
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def leave(self) -> None:
+        """The block is over: errors of others do not end this process any more. Does not return where one just did."""
+        self.here.acquire()
+
+    def tell(self, error: BaseException) -> None:
+        import jax
+
+        self.leave()
+        said = f"{self.name} failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a coordinator; the error itself is raised
+            self.client.key_value_set(self.KEY, said, allow_overwrite=True)
+
+    def _watch(self) -> None:
+        import jax
+
+        while True:
+            try:
+                said = self.client.blocking_key_value_get(self.KEY, self.WAIT_MS)
+                break
+            except jax.errors.JaxRuntimeError as error:  # jaxlib tells them apart by their text
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    return  # shut down
+        if not self.here.acquire(blocking=False):
+            return
+        print(f"error: {said}; {self.name} ends with it", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # The one that failed waits there. The main thread may be inside a collective, which no exception reaches.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.distributed.shutdown()
+        os._exit(1)

@@ -1,16 +1,19 @@
 """Joining a job: the rarer forms in which launchers describe it, and processes that really meet."""
 
+import concurrent.futures
 import json
 import os
 import random
 import subprocess
-import sys
+import types
 
+import commands
 import hypothesis.strategies as st
 import jax
 import pytest
 from hypothesis import given
 
+from shardlm import distributed
 from shardlm.distributed import ClusterArgs, detect, explicit, first_host, joined
 from shardlm.errors import ShardlmError
 
@@ -115,6 +118,7 @@ def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(distributed, "_Failures", lambda *_: types.SimpleNamespace(leave=lambda: None))
     with joined(ClusterArgs("host:1", 2, 1)), joined(ClusterArgs("host:1", 2, 1, local_device=0)):
         pass
     assert [args for args, _ in calls] == [("host:1", 2, 1)] * 2
@@ -122,28 +126,34 @@ def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
     assert all(kwargs["cluster_detection_method"] == "deactivate" for _, kwargs in calls)
 
 
-CHILD = """
-import json, os
-from shardlm.distributed import detect, joined
-with joined(detect(os.environ)):
-    import jax
-    from jax.experimental.multihost_utils import process_allgather
-    seen = [jax.process_index(), jax.device_count(), process_allgather(jax.process_index()).tolist()]
-    print("RESULT", json.dumps(seen))
-"""
-
-
-def test_two_processes_under_slurm_meet():
+def two_processes(*words: str) -> list[subprocess.CompletedProcess]:
+    """Of one job under Slurm, with two devices each."""
     job = {
         "SLURM_JOB_ID": str(random.randrange(10**6)),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_STEP_NUM_TASKS": "2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    environ = os.environ | SLURM | job | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    ranks = [environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(2)]
-    children = [subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE) for env in ranks]
-    lines = [line for child in children for line in child.communicate(timeout=300)[0].decode().splitlines()]
-    results = [
-        json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")
-    ]  # gloo prints too
-    assert results == [[0, 4, [0, 1]], [1, 4, [0, 1]]]
+    environs = [os.environ | SLURM | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(2)]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda environ: commands.run("meeting", *words, env=environ), environs))
+
+
+def test_two_processes_under_slurm_meet():
+    both = two_processes()
+    lines = [line for one in both for line in one.stdout.splitlines() if line.startswith("RESULT ")]  # gloo prints too
+    assert [json.loads(line.removeprefix("RESULT ")) for line in lines] == [[0, 4, [0, 1]], [1, 4, [0, 1]]]
+    assert [one.returncode for one in both] == [0, 0], both
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_one_process_ends_the_others_with_it(failing):
+    """The one that coordinates or another, while the rest waits in a collective. jax alone gives up after 300 s."""
+    both = two_processes(str(failing))
+    assert [one.returncode for one in both] == [1, 1], both
+    failed, other = both[failing], both[1 - failing]
+    assert failed.stderr.rstrip().endswith("shardlm.errors.ShardlmError: there is no such corpus")
+    told = (
+        f"error: process {failing} of 2 failed: ShardlmError: there is no such corpus; process {1 - failing} of 2 ends"
+    )
+    assert told in other.stderr and "Traceback" not in other.stderr
