@@ -97,6 +97,7 @@ def edited(tmp_path, **changes):
         ({"mesh": {"fsdp": 4}}, r"mesh fsdp=4 is not num_gpus=8 devices"),
         ({"mesh": {"fdsp": 8}}, r"MeshSpec has no field 'fdsp'; did you mean fsdp\?"),
         ({"microbatch": 3}, r"microbatch x microbatches x groups = 3 x 1 x 8 groups is not global_batch=16"),
+        ({"rounds": 2}, "microbatches=1 do not divide into rounds=2"),
         ({"microbatch": None}, "give both microbatch and microbatches, or neither"),
         (
             {"global_batch": 12, "microbatch": None, "microbatches": None},

@@ -3,6 +3,7 @@ pipeline's idle time. Estimates, from formulas alone."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 
 from shardlm.flops import attention_pairs, training_flops
@@ -198,6 +199,11 @@ class _Times:
         unit = "optimizer" if op.layer == "optimizer" else op.unit
         self.layers[op.layer] = self.layers.get(op.layer, 0.0) + seconds
         self.units[unit] = self.units.get(unit, 0.0) + seconds
+
+
+def kernel_seconds(ops: Iterable[Op], kernels: Kernels) -> float:
+    """Of a step, with the device to themselves."""
+    return math.fsum(_Times.of(ops, kernels).layers.values())
 
 
 @functools.lru_cache(maxsize=1024)

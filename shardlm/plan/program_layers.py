@@ -12,10 +12,10 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import GATHER, PERMUTE, REDUCE, SCATTER, Sent, idling, ordered, share
+from shardlm.plan.traffic import GATHER, PERMUTE, RAGGED, REDUCE, SCATTER, Sent, idling, ordered, share
 from shardlm.train.replicas import apart
 
-EXCHANGE, RAGGED = "all-to-all", "ragged-all-to-all"
+EXCHANGE = "all-to-all"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,6 +112,9 @@ class Point:
     global_batch    rows in one update
     microbatch      rows that one data-parallel group takes at once, `microbatches` of them in one update
     virtual_stages  parts of each pipeline stage
+    rounds          times that the pipeline fills and drains in one update
+    released        version of the framework, by year and month; "": not stated, or of no importance
+    last            added when all constants and rules of the prediction were there
     source, at      where, and which table or line there
     None            the source does not say
     """
@@ -139,6 +142,9 @@ class Point:
     source: str
     at: str
     note: str = ""
+    rounds: int = 1
+    released: str = ""
+    last: bool = False
 
     @property
     def tokens(self) -> int:
@@ -197,7 +203,7 @@ def _published(data: Any) -> Published:
     seen: dict[Any, str] = {}
     for point in points.values():
         check(point, hardware, models)
-        same = dataclasses.replace(point, name="", at="", note="", source="", memory_gib=None, counted=None)
+        same = dataclasses.replace(point, name="", at="", note="", source="", memory_gib=None, counted=None, last=False)
         if first := seen.get(same):
             raise ShardlmError(f"points {first} and {point.name} are the same measurement; keep one")
         seen[same] = point.name
@@ -230,7 +236,7 @@ def check(point: Point, hardware: Hardware, models: Mapping[str, Model]) -> None
     gpu = hardware.gpu(point.gpu)
     if point.cluster and hardware.cluster(point.cluster).gpu != gpu.name:
         refuse(f"gpu={point.gpu} is not that of cluster={point.cluster}, {hardware.cluster(point.cluster).gpu}")
-    numbers = (point.num_gpus, point.global_batch, point.seq_len, point.microbatch, point.microbatches)
+    numbers = (point.num_gpus, point.global_batch, point.seq_len, point.microbatch, point.microbatches, point.rounds)
     amounts = (*numbers, point.virtual_stages, point.memory_gib, *dataclasses.astuple(point.measured))
     if any(amount is not None and not 0 < amount < float("inf") for amount in amounts):
         refuse("numbers, rates and seconds must be positive")
@@ -245,6 +251,8 @@ def check(point: Point, hardware: Hardware, models: Mapping[str, Model]) -> None
         refuse(f"microbatch x microbatches x groups = {product} is not global_batch={point.global_batch}")
     if (point.mesh.pipeline > 1) != (point.schedule is not None):
         refuse(f"mesh.pipeline={point.mesh.pipeline} with schedule={point.schedule}: a schedule belongs to a pipeline")
+    if point.microbatches and point.microbatches % point.rounds:
+        refuse(f"microbatches={point.microbatches} do not divide into rounds={point.rounds}")
     if point.mesh.expert > 1 and not models[point.model].experts:
         refuse(f"mesh.expert={point.mesh.expert}, but {point.model} has no experts")
     if not any(dataclasses.astuple(point.measured)):

@@ -96,11 +96,9 @@ def with_ends(model: Model) -> Model:
     return dataclasses.replace(model, num_layers=model.num_layers + 2)
 
 
-def as_run(ops: list[Op], policy: Recomputed, ends: bool) -> Iterator[Op]:
-    """Our operations, repeated as their system repeats them; with `ends`, those of the pipeline's layers only."""
+def as_run(ops: list[Op], policy: Recomputed) -> Iterator[Op]:
+    """Our operations, repeated as their system repeats them."""
     for op in ops:
-        if ends and op.layer in ("head", "embedding"):
-            continue
         if op.layer not in ("head", "embedding", "optimizer"):
             again = op.forward * policy.again(op)
             op = dataclasses.replace(op, again=again, count=op.count - op.again + again)

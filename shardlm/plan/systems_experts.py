@@ -2,6 +2,8 @@
 how long a device waits for a host that starts every operation by itself. Each as their sources say."""
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Iterator
 
 from shardlm.plan.compute import Op
@@ -9,29 +11,44 @@ from shardlm.plan.constants import MODULE
 from shardlm.plan.cost import StepCost
 from shardlm.plan.published import Experts, Model, Point
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import Sent
+from shardlm.plan.traffic import RAGGED, Sent
 
 # Words in Point.note.
 # Megatron's moe_token_dispatcher_type=alltoall, and no layer captured
 ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
-# A token goes once to each device that has experts for it, and not once to each of them.
-ONCE = "DeepEP"
+# A token goes once to each device that has experts for it, and not once to each of them; over a network once to each
+# host, whose NVLink hands it on meanwhile (https://github.com/deepseek-ai/DeepEP, README of 2025-02: 153 to 158 GB/s of
+# 160 inside a host, 43 to 58 of 50 between hosts).
+ONCE = ("DeepEP", "HybridEP")
+# Megatron's overlap_moe_expert_parallel_comm: the forward pass of one microbatch beside the backward pass of another.
+BEHIND = "expert exchange behind another microbatch"
+# NeMo AutoModel's FakeBalancedGate: experts in turn, tokens of a device taking `top_k` each
+# (https://github.com/NVIDIA-NeMo/Automodel, nemo_automodel/components/moe/layers.py), so that a token's experts are
+# neighbours. Megatron's moe_router_force_load_balancing draws them.
+IN_TURN = "balanced gate"
 SPLIT = "experts are split over tensor too"
 # GPT-OSS in Megatron (fused_bias_geglu.py, TEGroupedMLP._apply_bias): clamps and their concatenation before the gated
 # activation, biases of the second product added in float32, and a constant that each layer copies from the host and
-# waits for.
+# waits for. In NeMo AutoModel (layers.py, GroupedExpertsDeepEP._apply_bias) clamps are compiled into the activation;
+# biases of both products are added expert by expert and concatenated: of an expert's two widths 4 bytes and 4, of what
+# it gives 6 in float32, 8 and 6.
 BIASED = "gpt-oss"
-CLAMPS, BIASES = 16, 20  # bytes of each number, forward: of an expert's width, and of what it gives
+ADDED, BIASES = 16, 20  # bytes of each number, forward: of an expert's width, and of what it gives
 # Operations that PyTorch starts for a layer, forward and backward, and for each of a device's experts: a product by
 # itself, and in 8 bits its operands' casts and scales. Estimates.
 LAYER, EXPERT, EXPERT_8BIT = 310, 6, 30
 
 
-def experts_sent(sent: list[Sent], point: Point, experts: Experts) -> Iterator[Sent]:
-    """What layers exchange, as their system does."""
+def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) -> Iterator[Sent]:
+    """What layers exchange, as their system does; `inside` devices of the expert axis are joined by NVLink."""
     for one in sent:
-        if one.axes == ("expert",) and ONCE in point.note:
-            one = dataclasses.replace(one, nbytes=one.nbytes * _once(point.mesh.expert, experts.top_k))
+        if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
+            one = dataclasses.replace(one, beside=True)
+        if one.axes == ("expert",) and one.kind == RAGGED and any(words in point.note for words in ONCE):
+            ranks = point.mesh.expert
+            places = ranks // inside if inside < ranks else ranks
+            copies = _in_turn(places, experts) if IN_TURN in point.note else _drawn(places, experts.top_k)
+            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k)
         if one.axes == ("tensor",) and SPLIT in point.note:
             # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
             yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
@@ -39,15 +56,20 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts) -> Iterator[S
         yield one
 
 
-def _once(ranks: int, top_k: int) -> float:
-    """Devices that a token with `top_k` even choices goes to, for each choice."""
-    return ranks * (1 - (1 - 1 / ranks) ** top_k) / top_k
+def _drawn(places: int, top_k: int) -> float:
+    """Places, devices or hosts, that `top_k` even choices lie in."""
+    return places * (1 - (1 - 1 / places) ** top_k)
+
+
+def _in_turn(places: int, experts: Experts) -> float:
+    """The same where tokens take experts in turn."""
+    num, k = experts.num_experts, experts.top_k
+    tokens = range(num // math.gcd(num, k))
+    return statistics.mean(len({(t * k + i) % num * places // num for i in range(k)}) for t in tokens)
 
 
 def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) -> Iterator[Op]:
     """What experts do besides; `again` as the share of memory-bound work that the backward pass repeats."""
-    if ALL_TO_ALL not in point.note:
-        return
     rows = sketch.tokens * experts.top_k
     passes = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
 
@@ -57,12 +79,13 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
         return Op("moe", what, "memory", 0, nbytes, count, passes, passes * again, in_stages=staged)
 
     D = sketch.shape.embed_dim
-    # Sorted by device and again by expert, and back; ours are sorted once.
-    sorting = sketch.itemsize * rows * D * (2 + 2 / experts.top_k)
-    yield moving("rows sorted twice", sorting, float(point.remat == "full"))
+    if ALL_TO_ALL in point.note:
+        # Sorted by device and again by expert, and back; ours are sorted once.
+        sorting = sketch.itemsize * rows * D * (2 + 2 / experts.top_k)
+        yield moving("rows sorted twice", sorting, float(point.remat == "full"))
     if BIASED in point.model:
         yield moving("biases", BIASES * rows * D, 0)
-        yield moving("clamps", CLAMPS * rows * experts.expert_dim, again)
+        yield moving("before the activation", ADDED * rows * experts.expert_dim, again)
 
 
 def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | None:

@@ -13,11 +13,13 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.mesh import MeshSpec
+from shardlm.ops.expert_dispatch import Exchange
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.sketch import Sketch
 
 WEIGHT, MASTER = 2, 4  # bytes of a number in use (16 bits) and at rest (float32)
 GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
+RAGGED = "ragged-all-to-all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +60,10 @@ def idling(sent: Sent, idle: float) -> Sent:
     return dataclasses.replace(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
 
 
-def training_traffic(sketch: Sketch) -> list[Sent]:
-    """All that a step has to send, but for scalars, norms and integers."""
-    found = [*_weights(sketch), *_layers(sketch)]
+def training_traffic(sketch: Sketch, exchange: Exchange | None = None) -> list[Sent]:
+    """All that a step has to send, but for scalars, norms and integers. `exchange` reaches experts that others hold;
+    None: as expert_dispatch.py chooses."""
+    found = [*_weights(sketch), *_layers(sketch, exchange)]
     return [sent for sent in found if sent.nbytes and sent.axes]
 
 
@@ -125,7 +128,7 @@ def ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
     return tuple(axis for axis, size in mesh.sizes().items() if axis in axes and size > 1)
 
 
-def _layers(sketch: Sketch) -> Iterator[Sent]:
+def _layers(sketch: Sketch, exchange: Exchange | None) -> Iterator[Sent]:
     """Activations, of all layers and microbatches."""
     mesh, config, shape = sketch.mesh, sketch.config, sketch.shape
     # Of one microbatch where the sequence is whole over tensor.
@@ -144,20 +147,21 @@ def _layers(sketch: Sketch) -> Iterator[Sent]:
         yield Sent(("pipeline",), "between stages", moved * stream / mesh.tensor, PERMUTE, moved)
     for block in shape.all_blocks():
         if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
-            yield _experts(block.mlp, stream / mesh.tensor, mesh.expert, layers, again)
+            chosen = exchange or choose_exchange(mesh.expert, block.mlp.top_k)
+            yield _experts(block.mlp, chosen, stream / mesh.tensor, mesh.expert, layers, again)
         if mesh.context > 1:
             yield from _context(sketch, block.attention, layers, again)
 
 
-def _experts(moe: MoeConfig, stream: float, ranks: int, layers: float, again: int) -> Sent:
+def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, layers: float, again: int) -> Sent:
     """To the experts and back: forward, backward and again."""
-    if choose_exchange(ranks, moe.top_k) == "gather":
+    if exchange == "gather":
         times = 4 + 2 * again
         return Sent(("expert",), "tokens gathered", times * stream * (ranks - 1) * layers, GATHER, times * layers)
     # The results of the experts need not come back a second time.
     times = 4 + again
     sent = times * stream * moe.top_k * share(ranks) * layers
-    return Sent(("expert",), "tokens sent", sent, "ragged-all-to-all", times * layers)
+    return Sent(("expert",), "tokens sent", sent, RAGGED, times * layers)
 
 
 def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: float, again: int) -> Iterator[Sent]:

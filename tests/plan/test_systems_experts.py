@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import statistics
 
 import pytest
 
@@ -10,7 +11,7 @@ from shardlm.plan.constants import MODULE
 from shardlm.plan.published import load
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems_experts import experts_ops, experts_sent, waiting
-from shardlm.plan.traffic import Sent
+from shardlm.plan.traffic import GATHER, RAGGED, Sent, training_traffic
 from shardlm.plan.validate import configuration, predict
 
 
@@ -28,22 +29,60 @@ def of(published, name):
     return point, model, Sketch.of(configuration(point, shape), published.gpu_of(point))
 
 
-def test_deepep_sends_a_token_once_to_each_device(published):
-    """Against tokens that choose eight of 128 experts on eight devices at random."""
-    point, model, _ = of(published, "automodel-qwen3-30b-a3b-h100x8")
-    sent = Sent(("expert",), "tokens sent", 8.0, "ragged-all-to-all", 3)
-    (found,) = experts_sent([sent], point, model.experts)
+def places_of(tokens, experts, places):
+    """Places that tokens go to on average: each token's experts in order, counted by hand."""
+    return statistics.mean(len({expert * places // experts for expert in chosen}) for chosen in tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "places"),
+    [
+        ("automodel-deepseek-v3-h100x256", 8, 8),  # hosts of 8 GPUs
+        ("automodel-deepseek-v3-h100x256", 64, 64),  # all under one switch
+        ("automodel-kimi-k2-h100x256", 32, 32),  # 12 experts a device: every second token is cut
+        ("automodel-gpt-oss-20b-h100x8", 8, 8),
+    ],
+)
+def test_a_balanced_gate_takes_experts_in_turn(published, name, inside, places):
+    """NeMo AutoModel's torch.arange(tokens * top_k).view(-1, top_k) % experts."""
+    point, model, _ = of(published, name)
+    experts, k = model.experts.num_experts, model.experts.top_k
+    flat = [i % experts for i in range(4096 * k)]
+    wanted = places_of([flat[i : i + k] for i in range(0, len(flat), k)], experts, places) / k
+    sent = Sent(("expert",), "tokens sent", 8.0, RAGGED, 3)
+    (found,) = experts_sent([sent], point, model.experts, inside)
+    assert found.nbytes == pytest.approx(8 * wanted, rel=1e-3)
+    assert list(experts_sent([weights := dataclasses.replace(sent, kind=GATHER)], point, model.experts, 8)) == [weights]
+
+
+def test_other_balanced_tokens_draw_their_experts(published):
+    """HybridEP over two hosts, against tokens that choose eight of 128 experts at random; behind another microbatch."""
+    sent = Sent(("expert",), "tokens sent", 8.0, RAGGED, 3)
+    point, model, _ = of(published, "bridge-qwen3-30b-a3b-h100x16-bf16-26.07")
+    (found,) = experts_sent([sent], point, model.experts, 8)
     draw = random.Random(0)
-    devices = [len({draw.randrange(8) for _ in range(8)}) for _ in range(4000)]
-    assert found.nbytes == pytest.approx(sum(devices) / len(devices), rel=0.02)
+    hosts = places_of([[draw.randrange(128) for _ in range(8)] for _ in range(4000)], 128, 2)
+    assert found.nbytes == pytest.approx(hosts, rel=0.02) and found.beside
+    before = published.points["bridge-qwen3-30b-a3b-h100x16-bf16-26.06"]
+    assert not next(experts_sent([sent], before, model.experts, 8)).beside
     plain = published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02"]
-    assert list(experts_sent([sent], plain, model.experts)) == [sent]
+    assert list(experts_sent([sent], plain, model.experts, 8)) == [sent]
+
+
+def test_other_systems_send_tokens_where_ours_would_gather_them(published):
+    _, _, sketch = of(published, "automodel-qwen3-30b-a3b-h100x8")
+    ours = [one for one in training_traffic(sketch) if one.why.startswith("tokens")]
+    theirs = [one for one in training_traffic(sketch, "all_to_all") if one.why.startswith("tokens")]
+    assert {one.kind for one in ours} == {GATHER} and {one.kind for one in theirs} == {RAGGED}
+    rows, runs = 4 * 4096, 48 * 16  # of a microbatch; layers of all microbatches
+    # There and back, there again, and the gradients of both.
+    assert sum(one.nbytes for one in theirs) == 5 * runs * rows * 8 * 7 / 8 * 2048 * 2
 
 
 def test_experts_split_over_tensor_exchange_each_token_as_often_as_it_has_experts(published):
     point, model, _ = of(published, "nemo-grok-1-h100x512-bf16")
     hidden = Sent(("tensor",), "the sequence: gathers", 8.0, count=4, beside=True)
-    attention, experts = experts_sent([hidden], point, model.experts)
+    attention, experts = experts_sent([hidden], point, model.experts, 1)
     assert (attention.nbytes, attention.beside, experts.nbytes, experts.beside) == (4, True, 8, False)
 
 
@@ -55,6 +94,8 @@ def test_the_all_to_all_dispatcher_sorts_twice_and_gpt_oss_adds_biases(published
     assert (biases.hbm_bytes, biases.count) == (20 * rows * 2880, 3 * layers)
     assert (clamps.hbm_bytes, clamps.again, clamps.count) == (16 * rows * 2880, layers, 4 * layers)
     assert all(op.in_stages for op in (sorting, biases, clamps))
+    automodel, small, here = of(published, "automodel-gpt-oss-20b-h100x8")
+    assert [op.what for op in experts_ops(automodel, small.experts, here, 0)] == ["biases", "before the activation"]
     qwen, other, there = of(published, "bridge-qwen3-235b-a22b-b200x256-mxfp8-26.02")
     assert [op.what for op in experts_ops(qwen, other.experts, there, 0)] == ["rows sorted twice"]
     captured, third, here = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02")

@@ -1,6 +1,7 @@
 """Predictions against published throughput: the medians that are reached, and what is left out and why."""
 
 import dataclasses
+import statistics
 
 import pytest
 
@@ -23,28 +24,29 @@ def published():
 
 
 def median(rows, belongs) -> float:
-    errors = sorted(abs(row.error) for row in rows if row.cost and belongs(row))
-    return errors[len(errors) // 2]
+    return statistics.median(abs(row.error) for row in rows if row.cost and belongs(row))
 
 
 def test_medians_are_within_ten_per_cent(rows):
     dense, experts = ([row for row in rows if row.experts == of] for of in (False, True))
-    assert len([row for row in dense if row.cost]) >= 100 and len([row for row in experts if row.cost]) >= 15
-    assert median(dense, lambda row: row.chosen) < 0.08
-    assert median(dense, lambda row: not row.chosen) < 0.10
+    assert len([row for row in dense if row.cost]) >= 120 and len([row for row in experts if row.cost]) >= 35
+    assert median(dense, lambda row: row.chosen) < 0.06
+    assert median(dense, lambda row: not row.chosen) < 0.06
     assert median(dense, lambda row: not row.assumed) < 0.10
-    assert median(experts, lambda row: row.chosen) < 0.15
-    # Of eight; NeMo AutoModel's two of DeepSeek V3, 31 and 50% too slow, are not explained yet.
-    assert median(experts, lambda row: not row.chosen) < 0.19
+    assert median(experts, lambda row: row.chosen) < 0.13
+    assert median(experts, lambda row: not row.chosen) < 0.16
+    # Nothing was looked for with these; mixtures on Hopper are the worst of them.
+    assert median(dense, lambda row: row.point.last) < 0.10
+    assert median(experts, lambda row: row.point.last) < 0.21
 
 
 def test_few_are_beyond_a_quarter_and_the_table_says_why(rows):
     far = [row for row in rows if row.cost and abs(row.error) > validation.FAR]
-    assert len(far) <= 0.05 * sum(row.cost is not None for row in rows)
-    assert set(validation.REASONS) <= {row.point.name for row in far}
+    assert len([row for row in far if not row.later]) <= 0.02 * sum(row.cost is not None for row in rows)
     table = format_validation(rows)
     for row in far:
-        assert f"{row.point.name}, {row.error:+.1%}: {validation.REASONS.get(row.point.name, 'not known why')}" in table
+        assert f"{row.point.name}, {row.error:+.1%}: {'superseded by' if row.later else 'not known why'}" in table
+        assert row.experts, "no dense point is"
 
 
 def test_each_gpu_and_precision_is_predicted_without_a_lean(rows):
@@ -78,10 +80,14 @@ def test_the_table_names_systems_sets_and_medians(rows):
     assert lines[0].startswith(f"all: {sum(row.cost is not None for row in rows)} points, median error ")
     assert [line.partition(":")[0] for line in lines] == [
         "all",
+        "not superseded",
+        "superseded",
         "dense, constants chosen with",
         "dense, held out",
         "experts, chosen with",
         "experts, held out",
+        "dense, added last",
+        "experts, added last",
         "nothing assumed",
     ]
 
@@ -108,7 +114,7 @@ def test_other_systems_repeat_and_send_what_their_sources_say(published):
     plain = list(as_sent([sums, tensor, stage], points["torchtitan-llama3.1-70b-x256-fp8"]))
     assert [one.nbytes for one in plain] == [8, 8] and not plain[1].beside
     assert next(as_sent([tensor], points["torchtitan-llama3.1-70b-x256-fp8-async"])).beside
-    assert list(as_run([], selective, False)) == []
+    assert list(as_run([], selective)) == []
 
 
 def test_zero3_of_2021_waits_for_each_weight_and_gathers_it_three_times(published):
