@@ -11,6 +11,9 @@ _PROMPT = flags.DEFINE_integer("prompt_len", 1024, "Tokens of a prompt.", lower_
 _OUTPUT = flags.DEFINE_integer("output_len", 256, "Tokens of a reply.", lower_bound=1)
 _RATE = flags.DEFINE_float("request_rate", 0.0, "Requests a second to be served; 0: as many as possible.")
 _TTFT = flags.DEFINE_float("ttft_seconds", 0.0, "The longest mean time to the first token that will do; 0: any.")
+_ACCEPTED = flags.DEFINE_float(
+    "acceptance_rate", 0.0, "With --speculative_config: share of the drafted tokens that are accepted."
+)
 _ITL = flags.DEFINE_float("itl_seconds", 0.0, "The longest time between two tokens that will do; 0: any.")
 
 
@@ -28,6 +31,8 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     options = engine_options()
     length = options["max_model_len"] or 0
     model = ServedModel.of_config(source, config_name()) if named else ServedModel.of_folder(source, length)
+    drafts = options["speculative_config"]
+    draft = ServedModel.of_folder(drafts.model, length) if drafts and drafts.model else None
     engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
     if target:
@@ -35,7 +40,8 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
         if twice:
             raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
         asked = {name: getattr(target, name) for name in asked}
-    return ServingCase(model, cluster, engine, **asked, ttft_seconds=_TTFT.value, itl_seconds=_ITL.value)
+    asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "acceptance_rate": _ACCEPTED.value}
+    return ServingCase(model, cluster, engine, **asked, draft=draft)
 
 
 def plan_serving(

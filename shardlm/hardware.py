@@ -72,6 +72,7 @@ class Gpu:
     nvlink_domain            how many GPUs reach each other over NVLink
     pcie_bytes_per_second    to the host, per direction
     nic_bytes_per_second     network per direction and GPU in NVIDIA's own systems; None: the host decides
+    gpus_per_host            of NVIDIA's own systems
     watts                    the limit the GPU is sold with (TDP); it draws less where memory or links limit it
     """
 
@@ -89,6 +90,7 @@ class Gpu:
     datasheet: str  # of the peaks, memory bandwidth, links and power
     memory_source: str
     nic_source: str | None = None
+    gpus_per_host: int = 8
 
     @property
     def multiplies_fp8(self) -> bool:
@@ -229,6 +231,7 @@ _GB200 = replace(
     hbm_bytes_per_second=7.928e12,
     watts=1200,
     nvlink_domain=72,
+    gpus_per_host=4,
     nic_source=_GB200_RACK,
 )
 _L40S = Gpu(

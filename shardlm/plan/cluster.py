@@ -53,7 +53,7 @@ class Cluster:
         nic_bytes_per_second: float = 0,
         fabric: Fabric = "infiniband",
     ) -> "Cluster":
-        """With 0 for what the GPU's own systems have: eight GPUs a host, its network adapters.
+        """With 0 for what the GPU's own systems have: so many GPUs a host, its network adapters.
 
         Raises ShardlmError for a number of GPUs that does not fill hosts.
         """
@@ -62,7 +62,7 @@ class Cluster:
                 f"num_gpus={num_gpus}, gpus_per_host={gpus_per_host}, nic_bytes_per_second={nic_bytes_per_second}: "
                 "GPUs are at least 1, the others at least 0 (0: as in NVIDIA's own systems)"
             )
-        host = gpus_per_host or min(HOST, num_gpus)
+        host = gpus_per_host or min(gpu.gpus_per_host, num_gpus)
         if num_gpus % host:
             below = num_gpus // host * host
             raise ShardlmError(

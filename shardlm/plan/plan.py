@@ -24,7 +24,7 @@ class Plan:
     def of(cls, config: RunConfig, cluster: Cluster) -> "Plan":
         """Of a configuration whose mesh has every size. Raises ShardlmError for what cannot run at all; what is merely
         too large has a plan that does not fit."""
-        return cls(Sketch.of(config, cluster.gpu), cluster)
+        return cls(Sketch.of(config, cluster.gpu, cluster.gpus_per_host), cluster)
 
     @functools.cached_property
     def memory(self) -> Memory:

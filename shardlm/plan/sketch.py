@@ -72,6 +72,7 @@ class Sketch:
 
     config     with every size of its mesh given
     weights    all parameters, trained or not
+    gpus_per_host  of the hosts over which the mesh lies
     """
 
     config: RunConfig
@@ -80,12 +81,13 @@ class Sketch:
     rules: Rules
     execution: Execution
     weights: tuple[Weight, ...]
+    gpus_per_host: int = 8
 
     @classmethod
-    def of(cls, config: RunConfig, gpu: Gpu) -> "Sketch":
+    def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
         settled = settle(config, config.mesh, _Described.of(gpu), traced=False)
-        return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled))
+        return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
 
     @property
     def mesh(self) -> MeshSpec:

@@ -20,8 +20,6 @@ from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
 from shardlm.rules import Rules
 
-GPUS_PER_HOST = 8  # of the programs that were counted
-
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -157,9 +155,8 @@ def _begins_early(sketch: Sketch) -> bool:
 
 def _gathers_ahead(sketch: Sketch) -> bool:
     """Whether XLA gathers the next layers' weights while these compute, and with them the next microbatch's
-    (xla_options.py): over the network, where tensor does not split the sequence."""
-    mesh = sketch.mesh
-    return mesh.tensor == 1 and mesh.size(*mesh.sizes()) > GPUS_PER_HOST
+    (xla_options.py): over several hosts, where tensor does not split the sequence."""
+    return sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
 
 
 def _moves_early(sketch: Sketch) -> bool:

@@ -100,6 +100,7 @@ def test_a_group_counts_its_members_in_the_first_island(sizes, axes):
 def test_racks_are_cut_into_equal_islands_and_hosts_are_islands():
     gb200 = GPUS["gb200"]
     assert Cluster.of(GPUS["h100"], 64, 4).island == 4
+    assert [Cluster.of(gb200, n).gpus_per_host for n in (2, 4, 72)] == [2, 4, 4]  # a rack is of hosts of four
     assert [Cluster.of(gb200, n, 4).island for n in (4, 64, 72, 128, 256, 144)] == [4, 64, 72, 64, 64, 72]
 
 

@@ -33,12 +33,18 @@ from shardlm.serve import build
 from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
-from shardlm.serve.submeshes import of_replica
+from shardlm.serve.speculation.build import open_draft_model
+from shardlm.serve.submeshes import of_replica, of_stage
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
 SIZES = {"max_model_len": 48, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 8, "decode_steps": 4}
+DRAFTED = {"num_speculative_tokens": 2}
 LLAMA = LlamaConfig()
 LLAMA_70B = dataclasses.replace(LLAMA, embed_dim=8192, num_layers=80, num_heads=64, mlp_dim=28_672)
+
+
+OF_CASE = ("request_rate", "ttft_seconds", "itl_seconds", "acceptance_rate", "draft")
+NGRAM, MTP = ({"method": method} | DRAFTED for method in ("ngram", "mtp"))
 
 
 def served(shape: LlamaConfig, name: str = "llama") -> ServedModel:
@@ -46,8 +52,16 @@ def served(shape: LlamaConfig, name: str = "llama") -> ServedModel:
 
 
 def on(gpu: str, count: int, shape: LlamaConfig = LLAMA, lengths=(1024, 256), **options) -> ServingCase:
-    asked = {name: options.pop(name) for name in ("request_rate", "ttft_seconds", "itl_seconds") if name in options}
+    asked = {name: options.pop(name) for name in OF_CASE if name in options}
     return ServingCase(served(shape), Cluster.of(GPUS[gpu], count), EngineConfig(**options), *lengths, **asked)
+
+
+def drafted(rate: float, count: int = 4, longest: int = 8192, shape: LlamaConfig = LLAMA, **changed) -> ServingCase:
+    """A smaller model drafts, and this share of its tokens is accepted."""
+    small = LlamaConfig(embed_dim=2048, num_layers=16, num_heads=32, mlp_dim=8192)
+    small = ServedModel("small", dataclasses.replace(small, **changed).transformer(), "bfloat16", longest)
+    wanted = {"model": "small", "num_speculative_tokens": count}
+    return on("h100", 1, shape, speculative_config=wanted, acceptance_rate=rate, draft=small)
 
 
 def bytes_by_device(tree) -> set[int]:
@@ -65,22 +79,35 @@ def bytes_by_device(tree) -> set[int]:
         ("llama", {"tensor": 2}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "int4", "kv_cache_dtype": "fp8"}),
         ("gemma3", {"pipeline": 2, "data": 2}, {}),
+        ("gemma3", {"tensor": 2}, {"speculative_config": {"model": str(REFERENCES / "llama")} | DRAFTED}),
+        ("llama", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3")} | DRAFTED}),
+        ("llama", {"data": 2}, {"speculative_config": {"method": "ngram"} | DRAFTED}),
+        ("../mtp_reference", {"tensor": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
     ],
 )
 def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):
     mesh, folder = MeshSpec(**axes), REFERENCES / family
     config = EngineConfig(mesh=mesh, dtype="float32", kv_cache_bytes=2**17, **SIZES, **options)
-    case = ServingCase(ServedModel.of_folder(folder, 48), Cluster.of(GPUS["h100"], 4), config, 20, 9)
+    drafts = config.speculative_config
+    drafting = ServedModel.of_folder(drafts.model, 48) if drafts and drafts.model else None
+    asked = {"acceptance_rate": 0.5, "draft": drafting} if drafts else {}
+    case = ServingCase(ServedModel.of_folder(folder, 48), Cluster.of(GPUS["h100"], 4), config, 20, 9, **asked)
     plan = serving_memory(case)
 
     monkeypatch.setattr(build, "compile_all", lambda runners, progress: None)
-    how = {"dtype": "float32", "quantization": config.quantization, "length": 48}
+    how = {"dtype": "float32", "quantization": config.quantization, "length": 48, "mtp": bool(case.model.mtp)}
     opened = load(folder, mesh=of_replica(mesh), decoding=True, **how)
-    engine = build.assemble(opened, None, [], 48, config)
+    vocab = case.model.shape.vocab_size
+    draft = open_draft_model(drafts, vocab, 48, of_stage(of_replica(mesh)), "float32", config.kv_cache_dtype)
+    engine = build.assemble(opened, None, [], 48, config, draft=draft)
     runner = engine.runner
     assert runner.config == plan.sizes
     last = plan.stages[-1]
-    if mesh.pipeline == 1:
+    if drafts:  # weights, pages and what is kept of slots, of layers that draft too
+        parts, states = (runner._parts, runner._state) if mesh.pipeline > 1 else ([runner.params], [runner._state])
+        held = (*parts[-1:], runner.proposer_params or ()), states[-1]
+        assert bytes_by_device(held[0]) == {last.weights} and bytes_by_device(held) == {last.held}
+    elif mesh.pipeline == 1:
         assert bytes_by_device(runner.params) == {last.weights}
         assert bytes_by_device(runner._state.pages) == {last.pages}
         assert bytes_by_device(runner._state.slots) == {last.slots}
@@ -153,6 +180,45 @@ def test_what_must_follow():
     assert packed.prefill > base.prefill  # and in many rows made anew in 16 bits
 
 
+def test_drafts_bring_tokens_and_cost_what_makes_and_verifies_them():
+    plain, plans = ServingPlan.of(on("h100", 1)), [ServingPlan.of(drafted(rate)) for rate in (0.25, 0.5, 1.0)]
+    # A step takes as long whatever is accepted, but for the last samples, and a token its share of it.
+    steps = [plan.decode[0].seconds * plan.case.tokens_a_step for plan in plans]
+    assert steps == sorted(steps) and steps[-1] < 1.1 * steps[0]
+    assert [plan.case.tokens_a_step for plan in plans] == [2, 3, 5]
+    rates = [plan.most.rate for plan in plans]
+    assert rates == sorted(rates) and plans[-1].decode[0].seconds < 0.5 * plain.decode[0].seconds
+    # All weights once, the draft model's five times, and neither embedding: what is the least to be read.
+    small = plans[0].memory.fullest.draft / 2 - 128_256 * 2048
+    read = 15.01e9 + 5 * 2 * small + 1152 * (131_072 + 5 * 16 * 2 * 8 * 128 * 2)
+    assert plans[0].decode[0].least == pytest.approx(read / 3.35e12 / 2, rel=2e-3)
+    # Without any, drafts are time lost; with many rows too, as verifying them takes products and not reading alone.
+    assert ServingPlan.of(drafted(1e-6)).decode[0].seconds > plain.decode[0].seconds
+    assert plans[1].decode[-1].seconds / plans[1].decode[0].seconds > plain.decode[-1].seconds / plain.decode[0].seconds
+    assert plans[0].prefill > plain.prefill  # it reads prompts too
+    looked_up = ServingPlan.of(on("h100", 1, speculative_config=NGRAM, acceptance_rate=0.5))
+    assert plain.decode[0].seconds / 2 < looked_up.decode[0].seconds < plain.decode[0].seconds
+    told = to_json(ServingAnswer(Found((plans[0],), ()), (RankedServing(plans[0]),)))
+    said = "4 tokens drafted for each step by small, 25% of them accepted: a step brings a reply 2 tokens"
+    assert (
+        said in to_text(told)
+        and "of layers that draft" in to_text(told)
+        and told["engine"]["drafts"]["model"] == "small"
+    )
+
+
+def test_prompts_attend_as_in_the_engine():
+    whole, pages = (serving_memory(on("h100", 1, prefill_attention=how)) for how in ("auto", "pages"))
+    assert (whole.sizes.prefill, pages.sizes.prefill) == ("cudnn", "pages")
+    assert serving_memory(on("h100", 1, kv_cache_dtype="fp8")).sizes.prefill == "pages"  # as it rounds
+    # Where activations and not scores are most, the program of whole prompts needs more than the one over pages.
+    small = dataclasses.replace(LLAMA, vocab_size=1024)
+    how = {"max_num_batched_tokens": 8192}
+    whole, pages = (serving_memory(on("h100", 1, small, prefill_attention=w, **how)).fullest for w in ("auto", "pages"))
+    assert (whole.prefill_key[0], pages.prefill_key[0]) == ("whole", "chunk")
+    assert whole.prefill - pages.prefill == 3 * 8192 * 4096 * 2
+
+
 def test_rates_obey_littles_law_and_the_queue():
     case = on("h100", 1)
     replica = Replica.of(case, Speed.of(case, serving_memory(case)))
@@ -205,7 +271,13 @@ def test_what_does_not_fit_is_told_with_what_would():
         (lambda: on("h100", 1, max_model_len=9000), "max_model_len=9000 is more than the model's 8192 positions"),
         (lambda: on("h100", 1, dtype="fp8"), "dtype='fp8'; choose from float32, bfloat16, float16"),
         (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is at least 0"),
-        (lambda: on("h100", 1, deterministic=True), "covers neither speculative_config nor deterministic=True"),
+        (lambda: on("h100", 1, deterministic=True), "does not cover deterministic=True"),
+        (lambda: on("h100", 1, speculative_config=NGRAM), "acceptance_rate=0 is the share of drafted tokens"),
+        (lambda: on("h100", 1, speculative_config=NGRAM, acceptance_rate=1.5), "acceptance_rate=1.5 is the share"),
+        (lambda: on("h100", 1, acceptance_rate=0.5), "goes with speculative_config alone"),
+        (lambda: on("h100", 1, speculative_config=MTP, acceptance_rate=0.5), "and llama has none; choose method"),
+        (lambda: drafted(0.5, vocab_size=1000), "small has a vocabulary of 1000 tokens, and llama one of 128256"),
+        (lambda: drafted(0.5, longest=4096), "small was made for 4096 positions, and max_model_len=8192"),
         (lambda: serving_memory(on("h100", 3, mesh=MeshSpec(tensor=3))), "cannot be split over tensor=3"),
         (lambda: serving_memory(on("h100", 64, mesh=MeshSpec(pipeline=64))), "pipeline=64 stages of 32 layers"),
         (lambda: search(on("h100", 8), {"tensor": 3}), "8 GPUs have no mesh with tensor=3"),
@@ -231,6 +303,16 @@ def test_the_command_line_has_the_flags_of_the_server():
     told = json.loads(said)
     assert fits and told["plans"][0]["mesh"]["tensor"] == 2 and told["engine"]["kv_cache_dtype"] == "fp8"
     assert (told["engine"]["max_model_len"], told["asked"]["prompt_len"]) == (40, 20)
+
+
+@on_gpus
+def test_memory_is_what_programs_with_a_draft_model_need():
+    """Of two layers each."""
+    case = drafted(0.5, shape=dataclasses.replace(LLAMA, num_layers=2), num_layers=2)
+    plan = ServingPlan.of(case)
+    decode, prefill = verify_serving(plan).programs
+    assert abs(decode.difference) < 0.01 and abs(prefill.difference) < 0.01 and decode.tokens == 5
+    assert decode.arguments == pytest.approx(plan.memory.fullest.held, rel=1e-3)
 
 
 @on_gpus

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import read_config
+from shardlm.layers.mtp import MtpConfig
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
@@ -26,20 +27,21 @@ class ServedModel:
     """shape    without modules that predict further tokens: they only draft
     dtype    that the engine computes in unless told otherwise
     longest  positions that the model was made for; 0: not said
+    mtp      those modules, where it has any
     """
 
     name: str
     shape: TransformerConfig
     dtype: str
     longest: int
+    mtp: MtpConfig | None = None
 
     @classmethod
     def of_config(cls, config: RunConfig, name: str = "") -> "ServedModel":
         """What a run of this configuration trains; `name` by default that of its family."""
         dtype = jnp.dtype(COMPUTE_DTYPE[config.precision]).name
-        return cls(
-            name or type(config.model).__name__, config.model.transformer().without_mtp(), dtype, config.train.seq_len
-        )
+        shape, name = config.model.transformer(), name or type(config.model).__name__
+        return cls(name, shape.without_mtp(), dtype, config.train.seq_len, shape.mtp)
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike, length: int = 0) -> "ServedModel":
@@ -50,7 +52,8 @@ class ServedModel:
         options = read_config(folder)
         source = Pretrained(str(folder), length, config=json.dumps(dict(options)))
         longest = registry.text_config(options).get("max_position_embeddings") or options.get("n_positions") or 0
-        return cls(folder.name or str(path), source.transformer().without_mtp(), stored_dtype(source), longest)
+        shape = source.transformer()
+        return cls(folder.name or str(path), shape.without_mtp(), stored_dtype(source), longest, shape.mtp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ class ServingCase:
     request_rate   requests a second that are to be served; 0: as many as possible
     ttft_seconds   the longest mean time to the first token that will do; 0: any
     itl_seconds    the longest time between two tokens of a reply that will do; 0: any
+    acceptance_rate  share of the drafted tokens that the model accepts, as servers report it; 0: nothing drafts
+    draft          the model that drafts, where one does
     """
 
     model: ServedModel
@@ -71,6 +76,8 @@ class ServingCase:
     request_rate: float = 0.0
     ttft_seconds: float = 0.0
     itl_seconds: float = 0.0
+    acceptance_rate: float = 0.0
+    draft: ServedModel | None = None
 
     def __post_init__(self):
         if self.cluster.measured is not None:
@@ -85,11 +92,11 @@ class ServingCase:
         for name in ("request_rate", "ttft_seconds", "itl_seconds"):
             if getattr(self, name) < 0:
                 raise ShardlmError(f"{name}={getattr(self, name)} is at least 0; 0 asks for nothing")
-        if self.engine.speculative_config is not None or self.engine.deterministic:
+        if self.engine.deterministic:
             raise ShardlmError(
-                "a serving plan covers neither speculative_config nor deterministic=True: how many drafts are accepted "
-                "depends on the texts, and deterministic programs run a token at a time; leave them out"
+                "a serving plan does not cover deterministic=True, whose programs run a token at a time; leave it out"
             )
+        self._check_drafts()
         if self.dtype not in DTYPES:
             raise ShardlmError(f"dtype={self.dtype!r}; choose from {', '.join(DTYPES)}")
         longest, length = self.model.longest, self.engine.max_model_len
@@ -105,6 +112,40 @@ class ServingCase:
                 f"prompt_len={self.prompt_len} and output_len={self.output_len} are {both} tokens, and max_model_len="
                 f"{self.length}; shorten them, or raise max_model_len"
             )
+
+    def _check_drafts(self) -> None:
+        asked, rate = self.engine.speculative_config, self.acceptance_rate
+        if asked is None and not rate:
+            return
+        if asked is None or not 0 < rate <= 1:
+            raise ShardlmError(
+                f"acceptance_rate={rate:g} is the share of drafted tokens that the model accepts, above 0 and at most "
+                "1, and goes with speculative_config alone: it depends on the texts; a server and launch.bench serve "
+                "report it (draft_acceptance_rate)"
+            )
+        if asked.method == "mtp" and self.model.mtp is None:
+            raise ShardlmError(
+                f"speculative_config: method 'mtp' drafts by modules that predict further tokens, and "
+                f"{self.model.name} has none; choose method 'ngram' or 'draft_model'"
+            )
+        if self.draft is None:
+            return
+        own, wanted = self.draft.shape.vocab_size, self.model.shape.vocab_size
+        if own != wanted:
+            raise ShardlmError(
+                f"the draft model {self.draft.name} has a vocabulary of {own} tokens, and {self.model.name} one of "
+                f"{wanted}: they must be the same. Choose a draft model of the same family, or method 'ngram'"
+            )
+        if self.draft.longest and self.length > self.draft.longest:
+            raise ShardlmError(
+                f"the draft model {self.draft.name} was made for {self.draft.longest} positions, and max_model_len="
+                f"{self.length}: lower that to {self.draft.longest}, or choose another draft model"
+            )
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Of a reply, that one decode step brings on average: the drafts that are accepted and one more."""
+        return 1 + self.acceptance_rate * self.engine.drafts
 
     @property
     def length(self) -> int:

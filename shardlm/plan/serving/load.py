@@ -75,11 +75,11 @@ class Replica:
         """With so many replies under way on average."""
         P, O = self.case.prompt_len, self.case.output_len
         sizes = self.speed.memory.sizes
-        step = self.speed.step_seconds(batch, self.context)
-        budget = sizes.max_batch_tokens - batch
+        step, made = self.speed.step_seconds(batch, self.context), self.case.tokens_a_step
+        budget = sizes.max_batch_tokens - batch * (1 + self.case.engine.drafts)
         prompt = self.alone
         for _ in range(4):  # how often prompts meet others depends on how long they take
-            rate = batch / (O * step + batch * prompt)
+            rate = batch / (O * step / made + batch * prompt)
             service = prompt + P / budget * step  # several short prompts share a step
             busy = rate * service
             prompt = self.alone + min(1.0, busy) * (self.crowded - self.alone)
@@ -89,14 +89,15 @@ class Replica:
         # them each is a whole decode program.
         found = (AHEAD - 0.5) * step * (sizes.decode_steps * max(0.0, 1 - busy) + min(1.0, busy))
         share = rate * prompt
-        return Load(rate, batch, step / (1 - share), found + wait + own, share, "")
+        return Load(rate, batch, step / made / (1 - share), found + wait + own, share, "")
 
     def most(self) -> Load:
         """The highest rate within the slots, the pages, the budget of prompts and the latencies asked for; `rate` 0
         where none is."""
         case, sizes = self.case, self.speed.memory.sizes
-        # Each reply needs its prompt read before it ends: B P tokens of prompts in the O steps of a reply.
-        by_budget = case.output_len * sizes.max_batch_tokens / (case.prompt_len + case.output_len)
+        # Each reply needs its prompt read before it ends: B P tokens of prompts in the steps of a reply.
+        steps = case.output_len / case.tokens_a_step
+        by_budget = steps * sizes.max_batch_tokens / (case.prompt_len + steps * (1 + case.engine.drafts))
         limits = {
             "max_num_seqs" if self.slots == sizes.max_rows else "pages": float(self.slots),
             "max_num_batched_tokens": 0.999 * by_budget,

@@ -6,13 +6,16 @@ import math
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
-from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.layers.page_layout import PageLayout
 from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
+from shardlm.serve.prefill import choose
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner import RunnerConfig
+from shardlm.serve.speculation.build import layouts_for
 from shardlm.serve.stages import layout_of as part_of_layout
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES
 from shardlm.serve.submeshes import of_replica, of_stage
@@ -25,16 +28,20 @@ SAMPLER_ARRAYS = 5.6
 # The same of prompts whose tokens are scored, on one device and where the parts of several are gathered first: 2.0 and
 # 3.1 (compiled: 64 rows of 32 tokens, tensor 1 and 4).
 SCORED_ARRAYS = (2.0, 3.1)
+# Arrays of queries that a program of prompts holds besides where it attends by cuDNN and not over pages: 3.4 and 2.8
+# (compiled: 2,048 tokens of Llama 3 8B and 70B, tensor 1 and 4).
+WHOLE_ARRAYS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
     """Bytes of one device of a pipeline stage.
 
-    weights, pages, slots  exactly what the engine allocates
+    weights, pages, slots  exactly what the engine allocates, with what is kept for drafts
+    draft         of the weights, those of layers that draft
     decode        temporaries of its largest decode program, estimated
     prefill       the same of the program of prompts that needs most
-    prefill_size  and which that is: (rows, tokens of a row)
+    prefill_key   and which that is, as the runner names it: kind, (rows, tokens of a row)
     page          of one page
     """
 
@@ -44,8 +51,9 @@ class StageMemory:
     slots: int
     decode: float
     prefill: float
-    prefill_size: tuple[int, int]
+    prefill_key: tuple[str, tuple[int, int]]
     page: int
+    draft: int = 0
 
     @property
     def held(self) -> int:
@@ -65,11 +73,15 @@ class StageMemory:
 class ServingMemory:
     """sizes   of a replica's programs and its pool, as the engine makes them
     limit   bytes that jax may take of a GPU
+    beside  the page layout of layers that draft
+    decoded the most tokens of a row in one decode program
     """
 
     stages: tuple[StageMemory, ...]
     sizes: RunnerConfig
     limit: float
+    beside: PageLayout | None
+    decoded: int
 
     @property
     def layout(self) -> PageLayout:
@@ -88,7 +100,7 @@ class ServingMemory:
     def at_once(self, prompt_len: int, output_len: int) -> int:
         """Requests of these lengths of which a replica preempts none, wherever in their replies they are: slots and
         pages for all of them when they are longest. The last token is sampled and not written."""
-        most = self.layout.pages_of(prompt_len + output_len - 1, self.sizes.page_size, self.sizes.decode_steps)
+        most = self.layout.pages_of(prompt_len + output_len - 1, self.sizes.page_size, self.decoded)
         return min(self.sizes.max_rows, (self.layout.num_pages - 1) // most)
 
 
@@ -100,10 +112,14 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     weights = weights_of(shape, mesh, case.dtype, case.weights)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
     windows = [block.attention.window for block in shape.blocks()]
-    layout = layout_of(windows, 0, case.length, engine.block_size, engine.decoded)
+    drafter = drafter_of(case)
+    layout, *beside = layouts_for(windows, drafter and drafter.windows, case.length, engine.block_size, engine.decoded)
     own = [weights.stage(run, i == 0, i == len(runs) - 1) for i, run in enumerate(runs)]
     held = [held_bytes(stage, rules) for stage in own]
     each = [page_bytes(model, part_of_layout(layout, run), engine.block_size) for run in runs]
+    if drafter:
+        held[-1] += drafter.weight_bytes
+        each[-1] += page_bytes(drafter.model, beside[0], engine.block_size)
     limit, devices = ALLOCATED * case.cluster.gpu.hbm_bytes, of_stage(mesh).size("expert", "tensor")
     rooms = [room_beside(nbytes, limit, engine) * devices for nbytes in held]
     if not all(rooms):
@@ -111,13 +127,18 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{max(held) / 2**30:.1f} GiB of weights a GPU leave no room for pages: gpu_memory_utilization="
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
-    (sizes,) = sized([layout], each, rooms, case.length, engine, engine.mesh.data)
+    sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data)
+    sizes = dataclasses.replace(sizes, prefill=choose(engine.prefill_attention, model, engine.deterministic))
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)
         for i, (run, page, stage) in enumerate(zip(runs, each, own, strict=True))
     ]
-    found = ServingMemory(tuple(stages), sizes, limit)
+    kept = _kept_for_drafts(case, sizes)
+    draft = drafter.weight_bytes if drafter else 0
+    last = stages[-1]
+    stages[-1] = dataclasses.replace(last, weights=last.weights + draft, draft=draft, slots=last.slots + kept)
+    found = ServingMemory(tuple(stages), sizes, limit, beside[0] if beside else None, engine.decoded)
     if found.fullest.total > limit:
         most = found.fullest
         raise ShardlmError(
@@ -146,6 +167,16 @@ def slot_bytes(rows: int, vocab: int) -> int:
     return (rows + 1) * (4 + 1 + settings + 4 * (2 * MAX_BIASES + MAX_BANNED) + 8 * words + 2 * vocab)
 
 
+def _kept_for_drafts(case: ServingCase, sizes: RunnerConfig) -> int:
+    """Of each slot and the one for padding: its text, or what modules take with the next token (speculation/)."""
+    asked, rows = case.engine.speculative_config, sizes.max_rows + 1
+    if asked is None or asked.method == "draft_model":
+        return 0
+    if asked.method == "ngram":
+        return 4 * rows * sizes.max_model_len
+    return rows * (case.model.mtp.depth * case.model.shape.embed_dim * DTYPE_BYTES[case.dtype] + 4)
+
+
 def _stage(
     case: ServingCase, sizes: RunnerConfig, rules: Rules, run: slice, weights: list[Held], page: int, last: bool
 ) -> StageMemory:
@@ -153,13 +184,17 @@ def _stage(
     of prompts that are scored, the sampler."""
     shape, itemsize, V = case.model.shape, DTYPE_BYTES[case.dtype], case.model.shape.vocab_size
     widest = max(_layer_numbers(block, rules, shape.embed_dim) for block in shape.blocks())
+    heads = max(block.attention.num_heads * block.attention.head_dim for block in shape.blocks())
+    heads //= rules.mesh.size(*rules.use.axes("heads"))
 
     def unpacked(tokens: int) -> int:
         made = (held.elements(rules.use) * held.packed for held in weights if made_anew(held, tokens))
         return 2 * itemsize * max(made, default=0)
 
-    def needs(rows: int, tokens: int) -> float:
-        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest) + unpacked(rows * tokens)
+    def needs(kind: str, size: tuple[int, int]) -> float:
+        rows, tokens = size
+        more = WHOLE_ARRAYS * heads if kind == "whole" else 0
+        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest + more) + unpacked(rows * tokens)
         scored = (
             SCORED_ARRAYS[bool(rules.use.axes("vocab"))] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
             if last
@@ -167,10 +202,11 @@ def _stage(
         )
         return max(layer, scored)
 
-    rows = sizes.max_rows
-    layer = rows * itemsize * (3 * shape.embed_dim + widest)
-    decode = (max(layer, SAMPLER_ARRAYS * ACTIVATION * rows * V) if last else layer) + unpacked(rows)
-    largest = max(sizes.chunk_sizes, key=lambda size: needs(*size))
+    rows, each = sizes.max_rows, 1 + case.engine.drafts
+    layer = rows * each * itemsize * (3 * shape.embed_dim + widest)
+    sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V
+    decode = (max(layer, sampler) if last else layer) + unpacked(rows * each)
+    largest = max(sizes.chunk_programs, key=lambda key: needs(*key))
     return StageMemory(
         run,
         held_bytes(weights, rules),

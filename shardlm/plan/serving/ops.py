@@ -29,12 +29,16 @@ class Pass:
     rows      of which the last token is sampled
     context   positions before each row's tokens
     itemsize  bytes of an activation
+    drafts    tokens of each row that are drafts to verify: all its tokens get logits
+    sampled   how often the rows are sampled from, one token of each after another
     """
 
     tokens: float
     rows: float
     context: float
     itemsize: int
+    drafts: int = 0
+    sampled: float = 1
 
     @property
     def each(self) -> float:
@@ -168,14 +172,15 @@ def _all_reduced(nbytes: float, axes: tuple[str, ...], rules: Rules) -> float:
 
 def ends_work(head: InUse, rules: Rules, one: Pass, vocab: int, D: int) -> Work:
     """Embedding, head and sampling, of the stages that have them."""
-    axes, B = rules.use.axes("vocab"), one.rows
+    axes, B = rules.use.axes("vocab"), one.rows * (1 + one.drafts)
     t = rules.mesh.size(*axes)
     logits = 4 * B * vocab
     of_head = {"dims": (B, vocab / t, D), "dtype": NAMES[one.itemsize]}
+    sampling = SAMPLER_PASSES * 4 * one.rows * vocab / SAMPLING_KERNELS
     ops = [
         Op("embedding", "lookup", "memory", 0, 2 * one.tokens * D * one.itemsize, 1),
         Op("head", "logits", "matmul", 2.0 * B * head.numbers, head.nbytes + logits / t, 1, **of_head),
-        Op("head", "sampling", "memory", 0, SAMPLER_PASSES * logits / SAMPLING_KERNELS, SAMPLING_KERNELS),
+        Op("head", "sampling", "memory", 0, sampling, SAMPLING_KERNELS * one.sampled),
     ]
     exchanged = []
     if axes:

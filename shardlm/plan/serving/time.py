@@ -5,17 +5,16 @@ import dataclasses
 import functools
 from collections import Counter
 
-from shardlm.layers.page_layout import PageLayout
 from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work
-from shardlm.plan.serving.weights import Held, InUse, Weights, one_layer, weights_of
+from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
-from shardlm.serve.build import page_bytes
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
 
@@ -38,7 +37,8 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """A token for each of `batch` requests of a replica.
+    """A token for each of `batch` requests of a replica; where tokens are drafted, as many as a step brings on average,
+    and all seconds are a token's share of it.
 
     seconds       between two tokens of a request
     least         by the bandwidth bound: bytes read by the device with most, at the memory's full rate
@@ -82,22 +82,27 @@ class Speed:
 
     def decode(self, batch: float, context: float) -> DecodeStep:
         """One step at this many rows whose sequences have `context` tokens."""
-        groups = min(self.stages, batch)
-        one = Pass(batch / groups, batch / groups, context, self.itemsize)
+        one, whole = self._decoding(batch / min(self.stages, batch), context), self._decoding(batch, context)
         slowest = max((self._stage(i, one) for i in self._distinct), key=lambda timed: timed.seconds)
-        seconds = self.step_seconds(batch, context)
+        seconds = self.step_seconds(batch, context) / self.case.tokens_a_step
         parts = {name: part * seconds / slowest.seconds for name, part in slowest.parts.items()}
-        whole = Pass(batch, batch, context, self.itemsize)
         least = max(self._stage(i, whole).least for i in self._distinct)
-        return DecodeStep(batch, seconds, least, parts)
+        return DecodeStep(batch, seconds, least / self.case.tokens_a_step, parts)
+
+    def _decoding(self, rows: float, context: float) -> Pass:
+        """Each row's last token and drafts. Sampling goes on while any row's drafts are right."""
+        count = self.case.engine.drafts
+        sampled = 1 + count * (1 - (1 - self.case.acceptance_rate) ** rows)
+        return Pass(rows * (1 + count), rows, context, self.itemsize, count, sampled)
 
     def step_seconds(self, batch: float, context: float) -> float:
-        """Of `decode`. Rows are dealt into as many groups as there are stages, which each stage runs in turn
+        """Of a step of `decode`. Rows are dealt into as many groups as there are stages, which each stage runs in turn
         (serve/staged_runner.py); with fewer rows than stages some of them wait."""
         groups = max(1.0, min(self.stages, batch))
         rows = batch / groups
-        turns = self._turns(Pass(rows, rows, context, self.itemsize))
-        return max(groups * max(turns), sum(turns) + self.stages * self._hop(rows))
+        one = self._decoding(rows, context)
+        turns = self._turns(one)
+        return max(groups * max(turns), sum(turns) + self.stages * self._hop(one.tokens))
 
     def sent(self, stage: int, one: Pass) -> dict[str, dict[str, float]]:
         """Axes joined by "+" -> kind -> bytes that one device of a stage sends in one pass."""
@@ -169,13 +174,18 @@ class Speed:
     def _works(self, i: int, one: Pass) -> list[tuple[Work, float]]:
         """(work, how often) of each kind of layer of a stage, and of the ends of the model, where they are there."""
         shape = self.case.model.shape
-        D, cache = shape.embed_dim, self.cache_bytes
+        D, cache = shape.embed_dim, self._cache
         found = [
             (layer_work(block, self._in_use[own], self.rules, cache, one, D), count)
             for (block, own), count in self._kinds[i].items()
         ]
         if i == self.stages - 1:
             found.append((ends_work(self._head, self.rules, one, shape.vocab_size, D), 1))
+        if i == self.stages - 1 and self._drafter:
+            decodes = one.drafts > 0
+            found += (
+                self._drafter.drafting(one.rows, one.context, one.itemsize) if decodes else self._drafter.reading(one)
+            )
         return found
 
     @functools.cached_property
@@ -203,11 +213,15 @@ class Speed:
         return InUse.of(head, self.rules)
 
     @functools.cached_property
-    def cache_bytes(self) -> float:
-        """Of one position in one layer, on one device."""
-        stage, engine = of_stage(self.case.engine.mesh), self.case.engine
-        model = one_layer(self.case.model.shape, stage, self.case.dtype, engine.kv_cache_dtype)
-        return page_bytes(model, PageLayout.whole(1, 0), 1) / stage.size("expert", "tensor")
+    def _cache(self) -> float:
+        engine = self.case.engine
+        return cache_bytes(
+            one_layer(self.case.model.shape, of_stage(engine.mesh), self.case.dtype, engine.kv_cache_dtype)
+        )
+
+    @functools.cached_property
+    def _drafter(self) -> Drafter | None:
+        return drafter_of(self.case)
 
     @functools.cached_property
     def _kernels(self) -> Kernels:

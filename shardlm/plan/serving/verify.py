@@ -13,12 +13,17 @@ from jax.sharding import Mesh, NamedSharding
 from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.layers.lora import LoraConfig
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import execution_of
 from shardlm.ops.cudnn_heads import traced_for
+from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.kv_format import KvFormat
 from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.serve.layers import apart
 from shardlm.serve.runner import Runner
+from shardlm.serve.speculation.build import DraftModel, by_modules, make_proposer
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import Place, stages_on
 from shardlm.serve.submeshes import of_replica, submeshes
@@ -109,16 +114,31 @@ def runner_of(plan: ServingPlan) -> Runner:
     hosts, own = divmod(gpus, case.cluster.gpus_per_host)
     grid = (hosts, case.cluster.gpus_per_host) if hosts and not own else (1, gpus)
     devices = topology(case.cluster.gpu.name, *grid)
-    rules, built = serving_rules(shape, mesh, case.weights), mesh.build(devices)
-    with jax.set_mesh(built):
-        execution = execution_of(shape, rules, case.dtype, devices[0], case.weights, LoraConfig())
-        execution = dataclasses.replace(execution, kv_cache=case.engine.kv_cache_dtype)
-        model = ModelDef.make(apart(shape), execution)
-    sizes = plan.memory.sizes
-    if mesh.pipeline == 1:
-        return _Whole(model, model.held_at_rest(built), built, sizes)
-    stages = stages_on(model, submeshes(mesh, devices)[0])
-    return _Staged(model, Place(stages, [stage.held for stage in stages]), sizes)
+    speculative, kv_cache = case.engine.speculative_config, case.engine.kv_cache_dtype
+    if speculative and speculative.method == "mtp":
+        shape = dataclasses.replace(shape, mtp=case.model.mtp)
+    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache)
+    meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
+    if case.draft:
+        own = _described(case.draft.shape, meshes[-1], case.engine.dtype or case.draft.dtype, "dtype", kv_cache)
+        draft = DraftModel(own, own.held_at_rest(meshes[-1]))
+    stages = stages_on(model, meshes) if mesh.pipeline > 1 else []
+    proposer, params = None, ()
+    if speculative:
+        draft = draft.within(stages[-1]) if draft and stages else draft
+        proposer, params = make_proposer(speculative, draft, sizes, plan.memory.beside)
+    if not stages:
+        return _Whole(model, model.held_at_rest(meshes[0]), meshes[0], sizes, proposer, params)
+    return _Staged(model, Place(stages, [stage.held for stage in stages], params), sizes, proposer=proposer)
+
+
+def _described(shape: TransformerConfig, mesh: Mesh, dtype: str, weights: WeightFormat, kv_cache: KvFormat) -> ModelDef:
+    """A model on devices that are not there, its layers apart."""
+    device = mesh.devices.flat[0]
+    with jax.set_mesh(mesh):
+        rules = serving_rules(shape, MeshSpec(**mesh.shape), weights)
+        execution = execution_of(shape, rules, dtype, device, weights, LoraConfig())
+        return ModelDef.make(apart(shape), dataclasses.replace(execution, kv_cache=kv_cache))
 
 
 def verify_apart(plans: Sequence[ServingPlan]) -> list[VerifiedServing]:
@@ -144,16 +164,15 @@ def verify_serving(plan: ServingPlan) -> VerifiedServing:
 
 def _largest(plan: ServingPlan) -> list[tuple[str, Any, int, int, int]]:
     """(what, key of the runner, rows, tokens, stage)."""
-    sizes, stages = plan.memory.sizes, plan.memory.stages
+    sizes, stages, each = plan.memory.sizes, plan.memory.stages, 1 + plan.case.engine.drafts
     if len(stages) == 1:
-        chunk = stages[0].prefill_size
-        decode = ("decode", ("decode", sizes.max_rows), sizes.max_rows, 1, 0)
-        return [decode, ("prefill", ("chunk", chunk), *chunk, 0)]
+        key = stages[0].prefill_key
+        return [("decode", ("decode", sizes.max_rows), sizes.max_rows, each, 0), ("prefill", key, *key[1], 0)]
     rows = -(-sizes.max_rows // len(stages))
     found = []
     for s in sorted({stages.index(plan.memory.fullest), len(stages) - 1}):
-        chunk = stages[s].prefill_size
-        found += [("decode", ("step", rows, s), rows, 1, s), ("prefill", ("chunk", chunk, s), *chunk, s)]
+        key = stages[s].prefill_key
+        found += [("decode", ("step", rows, s), rows, each, s), ("prefill", (*key, s), *key[1], s)]
     return found
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -97,14 +97,20 @@ def layouts_of(
 ) -> tuple[PageLayout, ...]:
     """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
     number of pages left to be set."""
-    windows = _windows(model.config.blocks())
+    return layouts_for(_windows(model.config.blocks()), draft and draft.windows, length, page_size, steps)
+
+
+def layouts_for(
+    windows: Sequence[int], drafting: Sequence[int] | None, length: int, page_size: int, steps: int
+) -> tuple[PageLayout, ...]:
+    """The same from the windows of the layers, and of those that draft, where there are any."""
     layout = layout_of(windows, 0, length, page_size, steps)
-    if draft is None:
+    if drafting is None:
         return (layout,)
-    beside = layout.beside(draft.windows)
+    beside = layout.beside(drafting)
     if beside is None:  # layers that draft see farther than any of the model's
         layout = PageLayout.whole(len(windows), 0)
-        beside = layout.beside(draft.windows)
+        beside = layout.beside(drafting)
     return layout, beside
 
 

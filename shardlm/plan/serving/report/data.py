@@ -8,6 +8,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.report.data import cluster_facts
 from shardlm.plan.report.placement import placement
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer
+from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM, Load
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.plan.serving.time import DecodeStep
@@ -47,12 +48,27 @@ def _engine(plan: ServingPlan) -> dict[str, Any]:
     return {
         "dtype": case.dtype,
         "quantization": case.engine.quantization,
-        "kv_cache_dtype": case.engine.kv_cache_dtype,
+        "kv_cache_dtype": case.dtype if case.engine.kv_cache_dtype == "auto" else case.engine.kv_cache_dtype,
         "max_model_len": case.length,
         "gpu_memory_utilization": case.engine.gpu_memory_utilization,
         "block_size": sizes.page_size,
         "max_num_seqs": sizes.max_rows,
         "max_num_batched_tokens": sizes.max_batch_tokens,
+        "prefill_attention": sizes.prefill,
+        "drafts": _drafts(case),
+    }
+
+
+def _drafts(case: ServingCase) -> dict[str, Any] | None:
+    asked = case.engine.speculative_config
+    if asked is None:
+        return None
+    return {
+        "method": asked.method,
+        "model": case.draft.name if case.draft else None,
+        "num_speculative_tokens": asked.num_speculative_tokens,
+        "acceptance_rate": case.acceptance_rate,
+        "tokens_a_step": case.tokens_a_step,
     }
 
 
@@ -73,6 +89,7 @@ def _plan(one: RankedServing) -> dict[str, Any]:
         "estimated": {
             "memory": {name: getattr(most, name) for name in ("weights", "pages", "slots", "temporaries", "total")},
             "memory_limit_bytes": memory.limit,
+            "draft_weight_bytes": most.draft,
             "num_pages": memory.layout.num_pages,
             "groups_of_layers": {"all": len(windows), "with_window": sum(windows)},
             "tokens_held": memory.tokens_held,

@@ -16,12 +16,23 @@ def headline(answer: Data) -> list[str]:
     engine, asked, plan = answer["engine"], answer["asked"], answer["plans"][0]
     replicas = "1 replica" if plan["replicas"] == 1 else f"{plan['replicas']:,} replicas"
     held = engine["quantization"] or engine["dtype"]
-    return [
+    lines = [
         f"{answer['model']} on {plan['num_gpus']:,} x {answer['cluster']['gpu']}: {replicas} of "
         f"{plan['gpus_per_replica']:,} ({plan['mesh_text']})",
         f"weights {held}, keys and values {engine['kv_cache_dtype']}, max_model_len {engine['max_model_len']:,}, "
         f"prompts of {asked['prompt_len']:,} tokens, replies of {asked['output_len']:,}",
     ]
+    return [*lines, *filter(None, [_drafting(engine["drafts"])])]
+
+
+def _drafting(drafts: Data | None) -> str:
+    if drafts is None:
+        return ""
+    who = {"ngram": "looked up in the text", "mtp": "by modules for further tokens"}.get(drafts["method"])
+    return (
+        f"{drafts['num_speculative_tokens']} tokens drafted for each step {who or 'by ' + drafts['model']}, "
+        f"{drafts['acceptance_rate']:.0%} of them accepted: a step brings a reply {drafts['tokens_a_step']:.3g} tokens"
+    )
 
 
 def plans(answer: Data) -> Table:
@@ -78,7 +89,9 @@ def memory(answer: Data) -> Table:
     held = plan["estimated"]["memory"]
     groups = plan["estimated"]["groups_of_layers"]
     windows = f", {groups['with_window']} of {groups['all']} groups of layers with a window"
+    draft = plan["estimated"]["draft_weight_bytes"]
     notes = {
+        "weights": f"{gib(draft)} of layers that draft" if draft else "",
         "pages": f"{plan['estimated']['num_pages']:,} of {engine['block_size']} tokens"
         + (windows if groups["with_window"] else ""),
         "slots": f"{engine['max_num_seqs']:,} requests (max_num_seqs)",
@@ -106,8 +119,10 @@ def decode(answer: Data) -> Table:
         *(Column(title, GUESS) for title in titles),
         Column("most of it", words=True),
     ]
+    drafts = answer["engine"]["drafts"]
+    shared = "A token has its share of a step, in which drafts are made and verified. " if drafts else ""
     note = "Bandwidth bound: tokens/s if each step only read its weights, keys and values, at the memory's full rate."
-    return Table("decode", "Decoding of a replica", tuple(columns), tuple(rows), note=note)
+    return Table("decode", "Decoding of a replica", tuple(columns), tuple(rows), note=shared + note)
 
 
 def programs(answer: Data) -> Table | None:
