@@ -105,7 +105,7 @@ def temporaries(sketch: Sketch) -> Kinds:
     """At the fullest of the moments."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
-    during = (_at_head, _in_layers, _outside_stages)
+    during = (_at_head, _in_layers, _outside_stages, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
@@ -235,6 +235,20 @@ def _outside_stages(sketch: Sketch, parts: Parts) -> Kinds:
         return {}
     rows = sketch.passes / sketch.mesh.pipeline
     return _times(rows, _fullest(sketch, others)) | {"gradients": parts.resting, "head": parts.around / 2}
+
+
+def _at_embedding(sketch: Sketch, parts: Parts) -> Kinds:
+    """In a stage of 1F1B, where the embedding rests split: its gradient is made of all tokens' gradients, which XLA
+    gathers (V3, 128 ways: 7 GiB). Beside them the attention of the layer that came before, and what gradients of its
+    experts are made of."""
+    embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
+    axes = set(embedding.axes(sketch.rules.rest)) - set(embedding.axes(sketch.rules.use)) - {"pipeline"}
+    if not (sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and axes):
+        return {}
+    one = parts.layers[-1][0]
+    found = working(one, sketch) | {"experts": 3 * (one.expert_hidden + one.rows), "mlp": 0}
+    found["streams"] += sketch.mesh.size(*axes) * one.stream
+    return found | {"head": sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)}
 
 
 def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
