@@ -3,9 +3,10 @@ its fullest.
 
 A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
 In the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler
-makes the zeros that a loop's gradients are added to before the loss, so these count at both. In the update, where ZeRO
-1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from the
-buffer assignments of the programs in tests/plan/compiled_memory.json.
+makes the zeros that a loop's gradients are added to before the loss, so these count at both. In stages of 1F1B all
+tokens' gradients are gathered for the embedding's. In the update, where ZeRO 1 and 2 split only the optimizer's state,
+new weights are gathered. How many arrays there are at each is read from the buffer assignments of the programs in
+tests/plan/compiled_memory.json.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ class Parts:
 
     layers   by segment and block of its pattern
     resting  float32 of all layers' trained weights where they rest; of a pipeline's stage, what it holds of them and of
-             empty slots: as many, where layers divide
+             empty slots: as many, where layers divide. With 1F1B each stage has the layers outside the stages whole
+             over the axis
     whole    of these, what layers use as it rests
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
              rows; not where layers compute from a copy of weights that rest on the host
@@ -58,8 +60,11 @@ class Parts:
             if weight.segment is None:
                 around += rests
                 continue
+            split = "pipeline" in weight.axes(rules.rest)
             if sketch.staged(weight):
-                rests = _of_stage(rests, "pipeline" in weight.axes(rules.rest), sketch.schedule)
+                rests = _of_stage(rests, split, sketch.schedule)
+            elif split and sketch.schedule.both_ways:
+                rests *= sketch.mesh.pipeline
             resting += rests
             used[weight.segment] += size * weight.numbers(rules.use)
             if not _gathered(weight, rules):
@@ -103,7 +108,7 @@ def temporaries(sketch: Sketch) -> Kinds:
     """At the fullest of the moments."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
-    during = (_at_head, _in_layers, _outside_stages)
+    during = (_at_head, _in_layers, _outside_stages, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
@@ -192,12 +197,15 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     # In a pipeline of one round gradients of the first tick are begun.
     begun = mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
+    # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
+    both = sketch.mesh.pipeline > 1 and sketch.schedule.both_ways
+    again = one.queries + one.keys + one.output if both else 0
     return {
         "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
         "gradients": parts.resting if begun else 0,
         "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
-        "attention": one.mask,
-        "streams": (5 * outside + 3.5 * ahead) * one.stream,
+        "attention": one.mask + again,
+        "streams": (5 * outside + 3.5 * ahead + 3.5 * both) * one.stream,
         "weights in use": 0.8 * parts.largest * ahead,
     }
 
@@ -215,9 +223,23 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     laps = sketch.config.pipeline.laps
     if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
         # Gradients of a stage, and of a tick or of two rounds; where layers gather, a round's weights are copied first.
+        # The head's gradient waits whole; layers outside are made again meanwhile.
         found["gradients"] = 2 * parts.resting
+        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+        found = _joined(found, _made_again_outside(sketch, parts))
         found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
     return found
+
+
+def _made_again_outside(sketch: Sketch, parts: Parts) -> Kinds:
+    """What the forward pass leaves to the backward pass of the last layer after a pipeline's stages or before them."""
+    longest = sketch.shape.pipelined_segment()
+    others = [pattern[-1] for number, pattern in enumerate(parts.layers) if number != longest]
+    if not others:
+        return {}
+    rows, one = sketch.passes / sketch.mesh.pipeline, others[-1]
+    attention = one.queries + one.keys + one.output
+    return {"mlp": rows * one.hidden, "attention": rows * attention, "streams": rows * 4 * one.stream}
 
 
 def _fullest(sketch: Sketch, layers: Iterable[tuple[Layer, ...]]) -> Kinds:
@@ -232,6 +254,20 @@ def _outside_stages(sketch: Sketch, parts: Parts) -> Kinds:
         return {}
     rows = sketch.passes / sketch.mesh.pipeline
     return _times(rows, _fullest(sketch, others)) | {"gradients": parts.resting, "head": parts.around / 2}
+
+
+def _at_embedding(sketch: Sketch, parts: Parts) -> Kinds:
+    """In a stage of 1F1B, where the embedding rests split: its gradient is made of all tokens' gradients, which XLA
+    gathers (V3, 128 ways: 7 GiB). Beside them the attention of the layer that came before, and what gradients of its
+    experts are made of."""
+    embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
+    axes = set(embedding.axes(sketch.rules.rest)) - set(embedding.axes(sketch.rules.use)) - {"pipeline"}
+    if not (sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and axes):
+        return {}
+    one = parts.layers[-1][0]
+    found = working(one, sketch) | {"experts": 3 * (one.expert_hidden + one.rows), "mlp": 0}
+    found["streams"] += sketch.mesh.size(*axes) * one.stream
+    return found | {"head": sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)}
 
 
 def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
