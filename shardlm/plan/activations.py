@@ -56,7 +56,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
     latent = isinstance(attention, MlaConfig)
     moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
-    exchange = expert_dispatch.choose(sketch.mesh.expert, moe.top_k) if moe else ""
+    exchange = _exchange(block, sketch)
     rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
     return Layer(
         stream=nbytes * D / tensor,
@@ -75,13 +75,19 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     )
 
 
+def _exchange(block: BlockConfig, sketch: Sketch) -> str:
+    """How rows come to experts; "" without any."""
+    moe = isinstance(block.mlp, MoeConfig)
+    return expert_dispatch.choose(sketch.mesh.expert, block.mlp.top_k) if moe else ""
+
+
 def _zeros(moe: MoeConfig, exchange: str, rows: float, nbytes: float, sketch: Sketch) -> float:
     """For rows that stay empty: of the hidden layer, and of all that is moved; sent rows are received in others."""
     D, mesh = sketch.shape.embed_dim, sketch.mesh
     hidden = rows * moe.expert_dim / mesh.tensor
     if exchange == "all_to_all":
         return hidden + 4 * rows * D
-    return hidden + rows * D + nbytes * moe.top_k * D * (mesh.expert if exchange == "gather" else 1)
+    return hidden + rows * D + (nbytes * moe.top_k * D if exchange == "local" else 0)
 
 
 def itemsize(sketch: Sketch) -> int:
@@ -140,10 +146,12 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
 def working(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
     attention and its MLP are full in turn; experts begin while XLA's attention or cuDNN's is under way, but not while
-    keys and values go round a ring, which waits for each of its moves."""
+    keys and values go round a ring, which waits for each of its moves. Pairs that are not sent are made where they are
+    read."""
     wide = WIDE / itemsize(sketch)
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
-    experts = 4 * one.expert_hidden + 5 * one.rows + 3 * one.pairs
+    sent = any(_exchange(block, sketch) == "all_to_all" for block in sketch.shape.all_blocks())
+    experts = 4 * one.expert_hidden + 5 * one.rows + (3 * one.pairs if sent else 2 * one.expert_hidden)
     streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
     found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}
     if sketch.mesh.context == 1 or sketch.execution.context_attention != "ring":
