@@ -5,7 +5,7 @@ from shardlm.plan.activations import Kinds
 from shardlm.plan.sketch import Sketch
 
 SCORES = 0.07  # part of all bytes above which scores of XLA's attention decide
-TOKENS = 16_384  # of a GPU and microbatch: as many as recorded runs that are within 5% have
+TOKENS = 32_768  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 
 
 def doubt(sketch: Sketch, kinds: Kinds) -> str:
@@ -18,7 +18,7 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
         "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
         > SCORES * nbytes,
-        f"a GPU has {sketch.tokens:,.0f} tokens at a time: 10% more for Llama 3 8B with 32,768": sketch.tokens > TOKENS,
+        f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
         "muon's temporaries are unknown (Llama 3 8B on 8 H100: 43 GiB)": config.optim.name == "muon",
         "matmul=fp8 needs less: 7% less for Llama 3 8B on 8 H100": config.matmul == "fp8",
         "remat=none over context needs up to 5% more": config.remat == "none" and sketch.mesh.context > 1,

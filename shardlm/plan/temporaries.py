@@ -108,8 +108,9 @@ def temporaries(sketch: Sketch) -> Kinds:
     """At the fullest of the moments."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
-    during = (_at_head, _in_layers, _outside_stages, _at_embedding)
+    during = (_at_head, _in_layers, _between_layers, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
+    moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     return max(moments, key=lambda kinds: sum(kinds.values()))
 
 
@@ -217,6 +218,9 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found["attention"] += _scores_of_others(sketch, parts)
     if _moves_early(sketch):
         found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
+    if sketch.mesh.pipeline == 1 and sketch.passes == 1 and _gathers_ahead(sketch):
+        # The head's gradient waits whole until all layers are done.
+        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     if sketch.mesh.pipeline == 1 and sketch.passes > 1 and _gathers_ahead(sketch):
         # Embedding and head of the next microbatch, and the embedding's gradient.
         found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
@@ -231,13 +235,50 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     return found
 
 
+def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
+    """While a layer's attention is done backwards, the layer before it is made again, and gradients of this one's MLP
+    are not made yet; its weights are let go. The head's gradient waits whole until all layers are done."""
+    if sketch.mesh.pipeline > 1:
+        return {}
+    again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
+    return max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total) | {
+        "head": WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    }
+
+
+def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:
+    keys = one.keys + one.values
+    return {
+        "mlp": (3 + again) * one.hidden,
+        "attention": 2 * one.mask + 3 * one.queries + 3 * keys + 2 * one.output if sketch.mesh.context == 1 else 0,
+        "streams": 9 * one.stream,
+    }
+
+
+def _total(kinds: Kinds) -> float:
+    return sum(kinds.values())
+
+
+def _let_go(sketch: Sketch, parts: Parts) -> Kinds:
+    """Of what the stages kept, what is gone when layers before them are done backwards; none where layers come after
+    them."""
+    longest = sketch.shape.pipelined_segment()
+    before = longest > 0 and longest == len(parts.layers) - 1
+    if sketch.mesh.pipeline == 1 or sketch.schedule.both_ways or not before:
+        return {}
+    return _kept_of(sketch, longest, parts.layers[longest])
+
+
 def _made_again_outside(sketch: Sketch, parts: Parts) -> Kinds:
-    """What the forward pass leaves to the backward pass of the last layer after a pipeline's stages or before them."""
+    """Of the last layer outside the stages, which nothing holds back from being made again but the moves of a ring:
+    then no more than its keys are."""
     longest = sketch.shape.pipelined_segment()
     others = [pattern[-1] for number, pattern in enumerate(parts.layers) if number != longest]
     if not others:
         return {}
     rows, one = sketch.passes / sketch.mesh.pipeline, others[-1]
+    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
+        return {"attention": rows * one.keys, "streams": rows * 2 * one.stream}
     attention = one.queries + one.keys + one.output
     return {"mlp": rows * one.hidden, "attention": rows * attention, "streams": rows * 4 * one.stream}
 
