@@ -15,20 +15,17 @@ class Row(NamedTuple):
     A chunk runs the known `tokens` at positions start, start + 1, ... and samples 1 token after the last of them, or
     0 where more of the prompt follows. A decode has `tokens` None: its first token is the one that its slot sampled
     last, which the host may not have seen yet, and it samples `samples` tokens, one a step. Where drafts are verified
-    it samples at most so many, in however many steps that takes and at least one a step.
+    it samples at most so many, in however many steps that takes and at least one a step; and if the host has not seen
+    how many a row before it sampled, its first position is `start` or later, and it stops at `end`.
     """
 
     request: Request
     slot: int
     start: int  # the first position whose keys and values it writes
+    end: int  # one past the last that it may write
     samples: int
     tokens: array | None
     fresh: bool  # the first row of this request in this slot: the slot's state on the device starts anew
-
-    @property
-    def end(self) -> int:
-        """One past the last position whose keys and values it may write."""
-        return self.start + (self.samples if self.tokens is None else len(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens that the program runs at most, those of idle steps not counted."""
-        return sum(row.end - row.start for row in self.rows)
+        return sum(row.samples if row.tokens is None else len(row.tokens) for row in self.rows)
 
 
 class Landed(NamedTuple):

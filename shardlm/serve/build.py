@@ -25,6 +25,7 @@ from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner, RunnerConfig, compile_all
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.speculation.build import (
     DraftModel,
     by_modules,
@@ -112,8 +113,8 @@ class EngineConfig:
 
     @property
     def decoded(self) -> int:
-        """The most tokens of a row in one decode program."""
-        return self.decode_steps * (1 + self.drafts)
+        """The most tokens of a row that are decoded and not known."""
+        return most_decoded(self.decode_steps, self.drafts)
 
 
 def build(
@@ -215,15 +216,16 @@ def sized(
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     """Of one replica."""
-    layout, steps, tokens = sizes.layout, sizes.decode_steps, sizes.max_batch_tokens
+    layout, steps = sizes.layout, (1, sizes.decode_steps)
+    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts)
     table = PageTable(
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
-        longest_step=max(tokens, steps * (1 + config.drafts)),
+        longest_step=own.longest_step,
         caching=config.enable_prefix_caching,
     )
-    return Scheduler(SchedulerConfig(sizes.max_rows, tokens, sizes.max_model_len, (1, steps), config.drafts), table)
+    return Scheduler(own, table)
 
 
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:

@@ -35,8 +35,6 @@ from shardlm.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 AHEAD = 2  # batches that are started before the first of them is waited for
-# With drafts, the next batch of a request waits for the one before: two at once would have half of the requests each.
-AHEAD_WITH_DRAFTS = 1
 FAILURES = 3  # batches that fail, none landing between them, before the engine tries whether anything runs
 
 
@@ -62,7 +60,6 @@ class Engine:
         self.ended: EngineError | None = None
         self._prompt_tokens = self._generated_tokens = 0
         proposer = runner.proposer
-        self._ahead = AHEAD_WITH_DRAFTS if proposer else AHEAD
         self._speculation = SpeculationStats(0, 0, (0,) * proposer.drafts) if proposer else None
 
     @property
@@ -200,10 +197,10 @@ class Engine:
         return self._started[0] if self._started else None
 
     def dispatch(self) -> None:
-        """Starts what can run, as far ahead as `_ahead` says, or until a batch cannot be started."""
+        """Starts what can run, as far ahead as AHEAD says, or until a batch cannot be started."""
         if self._suspects.passed():
             self.scheduler.restrict(self._suspects.trial)
-        while self._broken is None and len(self._started) < self._ahead:
+        while self._broken is None and len(self._started) < AHEAD:
             batch = None
             try:
                 batch = self.scheduler.schedule()
@@ -331,11 +328,14 @@ class Engine:
                 self._replies[reply.request.id] = reply
 
     def _counts(self, started: Started) -> np.ndarray | None:
-        """How many tokens each row of a batch brought; None: all that it was to bring."""
+        """How many tokens each row of a batch brought; None: all that it was to bring. Drafts of requests that had
+        ended by then are not counted."""
         tally = started.tally() if self._speculation else None
         if tally is None:
             return None
-        new = (int(tally.steps.sum()), int(tally.drafted.sum()), tuple(tally.accepted.sum(axis=0).tolist()))
+        live = [not row.request.finished for row in started.batch.rows[: len(tally.made)]]
+        steps, drafted, accepted = (a[live].sum(axis=0) for a in (tally.steps, tally.drafted, tally.accepted))
+        new = (int(steps), int(drafted), tuple(accepted.tolist()))
         self._speculation = self._speculation.plus(SpeculationStats(*new))
         return np.array([*tally.made, *(row.samples for row in started.batch.rows[len(tally.made) :])])
 

@@ -19,7 +19,7 @@ def probe(runner: Runner) -> None:
     params = SamplingParams(temperature=0, max_tokens=2)
     request = Request(NAME, [0], params)
     settings = {NAME: RequestSettings.make(params, 1, (), (), 0)}
-    rows = (Row(request, 0, 0, 1, array("i", [0]), True), Row(request, 0, 1, 1, None, False))
+    rows = (Row(request, 0, 0, 1, 1, array("i", [0]), True), Row(request, 0, 1, 2, 1, None, False))
     pages = np.zeros((1, len(runner.config.layout.windows), 1), np.int32)
     for number, (kind, row) in enumerate(zip(("mixed", "decode"), rows, strict=True)):
         runner.start(ScheduledBatch(kind, number, 1, (row,), pages), settings).sampled()

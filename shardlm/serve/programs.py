@@ -28,7 +28,8 @@ SCORED_AT_ONCE = 32  # positions of each row whose logits are there at one time
 class DecodeRows:
     """Rows that decode. Padding has the last slot and no samples.
 
-    where   int32 [B, 3 + W]: slot, position of its last token, samples, and the row's pages in each group
+    where   int32 [B, 3 + W]: slot, position of its last token, samples, and the row's pages in each group. Where drafts
+            are verified the position is the slot's, and one past the last that the row may write stands in its place
     """
 
     where: jax.Array
@@ -115,9 +116,8 @@ def none_sampled(rows: int, columns: int) -> Sampled:
 
 def keep_slots(slots: Slots, slot: jax.Array, own: Slots) -> Slots:
     """All slots, with what sampling has changed of rows `own`."""
-    return dataclasses.replace(
-        slots, last=slots.last.at[slot].set(own.last), counts=put(slots.counts, slot, own.counts)
-    )
+    changed = {name: put(getattr(slots, name), slot, getattr(own, name)) for name in ("last", "position", "counts")}
+    return dataclasses.replace(slots, **changed)
 
 
 def chunk(
@@ -227,6 +227,6 @@ def sampled_of(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
         top_n=MAX_LOGPROBS,
         top_rows=own.top & active,
     )
-    last = jnp.where(active, sampled.token, own.last)
+    last, at = jnp.where(active, sampled.token, own.last), jnp.where(active, position, own.position)
     counts: TokenCounts = count_tokens(own.counts, sampled.token, active)
-    return sampled, dataclasses.replace(own, last=last, counts=counts)
+    return sampled, dataclasses.replace(own, last=last, position=at, counts=counts)

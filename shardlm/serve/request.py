@@ -21,6 +21,9 @@ class Request:
     Positions count from 0 over prompt and reply. `computed` of them have their keys and values written, or will have
     once the batches already scheduled have run: the host is ahead of the device. `in_flight` tokens are sampled by
     batches that have not landed, so that the true length is `len(tokens) + in_flight` until a stop token is found.
+
+    Where drafts are verified, `in_flight` is the fewest that can come, unless the reply ends with fewer, and
+    `most_in_flight` the most; `computed` is where it will be if all drafts are right.
     """
 
     __slots__ = (
@@ -28,7 +31,7 @@ class Request:
         *("id", "params", "priority", "salt", "tokens", "prompt_len", "truncated", "eos_ids", "stop_ids", "lockstep"),
         # Where it stands.
         *("turn", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh", "computed", "prefill_end"),
-        *("in_flight", "batches_in_flight", "page_hashes", "cached_tokens", "preemptions"),
+        *("in_flight", "most_in_flight", "batches_in_flight", "page_hashes", "cached_tokens", "preemptions"),
     )
 
     def __init__(
@@ -61,7 +64,8 @@ class Request:
         self.stop_reason: int | str | None = None  # the stop token or text; None for end of text
         self.slot = -1
         self.fresh = False  # the device has not heard of it in this slot
-        self.computed = self.in_flight = self.batches_in_flight = self.preemptions = 0
+        self.computed = self.preemptions = 0
+        self.in_flight = self.most_in_flight = self.batches_in_flight = 0
         self.prefill_end = 0  # tokens known when it was admitted: up to here it is prefilled, from here it decodes
         self.page_hashes: list[bytes] = []
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
@@ -73,6 +77,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def start(self) -> int:
+        """The first position that the next row to be scheduled writes, or one before it."""
+        return min(self.computed, len(self.tokens) - 1 + self.in_flight)
 
     @property
     def remaining(self) -> int:

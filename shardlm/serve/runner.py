@@ -336,7 +336,7 @@ class Runner:
         where = np.zeros((size, 3 + self.config.row_pages), np.int32)
         where[:, 0] = self.config.max_rows  # the slot for padding
         for i, (row, pages) in enumerate(rows):
-            where[i, :3] = row.slot, row.start, row.samples
+            where[i, :3] = row.slot, row.end if self.proposer else row.start, row.samples
             self._fill(where[i, 3:], pages)
         return DecodeRows(where)
 

@@ -12,8 +12,9 @@ and nobody passes another in the queue. So the first of all unfinished requests 
 token it needs is in flight) and ends; then the next one is first. Nothing starves but behind an endless stream of
 better priority, as asked for.
 
-Where drafts are verified (speculation/), how many tokens a decode brings is known when it lands: it holds pages for
-the most that there can be, and its request has no other row until then.
+Where drafts are verified (speculation/), how many tokens a decode brings is known when it lands, and the device alone
+knows where the next one begins: it holds pages as if all drafts before it and its own were right, for as many batches
+ahead as DRAFTS_AHEAD says. Nobody loses pages to what may not be needed: if they lack, it waits for what is in flight.
 """
 
 import bisect
@@ -28,7 +29,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request, Status
-from shardlm.serve.scheduler_config import SchedulerConfig
+from shardlm.serve.scheduler_config import DRAFTS_AHEAD, SchedulerConfig
 
 _turn = operator.attrgetter("turn")
 
@@ -130,7 +131,7 @@ class Scheduler:
         Returns the requests that ran, which are in the queue again with the tokens they have."""
         self._in_flight.clear()
         for request in self._requests.values():
-            request.in_flight = request.batches_in_flight = 0
+            request.in_flight = request.most_in_flight = request.batches_in_flight = 0
         ran = list(self._running)
         self.reset()
         return ran
@@ -164,7 +165,8 @@ class Scheduler:
             return None
         for row in rows:
             row.request.computed = row.end
-            row.request.in_flight += row.samples
+            row.request.in_flight += min(steps, row.samples)
+            row.request.most_in_flight += row.samples
             row.request.batches_in_flight += 1
         width = self.pages.pages_for(max(row.end for row in rows))
         table = self._table[[row.slot for row in rows], :, :width]  # a copy
@@ -197,34 +199,39 @@ class Scheduler:
                 if budget > 0 and self._make_pages(request, end):
                     chunks.append(self._chunk_row(request, end))
                     budget -= len(chunks[-1].tokens)
-            elif (
-                request.remaining > 0
-                and not self._must_land(request)
-                and self._make_pages(request, request.computed + 1)
-            ):
-                decodes.append(request)
+            elif request.remaining > 0 and not self._must_land(request):
+                unsure = self.config.drafts > 0 and request.in_flight > 0
+                if (self._grow if unsure else self._make_pages)(request, self._end(request, 1)):
+                    decodes.append(request)
         return decodes, chunks
 
     def _must_land(self, request: Request) -> bool:
         """Whether the request's next row waits for what is in flight."""
-        return request.in_flight > 0 and (request.lockstep or self.config.drafts > 0)
+        if request.lockstep:
+            return request.in_flight > 0
+        return self.config.drafts > 0 and request.batches_in_flight >= DRAFTS_AHEAD
 
     def _chunk_row(self, request: Request, end: int) -> Row:
         """The next tokens of a prompt, or of what is computed anew after a preemption."""
         start = request.computed
         samples = int(end == request.prefill_end and request.remaining > 0)
-        row = Row(request, request.slot, start, samples, request.tokens[start:end], request.fresh)
+        row = Row(request, request.slot, start, end, samples, request.tokens[start:end], request.fresh)
         request.fresh = False
         self._register(request, end)  # rows after this one may share the pages already, see ScheduledBatch
         return row
 
     def _decode_row(self, request: Request, most: int) -> Row:
         samples = self._samples(request, most)
-        self._grow(request, request.computed + samples)
-        return Row(request, request.slot, request.computed, samples, None, False)
+        end = self._end(request, samples)
+        self._grow(request, end)
+        return Row(request, request.slot, request.start, end, samples, None, False)
 
     def _samples(self, request: Request, most: int) -> int:
         return 1 if request.lockstep else min(most, request.remaining)
+
+    def _end(self, request: Request, samples: int) -> int:
+        """One past the last position that so many more samples may write; a reply's last token is never written."""
+        return min(request.computed + samples, request.max_len - 1)
 
     def _affordable(self, decodes: list[Request], choices: tuple[int, ...]) -> tuple[int, int]:
         """(steps, the most tokens of a row) of the largest program that no row's pages are lacking for, and that is not
@@ -233,7 +240,7 @@ class Scheduler:
             most = steps * (1 + self.config.drafts)
             samples = [self._samples(request, most) for request in decodes]
             lacking = sum(
-                self.pages.lacking(request.id, request.computed + new)
+                self.pages.lacking(request.id, self._end(request, new))
                 for request, new in zip(decodes, samples, strict=True)
             )
             if max(samples, default=0) >= steps and lacking <= self.pages.num_free:
@@ -311,11 +318,11 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         """Gives on the pages that only tokens before the next one to run can see; the next batch may write them."""
-        if self.pages.drops(request.id, request.computed):
+        if self.pages.drops(request.id, request.start):
             self._remember(request)
-            self.pages.drop(request.id, request.computed)
+            self.pages.drop(request.id, request.start)
             for group, row in enumerate(self._table[request.slot]):
-                row[: self.pages.first(group, request.computed)] = 0
+                row[: self.pages.first(group, request.start)] = 0
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue. Tokens in flight still land; keys and values are computed anew, as far as not cached."""
@@ -364,13 +371,14 @@ class Scheduler:
             request = row.request
             if request.finished:
                 continue
-            request.in_flight -= row.samples
+            request.in_flight -= min(batch.steps, row.samples)
+            request.most_in_flight -= row.samples
             request.batches_in_flight -= 1
             count = row.samples if counts is None else int(counts[index])
-            if request.status is Status.RUNNING:  # else it was preempted and is computed anew
-                request.computed -= row.samples - count
             new = self._take(request, sampled[:count])
+            # Else it was preempted and is computed anew.
             if row.tokens is None and self.config.drafts and request.status is Status.RUNNING:
+                request.computed = min(len(request.tokens) - 1 + request.most_in_flight, request.max_len - 1)
                 self._drop(request)
             if row.end == request.max_len and not request.finished:  # max_tokens=0: only the prompt was to be read
                 self.finish(request, "length")

@@ -4,6 +4,9 @@ import dataclasses
 
 from shardlm.errors import ShardlmError
 
+# Batches of a request under way whose drafts are not verified yet: each more would hold pages for as many tokens again.
+DRAFTS_AHEAD = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
@@ -36,3 +39,14 @@ class SchedulerConfig:
                 "when pages are short); give for example (1, 8)"
             )
         object.__setattr__(self, "decode_steps", tuple(sorted(set(self.decode_steps))))
+
+    @property
+    def longest_step(self) -> int:
+        """The most tokens between the first that a request may need next and the last that it holds pages for."""
+        return max(self.max_batch_tokens, most_decoded(self.decode_steps[-1], self.drafts))
+
+
+def most_decoded(steps: int, drafts: int) -> int:
+    """The most tokens of a request that are decoded and not known to the host, where each of its programs runs `steps`
+    steps; without drafts it knows how many they are."""
+    return DRAFTS_AHEAD * steps * (1 + drafts) if drafts else steps

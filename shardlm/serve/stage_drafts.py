@@ -2,6 +2,7 @@
 one of decoding. What proposes is in the last stage, with its own weights and pages; the drafts it makes for the next
 step leave that stage with the last token, and go through all stages with where they stand."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import programs
-from shardlm.serve.speculation.programs import Tally, both, nothing_yet, places, proposed, verified
+from shardlm.serve.speculation.programs import Tally, both, nothing_yet, places, proposed, rows_of, verified
 from shardlm.serve.speculation.proposer import Proposer, Rows
 from shardlm.serve.stage_programs import through
 from shardlm.serve.stages import Stage
@@ -54,10 +55,10 @@ def last_step(
 
 def _proposed(proposer: Proposer, params, drafts: Any, where: jax.Array, held: Held, wanted) -> tuple[Any, Fed]:
     own, _, tally = held
-    room = jnp.where(wanted, where[:, 2] - tally.made, 0)
-    rows = Rows(where[:, 0], where[:, 3:], where[:, 1] + tally.made, room, own)
+    rows = rows_of(where, own, tally)
+    rows = dataclasses.replace(rows, room=jnp.where(wanted, rows.room, 0))
     fed, count, drafts = proposed(proposer, params, drafts, rows)
-    return drafts, (fed, fed, count, rows.position, room)
+    return drafts, (fed, fed, count, rows.position, rows.room)
 
 
 def _read(stage: Stage, layout: PageLayout, params, pages, where: jax.Array, entering: Fed):

@@ -24,12 +24,14 @@ class Slots:
     """Of each slot and, last, of one that takes what padding writes: S + 1 rows.
 
     last      int32 [S + 1], the token that was sampled last
+    position  int32 [S + 1], its position, which the host does not know while drafts are verified
     top       bool [S + 1], whether log-probabilities of other tokens are wanted
     allowed   int32 [S + 1, ceil(V / 32)], tokens that a grammar allows next; -1 everywhere without one
     counts    what was said, where penalties are asked for
     """
 
     last: jax.Array
+    position: jax.Array
     settings: RowSettings
     edits: Edits
     top: jax.Array
@@ -54,6 +56,7 @@ def empty_state(
     rows, vocab = max_rows + 1, model.config.vocab_size
     slots = Slots(
         last=jnp.zeros(rows, jnp.int32),
+        position=jnp.zeros(rows, jnp.int32),
         settings=jax.tree.map(jnp.asarray, RowSettings.defaults(rows)),
         edits=jax.tree.map(jnp.asarray, no_edits(rows)),
         top=jnp.zeros(rows, bool),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled
-from shardlm.serve.programs import WHOLE, Scores, hidden_of_one, none_sampled, sampled_of, scores_of
+from shardlm.serve.programs import WHOLE, Scores, hidden_of_one, keep_slots, none_sampled, sampled_of, scores_of
 from shardlm.serve.sampling_params import MAX_LOGPROBS
 from shardlm.serve.state import ServeState, Slots, put, take
 from shardlm.state import ModelDef
@@ -87,8 +87,7 @@ def sampled(lm: Transformer, hidden, where: jax.Array, own: Slots, said: Said, i
 def kept(slots: Slots, where: jax.Array, own: Slots) -> Slots:
     """All slots after the last step; several rows may read a slot, and one at most samples."""
     slot, samples, padding = where[:, 0], where[:, 2], slots.last.shape[0] - 1
-    to = jnp.where(samples > 0, slot, padding)
-    return dataclasses.replace(slots, last=slots.last.at[to].set(own.last), counts=put(slots.counts, to, own.counts))
+    return keep_slots(slots, jnp.where(samples > 0, slot, padding), own)
 
 
 def begin(state: ServeState, slot: jax.Array, settings: RowSettings, edits: Edits, top: jax.Array) -> ServeState:

@@ -19,6 +19,7 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner import Runner, RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.speculation.build import by_modules, layouts_of, make_proposer
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
@@ -46,7 +47,7 @@ def of_model(
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig."""
     drafts = speculative.num_speculative_tokens if speculative else 0
-    decoded, draft = steps * (1 + drafts), draft or by_modules(speculative, model)
+    decoded, draft = most_decoded(steps, drafts), draft or by_modules(speculative, model)
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
     )
@@ -54,8 +55,8 @@ def of_model(
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
-    table = PageTable(pages, 4, windows=layout.windows, longest_step=max(tokens, decoded), caching=caching)
     config = SchedulerConfig(rows, tokens, length, (1, steps), drafts)
+    table = PageTable(pages, 4, windows=layout.windows, longest_step=config.longest_step, caching=caching)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 
 

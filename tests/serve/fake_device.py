@@ -78,11 +78,15 @@ class FakeDevice:
                     self.slots[row.slot] = []
                 self.slots[row.slot] = known[index]
             length = len(self.slots[row.slot])
-            assert length == (row.start + 1 if row.tokens is None else row.end), f"{row}: the slot has {length} tokens"
+            assert row.tokens is None or length == row.end, f"{row}: the slot has {length} tokens"
+            assert self.drafts or row.tokens or length == row.start + 1, f"{row}: the slot has {length} tokens"
+            assert row.start < length <= row.end + 1, f"{row}: the slot has {length} tokens"
         made = [0] * len(batch.rows)
+        # One that came to its end before the host knew has nothing to do.
+        rooms = [min(row.samples, row.end + 1 - len(self.slots[row.slot])) for row in batch.rows]
         for _ in range(batch.steps):
-            active = [i for i, row in enumerate(batch.rows) if row.tokens is not None or made[i] < row.samples]
-            work = {i: self._fed(batch.rows[i], made[i]) for i in active}
+            active = [i for i, row in enumerate(batch.rows) if row.tokens is not None or made[i] < rooms[i]]
+            work = {i: self._fed(batch.rows[i], rooms[i] - made[i]) for i in active}
             for index, (fed, written) in work.items():
                 self._write(batch.rows[index], fed, written, batch.page_table[index], attempts[index])
             for index, (fed, written) in work.items():
@@ -94,13 +98,13 @@ class FakeDevice:
                     made[index] += len(new)
         return batch, out, np.array(made)
 
-    def _fed(self, row, made: int) -> tuple[list[int], range]:
+    def _fed(self, row, room: int) -> tuple[list[int], range]:
         """The row's tokens with drafts of a step after them, and the positions that the step writes."""
         sequence = self.slots[row.slot]
         if row.tokens is not None:
             return list(sequence), range(row.start, row.end)
         fed = list(sequence)
-        for _ in range(min(self.drafts, row.samples - made - 1)):
+        for _ in range(min(self.drafts, room - 1)):
             follows = next_token(row.request.salt, row.request.params.seed, fed)
             fed.append(follows if self.rng.random() < 0.6 else (follows + 1) % VOCAB)
         return fed, range(len(sequence) - 1, len(fed))

@@ -59,6 +59,41 @@ def test_prompts_run_in_chunks_beside_decodes_and_then_several_steps_at_once():
     assert batch.steps == 1 and not batch.rows[0].fresh  # a needs two more: a program of four would be idle for half
 
 
+def test_with_drafts_too_the_host_runs_ahead():
+    """It holds pages as if all drafts were right, and hears later how many were."""
+    scheduler = make(drafts=3, max_batch_tokens=24)
+    request = add(scheduler, "a", distinct(1, 3), max_tokens=30)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [shown(first), shown(second)] == [[("a", 0, 3, 1)], [("a", 3, 19, 16)]] and second.steps == 4
+    assert scheduler.schedule() is None  # two are under way
+    scheduler.land(first, np.full((1, 1), 7))
+    third = scheduler.schedule()  # 4 to 16 tokens after those of the first two
+    assert shown(third) == [("a", 7, 32, 16)] and len(scheduler.pages.pages("a")) == 8
+    [landed] = scheduler.land(second, np.full((1, 16), 7), np.array([5]))
+    assert landed.tokens == [7] * 5 and request.computed == 24
+    fourth = scheduler.schedule()
+    assert shown(fourth) == [("a", 12, 32, 16)]
+    scheduler.land(third, np.full((1, 16), 7), np.array([16]))
+    fifth = scheduler.schedule()
+    assert shown(fifth) == [("a", 28, 32, 4)]
+    [landed] = scheduler.land(fourth, np.full((1, 16), 7), np.array([8]))
+    assert request.finish_reason == "length" and len(request.tokens) == 33 and scheduler.pages.num_used == 0
+    # Its end came before the host knew: the last row was idle.
+    assert scheduler.land(fifth, np.full((1, 4), 7), np.array([0])) == [] and not scheduler.has_unfinished
+
+
+def test_nobody_loses_pages_to_drafts_that_may_be_wrong():
+    scheduler = make(num_pages=10, drafts=3, max_batch_tokens=24, max_model_len=36)
+    add(scheduler, "a", distinct(1, 12))
+    add(scheduler, "b", distinct(2, 12))
+    step(scheduler)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert shown(first) == [("a", 12, 16, 4), ("b", 12, 16, 4)] and first.steps == 1  # a page is left
+    assert shown(second) == [("a", 13, 20, 4)] and scheduler.preemptions == 0
+    scheduler.land(first, np.full((2, 4), 7), np.array([1, 1]))
+    assert ("b", 13, 14, 1) in shown(scheduler.schedule())  # of its drafts one was right
+
+
 def test_the_host_runs_ahead_and_drops_what_was_sampled_after_the_end():
     scheduler = make()
     request = add(scheduler, "a", distinct(1, 4), max_tokens=30)

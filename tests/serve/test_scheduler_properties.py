@@ -11,6 +11,7 @@ from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.scheduler_config import DRAFTS_AHEAD
 
 MAX_DELAY = 2  # batches that the host may be ahead of the one that lands
 MAX_MODEL_LEN = 20
@@ -49,10 +50,10 @@ class Serving(RuleBasedStateMachine):
     )
     def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts):
         tokens = max_rows * (1 + drafts) + budget
-        step = max(tokens, (1 + drafts) * max(decode_steps))
+        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts)
+        step = config.longest_step
         least = PageLayout(0, windows, ()).pages_of(MAX_MODEL_LEN, page_size, step)
         self.pages = PageTable(1 + least + spare_pages, page_size, windows=windows, longest_step=step, caching=caching)
-        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts)
         self.scheduler = Scheduler(config, self.pages)
         self.device = FakeDevice(self.pages, max_rows, drafts)
         self.wanted: dict[Request, tuple[list[int], str]] = {}  # of those that nobody ends early
@@ -67,12 +68,25 @@ class Serving(RuleBasedStateMachine):
         salt=st.sampled_from(("", "", "", "other")),
     )
     def add(self, prefix, rest, params, priority, salt):
-        prompt = prefix + rest
+        self.ask(prefix + rest, params, priority, salt)
+
+    def ask(self, prompt, params, priority, salt):
         request = Request(str(self.count), prompt, params, eos_ids=(EOS,), priority=priority, salt=salt)
         self.count += 1
         self.scheduler.add(request)
         self.wanted[request] = reply(prompt, params, salt, MAX_MODEL_LEN)
         self.streamed[request] = []
+
+    @rule(data=st.data(), rest=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), params=sampling_params())
+    @precondition(lambda self: self.ended)
+    def go_on(self, data, rest, params):
+        """Another turn of a conversation: what has ended may be cached to its last page."""
+        last = data.draw(st.sampled_from(self.ended[-3:]))
+        self.ask([*last.tokens, *rest], params, 0, last.salt)
+
+    @property
+    def ended(self) -> list[Request]:
+        return [r for r in self.streamed if r.finished and len(r.tokens) < MAX_MODEL_LEN - 4]
 
     @property
     def unfinished(self) -> list[Request]:
@@ -108,7 +122,7 @@ class Serving(RuleBasedStateMachine):
 
     def check_the_first_moves(self, first, batch):
         waits_for_a_token = first.batches_in_flight and (
-            first.status is Status.WAITING or first.lockstep or first.remaining == 0 or self.scheduler.config.drafts > 0
+            first.status is Status.WAITING or first.lockstep or first.remaining <= 0 or self.scheduler.config.drafts > 0
         )
         rows = batch.rows if batch else ()
         assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"
@@ -126,7 +140,8 @@ class Serving(RuleBasedStateMachine):
         for row in rows:
             assert row.end > row.start and row.samples <= batch.steps * (1 + config.drafts)
             assert not row.request.lockstep or row.request.in_flight == row.samples <= 1, "a mask needs every token"
-            assert not config.drafts or row.request.in_flight == row.samples, "how many came is not known"
+            assert not config.drafts or row.tokens or row.request.batches_in_flight <= DRAFTS_AHEAD
+            assert config.drafts or row.tokens or row.end == row.start + row.samples, "what is ahead is known"
             assert not row.fresh or row.start == 0 or row.request.params.prompt_logprobs is None
 
     @rule(steps=st.integers(1, 8), delay=st.integers(0, MAX_DELAY))

@@ -20,6 +20,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
 from shardlm.serve.bench.engine import offline
 from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine import AHEAD
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import SpeculationStats
@@ -207,6 +208,8 @@ def test_new_weights_for_the_draft_model_too(drafting, compilations, tmp_path):
 def measured(engine, prompt, params) -> SpeculationStats:
     before = engine.stats().speculation
     engine.add("measured", prompt, params)
+    engine.dispatch()
+    assert engine.scheduler.num_in_flight == AHEAD  # the prompt, and drafts after a token that nobody has seen
     assert len(finished(engine)["measured"].outputs[0].token_ids) == params.max_tokens
     return engine.stats().speculation.since(before)
 

@@ -86,14 +86,12 @@ def decode(
     steps: jax.Array,
 ):
     """At most `steps` (int32, at most `most`) steps, each of which brings every row one token or more until it has its
-    samples. Returns (state, Sampled of [B, most * (1 + K), ...], Tally)."""
+    samples or is at its end. Returns (state, Sampled of [B, most * (1 + K), ...], Tally)."""
     own_params, proposers = both(params)
-    slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
-    table, B = rows.where[:, 3:], rows.where.shape[0]
+    where, slot, B = rows.where, rows.where[:, 0], rows.where.shape[0]
 
     def step(carry: _Carry) -> _Carry:
-        made = carry.tally.made
-        before = Rows(slot, table, start + made, samples - made, carry.own)
+        before = rows_of(where, carry.own, carry.tally)
         fed, count, drafts = proposed(proposer, proposers, carry.drafts, before)
         hidden, logits, pages = _read(model, layout, own_params, carry.pages, before, fed, count)
         out = (carry.found, carry.tally)
@@ -101,7 +99,7 @@ def decode(
         return _Carry(carry.step + 1, pages, drafts, own, found, tally)
 
     own, (found, tally) = take(state.slots, slot), nothing_yet(proposer, B, most)
-    going = lambda carry: (carry.step < steps) & jnp.any(carry.tally.made < samples)  # noqa: E731
+    going = lambda carry: (carry.step < steps) & jnp.any(rows_of(where, carry.own, carry.tally).room > 0)  # noqa: E731
     end = jax.lax.while_loop(going, step, _Carry(jnp.int32(0), state.pages, state.drafts, own, found, tally))
     return ServeState(end.pages, keep_slots(state.slots, slot, end.own), end.drafts), end.found, end.tally
 
@@ -111,6 +109,13 @@ def nothing_yet(proposer: Proposer, B: int, most: int) -> tuple[Sampled, Tally]:
     zeros = jnp.zeros(B, jnp.int32)
     tally = Tally(zeros, zeros, zeros, jnp.zeros((B, proposer.drafts), jnp.int32))
     return none_sampled(B, most * (1 + proposer.drafts)), tally
+
+
+def rows_of(where: jax.Array, own: Slots, tally: Tally) -> Rows:
+    """Rows (DecodeRows.where) as they are once they have made what `tally` says. One whose request came to its end in a
+    batch that the host had not seen is idle."""
+    room = jnp.minimum(where[:, 1] - own.position, where[:, 2] - tally.made)
+    return Rows(where[:, 0], where[:, 3:], own.position, jnp.maximum(room, 0), own)
 
 
 def proposed(proposer: Proposer, params, drafts: Any, rows: Rows) -> tuple[jax.Array, jax.Array, Any]:
