@@ -57,19 +57,14 @@ def main() -> int:
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()))
     use_compile_cache()
-    from shardlm.chat import ChatTemplate
     from shardlm.mesh import MeshSpec
     from shardlm.serve.async_llm import AsyncLLM
-    from shardlm.serve.build import EngineConfig, build, described
+    from shardlm.serve.build import EngineConfig, build, described, template_of
 
     config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options())
     engine, opened = build(_MODEL.value, config)
-    try:
-        template = ChatTemplate.load(opened.folder)
-    except ShardlmError:
-        template = None  # /v1/chat/completions says so
     print(described(opened, engine), file=sys.stderr)
-    serve(AsyncLLM(engine, model_name=_MODEL.value, template=template))
+    serve(AsyncLLM(engine, model_name=_MODEL.value, template=template_of(opened)))
     return 0
 
 

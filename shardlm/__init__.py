@@ -10,6 +10,7 @@ _WHERE = {
     "LLM": "shardlm.serve.llm",
     "AsyncLLM": "shardlm.serve.async_llm",
     "SamplingParams": "shardlm.serve.sampling_params",
+    "StructuredOutputs": "shardlm.serve.sampling_params",
 }
 
 

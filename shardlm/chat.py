@@ -73,13 +73,16 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> str:
-        """The text of a conversation; with `add_generation_prompt` up to where the assistant begins. `tools` are JSON
+        """The text of a conversation; with `add_generation_prompt` up to where the assistant begins, with
+        `continue_final_message` up to the end of the last message's content, whose author goes on. `tools` are JSON
         schemas; `options` go to the template (enable_thinking, ...). Raises ShardlmError for what it refuses."""
         if not messages:
             raise ShardlmError("a conversation without messages; give at least one, such as one from the user")
-        return self._run(messages, tools, add_generation_prompt, options)
+        text = self._run(messages, tools, add_generation_prompt, options)
+        return self._unended(text, messages[-1].get("content")) if continue_final_message else text
 
     def spans(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
@@ -100,6 +103,18 @@ class ChatTemplate:
         write_atomically(pathlib.Path(folder, FILE), self.source.encode())
         if self.tool_source:
             write_atomically(pathlib.Path(folder, FOLDER, f"{TOOL_USE}.jinja"), self.tool_source.encode())
+
+    def _unended(self, text: str, content: Any) -> str:
+        """`text` without what follows the last message's content, as transformers cuts it."""
+        words = content.strip() if isinstance(content, str) else ""
+        at = text.rfind(words) if words else -1
+        if at < 0:
+            raise ShardlmError(
+                f"{self.where} does not show the content of the last message, {content!r}, so that it cannot be "
+                "continued; give it text, or ask for a message of its own"
+            )
+        spaced = content.lstrip()  # templates that trim contents leave no space at the end
+        return text[: at + len(spaced if text.startswith(spaced, at) else words)]
 
     def _source(self, tools) -> str:
         return self.tool_source if tools is not None and self.tool_source else self.source

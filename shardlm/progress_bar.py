@@ -5,7 +5,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -32,6 +41,16 @@ def bytes_bar(what: str, enabled: bool = True, console: Console | None = None) -
     with Progress(*columns, console=console, disable=not (enabled and console.is_terminal)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def count_bar(what: str, total: int, enabled: bool = True, console: Console | None = None) -> Iterator[Callable]:
+    """A bar over things; yields what is called with how many are done."""
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (enabled and console.is_terminal)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -146,3 +148,21 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
 def test_a_vocabulary_without_room_for_the_bytes_is_refused():
     with pytest.raises(ShardlmError, match=r"vocabulary 100 is too small: it needs at least 257.*bpe:257"):
         train_bpe(TEXTS, 100)
+
+
+def test_others_go_on_while_a_long_prompt_is_read():
+    """A server's event loop shares Python's lock with the thread that reads it."""
+    tokenizer, ticks, over = train_bpe(["a b c " * 50], 300), [0], threading.Event()
+
+    def tick():
+        while not over.wait(0.001):
+            ticks[0] += 1
+
+    other = threading.Thread(target=tick)
+    other.start()
+    started = time.perf_counter()
+    tokenizer.encode_prompt("a b c " * 100_000)
+    seconds = time.perf_counter() - started
+    over.set()
+    other.join()
+    assert ticks[0] > 20 * seconds  # at most 1,000 a second; with the lock held none

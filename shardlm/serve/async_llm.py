@@ -4,6 +4,7 @@ of one event loop."""
 import asyncio
 import copy
 import logging
+import os
 import queue
 import threading
 import uuid
@@ -12,13 +13,19 @@ from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+from shardlm.serve.build import build, template_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
+from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
+from shardlm.serve.prompts import Prompt, read
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+SHORT = 4096  # characters, tokenized in about as long as a thread takes to be asked
 
 
 class AsyncLLM:
@@ -28,6 +35,22 @@ class AsyncLLM:
       model_name, max_model_len, tokenizer, template (None without one): of what is served.
       ready: whether requests are taken.
     """
+
+    @classmethod
+    def from_model(
+        cls,
+        model: str | os.PathLike,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        mesh: MeshSpec | None = None,
+        **options,
+    ) -> "AsyncLLM":
+        """Loads a Hugging Face folder, adapters or a run, with the arguments of LLM. Raises ShardlmError as it does."""
+        sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
+        engine, opened = build(model, config_of(sizes, mesh, options))
+        return cls(engine, model_name=str(model), template=template_of(opened))
 
     def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
         """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
@@ -46,10 +69,10 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
         request_id: str,
+        *,
         priority: int = 0,
         embed: bool = False,
     ) -> AsyncIterator[RequestOutput]:
@@ -58,8 +81,8 @@ class AsyncLLM:
         Raises ShardlmError before the first output for what cannot be served, and EngineError where the engine died.
         """
         self.check_health()
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        params = sampling_params
+        tokens, text = await self._read(prompt)
         grammar = None
         if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
             grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
@@ -131,6 +154,12 @@ class AsyncLLM:
         self.ready = False
         self._commands.put(None)
         self._thread.join()
+
+    async def _read(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+        """A long text takes a while: the event loop stays free for the streams."""
+        if isinstance(prompt, str) and len(prompt) > SHORT:
+            return await asyncio.to_thread(read, prompt, self.tokenizer)
+        return read(prompt, self.tokenizer)
 
     # On the engine's thread.
 

@@ -1,5 +1,5 @@
-"""Words that a reply must not contain. What is one token is a bias on the device (settings.py); of longer ones the last
-token is masked where the reply has just said those before it."""
+"""Words that a reply must not contain, and tokens besides which it has none. A word of one token is a bias on the
+device (settings.py); of longer ones the last token is masked where the reply has just said those before it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,3 +39,14 @@ class BadWords:
             left[token // 32] &= ~np.uint32(1 << token % 32)
         if left.any():
             mask[:] = left.view(np.int32)
+
+
+def allow_only(tokens: Sequence[int] | None, mask: np.ndarray) -> None:
+    """Takes all other tokens out of mask int32 [ceil(V / 32)], unless nothing was left of it; None: takes nothing."""
+    if tokens is None:
+        return
+    ids, own = np.array(tokens), np.zeros(mask.shape, np.uint32)
+    np.bitwise_or.at(own, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    left = mask.view(np.uint32) & own
+    if left.any():
+        mask[:] = left.view(np.int32)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import jax
 from jax.sharding import Mesh
 
+from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
@@ -272,6 +273,14 @@ def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
 def room_beside(in_use: float, limit: float, config: EngineConfig) -> int:
     """Bytes for pages on a GPU that holds so many already, of those that jax may take; a twentieth is for programs."""
     return max(0, int(limit * (config.gpu_memory_utilization - 0.05) - in_use))
+
+
+def template_of(opened: Opened) -> ChatTemplate | None:
+    """Of the checkpoint; None without one."""
+    try:
+        return ChatTemplate.load(opened.folder)
+    except ShardlmError:
+        return None
 
 
 def described(opened: Opened, engine: Engine | EngineGroup) -> str:

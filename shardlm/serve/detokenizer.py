@@ -4,6 +4,7 @@ Owns what may be sent and when, and how many tokens belong to the reply. Stop to
 them. No jax.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from shardlm.errors import ShardlmError
@@ -91,10 +92,7 @@ class _Progress:
     def __init__(self, text: str):
         self.text = text
         self.matched = 0  # characters, fewer than all
-        # shorter[n]: the longest beginning of the string, short of n characters, with which its first n end.
-        self._shorter = [0, 0]
-        for char in text[1:]:
-            self._shorter.append(self._longer(self._shorter[-1], char))
+        self._shorter = _shorter(text)
 
     def advance(self, char: str) -> bool:
         """Whether the string is complete with `char`."""
@@ -105,6 +103,19 @@ class _Progress:
         return True
 
     def _longer(self, matched: int, char: str) -> int:
-        while matched and self.text[matched] != char:
-            matched = self._shorter[matched]
-        return matched + (self.text[matched] == char)
+        return _longer(self.text, self._shorter, matched, char)
+
+
+@functools.lru_cache(maxsize=256)  # the replies to one prompt have the same strings
+def _shorter(text: str) -> Sequence[int]:
+    """[n]: the longest beginning of the string, short of n characters, with which its first n end."""
+    found = [0, 0]
+    for char in text[1:]:
+        found.append(_longer(text, found, found[-1], char))
+    return found
+
+
+def _longer(text: str, shorter: Sequence[int], matched: int, char: str) -> int:
+    while matched and text[matched] != char:
+        matched = shorter[matched]
+    return matched + (text[matched] == char)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Sampled
-from shardlm.serve.bad_words import BadWords
+from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar, GrammarCompiler
@@ -41,13 +41,7 @@ FAILURES = 3  # batches that fail, none landing between them, before the engine 
 class Engine:
     """`add` requests, then `step` until `has_unfinished` is False."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
-    ):
+    def __init__(self, runner: Runner, scheduler: Scheduler, tokenizer: Tokenizer, stop_ids: Sequence[int]):
         self.runner, self.scheduler, self.tokenizer, self.stop_ids = runner, scheduler, tokenizer, tuple(stop_ids)
         self._vocab = runner.model.config.vocab_size
         self._groups: dict[str, Group] = {}
@@ -130,8 +124,8 @@ class Engine:
 
     def _reply(self, id, prompt, params, grammar, index: int, priority: int, salt: str, group: Group) -> Reply:
         words = BadWords.make(params.bad_words, self.tokenizer)
-        options = {"priority": priority, "salt": salt, "lockstep": bool(words.several)}
-        request = Request(id, prompt, params, eos_ids=self.stop_ids, **options)
+        lockstep = bool(words.several) or params.allowed_token_ids is not None
+        request = Request(id, prompt, params, self.stop_ids, priority=priority, salt=salt, lockstep=lockstep)
         settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, words.single, index)
         detokenizer = Detokenizer(
             self.tokenizer,
@@ -346,6 +340,7 @@ class Engine:
         if grammars := [(i, reply.grammar) for i, reply in enumerate(replies) if reply.grammar]:
             self._grammars.fill(masks, grammars)
         for reply, mask in zip(replies, masks, strict=True):
+            allow_only(reply.request.params.allowed_token_ids, mask)
             reply.bad_words.forbid(reply.request.generated, mask)
         return [(row.slot, mask) for row, mask in zip(rows, masks, strict=True)]
 

@@ -109,6 +109,6 @@ class _Model(TemplateLM):
         found = []
         outputs = self._llm.generate([tokens for tokens, _ in rows], params)
         for output, (_, count) in zip(outputs, rows, strict=True):
-            own = [entry[0] for entry in output.prompt_logprobs[-count:]]
+            own = [place.chosen for place in output.prompt_logprobs[-count:]]
             found.append((sum(one.logprob for one in own), all(one.rank == 1 for one in own)))
         return found

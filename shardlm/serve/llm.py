@@ -1,19 +1,27 @@
 """A model to call from Python, as users of vLLM's class of the same name expect: prompts in, texts out."""
 
+import dataclasses
+import functools
 import itertools
 import os
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
-from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.serve.build import EngineConfig, build
+from shardlm.progress_bar import count_bar
+from shardlm.serve import prompts as prompt_forms
+from shardlm.serve.build import build
 from shardlm.serve.live_weights import new_draft, new_weights
+from shardlm.serve.messages import rendered
+from shardlm.serve.options import config_of
 from shardlm.serve.outputs import RequestOutput, whole
+from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -27,66 +35,71 @@ class LLM:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
         mesh: MeshSpec | None = None,
+        seed: int | None = None,
         **options,
     ):
         """Loads a Hugging Face folder, adapters or a run, and compiles its programs.
 
         Args:
+          seed: of all replies whose own parameters have none, in the order in which they are asked for.
           options: fields of EngineConfig (build.py): max_model_len, block_size, quantization, ...
 
         Raises: ShardlmError for what does not fit or is not there.
         """
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
-        if mesh is not None and sizes != MeshSpec():
-            raise ShardlmError(f"mesh={mesh} and parallel sizes that make {sizes}: give mesh or the sizes, not both")
-        config = EngineConfig(mesh=mesh or sizes, **options)
-        self.engine, self._opened = build(model, config)
+        self.engine, self._opened = build(model, config_of(sizes, mesh, options))
         self.tokenizer, self.folder = self._opened.tokenizer, self._opened.folder
         self._ids = itertools.count()
+        self._seeds = None if seed is None else random.Random(seed)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
+        priority: Sequence[int] | None = None,
         _embed: bool = False,
     ) -> list[RequestOutput]:
-        """Replies to prompts (texts or token ids), in their order; `error` says of one what broke it. Raises
-        ShardlmError, before any runs, for a prompt or parameters that cannot be served, and EngineError where the
-        engine ended."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            prompts = [prompts]
-        params = sampling_params or SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ShardlmError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one, or one for each")
-        work = [(self._tokens(prompt), prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        return self._run(work, _embed)
+        """Replies to prompts (texts, token ids, or mappings with either), in their order; `error` says of one what
+        broke it. A terminal shows how many are done. Raises ShardlmError, before any runs, for a prompt or parameters
+        that cannot be served, and EngineError where the engine ended."""
+        every = prompt_forms.several(prompts)
+        texts = [prompt_forms.read(one, self.tokenizer) for one in every]
+        return self._run(texts, sampling_params, use_tqdm, priority, _embed)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | None = None,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or to several, by the checkpoint's chat template."""
-        template = ChatTemplate.load(self._opened.folder)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [template.render(each, tools, add_generation_prompt=add_generation_prompt) for each in conversations]
-        params = sampling_params or SamplingParams()
-        return self._run([(self.tokenizer.encode(text), text, params) for text in texts])
+        """Answers to one conversation or to several, by the checkpoint's chat template or by the text of another."""
+        own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
+        form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
+        texts = [write(one) for one in ([messages] if messages and isinstance(messages[0], Mapping) else messages)]
+        return self._run([(self.tokenizer.encode(text), text) for text in texts], sampling_params, use_tqdm)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each prompt but the first, given those before it. Raises EngineError
         where one could not be read."""
         outputs = whole(self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0)))
-        return [[one[0].logprob for one in output.prompt_logprobs[1:]] for output in outputs]
+        return [[place.chosen.logprob for place in output.prompt_logprobs[1:]] for output in outputs]
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
         return [output.embedding for output in whole(self.generate(prompts, SamplingParams(max_tokens=0), _embed=True))]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.tokenizer
 
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
@@ -97,21 +110,32 @@ class LLM:
         drafts = new_draft(draft, runner)
         self.engine.update_weights(new_weights(weights, runner), drafts)
 
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-
     def _run(
-        self, work: list[tuple[Sequence[int], Prompt, SamplingParams]], embed: bool = False
+        self,
+        texts: Sequence[tuple[Sequence[int], str | None]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        shown: bool,
+        priority: Sequence[int] | None = None,
+        embed: bool = False,
     ) -> list[RequestOutput]:
-        ids = [f"request-{next(self._ids)}" for _ in work]
+        each = [self._seeded(one) for one in prompt_forms.params_of(params, SamplingParams(), len(texts))]
+        turns = prompt_forms.priorities_of(priority, len(texts))
+        ids = [f"request-{next(self._ids)}" for _ in texts]
         try:
-            for id, (tokens, prompt, params) in zip(ids, work, strict=True):
-                self.engine.add(id, tokens, params, text=prompt if isinstance(prompt, str) else None, embed=embed)
+            for id, (tokens, text), own, turn in zip(ids, texts, each, turns, strict=True):
+                self.engine.add(id, tokens, own, text=text, priority=turn, embed=embed)
             done: dict[str, RequestOutput] = {}
-            while len(done) < len(ids):
-                done |= {output.request_id: output for output in self.engine.step() if output.finished}
+            with count_bar("prompts", len(ids), shown) as tell:
+                while len(done) < len(ids):
+                    done |= {output.request_id: output for output in self.engine.step() if output.finished}
+                    tell(len(done))
         except BaseException:
             for id in ids:
                 self.engine.abort(id)
             raise
         return [done[id] for id in ids]
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        if self._seeds is None or params.seed is not None:
+            return params
+        return dataclasses.replace(params, seed=self._seeds.getrandbits(63))

@@ -2,7 +2,7 @@
 of the engine. No jax."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class EngineError(Exception):
@@ -16,14 +16,33 @@ class TokenLogprob:
     token_id: int
     logprob: float
     rank: int | None
-    text: str
+    decoded_token: str
+
+
+class Place(dict[int, TokenLogprob]):
+    """What is told of one place, by token id as users of vLLM read it: the token that stands there, then the
+    alternatives, best first. A token that is both is there once."""
+
+    @classmethod
+    def make(cls, tokens: Iterable[TokenLogprob]) -> "Place":
+        """`tokens`: the one that stands there first."""
+        return cls((token.token_id, token) for token in tokens)
+
+    @property
+    def chosen(self) -> TokenLogprob:
+        """The token that stands there."""
+        return next(iter(self.values()))
+
+    def likeliest(self, count: int) -> list[TokenLogprob]:
+        """So many of the tokens that are told of, the one that stands there among them if it is one."""
+        return sorted(self.values(), key=lambda token: -token.logprob)[:count]
 
 
 @dataclasses.dataclass
 class CompletionOutput:
     """One reply, as far as it has come.
 
-    logprobs: for each token of the reply, first the token chosen, then the alternatives, best first.
+    logprobs: of each token of the reply, where they are asked for.
     finish_reason: "stop", "length" or "abort"; None while it goes on. stop_reason: the stop token or text that ended
     it, None for end of text.
     """
@@ -32,9 +51,13 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[tuple[TokenLogprob, ...]] | None = None
+    logprobs: list[Place] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """As vLLM's."""
+        return self.finish_reason is not None
 
 
 @dataclasses.dataclass
@@ -49,7 +72,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[tuple[TokenLogprob, ...] | None] | None
+    prompt_logprobs: list[Place | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0

@@ -8,7 +8,7 @@ import numpy as np
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar
-from shardlm.serve.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
 from shardlm.serve.request import Request
 from shardlm.serve.runner import Started
 from shardlm.serve.settings import RequestSettings
@@ -68,10 +68,12 @@ def described(
     alternatives: Iterable[tuple[int, float]],
     count: int,
     rank: int | None = None,
-) -> tuple[TokenLogprob, ...]:
+) -> Place:
     """The chosen token, then the `count` most likely ones."""
     most = [*alternatives][:count]
     if rank is None:
         rank = next((place for place, (other, _) in enumerate(most, 1) if other == token), None)
     every = [(token, logprob, rank), *((other, value, place) for place, (other, value) in enumerate(most, 1))]
-    return tuple(TokenLogprob(*each, tokenizer.decode([each[0]], skip_special=False)) for each in every)
+    once = {each[0]: each for each in reversed(every)}  # the chosen one keeps its own number
+    order = dict.fromkeys(each[0] for each in every)
+    return Place.make(TokenLogprob(*once[id], tokenizer.decode([id], skip_special=False)) for id in order)

@@ -9,6 +9,10 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.sampling_params import SamplingParams
 
 
+class PromptTooLong(ShardlmError):
+    """The model has no room for a prompt; clients know this from other errors to make it shorter."""
+
+
 class Status(enum.Enum):
     WAITING = "waiting"  # holds no slot and no page: new, or preempted
     RUNNING = "running"
@@ -39,8 +43,8 @@ class Request:
         id: str,
         prompt: Sequence[int],
         params: SamplingParams,
-        *,
         eos_ids: Collection[int] = (),
+        *,
         priority: int = 0,
         salt: str = "",
         lockstep: bool = False,

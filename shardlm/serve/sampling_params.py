@@ -12,6 +12,11 @@ from typing import Any
 from shardlm.errors import ShardlmError
 
 MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so somebody pays for the largest
+# Each text is followed by the engine's one thread, character by character, while all others wait: 10,000 stop texts of
+# 128 replies held them for a minute.
+MAX_TEXTS, MAX_CHARS = 64, 16_384  # of stop; characters of all stop texts, or bad words, together
+MAX_STOP_IDS = 4096
+MAX_BIASES = 300  # OpenAI's limit, and what the device has room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,8 @@ class SamplingParams:
 
     n: replies to the prompt. temperature: 0 is greedy. top_k: 0 or -1 keeps every token. min_p: tokens below this share
     of the likeliest one's probability are left out. Penalties: repetition multiplies (of prompt and reply), presence
-    and frequency subtract (of the reply). logit_bias: token id -> what is added. bad_words: never written. seed: None
+    and frequency subtract (of the reply). logit_bias: token id -> what is added. allowed_token_ids: no others are
+    written. bad_words: never written. seed: None
     for another text every time. stop: texts that end the reply, left out of it unless include_stop_str_in_output.
     max_tokens: None to the end of the model's length; 0 only reads the prompt. min_tokens: no stop text, stop token or
     end of text counts among so many. logprobs, prompt_logprobs: alternatives to report for each token beside the one
@@ -65,6 +71,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     seed: int | None = None
     stop: str | Sequence[str] = ()
@@ -95,23 +102,38 @@ class SamplingParams:
         if self.repetition_penalty == 0:
             raise _wrong("repetition_penalty", self.repetition_penalty, "above 0 (1 for none)")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._set("stop", _texts("stop", stop, "it would end every reply at once; leave it out"))
-        self._set("bad_words", _texts("bad_words", self.bad_words, "it is no word; leave it out"))
+        self._set("stop", _few_texts("stop", stop, "it would end every reply at once; leave it out", MAX_TEXTS))
+        words = _few_texts("bad_words", self.bad_words, "it is no word; leave it out", MAX_BIASES)
+        self._set("bad_words", words)
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            count = len(self.stop_token_ids)
+            raise ShardlmError(f"stop_token_ids has {count} token ids; at most {MAX_STOP_IDS} are possible")
         self._set("logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise _wrong("allowed_token_ids", [], "a list of at least one token id, or None")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ShardlmError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower the one or raise the other"
             )
+        if isinstance(self.structured_outputs, Mapping):
+            self._set("structured_outputs", _structured(self.structured_outputs))
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise _wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs or None")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def clone(self) -> "SamplingParams":
+        """As vLLM's; nothing can change here, so that it is the same."""
+        return self
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ShardlmError where a token id is outside a vocabulary of `vocab_size`."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            ids = getattr(self, name) or ()
             if bad := [token for token in ids if token >= vocab_size]:
                 raise ShardlmError(
                     f"{name} has token {bad[0]}, outside the vocabulary of {vocab_size}; use the model's tokenizer"
@@ -139,6 +161,13 @@ _OPTIONAL_INTEGERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     "truncate_prompt_tokens": (1, math.inf, "at least 1"),
 }
+
+
+def _structured(wish: Mapping[str, Any]) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(**wish)
+    except TypeError:
+        raise _wrong("structured_outputs", dict(wish), "a mapping with json, regex, choice or grammar") from None
 
 
 def _wrong(name: str, value: Any, requirement: str) -> ShardlmError:
@@ -178,6 +207,17 @@ def _texts(name: str, value: Any, why: str) -> tuple[str, ...]:
     return texts
 
 
+def _few_texts(name: str, value: Any, why: str, most: int) -> tuple[str, ...]:
+    """Each of them once. Raises ShardlmError for more than `most`, or MAX_CHARS characters."""
+    texts = tuple(dict.fromkeys(_texts(name, value, why)))
+    if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
+        raise ShardlmError(
+            f"{name} has {len(texts)} texts of {sum(map(len, texts))} characters together; at most {most} texts and "
+            f"{MAX_CHARS} characters are possible"
+        )
+    return texts
+
+
 def _is_token_id(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0
 
@@ -195,6 +235,8 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise _wrong("logit_bias", value, "a mapping from token id to what is added to its logit")
+    if len(value) > MAX_BIASES:
+        raise ShardlmError(f"logit_bias has {len(value)} tokens; at most {MAX_BIASES} are possible")
     bias = {}
     for key, added in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key

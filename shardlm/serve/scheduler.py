@@ -28,7 +28,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
 from shardlm.serve.page_table import PageTable, extend_hashes
-from shardlm.serve.request import Request, Status
+from shardlm.serve.request import PromptTooLong, Request, Status
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD, SchedulerConfig
 
 _turn = operator.attrgetter("turn")
@@ -85,7 +85,7 @@ class Scheduler:
         least = request.prompt_len + (wanted != 0)
         if least > limit:
             space = "" if wanted == 0 else " and at least one new token"
-            raise ShardlmError(
+            raise PromptTooLong(
                 f"the prompt has {request.prompt_len} tokens; max_model_len={limit} must hold it{space}. Shorten it by "
                 f"{least - limit}, ask for truncate_prompt_tokens, or raise max_model_len"
             )

@@ -36,12 +36,12 @@ class RequestSettings:
         biases = dict(params.logit_bias or {})
         biases |= dict.fromkeys(bad_tokens, -1e30)
         if len(biases) > MAX_BIASES:
-            raise ShardlmError(f"logit_bias and bad_words name {len(biases)} tokens; at most {MAX_BIASES} are possible")
+            raise ShardlmError(f"logit_bias has with bad_words {len(biases)} tokens; at most {MAX_BIASES} are possible")
         banned = tuple(sorted(stop_ids)) if params.min_tokens else ()
         if len(banned) > MAX_BANNED:
             raise ShardlmError(
-                f"min_tokens with {len(banned)} stop tokens; at most {MAX_BANNED} can be held back: give fewer "
-                "stop_token_ids"
+                f"min_tokens={params.min_tokens} with {len(banned)} stop tokens: at most {MAX_BANNED} can be held "
+                "back; give fewer stop_token_ids"
             )
         return cls(params, seed, prompt_len + params.min_tokens, banned, tuple(biases.items()))
 

@@ -13,9 +13,10 @@ from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Edits, RowSettings
 from shardlm.ops.penalties import TokenCounts, empty_counts
+from shardlm.serve.sampling_params import MAX_BIASES
 from shardlm.state import ModelDef
 
-MAX_BIASES, MAX_BANNED = 300, 32  # a request; 300 is OpenAI's limit
+MAX_BANNED = 32  # stop tokens of a request that are held back, by min_tokens
 
 
 @jax.tree_util.register_dataclass

@@ -54,8 +54,8 @@ def request(number: int) -> tuple[list[int], SamplingParams]:
 def bits(output) -> tuple:
     """All that a client sees."""
     reply = output.outputs[0]
-    scores = [entry and [(t.token_id, t.logprob) for t in entry] for entry in output.prompt_logprobs or []]
-    chosen = [[(t.token_id, t.logprob) for t in entry] for entry in reply.logprobs or []]
+    scores = [entry and [(t.token_id, t.logprob) for t in entry.values()] for entry in output.prompt_logprobs or []]
+    chosen = [[(t.token_id, t.logprob) for t in entry.values()] for entry in reply.logprobs or []]
     return reply.text, reply.token_ids, reply.cumulative_logprob, chosen, scores
 
 
@@ -98,8 +98,8 @@ def test_a_generated_token_has_the_score_it_has_in_a_prompt():
     engine.add("embedded", whole, SamplingParams(max_tokens=0), embed=True)
     engine.add("other", PROMPTS[2], SamplingParams(max_tokens=3))
     done = finished(engine)
-    scored = [entry[0].logprob for entry in done["scored"].prompt_logprobs[len(PROMPTS[1]) :]]
-    assert scored == [entry[0].logprob for entry in said.logprobs]
+    scored = [entry.chosen.logprob for entry in done["scored"].prompt_logprobs[len(PROMPTS[1]) :]]
+    assert scored == [entry.chosen.logprob for entry in said.logprobs]
     assert np.isclose(np.linalg.norm(done["embedded"].embedding), 1)
 
 

@@ -130,11 +130,12 @@ def test_sampling_is_the_request_s_own(served):
     assert len({tuple(one.token_ids) for one in alone}) == 3
     for one in alone:
         expected = logprobs_of(served, [*PROMPTS[0], *one.token_ids])[len(PROMPTS[0]) - 1 :]
-        for place, (chosen, *others) in enumerate(one.logprobs):
+        for place, told in enumerate(one.logprobs):
+            chosen, others = told.chosen, told.likeliest(2)
             assert chosen.token_id == one.token_ids[place]
             assert abs(chosen.logprob - expected[place][chosen.token_id]) < 1e-4
             assert [o.token_id for o in others] == np.argsort(-expected[place], kind="stable")[:2].tolist()
-        assert abs(one.cumulative_logprob - sum(c.logprob for c, *_ in one.logprobs)) < 1e-4
+        assert abs(one.cumulative_logprob - sum(c.logprob for c in (place.chosen for place in one.logprobs))) < 1e-4
     engine.add("biased", PROMPTS[1], SamplingParams(temperature=0, max_tokens=5, logit_bias={7: 100.0}))
     engine.add(
         "varied", PROMPTS[1], SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2, presence_penalty=2)
@@ -160,7 +161,8 @@ def test_a_prompt_is_scored_as_the_forward_pass_does(served):
     hidden = hidden_of(served, PROMPTS[3])[-1]
     np.testing.assert_allclose(done["embedded"].embedding, hidden / np.linalg.norm(hidden), atol=1e-5)
     expected = logprobs_of(served, PROMPTS[3])
-    for place, (own, best) in enumerate(output.prompt_logprobs[1:], 1):
+    for place, told in enumerate(output.prompt_logprobs[1:], 1):
+        own, [best] = told.chosen, told.likeliest(1)
         row = expected[place - 1]
         assert own.token_id == PROMPTS[3][place] and abs(own.logprob - row[own.token_id]) < 1e-4
         assert best.token_id == row.argmax() and own.rank == 1 + (row > row[own.token_id]).sum()

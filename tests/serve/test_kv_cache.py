@@ -41,7 +41,7 @@ def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
     assert page_bytes(model, layout, 4) * layout.num_pages == held_bytes
     engine.add("a", tokens.tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0))
     output = finished(engine)["a"]
-    found = np.array([one[0].logprob for one in output.prompt_logprobs[1:]])
+    found = np.array([one.chosen.logprob for one in output.prompt_logprobs[1:]])
     expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(tokens) - 1), tokens[1:]]
     assert 1e-4 < np.abs(found - expected).max() < 1.5 * measured
     assert len(output.outputs[0].token_ids) == 8

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import random
 import threading
 
 import numpy as np
@@ -15,12 +16,14 @@ from engines import TOKENIZER, folder_of
 import shardlm
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.serve import harness
+from shardlm.serve import async_llm, harness
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, build
+from shardlm.serve.options import config_of
+from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 4}
@@ -50,6 +53,107 @@ def test_what_users_of_vllm_s_class_expect(llm):
     with pytest.raises(ShardlmError, match=r"max_model_len=64 must hold it"):
         llm.generate(["true", list(range(70))], GREEDY)
     assert not llm.engine.has_unfinished
+
+
+def test_prompts_and_parameters_in_all_of_vllm_s_forms(llm):
+    ids, short = TOKENIZER.encode("true"), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    [wanted] = llm.generate("true", short, use_tqdm=False)
+    forms = ({"prompt": "true"}, {"prompt_token_ids": ids}, np.array(ids), ids, ("true",), [{"prompt_token_ids": ids}])
+    for form in forms:
+        [found] = llm.generate(prompts=form, sampling_params=[short])
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids and found.prompt_token_ids == ids
+    assert llm.generate({"prompt": "x", "prompt_token_ids": ids}, short)[0].prompt == "x" and not llm.generate([])
+    assert len(llm.generate(["a", "b"], short, priority=[1, 0])) == 2
+    for wrong, message in (
+        (5, "a prompt is a int; give a text, token ids"),
+        ([None], "a prompt is a NoneType"),
+        ([b"a"], "a prompt is a bytes"),
+        ({"x": 1}, "a prompt has 'x'"),
+        ({"prompt": None}, "a prompt is a dict"),
+        ([[1.5]], "token 1.5 of the prompt"),
+        ("", "the prompt has no tokens"),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            llm.generate(wrong, short)
+    with pytest.raises(ShardlmError, match="sampling_params has a dict"):
+        llm.generate("a", {"max_tokens": 3})
+    with pytest.raises(ShardlmError, match="1 prompts and 2 priorities"):
+        llm.generate("a", short, priority=[0, 1])
+
+
+def test_log_probabilities_are_found_by_token(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+    [output] = llm.generate("true", params)
+    reply = output.outputs[0]
+    told = [place[token] for place, token in zip(reply.logprobs, reply.token_ids, strict=True)]
+    assert (
+        reply.finished()
+        and [one.rank for one in told] == [1] * 3
+        and [len(place) for place in reply.logprobs] == [2] * 3
+    )
+    assert sum(one.logprob for one in told) == pytest.approx(reply.cumulative_logprob, abs=1e-5)
+    assert "".join(one.decoded_token for one in told) == TOKENIZER.decode(reply.token_ids, skip_special=False)
+    [rest] = [output.prompt_logprobs[1:]]
+    assert [list(place) for place in rest] == [[token] for token in output.prompt_token_ids[1:]]
+
+
+def test_no_other_tokens_are_written(llm):
+    wanted = TOKENIZER.encode("xyab")[:4]
+    for own in ({"temperature": 0}, {"seed": 1}, {"seed": 2, "logit_bias": {wanted[0]: -100}}):
+        params = SamplingParams(max_tokens=12, allowed_token_ids=wanted, ignore_eos=True, **own)
+        said = llm.generate("true", params)[0].outputs[0].token_ids
+        assert len(said) == 12 and set(said) <= set(wanted)
+        assert "logit_bias" not in own or wanted[0] not in said
+    with pytest.raises(ShardlmError, match="allowed_token_ids has token 9999, outside the vocabulary"):
+        llm.generate("true", SamplingParams(allowed_token_ids=[9999]))
+
+
+def test_chats_in_all_of_vllm_s_forms(llm):
+    short, user = SamplingParams(temperature=0, max_tokens=2), {"role": "user", "content": "né"}
+    for content in ("né", [{"type": "text", "text": "né"}]):
+        [answer] = llm.chat([{"role": "developer", "content": content}], short, use_tqdm=False)
+        assert answer.prompt == "system: né\n"
+    both = llm.chat([[user], [{**user, "content": "日"}]], [short, short], chat_template_kwargs={"x": 1})
+    assert [one.prompt for one in both] == ["user: né\n", "user: 日\n"]
+    unended = {"add_generation_prompt": False, "continue_final_message": True}
+    assert llm.chat([user, {"role": "assistant", "content": "ab "}], short, **unended)[0].prompt.endswith(
+        "assistant: ab "
+    )
+    trims = "{% for m in messages %}{{ m.content | trim }}|{% endfor %}"
+    assert llm.chat([{**user, "content": " ab "}], short, chat_template=trims, **unended)[0].prompt == "ab"
+    for wrong, options, message in (
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            r"messages\[0\].content\[0\] is of type 'image_url'",
+        ),
+        ([{"content": "a"}], {}, r"messages\[0\].role=None must be a text"),
+        ([user], {"continue_final_message": True}, "add_generation_prompt begins another; choose one"),
+        ([{**user, "content": None}], unended, "does not show the content of the last message, None"),
+        ([user], {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools"),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            llm.chat(wrong, short, **options)
+
+
+def test_options_that_are_not_known(llm, caplog):
+    for options, message in (
+        ({"gpu_memory_utilisation": 0.5}, "no option gpu_memory_utilisation=0.5; did you mean gpu_memory_utilization"),
+        ({"task": "generate"}, "no option task='generate'; there are dtype, quantization, "),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            shardlm.LLM(llm.folder, **options)
+    config = config_of(MeshSpec(), None, {"dtype": "auto", "enforce_eager": True, "block_size": 4})
+    assert config == EngineConfig(block_size=4) and "enforce_eager=True is vLLM's" in caplog.text
+
+
+def test_a_seed_of_all_replies(llm, monkeypatch):
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    said = []
+    for _ in range(2):
+        monkeypatch.setattr(llm, "_seeds", random.Random(3))
+        said.append([one.outputs[0].token_ids for one in llm.generate(["true"] * 2, params)])
+    assert said[0] == said[1] and said[0][0] != said[0][1]
 
 
 def test_what_cannot_be_built_is_refused(llm):
@@ -109,6 +213,25 @@ def test_tasks_of_the_harness(llm, tmp_path, monkeypatch):
     for task in tasks:
         numbers = {name: value for name, value in found[task].items() if isinstance(value, float)}
         assert numbers and {name: over_http[task][name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+def test_streams_of_a_folder(llm, monkeypatch):
+    monkeypatch.setattr(async_llm, "build", lambda model, config: (llm.engine, llm._opened))
+    served = AsyncLLM.from_model(llm.folder, block_size=4)
+    assert served.template.render([{"role": "user", "content": "a"}]) == "user: a\n"
+
+    async def outputs(prompt):
+        return [one async for one in served.generate(prompt, GREEDY, "one")]
+
+    try:
+        *_, last = asyncio.run(outputs({"prompt_token_ids": TOKENIZER.encode("true")}))
+        with pytest.raises(PromptTooLong, match="the prompt has"):
+            asyncio.run(outputs("true " * 2000))  # read beside the event loop
+        with pytest.raises(ShardlmError, match="a prompt is a int"):
+            asyncio.run(outputs(3))
+    finally:
+        served.shutdown()
+    assert last.finished and len(last.outputs[0].token_ids) == 6
 
 
 @contextlib.contextmanager

@@ -149,12 +149,13 @@ def check(output, prompt: list[int], params: SamplingParams, oracle: Oracle, emb
     for index, one in enumerate(output.outputs):
         said = oracle.reply(prompt, params, index)
         assert one.token_ids == said.tokens
-        for place, (chosen, *others) in enumerate(one.logprobs or ()):
-            row = said.logprobs[place]
+        for place, told in enumerate(one.logprobs or ()):
+            chosen, row = told.chosen, said.logprobs[place]
             assert abs(chosen.logprob - row[chosen.token_id]) < CLOSE
             best = np.sort(row)[::-1][: params.logprobs]
-            np.testing.assert_allclose([other.logprob for other in others], best, atol=CLOSE)
-    for place, (own, best) in enumerate((output.prompt_logprobs or ())[1:]):
+            np.testing.assert_allclose([other.logprob for other in told.likeliest(params.logprobs)], best, atol=CLOSE)
+    for place, told in enumerate((output.prompt_logprobs or ())[1:]):
+        own, [best] = told.chosen, told.likeliest(1)
         row = oracle.logprobs(prompt)[place]
         assert own.token_id == prompt[place + 1] and abs(own.logprob - row[own.token_id]) < CLOSE
         assert abs(best.logprob - row.max()) < CLOSE

@@ -48,7 +48,7 @@ def said(engine) -> dict:
             engine.add(f"{turn}.{n}", prompt, params)
         done |= finished(engine)
     return {
-        id: (one.outputs[0].token_ids, [entry[0].logprob for entry in (one.prompt_logprobs or [])[1:]])
+        id: (one.outputs[0].token_ids, [entry.chosen.logprob for entry in (one.prompt_logprobs or [])[1:]])
         for id, one in done.items()
     }
 

@@ -43,6 +43,25 @@ WRONG = [
     ({"logit_bias": [1]}, "logit_bias=[1] must be a mapping from token id to what is added to its logit"),
     ({"logit_bias": {"a": 1}}, "logit_bias has the key 'a'; its keys must be token ids, integers from 0"),
     ({"logit_bias": {"7": 200}}, "logit_bias[7]=200 must be from -100 to 100"),
+    (
+        {"stop": [f"a{i}" for i in range(65)]},
+        "stop has 65 texts of 185 characters together; at most 64 texts and 16384 characters are possible",
+    ),
+    (
+        {"stop": "a" * 20_000},
+        "stop has 1 texts of 20000 characters together; at most 64 texts and 16384 characters are possible",
+    ),
+    (
+        {"bad_words": [f"a{i}" for i in range(301)]},
+        "bad_words has 301 texts of 1094 characters together; at most 300 texts and 16384 characters are possible",
+    ),
+    ({"stop_token_ids": [1] * 5000}, "stop_token_ids has 5000 token ids; at most 4096 are possible"),
+    ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias has 301 tokens; at most 300 are possible"),
+    ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a list of at least one token id, or None"),
+    (
+        {"structured_outputs": {"yaml": 1}},
+        "structured_outputs={'yaml': 1} must be a mapping with json, regex, choice or grammar",
+    ),
     ({"structured_outputs": "json"}, "structured_outputs='json' must be a StructuredOutputs or None"),
 ]
 WRONG_STRUCTURES = [
@@ -55,7 +74,7 @@ WRONG_STRUCTURES = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(values) for values, _ in WRONG])
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(values)[:50] for values, _ in WRONG])
 def test_a_wrong_value_is_named_with_what_it_must_be(values, message):
     with pytest.raises(ShardlmError, match=re.escape(message) + "$"):
         SamplingParams(**values)
@@ -81,6 +100,8 @@ def test_values_come_out_in_one_form():
     assert params.stop == ("end",) and params.logit_bias == {7: 1.0} and params.stop_token_ids == (3,)
     assert type(params.temperature) is float and type(params.stop_token_ids[0]) is int
     assert SamplingParams(stop=None, bad_words=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams(stop=["a"] * 999).stop == ("a",) and params.clone() == params
+    assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputs(regex="a")
     assert dataclasses.replace(params, seed=1).stop == ("end",)  # what was checked passes again
 
 

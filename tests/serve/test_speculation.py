@@ -126,7 +126,7 @@ def served(engine, seed: int) -> dict:
 
 
 def logprobs_of(reply) -> list[tuple[int, float]]:
-    return [(one.token_id, one.logprob) for place in reply.logprobs or () for one in place]
+    return [(one.token_id, one.logprob) for place in reply.logprobs or () for one in place.values()]
 
 
 def check_same(found: dict, wanted: dict) -> None:
@@ -143,7 +143,7 @@ def check_same(found: dict, wanted: dict) -> None:
             assert abs(own.cumulative_logprob - reply.cumulative_logprob) < 1e-4
         assert len(found[id].prompt_logprobs or ()) == len(output.prompt_logprobs or ())
         for own, place in zip(found[id].prompt_logprobs or (), output.prompt_logprobs or (), strict=True):
-            for one, other in zip(own or (), place or (), strict=True):
+            for one, other in zip((own or {}).values(), (place or {}).values(), strict=True):
                 assert one.token_id == other.token_id and abs(one.logprob - other.logprob) < 1e-5
 
 

@@ -83,7 +83,7 @@ def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
             expected = np.asarray(scores(params, row))[0]
         for place, (token, told) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
             own = expected[len(output.prompt_token_ids) + place - 1]
-            assert abs(told[0].logprob - own[token]) < TOLERANCE and own[token] > own.max() - TOLERANCE
+            assert abs(told.chosen.logprob - own[token]) < TOLERANCE and own[token] > own.max() - TOLERANCE
 
     rng = random.Random(0)
     bases = [[rng.randrange(CONFIG.vocab_size) for _ in range(50)] for _ in range(2)]

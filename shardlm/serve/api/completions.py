@@ -1,5 +1,6 @@
 """/v1/completions: text that goes on, with the log-probabilities that evaluations read."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from shardlm.serve.api.progress import Progress, Usage
 from shardlm.serve.api.protocol import CompletionRequest, prompts_of
 from shardlm.serve.api.sampling import sampling_params
 from shardlm.serve.api.service import Call
-from shardlm.serve.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
 
 
@@ -18,7 +19,8 @@ async def completions(call: Call, request: CompletionRequest) -> dict[str, Any] 
     prompts = prompts_of(request.prompt, "prompt")
     params = _params(call, request)
     writer = _Writer(call, request, params.n, prompts)
-    replies = await call.replies(prompts, params, request.priority or 0)
+    given = prompts if request.add_special_tokens is not False else await asyncio.to_thread(_plain, call, prompts)
+    replies = await call.replies(given, params, request.priority or 0)
     if request.stream:
         wants_usage = bool(request.stream_options and request.stream_options.include_usage)
         return Events(events_of(writer.stream(replies, wants_usage)))
@@ -40,6 +42,11 @@ def _params(call: Call, request: CompletionRequest) -> SamplingParams:
     if request.max_tokens is not None:
         given["max_tokens"] = request.max_tokens
     return sampling_params(request, call.service.llm.max_model_len, **given)
+
+
+def _plain(call: Call, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Without what the tokenizer puts at the ends of a text."""
+    return [call.service.llm.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
 
 
 class _Writer:
@@ -84,7 +91,7 @@ class _Writer:
         output: RequestOutput,
         reply: CompletionOutput,
         text: str,
-        places: Sequence[tuple[TokenLogprob, ...]],
+        places: Sequence[Place],
         first: bool,
         before: int,
     ) -> dict[str, Any]:
@@ -106,15 +113,18 @@ class _Writer:
             choice["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
         return choice
 
-    def _scores(self, echoed: RequestOutput | None, places: Sequence[tuple[TokenLogprob, ...]], offset: int):
-        texts = [place[0].text for place in places]
+    def _scores(self, echoed: RequestOutput | None, places: Sequence[Place], offset: int):
+        texts = [place.chosen.decoded_token for place in places]
         if echoed is not None:
             prompt = echoed.prompt_logprobs or [None] * len(echoed.prompt_token_ids)
             pairs = zip(prompt, echoed.prompt_token_ids, strict=True)
-            texts = [place[0].text if place else self._tokenizer.decode([t], skip_special=False) for place, t in pairs]
-            texts += [place[0].text for place in places]
+            texts = [place.chosen.decoded_token if place else self._text(token) for place, token in pairs]
+            texts += [place.chosen.decoded_token for place in places]
             places = [*prompt, *places]
         return logprobs.legacy(places, self._request.logprobs, texts, offset)
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special=False)
 
     def _prompt_text(self, i: int, output: RequestOutput) -> str:
         prompt = self._prompts[i]

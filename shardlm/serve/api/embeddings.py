@@ -12,6 +12,7 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest, prompts_of
 from shardlm.serve.api.service import Call
 from shardlm.serve.request import check_prompt
+from shardlm.tokenizer import Tokenizer
 
 
 async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
@@ -20,7 +21,8 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     llm = call.service.llm
     prompts = prompts_of(request.input, "input")
     call.service.admit(len(prompts), 1)
-    ids = [await _tokens(llm, one) if isinstance(one, str) else one for one in prompts]
+    keep = _kept(request.truncate_prompt_tokens, llm.max_model_len)
+    ids = [(await _tokens(llm, one) if isinstance(one, str) else one)[-keep:] for one in prompts]
     for one in ids:
         check_prompt(one, llm.tokenizer.vocab_size)
     tasks = [asyncio.ensure_future(llm.embed(one)) for one in ids]
@@ -34,6 +36,14 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     total = sum(map(len, ids))
     usage = {"prompt_tokens": total, "total_tokens": total}
     return {"object": "list", "data": data, "model": request.model or call.service.names[0], "usage": usage}
+
+
+def _kept(wish: int | None, max_model_len: int) -> int:
+    """The last so many tokens of an input; 0 for all. Raises ApiError."""
+    if wish is not None and wish != -1 and wish < 1:
+        message = f"truncate_prompt_tokens={wish} must be at least 1, or -1 for the model's length"
+        raise ApiError(message, param="truncate_prompt_tokens")
+    return max_model_len if wish == -1 else wish or 0
 
 
 def _base64(vector: Sequence[float]) -> str:
@@ -53,13 +63,10 @@ async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
     elif request.prompt is not None:
         ids = await _tokens(llm, request.prompt)
     else:
-        generation = request.add_generation_prompt is not False
-        options = request.chat_template_kwargs
-        text = await conversation.prompt(
-            llm, request.messages, request.tools, add_generation_prompt=generation, options=options
-        )
+        form = {"options": request.chat_template_kwargs, **conversation.form_of(request)}
+        text = await conversation.prompt(llm, request.messages, request.tools, **form)
         ids = await asyncio.to_thread(llm.tokenizer.encode, text)  # templates write what stands at the beginning
-    texts = [llm.tokenizer.decode([token], skip_special=False) for token in ids] if request.return_token_strs else None
+    texts = await asyncio.to_thread(_texts, llm.tokenizer, ids) if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
 
 
@@ -79,6 +86,10 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> dict[str, Any]:
     tokenizer = call.service.llm.tokenizer
     check_prompt(request.tokens, tokenizer.vocab_size)
     return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special=False)}
+
+
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special=False) for token in ids]
 
 
 async def _tokens(llm, text: str) -> list[int]:

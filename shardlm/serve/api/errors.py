@@ -6,6 +6,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.outputs import EngineError
+from shardlm.serve.request import PromptTooLong
 
 INVALID = "invalid_request_error"
 _PARAM = re.compile(r"(\w+)(?:=|\[| has )")  # how messages about one value begin: "top_p=7 must be ..."
@@ -36,6 +37,8 @@ def as_api_error(error: Exception) -> ApiError | None:
     """What a client is told of an exception; None for one that nobody foresaw."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, PromptTooLong):
+        return ApiError(str(error), code="context_length_exceeded")
     if isinstance(error, ShardlmError):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named and named[1])

@@ -76,8 +76,9 @@ class _Guard:
 
 def bears(scope: Scope, keys: Sequence[str]) -> bool:
     """Whether a request has one of the keys, compared in a time that does not tell how much of one is right."""
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    return any(hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys)
+    scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    known = [hmac.compare_digest(given, key.encode()) for key in keys]
+    return scheme.lower() == b"bearer" and any(known)
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardlm.serve.outputs import TokenLogprob
+from shardlm.serve.outputs import Place, TokenLogprob
 
-Place = Sequence[TokenLogprob]  # the token that stands there, then the alternatives
 _LEAST = -9999.0  # JSON has no -inf
 
 
@@ -14,18 +13,13 @@ def _value(token: TokenLogprob) -> float:
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": _value(token), "bytes": list(token.text.encode())}
+    text = token.decoded_token
+    return {"token": text, "logprob": _value(token), "bytes": list(text.encode())}
 
 
 def chat(places: Sequence[Place], top: int) -> list[dict[str, Any]]:
     """Of each place the token and the `top` likeliest ones, itself among them if it is one."""
-    return [{**_entry(place[0]), "top_logprobs": [_entry(t) for t in likeliest(place, top)]} for place in places]
-
-
-def likeliest(place: Place, top: int) -> list[TokenLogprob]:
-    """The `top` likeliest, each once, whether or not the alternatives repeat the token that stands there."""
-    once = {token.token_id: token for token in place}
-    return sorted(once.values(), key=lambda token: -token.logprob)[:top]
+    return [{**_entry(place.chosen), "top_logprobs": [_entry(t) for t in place.likeliest(top)]} for place in places]
 
 
 def legacy(places: Sequence[Place | None], top: int, texts: Sequence[str], offset: int) -> dict[str, list]:
@@ -42,8 +36,8 @@ def legacy(places: Sequence[Place | None], top: int, texts: Sequence[str], offse
         offset += len(text)
     return {
         "tokens": list(texts),
-        "token_logprobs": [place and _value(place[0]) for place in places],
-        "top_logprobs": [place and _by_text([*likeliest(place, top), place[0]]) for place in places],
+        "token_logprobs": [place and _value(place.chosen) for place in places],
+        "top_logprobs": [place and _by_text([*place.likeliest(top), place.chosen]) for place in places],
         "text_offset": offsets,
     }
 
@@ -52,7 +46,8 @@ def _by_text(tokens: Sequence[TokenLogprob]) -> dict[str, float]:
     """Different tokens may have one text: it gets the likeliest one's."""
     found: dict[str, float] = {}
     for token in tokens:
-        found[token.text] = max(found.get(token.text, _LEAST), _value(token))
+        text = token.decoded_token
+        found[text] = max(found.get(text, _LEAST), _value(token))
     return found
 
 
@@ -61,6 +56,9 @@ def prompt(places: Sequence[Place | None] | None) -> list[dict[str, dict[str, An
     if places is None:
         return None
     return [
-        place and {str(t.token_id): {"logprob": _value(t), "rank": t.rank, "decoded_token": t.text} for t in place}
+        place
+        and {
+            str(id): {"logprob": _value(t), "rank": t.rank, "decoded_token": t.decoded_token} for id, t in place.items()
+        }
         for place in places
     ]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardlm.serve.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 
 
 class Progress:
@@ -13,13 +13,13 @@ class Progress:
         self.chars = self.tokens = self.token_chars = 0
         self.ended = False
 
-    def advance(self, reply: CompletionOutput) -> tuple[str, Sequence[tuple[TokenLogprob, ...]]]:
+    def advance(self, reply: CompletionOutput) -> tuple[str, Sequence[Place]]:
         """(new text, log-probabilities of new tokens)."""
         text = reply.text[self.chars :]
         self.chars += len(text)
         places = (reply.logprobs or [])[self.tokens :]
         self.tokens += len(places)
-        self.token_chars += sum(len(place[0].text) for place in places)
+        self.token_chars += sum(len(place.chosen.decoded_token) for place in places)
         self.ended = reply.finish_reason is not None
         return text, places
 

@@ -19,6 +19,7 @@ Prompt = str | list[str | int | list[int]]  # one text, texts, token ids, lists 
 
 class StructuredWish(msgspec.Struct, kw_only=True):
     json: str | Json | None = None
+    json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -51,6 +52,7 @@ class Sampled(Common, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -77,12 +79,14 @@ class CompletionRequest(Sampled, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatRequest(Sampled, kw_only=True):
     messages: list[Json]
     tools: list[Json] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: Json | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -90,6 +94,15 @@ class ChatRequest(Sampled, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     reasoning_effort: str | None = None
+    # Refused: an answer without them is not what was asked for.
+    chat_template: str | None = None
+    functions: list[Json] | None = None
+    function_call: str | Json | None = None
+    modalities: list[str] | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: str | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -109,6 +122,8 @@ class ResponsesRequest(Common, kw_only=True):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    prompt: Json | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: str | Json | None = None
@@ -118,6 +133,7 @@ class EmbeddingsRequest(Common, kw_only=True):
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class TokenizeRequest(Common, kw_only=True):
@@ -125,6 +141,7 @@ class TokenizeRequest(Common, kw_only=True):
     messages: list[Json] | None = None
     tools: list[Json] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: Json | None = None
     return_token_strs: bool | None = None

@@ -7,7 +7,7 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
 
 LOGPROBS = "message.output_text.logprobs"
-_STATEFUL = ("previous_response_id", "background", "conversation")
+_STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -26,6 +26,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         logprobs=logprobs,
         top_logprobs=request.top_logprobs if logprobs else None,
         max_completion_tokens=request.max_output_tokens,
+        reasoning_effort=request.reasoning and request.reasoning.effort,
         temperature=request.temperature,
         top_p=request.top_p,
     )
@@ -68,6 +69,10 @@ def _tool(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_choice(one) for one in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     if isinstance(choice, Mapping) and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

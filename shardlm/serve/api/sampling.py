@@ -12,8 +12,9 @@ from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 # Fields that go through as they are, where they are given.
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "bad_words", "seed", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "max_tokens", "min_tokens", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *("include_stop_str_in_output", "skip_special_tokens", "max_tokens", "min_tokens", "prompt_logprobs"),
+    "truncate_prompt_tokens",
 )
 _LARGEST = 2**31 - 1  # what an integer on the device holds; no count of tokens is above it
 
@@ -30,8 +31,12 @@ def sampling_params(
     """
     wishes = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     wishes |= {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
-    if wishes.get("truncate_prompt_tokens") == -1:  # vLLM's word for the model's length
-        wishes["truncate_prompt_tokens"] = max_model_len
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")
+    if wishes.get("truncate_prompt_tokens") == -1:  # vLLM's word for what the model has room for
+        wanted = wishes.get("max_tokens", SamplingParams.max_tokens)
+        room = 1 if wanted is None or wanted >= max_model_len else wanted  # such a wish is for as many as fit
+        wishes["truncate_prompt_tokens"] = max_model_len - room
     for name in ("top_k", "max_tokens", "min_tokens", "truncate_prompt_tokens"):
         if (value := wishes.get(name)) is not None:
             wishes[name] = min(value, _LARGEST)
@@ -44,7 +49,8 @@ def _structured(request: Sampled, forced: StructuredOutputs | None) -> Structure
     """The one wish for the text's form. Raises ApiError for several."""
     found = {"tool_choice": forced, "response_format": from_format(request.response_format or {})}
     if (wish := request.structured_outputs) is not None:
-        found["structured_outputs"] = StructuredOutputs(wish.json, wish.regex, wish.choice, wish.grammar)
+        schema = ANY_OBJECT if wish.json is None and wish.json_object else wish.json
+        found["structured_outputs"] = StructuredOutputs(schema, wish.regex, wish.choice, wish.grammar)
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(request, f"guided_{name}")) is not None:
             found[f"guided_{name}"] = StructuredOutputs(**{name: value})

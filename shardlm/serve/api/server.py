@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
+from shardlm.serve.api.connection import Connection
 from shardlm.serve.api.settings import HttpSettings, Settings
 
 
@@ -51,6 +52,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=1,  # all streams have ended, or had their time
                 server_header=False,
                 lifespan="on",
+                http=Connection,
                 ws="none",
             )
         )

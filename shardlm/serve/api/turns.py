@@ -12,7 +12,7 @@ from shardlm.serve.api.sampling import sampling_params
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.choose import Tools, choose, style_of
 from shardlm.serve.api.tools.reader import CallDelta
-from shardlm.serve.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 
 
 @dataclasses.dataclass
@@ -20,7 +20,7 @@ class Part:
     """What is new of one reply. pieces: texts, and parts of calls. finish_reason: with the last part."""
 
     pieces: list[str | CallDelta]
-    places: Sequence[tuple[TokenLogprob, ...]]
+    places: Sequence[Place]
     finish_reason: str | None
 
 
@@ -52,6 +52,12 @@ class Turn:
 
 async def begin(call: Call, request: ChatRequest) -> tuple[Tools, AsyncIterator[RequestOutput]]:
     """(what the tools mean, the replies as they come). Raises ApiError, ShardlmError, EngineError."""
+    for name in ("chat_template", "functions", "function_call"):
+        if getattr(request, name) is not None:
+            instead = {"chat_template": "the model's own is used"}.get(name, "give tools and tool_choice")
+            raise ApiError(f"{name} is not supported; {instead}", param=name)
+    if set(request.modalities or ()) - {"text"}:
+        raise ApiError(f"modalities={request.modalities} must be text alone", param="modalities")
     llm = call.service.llm
     style = style_of(llm.template.source if llm.template else "", call.service.settings.tool_style)
     tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
@@ -68,10 +74,8 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Tools, AsyncIterator[
     options = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         options.setdefault("reasoning_effort", request.reasoning_effort)
-    generation = request.add_generation_prompt is not False
-    text = await conversation.prompt(
-        llm, request.messages, tools.shown, add_generation_prompt=generation, options=options
-    )
+    form = conversation.form_of(request)
+    text = await conversation.prompt(llm, request.messages, tools.shown, options=options, **form)
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     tokens = await asyncio.to_thread(llm.tokenizer.encode, text)
     replies = await call.replies([tokens], params, request.priority or 0)

@@ -10,8 +10,8 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import GrammarCompiler
-from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, Stats, TokenLogprob
-from shardlm.serve.request import check_prompt
+from shardlm.serve.outputs import CompletionOutput, EngineError, Place, RequestOutput, Stats, TokenLogprob
+from shardlm.serve.request import PromptTooLong, check_prompt
 from shardlm.tokenizer import train_bpe
 
 TEMPLATES = pathlib.Path(__file__).parents[2] / "chat_templates"
@@ -50,8 +50,8 @@ class FakeLLM:
 
     async def generate(self, prompt, params, *, request_id, priority=0):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check(ids, params)
         kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
+        self._check(kept, params)
         text = self.tokenizer.decode(kept, skip_special=False)
         self.seen.append((text, params, priority))
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, kept, None, [], False)
@@ -93,7 +93,7 @@ class FakeLLM:
         check_prompt(ids, self.tokenizer.vocab_size)
         params.check_vocabulary(self.tokenizer.vocab_size)
         if len(ids) > self.max_model_len:
-            raise ShardlmError(f"the prompt has {len(ids)} tokens, above the model's {self.max_model_len}; shorten it")
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens, above the model's {self.max_model_len}; shorten it")
         if (wish := params.structured_outputs) is not None:
             kind = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
             name = next(name for name in kind if getattr(wish, name) is not None)
@@ -107,7 +107,8 @@ class FakeLLM:
         """The token stands at rank 2 of every odd place, at rank 1 else."""
         others = [TokenLogprob(t, -1.0 - t / 1000, None, self._text(t)) for t in range(60, 60 + top)]
         rank = 1 + place % 2
-        return (TokenLogprob(token, -0.5 * rank**3, rank, self._text(token)), *others)
+        own = TokenLogprob(token, -0.5 * rank**3, rank, self._text(token))
+        return Place.make([own, *(other for other in others if other.token_id != token)])
 
     def _text(self, token):
         return self.tokenizer.decode([token], skip_special=False)

@@ -50,6 +50,14 @@ def whole(body):
     return found
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def allowed(mode, *tools):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 CASES = {
     "plain": ("the quick é日🙂 fox", {"n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["o"]}, "stop", 0),
     "length": ("the quick brown", {"max_completion_tokens": 2, "max_tokens": 9, "logprobs": True}, "length", 0),
@@ -65,6 +73,7 @@ CASES = {
         "stop",
         1,
     ),
+    "allowed": (FORCED, {"tools": [NOW, TOOL], "tool_choice": allowed("required", NAMED)}, "tool_calls", 1),
     "object": ('{"a": [1]}', {"response_format": {"type": "json_object"}}, "stop", 0),
     "schema": (
         '{"city": "A"}',
@@ -72,6 +81,7 @@ CASES = {
         "stop",
         0,
     ),
+    "any object": ('{"a": [1]}', {"structured_outputs": {"json_object": True}}, "stop", 0),
     "regex": ("aab", {"structured_outputs": {"regex": "a+b"}}, "stop", 0),
     "lark": ("ab", {"guided_grammar": 'start: "a" "b"'}, "stop", 0),
 }
@@ -104,6 +114,17 @@ def test_answers_whole_and_streamed(name):
         assert {**streamed, "calls": 0} == {**answer, "calls": 0}
     shown = "get_weather" in client.llm.seen[-1][0]
     assert shown == (bool(wishes.get("tools")) and wishes.get("tool_choice") != "none")
+
+
+def test_a_message_that_goes_on():
+    client = Client()
+    begun = [*USER, {"role": "assistant", "content": "The quick"}]
+    for path, wish in ((PATH, {"max_tokens": 1}), ("/tokenize", {})):
+        body = client.post(path, {"messages": begun, "continue_final_message": True, **wish}).json()
+        shown = (
+            client.llm.seen[-1][0] if path == PATH else client.llm.tokenizer.decode(body["tokens"], skip_special=False)
+        )
+        assert shown.endswith("assistant\nThe quick")
 
 
 def test_log_probabilities():
@@ -157,6 +178,8 @@ WRONG = {
     "cannot be compiled": ({"structured_outputs": {"regex": "("}}, None),
     "exactly one of json, regex, choice and grammar": ({"structured_outputs": {}}, None),
     "needs tools": ({"tool_choice": "required"}, "tool_choice"),
+    "names 'now', which is not among": ({"tools": [TOOL], "tool_choice": allowed("auto", NOW)}, "tool_choice"),
+    "of type allowed_tools has": ({"tools": [TOOL], "tool_choice": allowed("maybe", NAMED)}, "tool_choice"),
 }  # fmt: skip
 
 
@@ -189,6 +212,18 @@ RESPONSES = {
     "named": (
         '{"city": "A"}',
         {"tools": FLAT, "tool_choice": {"type": "function", "name": "get_weather"}},
+        ["function_call"],
+    ),
+    "allowed": (
+        FORCED,
+        {
+            "tools": [{"type": "function", "name": "now"}, *FLAT],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "get_weather"}],
+            },
+        },
         ["function_call"],
     ),
     "schema": ('{"city": "A"}', {"text": FORMAT}, ["message"]),

@@ -103,7 +103,7 @@ def test_every_wish_reaches_the_engine():
     # vLLM's -1, and what is larger than any vocabulary.
     client.post(PATH, {"prompt": "a", "truncate_prompt_tokens": -1, "top_k": 10**30, "max_tokens": 10**30})
     params = client.llm.seen[-1][1]
-    assert (params.truncate_prompt_tokens, params.top_k, params.max_tokens) == (4096, 2**31 - 1, 2**31 - 1)
+    assert (params.truncate_prompt_tokens, params.top_k, params.max_tokens) == (4095, 2**31 - 1, 2**31 - 1)
     # The echo of a prompt that was cut is what the model saw.
     cut = client.post(PATH, {"prompt": "the lazy dog", "truncate_prompt_tokens": 1, "echo": True, "max_tokens": 1})
     assert cut.json()["choices"][0]["text"] == " dogthe"
@@ -134,3 +134,12 @@ def test_tokens_there_and_back():
     assert text.endswith("<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n") and chat["token_strs"] is None
     assert error(client.post("/tokenize", {}), 400)["param"] == "prompt"
     assert "outside the vocabulary" in error(client.post("/detokenize", {"tokens": [-1]}), 400)["message"]
+
+
+def test_what_the_tokenizer_puts_before_a_text_is_left_out():
+    client = Client()
+    for prompt in ("the lazy dog", IDS):
+        client.post(PATH, {"prompt": prompt, "add_special_tokens": False, "max_tokens": 1})
+    assert [seen for seen, *_ in client.llm.seen] == ["the lazy dog"] * 2
+    told = client.post(PATH, {"prompt": "the", "add_special_tokens": False, "echo": True, "max_tokens": 1}).json()
+    assert told["choices"][0]["text"].startswith("the")

@@ -70,6 +70,10 @@ FIELDS = [
     ({"suffix": "x"}, "suffix"),
     ({"stream": "yes"}, "stream"),
     ({"guided_json": "{"}, None),
+    ({"stop": [f"a{i}" for i in range(10_000)]}, "stop"),
+    ({"bad_words": ["a" * 10**6]}, "bad_words"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"guided_json": {"type": "nonsense"}}, None),
 ]
 
@@ -107,13 +111,40 @@ def test_no_body_breaks_the_server(body, path):
     assert client.service.unanswered == client.service.active == 0 and not client.llm.running
 
 
+def test_what_is_asked_for_and_would_be_left_out():
+    client = Client()
+    told = error(client.post(PATH, {"prompt": "a", "stream_options": {"include_usage": True}}), 400)
+    assert told["param"] == "stream_options"
+    for name, value in (
+        *(("chat_template", "x"), ("functions", []), ("function_call", "auto"), ("modalities", ["text", "audio"])),
+        ("continue_final_message", True),
+    ):
+        wish = {name: value, **({"add_generation_prompt": True} if name == "continue_final_message" else {})}
+        assert error(client.post("/v1/chat/completions", {**CHAT, **wish}), 400)["param"] == name
+    assert error(client.post("/v1/responses", {"input": "a", "prompt": {"id": "x"}}), 400)["param"] == "prompt"
+    assert not client.llm.seen
+
+
+def test_prompts_that_are_too_long():
+    client = Client(FakeLLM(max_model_len=8))
+    long = {"prompt": [65] * 20}
+    assert error(client.post(PATH, long), 400)["code"] == "context_length_exceeded"
+    for wish, kept in (({"max_tokens": 3}, 5), ({}, 7), ({"max_tokens": 0}, 8), ({"max_tokens": 99}, 7)):
+        body = client.post(PATH, {**long, **wish, "truncate_prompt_tokens": -1}).json()
+        assert body["usage"]["prompt_tokens"] == kept
+    vectors = client.post("/v1/embeddings", {"input": [[65] * 20, [65]], "truncate_prompt_tokens": -1}).json()
+    assert vectors["usage"]["prompt_tokens"] == 9
+    refused = client.post("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5})
+    assert error(refused, 400)["param"] == "truncate_prompt_tokens"
+
+
 def test_paths_models_methods_and_keys():
     client = Client(FakeLLM(), api_keys=("secret", "other"), model_names=("a", "b"))
     told = error(client.post(PATH, {"prompt": "x"}), 401)
     assert told["code"] == "invalid_api_key" and "Authorization: Bearer" in told["message"]
     for wrong in ("Bearer", "Bearer secret2", "secret", "Basic secret"):
         assert error(client.post(PATH, {"prompt": "x"}, headers={"authorization": wrong}), 401)
-    key = {"authorization": "Bearer other"}
+    key = {"authorization": "bearer other"}
     assert client.post(PATH, {"prompt": "x", "model": "b"}, headers=key).json()["model"] == "b"
     told = error(client.post(PATH, {"prompt": "x", "model": "fake"}, headers=key), 404)
     assert told["code"] == "model_not_found" and told["param"] == "model" and "here is a, b" in told["message"]

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sockets import listens, made_certificate, until
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.api import connection
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.api.server import Listen, listening, run
@@ -175,6 +176,28 @@ def test_a_client_that_reads_nothing_ends_its_request():
         until(lambda: llm.running)
         until(lambda: not llm.running)
         assert len(llm.aborted) == 1
+
+
+def test_a_client_that_sends_no_whole_head(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    llm = FakeLLM(reply="word " * 40, delay=0.02)
+    with serving(llm) as (server, address):
+        there = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        silent, half, later = (socket.create_connection(there, timeout=5) for _ in range(3))
+        with silent, half, later:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            post(later, {"prompt": "a", "max_tokens": 40})  # answered after more than 0.3 seconds
+            assert silent.recv(9) == half.recv(9) == b""
+            assert later.recv(12) == b"HTTP/1.1 200"
+            until(lambda: not llm.running)
+            later.sendall(b"POST /v1")  # a second request, half of it
+            while later.recv(4096):
+                pass
+            until(lambda: not server.server_state.connections)
+        with socket.create_connection(there, timeout=5) as other:
+            other.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            head, _, body = other.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_what_is_under_way_is_finished_before_the_end():

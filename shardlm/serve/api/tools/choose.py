@@ -56,6 +56,10 @@ def choose(
     """Raises ApiError for tools and choices of a wrong shape, and for a function that is not among them."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     choice = choice or ("auto" if functions else "none")
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        names, choice = _allowed(choice, [function["name"] for function in functions])
+        tools = [tool for tool in tools or () if tool["function"]["name"] in names]
+        functions = [function for function in functions if function["name"] in names]
     if choice == "none":
         return Tools()
     if not functions:
@@ -89,6 +93,22 @@ def _schema(schema: Mapping[str, Any]) -> StructuredOutputs:
         return StructuredOutputs(json=schema)
     except ShardlmError as error:
         raise ApiError(str(error), param="tools") from None
+
+
+def _allowed(choice: Mapping[str, Any], known: Sequence[str]) -> tuple[set[str], str]:
+    """(names of the tools that may be called, auto or required). Raises ApiError."""
+    inside = choice.get("allowed_tools")
+    mode, tools = (inside.get("mode"), inside.get("tools")) if isinstance(inside, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise ApiError(
+            'tool_choice of type allowed_tools has allowed_tools {"mode": "auto" or "required", "tools": [...]}',
+            param="tool_choice",
+        )
+    names = {_chosen(tool) for tool in tools}
+    if missing := sorted(names - set(known)):
+        message = f"tool_choice names {missing[0]!r}, which is not among the tools {', '.join(known)}"
+        raise ApiError(message, param="tool_choice")
+    return names, mode
 
 
 def _chosen(choice: Any) -> str:

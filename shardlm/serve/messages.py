@@ -1,0 +1,87 @@
+"""Messages as clients send them to messages as chat templates read them: contents as plain texts, calls as objects. No
+jax."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlm.chat import ChatTemplate
+from shardlm.errors import ShardlmError
+
+Message = Mapping[str, Any]
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type of part -> field
+_TAKEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "self"}
+
+
+class BadMessage(ShardlmError):
+    """`param`: which part of the messages is wrong."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
+
+
+def rendered(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The text that the model is given. `options` are the template's own. Raises BadMessage, ShardlmError."""
+    options = dict(options or {})
+    if taken := options.keys() & _TAKEN:
+        message = f"chat_template_kwargs has {min(taken)}, which means something else here; leave it out"
+        raise BadMessage(message, "chat_template_kwargs")
+    if add_generation_prompt and continue_final_message:
+        message = "continue_final_message=True goes on with the last message, and add_generation_prompt begins another"
+        raise BadMessage(f"{message}; choose one", "continue_final_message")
+    developer = "developer" in template.source
+    plain = [_message(one, f"messages[{i}]", developer) for i, one in enumerate(messages)]
+    form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    return template.render(plain, tools or None, **form, **options)
+
+
+def _message(message: Message, param: str, developer: bool) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or not role:
+        raise BadMessage(f"{param}.role={role!r} must be a text, such as user", f"{param}.role")
+    if role == "developer" and not developer:
+        role = "system"  # its older name, which templates know
+    known = {**message, "role": role, "content": _text(message.get("content"), f"{param}.content")}
+    if calls := message.get("tool_calls"):
+        known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
+    return known
+
+
+def _text(content: Any, param: str) -> str | None:
+    """The text of a message's content. Raises BadMessage for parts that are not text."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise BadMessage(f"{param} is a {type(content).__name__}; it is a text or a list of parts", param)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get(_TEXTS[kind]) if isinstance(part, Mapping) and kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise BadMessage(f"{param}[{i}] is of type {kind!r}; this model reads text", f"{param}[{i}]")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    """Calls that the model made earlier. Clients send their arguments as text, templates write them from an object."""
+    try:
+        found = []
+        for call in calls:
+            function = dict(call["function"])
+            arguments = function.get("arguments") or {}
+            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+            found.append({**call, "function": function})
+        return found
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        message = f"{param} must be a list of calls, each with a function of name and arguments in JSON: {error!r}"
+        raise BadMessage(message, param) from None

@@ -1,0 +1,68 @@
+"""Prompts as users of vLLM write them: a text, token ids, or a mapping that names which of the two it is; one or many.
+No jax."""
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.tokenizer import Tokenizer
+
+# {"prompt": text}, {"prompt_token_ids": ids}, or both, where the text is only shown. Ids may be a numpy array.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+def several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, of one prompt too. Raises ShardlmError for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+        raise _wrong(prompts)
+    return [prompts] if len(prompts) and isinstance(prompts[0], numbers.Integral) else prompts
+
+
+def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | None]:
+    """(token ids, the text if there is one). Raises ShardlmError for what is no prompt."""
+    text, ids = prompt if isinstance(prompt, str) else None, prompt
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise ShardlmError(f"a prompt has {min(map(str, unknown))!r}; it has prompt or prompt_token_ids")
+        if not isinstance(text, str | None) or (text is None and ids is None):
+            raise _wrong(prompt)
+    if text is not None and (ids is None or ids is prompt):
+        return tokenizer.encode_prompt(text), text
+    if isinstance(ids, str | bytes) or not hasattr(ids, "__len__") or not hasattr(ids, "__iter__"):
+        raise _wrong(prompt)
+    return ids.tolist() if hasattr(ids, "tolist") else ids, text
+
+
+def params_of(
+    given: SamplingParams | Sequence[SamplingParams] | None, usual: SamplingParams, count: int
+) -> Sequence[SamplingParams]:
+    """The parameters of each of `count` prompts; None stands for the usual ones. Raises ShardlmError where they are
+    others in number, or no SamplingParams."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or usual] * count
+    each = list(given) if isinstance(given, Sequence) else [given]
+    if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
+        raise ShardlmError(f"sampling_params has a {type(wrong[0]).__name__}; give SamplingParams, one or a list")
+    if len(each) != count:
+        raise ShardlmError(f"{count} prompts and {len(each)} sampling parameters; give one, or one for each")
+    return each
+
+
+def priorities_of(given: Sequence[int] | None, count: int) -> Sequence[int]:
+    """Of each of `count` prompts, 0 unless given. Raises ShardlmError where they are others in number."""
+    each = [0] * count if given is None else list(given)
+    if len(each) != count:
+        raise ShardlmError(f"{count} prompts and {len(each)} priorities; give one for each")
+    return each
+
+
+def _wrong(prompt: Any) -> ShardlmError:
+    return ShardlmError(
+        f"a prompt is a {type(prompt).__name__}; give a text, token ids, "
+        '{"prompt": text} or {"prompt_token_ids": ids}'
+    )
