@@ -15,7 +15,6 @@ from shardlm.bench.sizes import Sizes, named
 from shardlm.mesh import MeshSpec
 
 ROUNDS = 5
-WORK = 0.1  # seconds of a round, about: much more than the copy of the arguments that a loop begins with
 MOST = 400  # repeats in it
 
 
@@ -25,28 +24,28 @@ def cases(sizes: Sizes) -> tuple[str, ...]:
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     """A row for each shape of a family; what fails is its row's `error`, and the next goes on."""
-    device = jax.devices()[0]
-    for shape, what in named(given.sizes).kernels[name].items():
+    device, sizes = jax.devices()[0], named(given.sizes)
+    for shape, what in sizes.kernels[name].items():
         try:
             with jax.set_mesh(MeshSpec().build([device])):
-                yield from _measured(shape, what, device)
+                yield from _measured(shape, what, device, sizes.round_seconds)
         except Exception as error:  # of the compiler, the driver or a kernel: the other shapes are still wanted
             yield {"name": shape, "error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-def _measured(name: str, shape: Shape, device: jax.Device) -> Iterator[dict[str, Any]]:
+def _measured(name: str, shape: Shape, device: jax.Device, work: float) -> Iterator[dict[str, Any]]:
     gpu, on_gpu = hardware.lookup(device.device_kind), device.platform == "gpu"
     kernel = kernel_of(shape, on_gpu)
     inputs = jax.jit(kernel.inputs)(jax.random.key(0))
     found = largest_error(kernel, inputs)
-    seconds = seconds_of(kernel.run, inputs, on_gpu and kernel.in_loop)
+    seconds = seconds_of(kernel.run, inputs, work, on_gpu and kernel.in_loop)
     yield {
         "name": name,
         "what": kernel.what,
         "largest_error": found,
         "allowed_error": kernel.allowed,
         "seconds": seconds,
-        "reference_seconds": seconds_of(kernel.reference, inputs, on_gpu and kernel.in_loop),
+        "reference_seconds": seconds_of(kernel.reference, inputs, work, on_gpu and kernel.in_loop),
         "flops_per_second": kernel.flops / seconds,
         "bytes_per_second": kernel.nbytes / seconds,
         "of_roofline": of_roofline(
@@ -76,12 +75,12 @@ def largest_error(kernel: Kernel, inputs: Arrays) -> float:
     return max(float(jnp.nan_to_num(e, nan=jnp.inf)) for e in jax.tree.leaves(errors))
 
 
-def seconds_of(run: Callable, inputs: Arrays, in_loop: bool) -> float:
-    """Of one run, the quickest of ROUNDS rounds. Many runs are a round: one program of them, or call after call, of
-    which the last is waited for."""
+def seconds_of(run: Callable, inputs: Arrays, work: float, in_loop: bool) -> float:
+    """Of one run, the quickest of ROUNDS rounds of about `work` seconds. Many runs are a round: one program of them, or
+    call after call, of which the last is waited for."""
     jitted = jax.jit(run)
     once = _timed(lambda: jitted(*inputs))
-    repeats = max(1, min(MOST, round(WORK / once)))
+    repeats = max(1, min(MOST, round(work / once)))
     if in_loop:
         many = jax.jit(lambda a: repeated(run, a, repeats))
         return _timed(lambda: many(inputs)) / repeats

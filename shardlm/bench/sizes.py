@@ -33,6 +33,7 @@ class Sizes:
 
     kernels        by family (kernel_cases.py)
     warmup, steps  of training
+    round_seconds  of timing a kernel, about: much more than the copy of the arguments that a loop begins with
     seconds        the most that a case's process may take
     apart          each case in a process of its own; else those of a part share one
     gpu            whether it must run on a GPU
@@ -44,6 +45,7 @@ class Sizes:
     plan: Mapping[str, RunConfig]
     warmup: int
     steps: int
+    round_seconds: float
     seconds: float
     apart: bool
     gpu: bool
@@ -115,6 +117,7 @@ FULL = Sizes(
     ),
     warmup=2,
     steps=10,
+    round_seconds=0.1,
     seconds=420,
     apart=True,
     gpu=True,
@@ -153,6 +156,7 @@ TINY = Sizes(
     ),
     warmup=1,
     steps=2,
+    round_seconds=0.001,
     seconds=300,
     apart=False,
     gpu=False,
