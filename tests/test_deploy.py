@@ -65,12 +65,12 @@ def slurm(tmp_path_factory):
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(log)}
     environment |= {"MODEL": "FOLDER", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[1-2]"}
     process = subprocess.Popen([SLURM], env=environment)
-    for _ in range(500):
-        if log.exists() and log.read_text().count("\n") == 2:
-            break
+    end = time.monotonic() + 60
+    while not log.exists() or log.read_text().count("\n") < 2:
+        assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     *commands, first, last = log.read_text().splitlines()
     return *(line.split()[1:] for line in sorted(commands)), [first, last]
 

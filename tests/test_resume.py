@@ -23,7 +23,7 @@ def uninterrupted(tmp_path_factory):
 def test_kill_9_then_the_same_command(uninterrupted, tmp_path):
     config, _, expected = uninterrupted
     run = tmp_path / "run"
-    process = tiny_run.start(config, f"run_dir={run}", "train.steps=12")
+    process = tiny_run.start(config, f"run_dir={run}", "train.steps=12", last=True)
     while not (run / "checkpoints" / "4").is_dir() or not [1 for step, _ in tiny_run.losses(run) if step > 4]:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.02)
@@ -59,7 +59,7 @@ def test_resume_on_another_mesh(uninterrupted, tmp_path, flags):
 def test_ctrl_c_saves_says_how_to_resume_and_resumes(uninterrupted, tmp_path):
     config, _, expected = uninterrupted
     run = tmp_path / "run"
-    process = tiny_run.start(config, f"run_dir={run}", "checkpoint.every_steps=12")
+    process = tiny_run.start(config, f"run_dir={run}", "checkpoint.every_steps=12", last=True)
     while not (run / "metrics.jsonl").exists() or len(tiny_run.losses(run)) < 4:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.02)

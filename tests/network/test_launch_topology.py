@@ -89,7 +89,7 @@ def test_two_processes_on_a_host_measure_together(tmp_path):
         for rank in range(2)
     ]
     try:
-        first, second = (child.communicate(timeout=60) for child in children)
+        first, second = (child.communicate(timeout=200) for child in children)
     finally:
         for child in children:
             child.kill()

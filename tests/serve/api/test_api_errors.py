@@ -246,20 +246,27 @@ def test_requests_that_take_too_long():
 
 def test_a_full_queue():
     async def scenario():
-        client = Client(FakeLLM(delay=0.05), max_queue=3, max_replies=4)
+        client = Client(FakeLLM(delay=0.5), max_queue=3, max_replies=4)
         body = json.dumps({"prompt": ["a", "b", "c"]})
         first = asyncio.create_task(client.send("POST", PATH, body))
-        await asyncio.sleep(0.02)
-        assert client.service.unanswered == 3
+        await come(lambda: client.service.unanswered == 3)
         refused = await client.send("POST", PATH, body)
         told = error(refused, 429)
         assert told["code"] == "rate_limit_exceeded" and refused.headers["retry-after"] == "1"
         assert error(await client.send("POST", "/v1/embeddings", '{"input": "a"}'), 429)
+        client.llm.delay = 0.0
         assert (await first).status_code == 200
         assert (await client.send("POST", PATH, body)).status_code == 200
         assert error(await client.send("POST", PATH, '{"prompt": "a", "n": 5}'), 400)["param"] == "n"
 
     asyncio.run(scenario())
+
+
+async def come(condition):
+    """Returns once it holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def exchange(client, body, *, sends=10**9, stall=0.0):
@@ -283,9 +290,15 @@ async def exchange(client, body, *, sends=10**9, stall=0.0):
         messages.append(message)
 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "root_path": ""}
-    if sends == 0 and not stall:
-        asyncio.get_running_loop().call_later(0.05, gone.set)
-    await asyncio.wait_for(client.app(scope, receive, send), 5)
+
+    async def go():
+        await come(lambda: client.llm.running)
+        gone.set()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        if sends == 0 and not stall:
+            tasks.create_task(go())
+        await client.app(scope, receive, send)
     return messages
 
 
@@ -317,8 +330,7 @@ def test_a_handler_that_is_cancelled_leaves_nothing():
     async def scenario():
         client = Client(FakeLLM(reply="word " * 500, delay=0.01))
         task = asyncio.create_task(client.send("POST", PATH, '{"prompt": ["a", "b"], "max_tokens": 500}'))
-        await asyncio.sleep(0.05)
-        assert len(client.llm.running) == 2
+        await come(lambda: len(client.llm.running) == 2)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -45,7 +45,7 @@ def client(server):
     """Of the fake engine, whose reply a test writes."""
     llm, address = server
     llm.reply, llm.delay, llm.fail_at = "the quick brown fox", 0, None
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0, timeout=10) as made:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0, timeout=60) as made:
         yield made
 
 
@@ -162,7 +162,7 @@ def test_a_client_that_leaves_ends_its_request(server, client):
     stream.close()
     until(lambda: not llm.running)
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.2).completions.create(model="fake", prompt="a", max_tokens=1000)
+        client.with_options(timeout=1).completions.create(model="fake", prompt="a", max_tokens=1000)
     until(lambda: not llm.running)
     assert len(llm.aborted) == before + 2
 
@@ -201,7 +201,7 @@ def test_a_client_that_sends_no_whole_head(monkeypatch):
 
 
 def test_what_is_under_way_is_finished_before_the_end():
-    llm = FakeLLM(reply="word " * 30, delay=0.01)
+    llm = FakeLLM(reply="word " * 30, delay=0.5)
     with serving(llm) as (server, address):
         with openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
             stream = client.completions.create(model="fake", prompt="a", max_tokens=30, stream=True)
@@ -211,6 +211,7 @@ def test_what_is_under_way_is_finished_before_the_end():
                 urllib.request.urlopen(f"{address}/ready")
             with pytest.raises(openai.InternalServerError, match="takes no new requests"):
                 client.completions.create(model="fake", prompt="a")
+            llm.delay = 0.0  # until here there was more to come, on a busy machine too
             assert list(stream)[-1].choices[0].finish_reason == "length"
         until(lambda: not server.server_state.connections and server.should_exit)
     assert not llm.aborted
@@ -219,7 +220,7 @@ def test_what_is_under_way_is_finished_before_the_end():
 def test_a_limit_to_what_is_finished():
     llm = FakeLLM(reply="word " * 1000, delay=0.01)
     with serving(llm, listen=Listen(port=0, drain_seconds=0.1)) as (server, address), socket.socket() as sock:
-        sock.settimeout(5)
+        sock.settimeout(60)
         sock.connect(("127.0.0.1", int(address.rsplit(":", 1)[1])))
         post(sock, {"prompt": "a", "max_tokens": 1000})
         until(lambda: llm.running)

@@ -40,7 +40,7 @@ class Routing:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         request = urllib.request.Request(f"{self.address}{path}", data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, response.headers, response.read()
         except urllib.error.HTTPError as error:
             return error.code, error.headers, error.read()
@@ -49,7 +49,7 @@ class Routing:
 @contextlib.contextmanager
 def routing(*urls, ready=None, listen=None, **settings):
     """Once `ready` of the replicas take requests; by default all."""
-    settings = {"poll_seconds": 0.05, "timeout_seconds": 5, **settings}
+    settings = {"poll_seconds": 0.05, "timeout_seconds": 60, **settings}
     with listens(make_app(RouterSettings(replicas=urls, **settings)), listen=listen) as where:
         made = Routing(*where)
         wanted = len(urls) if ready is None else ready
@@ -112,7 +112,7 @@ def whole(status, body, *headers):
 
 
 def client_of(routed, key="none", **options):
-    return openai.OpenAI(base_url=f"{routed.address}/v1", api_key=key, max_retries=0, timeout=10, **options)
+    return openai.OpenAI(base_url=f"{routed.address}/v1", api_key=key, max_retries=0, timeout=60, **options)
 
 
 def metrics_of(routed):

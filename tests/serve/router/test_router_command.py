@@ -63,7 +63,7 @@ def admin(address, body=None):
     """How many replicas are ready; with a body one is added."""
     data = body and json.dumps(body).encode()
     request = urllib.request.Request(f"{address}/admin/replicas", data, {"authorization": "Bearer root"})
-    with urllib.request.urlopen(request, timeout=5) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return sum(one["ready"] for one in json.load(response)["data"])
 
 
@@ -81,7 +81,7 @@ def test_a_replica_is_killed_under_load(launched):
         assert set(broken) <= {"the replica was lost; ask again", "Connection error."} and 0 < len(broken) <= 16
         until(lambda: admin(address) == 1)
         router.send_signal(signal.SIGTERM)
-        assert router.wait(10) == 0
+        assert router.wait(60) == 0
     log = router.communicate()[1]
     assert "is taken out" in log and "Traceback" not in log
 
@@ -99,7 +99,7 @@ def under_load(address, kill):
             return seen, str(error)
         return True, ""
 
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=20)
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
     with client, concurrent.futures.ThreadPoolExecutor(16) as pool:
         work = [pool.submit(one, number) for number in range(64)]
         until(lambda: sum(future.done() for future in work) >= 16)  # the threads are in their second requests
@@ -109,5 +109,5 @@ def under_load(address, kill):
 
 def test_a_command_line_that_cannot_be(launched):
     process = launched(ROUTER, "--port=0", "--replica=http://a", "--replica_ca=nowhere.pem")
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
     assert "error: replica_ca=nowhere.pem is no file of certificates" in process.communicate()[1]
