@@ -61,7 +61,14 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
         found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
-    return found
+    return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found
+
+
+def _smaller(plan: Plan, constraints: Constraints) -> Plan:
+    """What needs least memory on the plan's mesh: where the state alone is too large, the search does not go on to
+    remat policies that keep less."""
+    least = _thrifty(plan.config, plan.cluster, constraints, [plan.config.offload.optimizer])
+    return min([plan, *(one for one in least if isinstance(one, Plan))], key=lambda one: one.memory.total)
 
 
 def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:

@@ -116,6 +116,7 @@ def test_what_does_not_fit_says_so_and_what_would():
     assert not told.ranked and told.best is None and not told.found.plans
     assert told.found.smallest.memory.total > H100.gpu.hbm_bytes
     assert told.found.smallest.config.offload.optimizer  # that was tried too
+    assert told.found.smallest.config.remat == "full"  # what keeps most needs more
     for change in told.changes:
         assert change.plan.fits, change.what
         again = first_fit(change.plan.config, change.plan.cluster)

@@ -4,7 +4,7 @@ would make it fit, what the words mean."""
 import dataclasses
 from typing import Any
 
-from shardlm.plan.report.figures import days, dollars, figure, gib, large, percent
+from shardlm.plan.report.figures import days, dollars, figure, gib, large, milliseconds, percent
 from shardlm.plan.report.tables import was_compiled
 
 Data = dict[str, Any]
@@ -74,10 +74,13 @@ def pipeline(first: Data) -> str:
     if not found:
         return ""
     rounds = f", {found['rounds']} rounds" if found["rounds"] > 1 else ""
+    idle = first["bubble_seconds"]
+    step = max(sum(span["seconds"] for span in row["spans"]) for row in found["rows"])
     whole = " Weights rest whole on every stage: their embedding does not divide over them."
     return (
         f"{found['schedule']}{rounds}: {found['microbatches']} microbatches through {len(found['rows'])} stages; "
-        f"{percent(found['idle_share'])} of the stages' time is idle." + whole * found["weights_rest_whole"]
+        f"{percent(found['idle_share'])} of the stages' ticks are idle, {milliseconds(idle)} ms or "
+        f"{percent(idle / step)} of the step (estimated)." + whole * found["weights_rest_whole"]
     )
 
 
