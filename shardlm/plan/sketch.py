@@ -11,6 +11,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from shardlm.hardware import Gpu
+from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
@@ -92,6 +93,17 @@ class Sketch:
     @property
     def mesh(self) -> MeshSpec:
         return self.rules.mesh
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, however they are held, without adapters."""
+        return sum(math.prod(w.shape) for w in _traced(self.shape, self.execution.dtype, LoraConfig(), "dtype", 1))
+
+    @property
+    def adapters(self) -> int:
+        """Numbers in adapters, which are all that is trained where there are any."""
+        trained = self.config.lora.rank and [weight for weight in self.weights if weight.trained]
+        return sum(math.prod(weight.shape) for weight in trained or ())
 
     @property
     def num_gpus(self) -> int:

@@ -203,3 +203,8 @@ def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
     some = _search(wanted, cluster, held, [False], beam=16)
     assert some.considered < everything.considered
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
+
+
+def test_gpus_that_are_no_power_of_two_are_told_a_batch_that_they_can_share():
+    with pytest.raises(ShardlmError, match=r"A mesh can with train\.global_batch=9, which 12 GPUs can share"):
+        search(config("llama3_8b"), cluster_of("h100", None, 12, 4))

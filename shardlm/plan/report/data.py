@@ -1,6 +1,5 @@
 """An answer as plain data, units in the names: what `--format=json` prints, and what text and page are made from."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -88,7 +87,8 @@ def _run(plan: Plan, budget: Budget) -> dict[str, Any]:
     """What is the same in every plan."""
     config = plan.config
     return {
-        "parameters": sum(math.prod(weight.shape) for weight in plan.sketch.weights),
+        "parameters": plan.sketch.parameters,
+        "adapter_parameters": plan.sketch.adapters,
         "global_batch": config.train.global_batch,
         "seq_len": config.train.seq_len,
         "tokens_per_step": plan.cost.tokens,

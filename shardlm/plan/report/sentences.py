@@ -92,8 +92,9 @@ def headline(answer: Data) -> tuple[str, str]:
     rate = figure(cluster["network_bytes_per_second"] / 1e9)
     network = f", network ({cluster['fabric']}) {rate} GB/s" if cluster["num_hosts"] > 1 else ""
     first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}; {inside}{network} a GPU and direction"
+    adapters = f" and {large(run['adapter_parameters'])} in adapters" if run["adapter_parameters"] else ""
     second = (
-        f"{large(run['parameters'])} parameters; {run['global_batch']:,} rows of {run['seq_len']:,} = "
+        f"{large(run['parameters'])} parameters{adapters}; {run['global_batch']:,} rows of {run['seq_len']:,} = "
         f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
     )
     return first, second
