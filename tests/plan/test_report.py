@@ -282,6 +282,8 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_helps():
         assert f"It fits with {change}." in said
         assert "too much with fsdp=8 x tensor=2 was refused: its program needs more memory than a GPU has" in said
         assert "verified: the program was compiled, and fits." in said
+    freed = told | {"changes": [told["changes"][0] | {"change": "without mesh.tensor=2"}]}
+    assert "It fits without mesh.tensor=2 (" in sentences.change(freed)
     bare = to_json(answer(smallest=least))
     assert bare["changes"] == [] and "No single change that was tried makes it fit." in to_text(bare)
 

@@ -208,3 +208,15 @@ def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
 def test_gpus_that_are_no_power_of_two_are_told_a_batch_that_they_can_share():
     with pytest.raises(ShardlmError, match=r"A mesh can with train\.global_batch=9, which 12 GPUs can share"):
         search(config("llama3_8b"), cluster_of("h100", None, 12, 4))
+
+
+def test_remat_policies_are_tried_in_their_own_order_whatever_the_command_line_has():
+    one, other = (
+        search(config("llama3_8b"), H100, Constraints.parse([f"remat={words}"])) for words in ("full,none", "none,full")
+    )
+    assert one.plans[0].config == other.plans[0].config and one.plans[0].config.remat == "none"
+    assert Constraints.parse(["remat=offload,full,dots"]).choices("remat", ("none", "dots", "full")) == [
+        "dots",
+        "full",
+        "offload",
+    ]

@@ -62,7 +62,8 @@ def change(answer: Data) -> str:
     told = found[found["basis"]]
     where = f"{found['mesh_text']} on {found['num_gpus']:,} x {found['gpu']}"
     needs = f"{gib(told['memory_bytes'])} of {gib(found['memory']['limit_bytes'])} GiB a GPU ({found['basis']})"
-    said = f"It fits with {found['change']} ({found['status']}): {where}, {needs}."
+    how = found["change"] if found["change"].startswith("without ") else f"with {found['change']}"
+    said = f"It fits {how} ({found['status']}): {where}, {needs}."
     more = next((one for one in given[1:] if one["num_gpus"] != answer["cluster"]["num_gpus"]), None)
     least = more and f" As it is, it needs at least {more['num_gpus']:,} x {more['gpu']} ({more['status']})."
     return said + (least or "")

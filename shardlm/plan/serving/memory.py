@@ -12,7 +12,7 @@ from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
-from shardlm.serve.prefill import choose
+from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.speculation.build import layouts_for
@@ -128,7 +128,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data)
-    sizes = dataclasses.replace(sizes, prefill=choose(engine.prefill_attention, model, engine.deterministic))
+    sizes = dataclasses.replace(sizes, prefill=chosen(engine.prefill_attention, model, engine.deterministic)[0])
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)
