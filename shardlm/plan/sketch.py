@@ -87,7 +87,7 @@ class Sketch:
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
-        settled = settle(config, config.mesh, _Described.of(gpu), traced=False)
+        settled = settle(config, config.mesh, Described.of(gpu), traced=False)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
 
     @property
@@ -142,7 +142,7 @@ class Sketch:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Described:
+class Described:
     """A device that is not there, as train/settled.py asks for one."""
 
     device_kind: str
@@ -150,7 +150,7 @@ class _Described:
     platform: str
 
     @classmethod
-    def of(cls, gpu: Gpu) -> "_Described":
+    def of(cls, gpu: Gpu) -> "Described":
         cpu = gpu.generation == "cpu"
         return cls(gpu.name, "0.0", "cpu") if cpu else cls(gpu.name, CAPABILITY[gpu.generation], "cuda")
 

@@ -3,6 +3,7 @@ and to what must follow when a case changes."""
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -15,6 +16,7 @@ from gpu_programs import on_gpus
 from launch import plan_serve_flags
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
+from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.opened import load
@@ -31,10 +33,14 @@ from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.verify import verify_serving
 from shardlm.serve import build
 from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
+from shardlm.serve.layers import apart
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import open_draft_model
-from shardlm.serve.submeshes import of_replica, of_stage
+from shardlm.serve.stages import stages_on
+from shardlm.serve.submeshes import of_replica, of_stage, submeshes
+from shardlm.serving_rules import serving_rules
+from shardlm.state import ModelDef
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
 SIZES = {"max_model_len": 48, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 8, "decode_steps": 4}
@@ -116,6 +122,19 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
             pages = getattr(state, "pages", state)
             assert (bytes_by_device(params), bytes_by_device(pages)) == ({stage.weights}, {stage.pages})
         assert bytes_by_device(runner._state[-1].slots) == {last.slots}
+
+
+def test_modules_that_draft_are_in_the_last_stage_with_an_embedding():
+    served = ServedModel.of_folder(REFERENCES.parent / "mtp_reference", 48)
+    served = dataclasses.replace(served, shape=dataclasses.replace(served.shape, segments=served.shape.segments * 2))
+    mesh, whole = MeshSpec(pipeline=2), dataclasses.replace(served.shape, mtp=served.mtp)
+    config = EngineConfig(mesh=mesh, dtype="float32", kv_cache_bytes=2**17, speculative_config=MTP, **SIZES)
+    plan = serving_memory(ServingCase(served, Cluster.of(GPUS["h100"], 2), config, 20, 9, acceptance_rate=0.5))
+    with jax.set_mesh(mesh.build(jax.devices()[:2])):
+        model = ModelDef.make(apart(whole), Execution(serving_rules(whole, mesh), jax.numpy.dtype("float32")))
+    for stage, own in zip(plan.stages, stages_on(model, submeshes(mesh)[0]), strict=True):
+        held = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(own.held)]
+        assert stage.weights == sum(held)
 
 
 def test_the_pool_of_a_gpu_is_what_its_weights_leave():
