@@ -56,6 +56,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.report.text import to_text
     from shardlm.plan.sweep import around
 
+    _refuse_model()
     _check_files()
     config = resolved.config
     cluster = asked_cluster()
@@ -116,6 +117,15 @@ def _refuse_with_serve() -> None:
         raise ShardlmError(f"--{CONSTRAINTS[0]} is a constraint of training; with --serve give --tensor=N and the like")
 
 
+def _refuse_model() -> None:
+    if _MODEL.value:
+        raise ShardlmError(
+            f"--model={_MODEL.value} goes with --serve; to plan training it, say how: --config=configs/sft.py "
+            f"--config.model.folder={_MODEL.value} with --config.precision=bf16, --config.train.global_batch=N and "
+            "--config.train.seq_len=N"
+        )
+
+
 def asked_cluster():
     """What is measured says so on stderr. Without measuring, no GPU is asked for."""
     import jax
@@ -148,4 +158,6 @@ if __name__ == "__main__":
         import launch.plan_serve_flags  # noqa: F401  its flags
 
         run(serving, needs_config=any(word.startswith("--config=") for word in sys.argv))
+    if any(word.startswith("--model") for word in sys.argv) and not any(w.startswith("--config=") for w in sys.argv):
+        run(_refuse_model, needs_config=False)
     run(lambda resolved: main(resolved, CONSTRAINTS))

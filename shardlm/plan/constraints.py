@@ -90,11 +90,12 @@ class Constraints:
         return any(one.field == field for one in self.items)
 
     def choices(self, field: str, values: Sequence[Any]) -> list[Any]:
-        """Those of `values` that are allowed; of a field whose values are given, these instead. Raises ShardlmError
-        where nothing is left."""
+        """Those of `values` that are allowed; of a field whose values are given, these instead, in the order of
+        `values` and what is not among them last. Raises ShardlmError where nothing is left."""
         given = [v for one in self.items if one.field == field and one.operator == "=" for v in one.values]
         if given and type(values[0]) in (int, str):
-            values = [type(values[0])(v) for v in given]
+            order = {value: i for i, value in enumerate(values)}
+            values = sorted((type(values[0])(v) for v in given), key=lambda v: order.get(v, len(order)))
         left = [value for value in values if self.allow(field, value)]
         if not left:
             raise ShardlmError(

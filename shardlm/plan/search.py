@@ -61,7 +61,14 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
         found = dataclasses.replace(second, **both)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
-    return found
+    return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found
+
+
+def _smaller(plan: Plan, constraints: Constraints) -> Plan:
+    """What needs least memory on the plan's mesh: where the state alone is too large, the search does not go on to
+    remat policies that keep less."""
+    least = _thrifty(plan.config, plan.cluster, constraints, [plan.config.offload.optimizer])
+    return min([plan, *(one for one in least if isinstance(one, Plan))], key=lambda one: one.memory.total)
 
 
 def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
@@ -282,7 +289,30 @@ def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints,
     if not refused:
         return f"{head}: {_no_mesh(config, cluster, constraints)}"
     reasons = "\n".join(f"  {count} times: {reason}" for reason, count in list(refused.items())[:3])
-    return f"{head}. The reasons, the most frequent first:\n{reasons}"
+    batch = _batch_that_runs(config, cluster, constraints)
+    remedy = f"\nA mesh can with train.global_batch={batch}, which {cluster.num_gpus} GPUs can share." if batch else ""
+    return f"{head}. The reasons, the most frequent first:\n{reasons}{remedy}"
+
+
+def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constraints) -> int | None:
+    """The next larger number of rows that the odd part of the GPUs divides, where some mesh can run that."""
+    odd, rows = cluster.num_gpus, config.train.global_batch
+    while odd % 2 == 0:
+        odd //= 2
+    for batch in (
+        -(-rows // odd) * odd,
+        -(-rows // (2 * odd)) * 2 * odd,
+        -(-rows // cluster.num_gpus) * cluster.num_gpus,
+    ):
+        larger = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch))
+        tried = (
+            plan
+            for laid in _laid_out(larger, cluster, constraints)
+            for plan in _thrifty(laid, cluster, constraints, [False])
+        )
+        if batch > rows and any(isinstance(plan, Plan) for plan in tried):
+            return batch
+    return None
 
 
 def _no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from shardlm.hardware import Gpu
+from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
@@ -86,12 +87,23 @@ class Sketch:
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
-        settled = settle(config, config.mesh, _Described.of(gpu), traced=False)
+        settled = settle(config, config.mesh, Described.of(gpu), traced=False)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
 
     @property
     def mesh(self) -> MeshSpec:
         return self.rules.mesh
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, however they are held, without adapters."""
+        return sum(math.prod(w.shape) for w in _traced(self.shape, self.execution.dtype, LoraConfig(), "dtype", 1))
+
+    @property
+    def adapters(self) -> int:
+        """Numbers in adapters, which are all that is trained where there are any."""
+        trained = self.config.lora.rank and [weight for weight in self.weights if weight.trained]
+        return sum(math.prod(weight.shape) for weight in trained or ())
 
     @property
     def num_gpus(self) -> int:
@@ -130,7 +142,7 @@ class Sketch:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Described:
+class Described:
     """A device that is not there, as train/settled.py asks for one."""
 
     device_kind: str
@@ -138,7 +150,7 @@ class _Described:
     platform: str
 
     @classmethod
-    def of(cls, gpu: Gpu) -> "_Described":
+    def of(cls, gpu: Gpu) -> "Described":
         cpu = gpu.generation == "cpu"
         return cls(gpu.name, "0.0", "cpu") if cpu else cls(gpu.name, CAPABILITY[gpu.generation], "cuda")
 

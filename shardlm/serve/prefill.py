@@ -12,8 +12,18 @@ Wanted = Literal["auto", "pages"]
 
 
 def choose(wanted: Wanted, model: ModelDef, deterministic: bool) -> str:
-    """The implementation (ops/attention.py) for chunks that nothing stands before: "pages", or "cudnn" where that reads
-    what pages hold. Says in the log which, and why."""
+    """As `chosen`. Says in the log which, and why."""
+    implementation, why = chosen(wanted, model, deterministic)
+    if implementation == "pages":
+        log.info("prompts attend over pages: %s", why)
+    else:
+        log.info("chunks of many tokens that begin at position 0 attend by cuDNN: %s", why)
+    return implementation
+
+
+def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[str, str]:
+    """(the implementation (ops/attention.py) for chunks that nothing stands before, why): "pages", or "cudnn" where
+    that reads what pages hold."""
     execution = model.execution
     latent = "v" not in model.outline().segments[0].blocks[0].attention.cache_entries()
     reasons = {
@@ -28,8 +38,4 @@ def choose(wanted: Wanted, model: ModelDef, deterministic: bool) -> str:
         ),
     }
     why = [reason for reason, holds in reasons.items() if holds]
-    if why:
-        log.info("prompts attend over pages: %s", why[0])
-        return "pages"
-    log.info("chunks of many tokens that begin at position 0 attend by cuDNN: a GPU, and pages hold what is computed")
-    return "cudnn"
+    return ("pages", why[0]) if why else ("cudnn", "a GPU, and pages hold what is computed")

@@ -33,6 +33,7 @@ def test_a_plan_is_told_written_and_drawn(tmp_path):
         (("--gpu=h1000", "--num_gpus=8"), 1, "did you mean h100?"),
         (("--gpu=h100", "--num_gpus=8", "--mesh.tensr=2"), 1, "did you mean mesh.tensor?"),
         (("--gpu=h100", "--num_gpus=8", "--report=nowhere/plan.html"), 1, "in a folder that exists"),
+        (("--gpu=h100", "--num_gpus=8", "--model=gpt"), 1, "--config=configs/sft.py --config.model.folder=gpt with"),
         (("--gpu=h100",), 1, "--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import page_checker
 import pytest
 
+from shardlm.config import load
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
@@ -23,7 +24,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.ranked import Ranked
-from shardlm.plan.report import sentences, tables
+from shardlm.plan.report import pictures, sentences, tables
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.html import to_html
 from shardlm.plan.report.laid_out import WIDTH
@@ -105,9 +106,43 @@ def test_rows_sum_to_the_totals(best):
     speed = row["estimated"]
     assert speed["tokens_per_second"] * speed["days"] * 86_400 == pytest.approx(1e12)
     assert speed["dollars"] == pytest.approx(speed["days"] * 24 * 16 * 2.5) and row["basis"] == "estimated"
+    assert_bills_sum_up(told, best)
     assert (first["stages"] is None) == (best.config.mesh.pipeline == 1)
     for stage in first["stages"]["rows"] if first["stages"] else []:
         assert math.isclose(total(stage["spans"]), best.step_seconds, rel_tol=1e-9)
+
+
+def assert_bills_sum_up(told: dict, best: Plan) -> None:
+    """What is exposed and what is hidden of each collective is all its time, its axes' as in the cost, and what the
+    timeline waits for; the page's bar shows the same."""
+    first, phases = told["first"], told["plans"][0]["timeline"]
+    close = {"rel_tol": 1e-9, "abs_tol": 1e-12}
+    for one in [*first["communication"], *first["bill"]["rows"]]:
+        assert one["exposed_seconds"] >= 0 and one["hidden_seconds"] >= 0
+        assert math.isclose(one["exposed_seconds"] + one["hidden_seconds"], one["seconds"], **close)
+    assert {"+".join(one.axes) for one in best.cost.by_axes} == {
+        "+".join(one["axes"]) for one in first["communication"]
+    }
+    for axes in best.cost.by_axes:
+        sent = [one for one in first["communication"] if one["axes"] == list(axes.axes)]
+        for key in ("seconds", "exposed_seconds"):
+            assert math.isclose(math.fsum(one[key] for one in sent), getattr(axes, key), **close)
+    waits = math.fsum(part["seconds"] for phase in phases for part in phase["parts"] if part["part"] == "exposed")
+    assert math.isclose(waits, best.cost.exposed_seconds, **close)
+    bar = pictures.steps(told)["bars"][0]  # in percent of the widest, which it is
+    assert sum(part["width"] for part in bar["parts"]) == pytest.approx(100 / 1.02)
+    hidden = best.cost.hidden_seconds / best.step_seconds
+    assert sum(part["width"] for part in bar["hidden"]) == pytest.approx(hidden * 100 / 1.02)
+    if first["stages"]:
+        share = best.cost.bubble_seconds / best.step_seconds
+        assert f"{100 * share:.1f}% of the step (estimated)" in sentences.pipeline(first)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b_128k", "mixtral_8x7b", "deepseek_v3", "diloco_two_sites"])
+def test_bills_of_shipped_configurations_sum_up(name):
+    config = load(f"configs/{name}.py")
+    best = Plan.of(config, Cluster.of(GPUS["h100"], math.prod(config.mesh.sizes().values())))
+    assert_bills_sum_up(json.loads(json.dumps(to_json(answer(Ranked(best), cluster=best.cluster)))), best)
 
 
 @pytest.mark.parametrize("name", PIPELINED)
@@ -166,6 +201,9 @@ def test_the_text_has_the_figures_and_fits():
         assert "Limited by " in words and "2 other reasons" not in words and "a fourth" not in words
         assert "Asked for: mesh.tensor<=8" in words
     assert "32" in to_text(ESTIMATED) and "190,000" in to_text(ESTIMATED)
+    own = {point["num_gpus"]: point["tokens_per_second"] for point in ESTIMATED["sweep"]}
+    assert own[16] == ESTIMATED["plans"][0]["estimated"]["tokens_per_second"] != SWEEP[1][1] and own[32] == SWEEP[2][1]
+    assert "Of 16 GPUs the first plan, of others the fastest as estimated" in " ".join(to_text(ESTIMATED).split())
 
 
 def test_what_was_not_compiled_never_says_so():
@@ -244,6 +282,8 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_helps():
         assert f"It fits with {change}." in said
         assert "too much with fsdp=8 x tensor=2 was refused: its program needs more memory than a GPU has" in said
         assert "verified: the program was compiled, and fits." in said
+    freed = told | {"changes": [told["changes"][0] | {"change": "without mesh.tensor=2"}]}
+    assert "It fits without mesh.tensor=2 (" in sentences.change(freed)
     bare = to_json(answer(smallest=least))
     assert bare["changes"] == [] and "No single change that was tried makes it fit." in to_text(bare)
 

@@ -116,6 +116,7 @@ def test_what_does_not_fit_says_so_and_what_would():
     assert not told.ranked and told.best is None and not told.found.plans
     assert told.found.smallest.memory.total > H100.gpu.hbm_bytes
     assert told.found.smallest.config.offload.optimizer  # that was tried too
+    assert told.found.smallest.config.remat == "full"  # what keeps most needs more
     for change in told.changes:
         assert change.plan.fits, change.what
         again = first_fit(change.plan.config, change.plan.cluster)
@@ -202,3 +203,20 @@ def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
     some = _search(wanted, cluster, held, [False], beam=16)
     assert some.considered < everything.considered
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
+
+
+def test_gpus_that_are_no_power_of_two_are_told_a_batch_that_they_can_share():
+    with pytest.raises(ShardlmError, match=r"A mesh can with train\.global_batch=9, which 12 GPUs can share"):
+        search(config("llama3_8b"), cluster_of("h100", None, 12, 4))
+
+
+def test_remat_policies_are_tried_in_their_own_order_whatever_the_command_line_has():
+    one, other = (
+        search(config("llama3_8b"), H100, Constraints.parse([f"remat={words}"])) for words in ("full,none", "none,full")
+    )
+    assert one.plans[0].config == other.plans[0].config and one.plans[0].config.remat == "none"
+    assert Constraints.parse(["remat=offload,full,dots"]).choices("remat", ("none", "dots", "full")) == [
+        "dots",
+        "full",
+        "offload",
+    ]

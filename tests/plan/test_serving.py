@@ -3,6 +3,7 @@ and to what must follow when a case changes."""
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -15,10 +16,12 @@ from gpu_programs import on_gpus
 from launch import plan_serve_flags
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
+from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.opened import load
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving import verify
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer, answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.load import Replica
@@ -31,10 +34,14 @@ from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.verify import verify_serving
 from shardlm.serve import build
 from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
+from shardlm.serve.layers import apart
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import open_draft_model
-from shardlm.serve.submeshes import of_replica, of_stage
+from shardlm.serve.stages import stages_on
+from shardlm.serve.submeshes import of_replica, of_stage, submeshes
+from shardlm.serving_rules import serving_rules
+from shardlm.state import ModelDef
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
 SIZES = {"max_model_len": 48, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 8, "decode_steps": 4}
@@ -116,6 +123,19 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
             pages = getattr(state, "pages", state)
             assert (bytes_by_device(params), bytes_by_device(pages)) == ({stage.weights}, {stage.pages})
         assert bytes_by_device(runner._state[-1].slots) == {last.slots}
+
+
+def test_modules_that_draft_are_in_the_last_stage_with_an_embedding():
+    served = ServedModel.of_folder(REFERENCES.parent / "mtp_reference", 48)
+    served = dataclasses.replace(served, shape=dataclasses.replace(served.shape, segments=served.shape.segments * 2))
+    mesh, whole = MeshSpec(pipeline=2), dataclasses.replace(served.shape, mtp=served.mtp)
+    config = EngineConfig(mesh=mesh, dtype="float32", kv_cache_bytes=2**17, speculative_config=MTP, **SIZES)
+    plan = serving_memory(ServingCase(served, Cluster.of(GPUS["h100"], 2), config, 20, 9, acceptance_rate=0.5))
+    with jax.set_mesh(mesh.build(jax.devices()[:2])):
+        model = ModelDef.make(apart(whole), Execution(serving_rules(whole, mesh), jax.numpy.dtype("float32")))
+    for stage, own in zip(plan.stages, stages_on(model, submeshes(mesh)[0]), strict=True):
+        held = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(own.held)]
+        assert stage.weights == sum(held)
 
 
 def test_the_pool_of_a_gpu_is_what_its_weights_leave():
@@ -272,9 +292,12 @@ def test_what_does_not_fit_is_told_with_what_would():
         (lambda: on("h100", 1, dtype="fp8"), "dtype='fp8'; choose from float32, bfloat16, float16"),
         (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is at least 0"),
         (lambda: on("h100", 1, deterministic=True), "does not cover deterministic=True"),
-        (lambda: on("h100", 1, speculative_config=NGRAM), "acceptance_rate=0 is the share of drafted tokens"),
-        (lambda: on("h100", 1, speculative_config=NGRAM, acceptance_rate=1.5), "acceptance_rate=1.5 is the share"),
-        (lambda: on("h100", 1, acceptance_rate=0.5), "goes with speculative_config alone"),
+        (lambda: on("h100", 1, speculative_config=NGRAM), "needs acceptance_rate, the share of drafted tokens"),
+        (
+            lambda: on("h100", 1, speculative_config=NGRAM, acceptance_rate=1.5),
+            "above 0 and at most 1, not 1.5: it depends",
+        ),
+        (lambda: on("h100", 1, acceptance_rate=0.5), "acceptance_rate=0.5 is of drafts"),
         (lambda: on("h100", 1, speculative_config=MTP, acceptance_rate=0.5), "and llama has none; choose method"),
         (lambda: drafted(0.5, vocab_size=1000), "small has a vocabulary of 1000 tokens, and llama one of 128256"),
         (lambda: drafted(0.5, longest=4096), "small was made for 4096 positions, and max_model_len=8192"),
@@ -306,12 +329,13 @@ def test_the_command_line_has_the_flags_of_the_server():
 
 
 @on_gpus
-def test_memory_is_what_programs_with_a_draft_model_need():
-    """Of two layers each."""
-    case = drafted(0.5, shape=dataclasses.replace(LLAMA, num_layers=2), num_layers=2)
-    plan = ServingPlan.of(case)
-    decode, prefill = verify_serving(plan).programs
-    assert abs(decode.difference) < 0.01 and abs(prefill.difference) < 0.01 and decode.tokens == 5
+def test_memory_is_what_the_decode_program_with_a_draft_model_needs(monkeypatch):
+    """Of one layer each."""
+    largest = verify._largest
+    monkeypatch.setattr(verify, "_largest", lambda plan: largest(plan)[:1])
+    plan = ServingPlan.of(drafted(0.5, shape=dataclasses.replace(LLAMA, num_layers=1), num_layers=1))
+    (decode,) = verify_serving(plan).programs
+    assert (decode.what, decode.rows, decode.tokens) == ("decode", 256, 5) and abs(decode.difference) < 0.01
     assert decode.arguments == pytest.approx(plan.memory.fullest.held, rel=1e-3)
 
 

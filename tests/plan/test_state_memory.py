@@ -45,7 +45,8 @@ def test_what_rests_is_foreseen_to_the_byte(overrides):
     config = override(config, list(overrides.items()))
     program = Program.make(config, config.mesh.build(jax.devices()))
     shapes = program.state_shapes()
-    found = state(Sketch.of(config, GPUS["h100"]))
+    sketch = Sketch.of(config, GPUS["h100"])
+    found = state(sketch)
 
     def nbytes(tree, kind="device"):
         leaves = [a for a in jax.tree.leaves(tree) if a.ndim and a.shape != (3,)]  # but for scalars and muon's factors
@@ -67,4 +68,8 @@ def test_what_rests_is_foreseen_to_the_byte(overrides):
         {name: nbytes(tree) for name, tree in expected.items()}, abs=200
     )
     assert found.host == nbytes(shapes, "host")
+    if config.lora.rank:  # of the model in whatever it is held
+        bare = Program.make(dataclasses.replace(config, lora=type(config.lora)()), config.mesh.build(jax.devices()))
+        sizes = [sum(a.size for a in jax.tree.leaves(made.state_shapes().params)) for made in (bare, program)]
+        assert [sketch.parameters, sketch.adapters] == sizes
     assert found.total == pytest.approx(sum(nbytes(tree) for tree in expected.values()), abs=400)

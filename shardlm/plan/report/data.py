@@ -1,6 +1,5 @@
 """An answer as plain data, units in the names: what `--format=json` prints, and what text and page are made from."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,8 +48,14 @@ def to_json(answer: Answer, name: str = "", sweep: Sweep = (), most: int = 12) -
         "first": _details(best) if best else None,
         "shortfall": None if best else _shortfall(answer),
         "changes": [_change(one, answer.budget) for one in answer.changes],
-        "sweep": [{"num_gpus": n, "tokens_per_second": rate, "fits": fits} for n, rate, fits in sweep],
+        "sweep": _sweep(answer, sweep),
     }
+
+
+def _sweep(answer: Answer, sweep: Sweep) -> list[dict[str, Any]]:
+    """With the first plan at its own number of GPUs: what the formulas rank first there may have been refused."""
+    own = {answer.cluster.num_gpus: answer.best.plan.cost.tokens_per_second} if answer.best else {}
+    return [{"num_gpus": n, "tokens_per_second": own.get(n, rate), "fits": fits} for n, rate, fits in sweep]
 
 
 def _any_plan(answer: Answer) -> Plan:
@@ -82,7 +87,8 @@ def _run(plan: Plan, budget: Budget) -> dict[str, Any]:
     """What is the same in every plan."""
     config = plan.config
     return {
-        "parameters": sum(math.prod(weight.shape) for weight in plan.sketch.weights),
+        "parameters": plan.sketch.parameters,
+        "adapter_parameters": plan.sketch.adapters,
         "global_batch": config.train.global_batch,
         "seq_len": config.train.seq_len,
         "tokens_per_step": plan.cost.tokens,

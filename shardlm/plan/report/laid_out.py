@@ -55,14 +55,15 @@ def _needed(table: Table, wrapped: bool = True) -> list[int]:
 
 def _widths(table: Table) -> list[int]:
     """What each column needs; where that is too much, titles are wrapped, and then columns of words, the widest
-    first."""
+    first; words themselves are cut last."""
     room = WIDTH - len(GAP) * len(table.columns)
     widths = _needed(table, wrapped=False)
     if sum(widths) > room:
         widths = _needed(table)
     words = [i for i, column in enumerate(table.columns) if column.words]
+    longest = {i: max((len(word) for row in table.rows for word in row[i].split()), default=0) for i in words}
     while sum(widths) > room:
-        widths[max(words, key=lambda i: widths[i])] -= 1
+        widths[max(words, key=lambda i: (widths[i] > longest[i], widths[i]))] -= 1
     return widths
 
 

@@ -4,7 +4,7 @@ would make it fit, what the words mean."""
 import dataclasses
 from typing import Any
 
-from shardlm.plan.report.figures import days, dollars, figure, gib, large, percent
+from shardlm.plan.report.figures import days, dollars, figure, gib, large, milliseconds, percent
 from shardlm.plan.report.tables import was_compiled
 
 Data = dict[str, Any]
@@ -62,7 +62,8 @@ def change(answer: Data) -> str:
     told = found[found["basis"]]
     where = f"{found['mesh_text']} on {found['num_gpus']:,} x {found['gpu']}"
     needs = f"{gib(told['memory_bytes'])} of {gib(found['memory']['limit_bytes'])} GiB a GPU ({found['basis']})"
-    said = f"It fits with {found['change']} ({found['status']}): {where}, {needs}."
+    how = found["change"] if found["change"].startswith("without ") else f"with {found['change']}"
+    said = f"It fits {how} ({found['status']}): {where}, {needs}."
     more = next((one for one in given[1:] if one["num_gpus"] != answer["cluster"]["num_gpus"]), None)
     least = more and f" As it is, it needs at least {more['num_gpus']:,} x {more['gpu']} ({more['status']})."
     return said + (least or "")
@@ -74,10 +75,13 @@ def pipeline(first: Data) -> str:
     if not found:
         return ""
     rounds = f", {found['rounds']} rounds" if found["rounds"] > 1 else ""
+    idle = first["bubble_seconds"]
+    step = max(sum(span["seconds"] for span in row["spans"]) for row in found["rows"])
     whole = " Weights rest whole on every stage: their embedding does not divide over them."
     return (
         f"{found['schedule']}{rounds}: {found['microbatches']} microbatches through {len(found['rows'])} stages; "
-        f"{percent(found['idle_share'])} of the stages' time is idle." + whole * found["weights_rest_whole"]
+        f"{percent(found['idle_share'])} of the stages' ticks are idle, {milliseconds(idle)} ms or "
+        f"{percent(idle / step)} of the step (estimated)." + whole * found["weights_rest_whole"]
     )
 
 
@@ -89,8 +93,9 @@ def headline(answer: Data) -> tuple[str, str]:
     rate = figure(cluster["network_bytes_per_second"] / 1e9)
     network = f", network ({cluster['fabric']}) {rate} GB/s" if cluster["num_hosts"] > 1 else ""
     first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}; {inside}{network} a GPU and direction"
+    adapters = f" and {large(run['adapter_parameters'])} in adapters" if run["adapter_parameters"] else ""
     second = (
-        f"{large(run['parameters'])} parameters; {run['global_batch']:,} rows of {run['seq_len']:,} = "
+        f"{large(run['parameters'])} parameters{adapters}; {run['global_batch']:,} rows of {run['seq_len']:,} = "
         f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
     )
     return first, second

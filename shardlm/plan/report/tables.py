@@ -295,7 +295,9 @@ def sweep(answer: Data) -> Table:
         (Column("tokens/s of a GPU", "estimated"), lambda r: figure(_each(r)) if r["fits"] else NONE),
         (Column("fits", words=True), lambda r: "yes" if r["fits"] else "no"),
     ]
-    return _table("sweep", "Throughput against the number of GPUs", cells, answer["sweep"])
+    own, first = answer["cluster"]["num_gpus"], answer["first"]
+    note = f"Of {own:,} GPUs the first plan, of others the fastest as estimated." if first else ""
+    return _table("sweep", "Throughput against the number of GPUs", cells, answer["sweep"], note)
 
 
 def _each(row: Data) -> float:

@@ -117,11 +117,15 @@ class ServingCase:
         asked, rate = self.engine.speculative_config, self.acceptance_rate
         if asked is None and not rate:
             return
-        if asked is None or not 0 < rate <= 1:
+        if asked is None:
             raise ShardlmError(
-                f"acceptance_rate={rate:g} is the share of drafted tokens that the model accepts, above 0 and at most "
-                "1, and goes with speculative_config alone: it depends on the texts; a server and launch.bench serve "
-                "report it (draft_acceptance_rate)"
+                f"acceptance_rate={rate:g} is of drafts, which speculative_config asks for: leave it out"
+            )
+        if not 0 < rate <= 1:
+            raise ShardlmError(
+                f"speculative_config needs acceptance_rate, the share of drafted tokens that the model accepts, above "
+                f"0 and at most 1, not {rate:g}: it depends on the texts; the engine's statistics and launch.bench "
+                "serve (draft_acceptance_rate) have it"
             )
         if asked.method == "mtp" and self.model.mtp is None:
             raise ShardlmError(

@@ -104,10 +104,13 @@ def _modules(case: ServingCase, count: int) -> Drafter:
     """Module k has its input k passes later; beyond the last module, that one drafts on (multi_token.py)."""
     shape, mesh = dataclasses.replace(case.model.shape, mtp=case.model.mtp), of_stage(case.engine.mesh)
     weights, depth = weights_of(shape, mesh, case.dtype, case.weights), case.model.mtp.depth
+    # The last stage has the first one's embedding once more (serve/stages.py).
+    again = ("positions",) if weights.tied else ("embedding", "positions")
+    copied = [held for name in again for held in weights.beside.get(name, ())]
     return Drafter(
         model=one_layer(case.model.shape, mesh, case.dtype, case.engine.kv_cache_dtype),
         layers=((case.model.mtp.block, weights.beside["mtp"]),) * depth,
-        beside=(),
+        beside=tuple(copied) if case.engine.mesh.pipeline > 1 else (),
         head=weights.beside["embedding" if weights.tied else "head"][0],
         rules=serving_rules(shape, mesh, case.weights),
         vocab=shape.vocab_size,

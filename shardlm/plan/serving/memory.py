@@ -7,12 +7,14 @@ import math
 from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.page_layout import PageLayout
+from shardlm.ops import attention
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
+from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
-from shardlm.serve.prefill import choose
+from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner import RunnerConfig
 from shardlm.serve.speculation.build import layouts_for
@@ -20,6 +22,7 @@ from shardlm.serve.stages import layout_of as part_of_layout
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
+from shardlm.state import ModelDef
 
 ACTIVATION = 4  # bytes of a logit
 # Arrays of [rows, vocabulary] in float32 that a decode program keeps at once: 5.6 (compiled for an H100: Llama 3's
@@ -128,7 +131,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data)
-    sizes = dataclasses.replace(sizes, prefill=choose(engine.prefill_attention, model, engine.deterministic))
+    sizes = dataclasses.replace(sizes, prefill=_prefill(case, model))
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)
@@ -146,6 +149,16 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"jax may take {limit / 2**30:.1f}: lower gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
         )
     return found
+
+
+def _prefill(case: ServingCase, model: ModelDef) -> str:
+    """How prompts attend that nothing stands before (serve/prefill.py), on the cluster's GPUs."""
+    layers = [block.attention for block in case.model.shape.all_blocks()]
+    heads, plain = {(one.head_dim, one.value_dim) for one in layers}, not any(one.soft for one in layers)
+    device = Described.of(case.cluster.gpu)
+    how = attention.choose("auto", device, model.execution.dtype, heads, plain, trained=False)
+    model = dataclasses.replace(model, execution=dataclasses.replace(model.execution, attention=how))
+    return chosen(case.engine.prefill_attention, model, case.engine.deterministic)[0]
 
 
 def check_longest(sizes: RunnerConfig, decoded: int) -> None:

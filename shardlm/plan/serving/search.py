@@ -119,15 +119,13 @@ def meshes(case: ServingCase, num_gpus: int, fixed: Mapping[str, int]) -> Iterat
     """Of all divisors as a replica's GPUs."""
     shape = case.model.shape
     experts = max((block.mlp.num_experts for block in shape.blocks()), default=0)
-    drafts = case.engine.speculative_config
-    most = 1 if drafts and drafts.method == "mtp" else shape.num_layers  # which have the model's embedding
     for own in divisors(num_gpus):
         for tensor, expert in itertools.product(divisors(own), repeat=2):
             if own % (tensor * expert) or (expert > 1 and (not experts or experts % expert)):
                 continue
             pipeline = own // (tensor * expert)
             found = MeshSpec(data=num_gpus // own, tensor=tensor, expert=expert, pipeline=pipeline)
-            if pipeline <= most and all(getattr(found, axis) == size for axis, size in fixed.items()):
+            if pipeline <= shape.num_layers and all(getattr(found, axis) == size for axis, size in fixed.items()):
                 yield found
 
 

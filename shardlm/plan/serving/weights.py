@@ -14,7 +14,6 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops import attention
 from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, numbers_a_byte
 from shardlm.ops.kv_format import KvFormat
 from shardlm.rules import Rules, Table
@@ -160,12 +159,9 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
 
 @functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    """A model of the first layer alone on the mesh of a stage, as GPUs run it: it has the cache entries of all
-    (serve/build.py's page_bytes)."""
-    layers = [block.attention for block in shape.all_blocks()]
-    widest, plain = max(one.head_dim for one in layers), not any(one.soft for one in layers)
-    chosen = attention.choose("auto", "gpu", jnp.dtype(dtype), widest, plain)
-    execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), attention=chosen, kv_cache=kv_cache)
+    """A model of the first layer alone on the mesh of a stage: it has the cache entries of all (serve/build.py's
+    page_bytes)."""
+    execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
     whole = apart(shape)
     small = dataclasses.replace(whole, segments=whole.segments[:1])
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
