@@ -9,6 +9,8 @@ better given as SHARDLM_API_KEY than on the command line, which others on the ma
 
 import math
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from absl import flags
 
@@ -29,11 +31,17 @@ _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the m
 _TOOL_STYLE = flags.DEFINE_enum(
     "tool_style", "auto", ["auto", "hermes", "llama"], "How the model writes calls of tools; auto: see its template."
 )
+_GENERATION_CONFIG = flags.DEFINE_enum(
+    "generation_config",
+    "auto",
+    ["auto", "none"],
+    "Temperature and the like of requests that leave them open; auto: as the checkpoint's generation_config.json says.",
+)
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
 
-def settings() -> Settings:
+def settings(sampling: Mapping[str, float] = MappingProxyType({})) -> Settings:
     """What the command line, SHARDLM_API_KEY and SHARDLM_ADMIN_KEY say."""
     return Settings(
         **http_settings(),
@@ -41,12 +49,13 @@ def settings() -> Settings:
         tool_style=_TOOL_STYLE.value,
         max_queue=_MAX_QUEUE.value,
         request_seconds=_REQUEST_SECONDS.value,
+        sampling=sampling,
     )
 
 
-def serve(llm) -> None:
+def serve(llm, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
     """Serves an AsyncLLM as the command line says, until SIGTERM or Ctrl-C. Raises ShardlmError for what cannot be."""
-    run(llm, settings(), listen(8000))
+    run(llm, settings(sampling), listen(8000))
 
 
 def main() -> int:
@@ -60,11 +69,14 @@ def main() -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.async_llm import AsyncLLM
     from shardlm.serve.build import EngineConfig, build, described, template_of
+    from shardlm.serve.defaults import recommended
 
     config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options())
     engine, opened = build(_MODEL.value, config)
+    sampling = recommended(opened.generation) if _GENERATION_CONFIG.value == "auto" else {}
     print(described(opened, engine), file=sys.stderr)
-    serve(AsyncLLM(engine, model_name=_MODEL.value, template=template_of(opened)))
+    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template_of(opened))
+    serve(llm, sampling)
     return 0
 
 

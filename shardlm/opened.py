@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -56,10 +57,15 @@ class Opened:
         return Tokenizer.load(self.folder)
 
     @property
+    def generation(self) -> Mapping[str, Any]:
+        """What the checkpoint says of generating; empty without its generation_config.json."""
+        path = self.folder / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those that the checkpoint names, else the tokenizer's end of a document."""
-        generation = self.folder / "generation_config.json"
-        found = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+        found = self.generation.get("eos_token_id")
         if found is None and isinstance(self.source, Pretrained):
             found = registry.text_config(self.source.options).get("eos_token_id")
         if found is None:

@@ -13,6 +13,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.progress_bar import count_bar
 from shardlm.serve import prompts as prompt_forms
 from shardlm.serve.build import build
+from shardlm.serve.defaults import recommended
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.messages import rendered
 from shardlm.serve.options import config_of
@@ -49,6 +50,7 @@ class LLM:
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         self.engine, self._opened = build(model, config_of(sizes, mesh, options))
         self.tokenizer, self.folder = self._opened.tokenizer, self._opened.folder
+        self._usual = recommended(self._opened.generation)
         self._ids = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)
 
@@ -97,6 +99,10 @@ class LLM:
         """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
         return [output.embedding for output in whole(self.generate(prompts, SamplingParams(max_tokens=0), _embed=True))]
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""
+        return SamplingParams(**self._usual)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's."""
         return self.tokenizer
@@ -118,7 +124,9 @@ class LLM:
         priority: Sequence[int] | None = None,
         embed: bool = False,
     ) -> list[RequestOutput]:
-        each = [self._seeded(one) for one in prompt_forms.params_of(params, SamplingParams(), len(texts))]
+        each = [
+            self._seeded(one) for one in prompt_forms.params_of(params, self.get_default_sampling_params(), len(texts))
+        ]
         turns = prompt_forms.priorities_of(priority, len(texts))
         ids = [f"request-{next(self._ids)}" for _ in texts]
         try:

@@ -22,6 +22,7 @@ from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, build
+from shardlm.serve.defaults import recommended
 from shardlm.serve.options import config_of
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
@@ -30,9 +31,14 @@ SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
+RECOMMENDED = {"temperature": 0.5, "top_k": 5, "repetition_penalty": 1.05}
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return shardlm.LLM(folder_of(tmp_path_factory.mktemp("served") / "model"), **SIZES)
+    folder = folder_of(tmp_path_factory.mktemp("served") / "model")
+    (folder / "generation_config.json").write_text(json.dumps({**RECOMMENDED, "top_p": None, "pad_token_id": 0}))
+    return shardlm.LLM(folder, **SIZES)
 
 
 def test_what_users_of_vllm_s_class_expect(llm):
@@ -53,6 +59,18 @@ def test_what_users_of_vllm_s_class_expect(llm):
     with pytest.raises(ShardlmError, match=r"max_model_len=64 must hold it"):
         llm.generate(["true", list(range(70))], GREEDY)
     assert not llm.engine.has_unfinished
+
+
+def test_what_the_checkpoint_recommends_is_for_prompts_without_parameters(llm, monkeypatch):
+    usual = llm.get_default_sampling_params()
+    assert usual == SamplingParams(**RECOMMENDED)
+    asked = []
+    monkeypatch.setattr(llm, "_seeded", lambda params: asked.append(params) or params)
+    llm.generate("true")
+    llm.generate("true", GREEDY)
+    assert asked == [usual, GREEDY]
+    with pytest.raises(ShardlmError, match=r"generation_config.json: temperature=-1 .* --generation_config=none"):
+        recommended({"temperature": -1})
 
 
 def test_prompts_and_parameters_in_all_of_vllm_s_forms(llm):

@@ -41,7 +41,7 @@ def _params(call: Call, request: CompletionRequest) -> SamplingParams:
         given["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     if request.max_tokens is not None:
         given["max_tokens"] = request.max_tokens
-    return sampling_params(request, call.service.llm.max_model_len, **given)
+    return sampling_params(request, call.service.llm.max_model_len, call.service.settings.sampling, **given)
 
 
 def _plain(call: Call, prompts: Sequence[str | list[int]]) -> list[list[int]]:

@@ -20,16 +20,22 @@ _LARGEST = 2**31 - 1  # what an integer on the device holds; no count of tokens 
 
 
 def sampling_params(
-    request: Sampled, max_model_len: int, *, structured: StructuredOutputs | None = None, **given: Any
+    request: Sampled,
+    max_model_len: int,
+    usual: Mapping[str, float],
+    *,
+    structured: StructuredOutputs | None = None,
+    **given: Any,
 ) -> SamplingParams:
     """
     Args:
+      usual: for what the request leaves open.
       structured: what the endpoint itself asks for, as a forced call of a tool does.
       given: values that the endpoint has under other names or defaults; None for what is not given.
 
     Raises: ShardlmError, ApiError for values out of their range and wishes that exclude each other.
     """
-    wishes = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    wishes = dict(usual) | {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     wishes |= {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")

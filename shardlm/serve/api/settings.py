@@ -1,6 +1,7 @@
 """What whoever runs the server decides, as against those who call it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from shardlm.errors import ShardlmError
@@ -39,6 +40,7 @@ class Settings(HttpSettings):
     max_queue        requests without their first token at which further ones are refused (429)
     max_replies      prompts times n, of one request
     request_seconds  a request is ended after so long; None: never
+    sampling         fields of SamplingParams, for requests that leave them open (serve/defaults.py)
     """
 
     model_names: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ class Settings(HttpSettings):
     max_queue: int = 1024
     max_replies: int = 1024
     request_seconds: float | None = None
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         super().__post_init__()

@@ -67,6 +67,7 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Tools, AsyncIterator[
     params = sampling_params(
         request,
         llm.max_model_len,
+        call.service.settings.sampling,
         structured=tools.structured,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         max_tokens=most,

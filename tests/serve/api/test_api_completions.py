@@ -80,6 +80,15 @@ def test_streams_join_to_the_whole(chunk):
     assert [joined[i] for i in range(4)] == whole["choices"]
 
 
+def test_what_is_left_open_is_as_the_checkpoint_recommends():
+    client = Client(sampling={"temperature": 0.6, "top_k": 20})
+    client.post(PATH, {"prompt": "a", "temperature": 0, "top_p": 0.5})
+    client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+    (_, text, _), (_, chat, _) = client.llm.seen
+    assert (text.temperature, text.top_p, text.top_k) == (0, 0.5, 20)
+    assert (chat.temperature, chat.top_p, chat.top_k) == (0.6, 1, 20)
+
+
 def test_every_wish_reaches_the_engine():
     client = Client()
     wishes = {"n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 7}
