@@ -120,7 +120,7 @@ def temporaries(sketch: Sketch) -> Kinds:
     during = (_at_head, _in_layers, _between_layers, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
-    return max(moments, key=lambda kinds: sum(kinds.values()))
+    return max(moments, key=_total)
 
 
 def _joined(*parts: Kinds) -> Kinds:
@@ -298,7 +298,7 @@ def _made_again_outside(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _fullest(sketch: Sketch, layers: Iterable[tuple[Layer, ...]]) -> Kinds:
-    return max((working(one, sketch) for pattern in layers for one in pattern), key=lambda kinds: sum(kinds.values()))
+    return max((working(one, sketch) for pattern in layers for one in pattern), key=_total)
 
 
 def _outside_stages(sketch: Sketch, parts: Parts) -> Kinds:
