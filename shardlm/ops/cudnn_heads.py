@@ -50,5 +50,5 @@ def traced_for(device: Gpu) -> Iterator[None]:
         module.check_compute_capability, module.is_cuda_compute_capability_equal = least, equal
 
 
-def _numbers(capability: str) -> tuple[int, ...]:
-    return tuple(map(int, capability.split(".")))
+def _numbers(wanted: str) -> tuple[int, ...]:
+    return tuple(map(int, wanted.split(".")))

@@ -20,7 +20,6 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         > SCORES * nbytes,
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
         "muon's temporaries are unknown (Llama 3 8B on 8 H100: 43 GiB)": config.optim.name == "muon",
-        "matmul=fp8 needs less: 7% less for Llama 3 8B on 8 H100": config.matmul == "fp8",
         "remat=none over context needs up to 5% more": config.remat == "none" and sketch.mesh.context > 1,
         "adapters were not compared": config.lora.rank > 0,
         "preference training was not compared": config.preference.beta > 0,

@@ -32,7 +32,8 @@ class Parts:
              over the axis
     whole    of these, what layers use as it rests
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
-             rows; not where layers compute from a copy of weights that rest on the host
+             rows; not where layers compute from a copy of weights that rest on the host. Of those that are not gathered
+             what 8-bit products read the other way round
     largest  one layer's weights as they are used, in the compute type
     around   float32 of embedding and head where they rest
     between  float32 of all trained weights where they rest between steps
@@ -52,7 +53,7 @@ class Parts:
     def of(cls, sketch: Sketch) -> "Parts":
         rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
         gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = around = between = 0
+        resting = whole = turned = flipped = around = between = 0
         used = [0] * len(shape.segments)
         for weight in sketch.weights:
             rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
@@ -69,13 +70,14 @@ class Parts:
             used[weight.segment] += size * weight.numbers(rules.use)
             if not _gathered(weight, rules):
                 whole += rests
+                flipped += rests if _flipped(weight, sketch) else 0
             elif _split_inside(weight, rules):
                 turned += rests
         return cls(
             layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
             resting=resting,
             whole=whole,
-            turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else 0,
+            turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else flipped,
             largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
             around=around,
             between=between,
@@ -92,6 +94,13 @@ def _of_stage(rests: float, split: bool, schedule: Schedule) -> float:
 def _gathered(weight: Weight, rules: Rules) -> bool:
     """Whether layers gather it, over axes other than the pipeline."""
     return bool(set(weight.axes(rules.rest)) - set(weight.axes(rules.use)) - {"pipeline"})
+
+
+def _flipped(weight: Weight, sketch: Sketch) -> bool:
+    """Whether 8-bit products keep it with its last dimensions first, for the backward pass: all but those of experts,
+    which multiply 16 bits, and of the MLP's last, which is as it is needed."""
+    eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
+    return eight_bits and weight.is_matrix and "experts" not in weight.names and not weight.path.endswith(".down")
 
 
 def _split_inside(weight: Weight, rules: Rules) -> bool:
@@ -111,7 +120,7 @@ def temporaries(sketch: Sketch) -> Kinds:
     during = (_at_head, _in_layers, _between_layers, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
-    return max(moments, key=lambda kinds: sum(kinds.values()))
+    return max(moments, key=_total)
 
 
 def _joined(*parts: Kinds) -> Kinds:
@@ -247,6 +256,11 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:
+    """Of 8-bit products one layer: they wait for the largest number of what they multiply; int8's come in float32."""
+    if sketch.config.matmul != "dtype":
+        wide = 2 if sketch.config.matmul == "int8" else 0
+        mlp = (3 + again + wide) * one.hidden
+        return {"mlp": mlp, "attention": one.mask + one.queries + one.output, "streams": 3 * one.stream}
     keys = one.keys + one.values
     return {
         "mlp": (3 + again) * one.hidden,
@@ -284,7 +298,7 @@ def _made_again_outside(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _fullest(sketch: Sketch, layers: Iterable[tuple[Layer, ...]]) -> Kinds:
-    return max((working(one, sketch) for pattern in layers for one in pattern), key=lambda kinds: sum(kinds.values()))
+    return max((working(one, sketch) for pattern in layers for one in pattern), key=_total)
 
 
 def _outside_stages(sketch: Sketch, parts: Parts) -> Kinds:

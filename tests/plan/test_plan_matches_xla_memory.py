@@ -47,7 +47,6 @@ def test_a_recorded_run_needs_what_is_estimated_or_is_in_doubt(name):
 
 def test_what_is_not_known_is_said():
     for overrides, words in (
-        ("matmul=fp8", "fp8 needs less"),
         ("optim.name=muon", "muon's temporaries"),
         ("remat=none train.global_batch=16", "more than the GPU has"),
         ("attention=xla train.seq_len=16384 train.global_batch=8", "XLA's attention"),
