@@ -13,6 +13,8 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.blocked_attention import LEAST_BLOCK
 from shardlm.ops.cudnn_heads import LATENT
+from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.plan.program_layers import filled
 from shardlm.plan.sketch import Sketch
 
 Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
@@ -56,12 +58,13 @@ class Op:
     host: float = 0.0
 
 
-def operations(sketch: Sketch) -> list[Op]:
-    """All of a step but what takes no time worth a figure."""
-    return [*_layers(sketch), *_head(sketch), _optimizer(sketch)]
+def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
+    """All of a step but what takes no time worth a figure. Without `ours` experts' rows are moved as other systems move
+    them: as many as there are."""
+    return [*_layers(sketch, ours), *_head(sketch), _optimizer(sketch)]
 
 
-def _layers(sketch: Sketch) -> Iterator[Op]:
+def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
     shape, mesh, schedule = sketch.shape, sketch.mesh, sketch.schedule
     both_ways = mesh.pipeline > 1 and schedule.both_ways
     staged = shape.segments[shape.pipelined_segment()]
@@ -73,12 +76,12 @@ def _layers(sketch: Sketch) -> Iterator[Op]:
                 run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, both_ways, idle)
             else:
                 run = _Run.outside(sketch, block.norms, segment.repeats)
-            for op in _block(sketch, block):
+            for op in _block(sketch, block, ours):
                 yield dataclasses.replace(run(op), in_stages=in_stages or both_ways)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
         run = dataclasses.replace(_Run.outside(sketch, shape.mtp.block.norms, 1), twice=False)
         D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
-        for op in (*_block(sketch, shape.mtp.block), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
+        for op in (*_block(sketch, shape.mtp.block, ours), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
             yield dataclasses.replace(run(op), in_stages=both_ways)
 
 
@@ -145,7 +148,7 @@ def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float
     return seen / keys * (forward + worth * gradients) / (forward + gradients)
 
 
-def _block(sketch: Sketch, block) -> Iterator[Op]:
+def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     """Forward, once."""
     D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
     matmul = functools.partial(_matmul, sketch)
@@ -158,7 +161,7 @@ def _block(sketch: Sketch, block) -> Iterator[Op]:
         yield matmul("mlp", "down", tokens, D, F)
         yield Op("mlp", "activation", "memory", 0, 3 * sketch.itemsize * tokens * F, 1)
     else:
-        yield from _experts(sketch, block.mlp, matmul)
+        yield from _experts(sketch, block.mlp, matmul, ours)
     norms = 4 if block.norms == "both" else 2
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
 
@@ -204,7 +207,7 @@ def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dtype=_dtype(sketch), **how)
 
 
-def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
+def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]:
     """An even load: of tokens that the devices of `expert` bring together, each device's experts take their share."""
     D, mesh = sketch.shape.embed_dim, sketch.mesh
     F = moe.expert_dim / mesh.tensor
@@ -213,11 +216,26 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul) -> Iterator[Op]:
     for what, n, k in (("up", 2 * F, D), ("down", D, F)):
         one = matmul("moe", what, rows, n, k)
         yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
-    yield Op("moe", "activation and moving", "memory", 0, sketch.itemsize * rows * experts * (3 * F + 4 * D), 1)
+    moved = _moved(sketch, moe) if ours else 4 * rows * experts
+    yield Op("moe", "activation and moving", "memory", 0, sketch.itemsize * (3 * F * rows * experts + D * moved), 1)
     yield matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
     if moe.shared_dim:
         yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
         yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)
+
+
+def _moved(sketch: Sketch, moe: MoeConfig) -> float:
+    """Rows that ops/expert_dispatch.py reads and writes in a forward pass: of buffers as wide as the worst case, full
+    or not, and of pairs of tokens and experts. Of its operations compiled for H100s, without matmuls, a forward and a
+    backward pass read and write 13 rows for each of an exchange's buffers and 5.6 for each pair (16 devices of 64
+    experts, room for 2 and 16 times an even share; 8 of 8), forward alone 7 and 2; where tokens are gathered, or all
+    experts are here, 7 and 3 for each of both (2 and 8 devices, and one)."""
+    ranks, pairs = sketch.mesh.expert, sketch.tokens * moe.top_k
+    room = pairs / filled(moe, ranks, sketch.tokens)
+    exchange = choose_exchange(ranks, moe.top_k)
+    if exchange == "all_to_all":
+        return 5 * room + 2 * pairs
+    return 1.25 * (room + pairs * (ranks if exchange == "gather" else 1))
 
 
 def _head(sketch: Sketch) -> Iterator[Op]:

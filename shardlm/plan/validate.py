@@ -119,11 +119,11 @@ def _cost(point: Point, published: Published, policy: systems.Recomputed) -> Ste
     model = systems.with_ends(model) if ends else model
     sketch = Sketch.of(configuration(point, model), gpu)
     kernels = Kernels.of(gpu, systems.attention_kernel(point))
-    ops = list(systems.as_run(operations(sketch), policy))
+    ops = list(systems.as_run(operations(sketch, ours=False), policy))
     last: list[Op] = []
     if point.mesh.pipeline > 1:
         bare = Sketch.of(configuration(point, dataclasses.replace(model, mtp_modules=0)), gpu)
-        last = systems_stages.at_the_end(ops, list(systems.as_run(operations(bare), policy)))
+        last = systems_stages.at_the_end(ops, list(systems.as_run(operations(bare, ours=False), policy)))
         ops = [op for op in ops if op not in last]
     sent = list(systems.as_sent(training_traffic(sketch, "all_to_all"), point))
     if model.experts:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
+from shardlm.models.mixtral import MixtralConfig
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import operations
 from shardlm.plan.cost import StepCost, step_cost
 from shardlm.plan.overlap import overlapped
 from shardlm.plan.sketch import Sketch
@@ -140,3 +142,24 @@ def test_a_cost_takes_no_time():
         step_cost(sketch, cluster)
         took.append(time.perf_counter() - start)
     assert min(took) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "capacity", "rows"),
+    [
+        (8, 2, 0.0, 5 * 8 + 2 * 2),  # each device has room for all tokens of all, one expert each
+        (8, 2, 2.0, 5 * 4 + 2 * 2),
+        (2, 2, 0.0, 1.25 * (4 + 4)),  # tokens of both gathered, two experts each
+        (1, 2, 0.0, 1.25 * (2 + 2)),
+    ],
+)
+def test_buffers_of_experts_are_moved_whole(ranks, top_k, capacity, rows):
+    model = MixtralConfig(num_layers=2, top_k=top_k, capacity_factor=capacity)
+    config = RunConfig(model, mesh=MeshSpec(expert=ranks), train=TrainConfig(global_batch=ranks, seq_len=1024))
+    found = {}
+    for ours in (True, False):
+        ops = operations(Sketch.of(config, GPUS["h100"]), ours)
+        (found[ours],) = [op.hbm_bytes for op in ops if op.what == "activation and moving"]
+    even = 3 * 14336 * top_k
+    assert found[True] == pytest.approx(1024 * 2 * (even + 4096 * rows))
+    assert found[False] == 1024 * 2 * (even + 4096 * 4 * top_k)

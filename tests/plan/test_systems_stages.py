@@ -71,7 +71,9 @@ def test_all_wait_for_the_longest_stage_in_every_microbatch():
 def test_a_full_last_stage_makes_the_others_wait_for_the_whole_head(published, name):
     point = published.points[name]
     model, gpu = published.model_of(point), published.gpu_of(point)
-    ops = list(systems.as_run(operations(Sketch.of(configuration(point, model), gpu)), systems.POLICIES["none"]))
+    ops = list(
+        systems.as_run(operations(Sketch.of(configuration(point, model), gpu), ours=False), systems.POLICIES["none"])
+    )
     last = at_the_end(ops, ops)
     assert {op.layer for op in last} == {"head"}
     head = point.mesh.pipeline * kernel_seconds(last, Kernels.of(gpu))  # formulas deal it out over all stages
@@ -86,7 +88,7 @@ def test_ends_that_count_as_layers_and_further_rounds(published):
     ops = []
     for further in (1, 0):
         model = dataclasses.replace(published.model_of(modules), mtp_modules=further)
-        ops.append(operations(Sketch.of(configuration(modules, model), published.gpu_of(modules))))
+        ops.append(operations(Sketch.of(configuration(modules, model), published.gpu_of(modules)), ours=False))
     last = at_the_end(*ops)
     assert "join" in {op.what for op in last} and {"attention", "moe", "head"} <= {op.layer for op in last}
     point = published.points["automodel-kimi-k2-h100x256"]
