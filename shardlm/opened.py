@@ -162,7 +162,8 @@ def load(
         shape = found.source.transformer()
         shape = shape if mtp else shape.without_mtp()
         weight_format = found.lora.base if found.lora.rank else quantization or "dtype"
-        table = serving_rules(shape, spec, weight_format, rules) if decoding else Rules.make(rules, spec)
+        plain = Rules.make(rules, spec).fitting(shape.widths())
+        table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
         name = dtype or _published(found, built)
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)

@@ -28,7 +28,8 @@ def serving_rules(
         "vocab": shape.vocab_size % devices == 0,
     }
     divides["kv_heads"] = divides["heads"]
-    return Rules.make(preset, mesh).for_serving(tuple(name for name, does in divides.items() if does))
+    spread = tuple(name for name, does in divides.items() if does)
+    return Rules.make(preset, mesh).fitting(shape.widths()).for_serving(spread)
 
 
 def _heads_divide(attention: AttentionConfig | MlaConfig, devices: int, tensor: int) -> bool:

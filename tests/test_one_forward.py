@@ -16,6 +16,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
+from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
 
 MESHES = (MeshSpec(), MeshSpec(data=2, fsdp=2, tensor=2), MeshSpec(tensor=8))
@@ -88,6 +89,18 @@ def test_greedy_generation_follows_the_training_forward():
         row = jnp.asarray([prompt + text], jnp.int32)
         best = np.asarray(packed_logits(model, params, row))[0].argmax(-1)
     assert text == best[len(prompt) - 1 : -1].tolist()
+
+
+def test_generation_where_the_embedding_does_not_divide_over_stages():
+    """It rests whole over pipeline, as in training, and the text is that of one device."""
+    prompt, said = [3, 1, 4], []
+    for spec in (MeshSpec(), MeshSpec(pipeline=3)):
+        with jax.set_mesh(mesh_of(spec)):
+            shape = LLAMA.transformer()
+            model = ModelDef.make(shape, Execution(serving_rules(shape, spec)))
+            params = init(model)
+            said.append(list(generate(model, params, prompt, max_new_tokens=6, sampling=Sampling(temperature=0))))
+    assert LLAMA.embed_dim % 3 and said[0] == said[1]
 
 
 def test_generation_stops_repeats_by_seed_and_refuses():
