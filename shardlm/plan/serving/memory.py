@@ -177,7 +177,7 @@ def slot_bytes(rows: int, vocab: int) -> int:
     device."""
     words = -(-vocab // 32)
     settings = 4 * 9 + 8  # ops/batch_sampling.py's RowSettings
-    return (rows + 1) * (4 + 1 + settings + 4 * (2 * MAX_BIASES + MAX_BANNED) + 8 * words + 2 * vocab)
+    return (rows + 1) * (2 * 4 + 1 + settings + 4 * (2 * MAX_BIASES + MAX_BANNED) + 8 * words + 2 * vocab)
 
 
 def _kept_for_drafts(case: ServingCase, sizes: RunnerConfig) -> int:
