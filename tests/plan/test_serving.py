@@ -271,9 +271,9 @@ def test_what_does_not_fit_is_told_with_what_would():
     one = on("h100", 1, LLAMA_70B)
     with pytest.raises(ShardlmError) as error:
         answer_serving(one)
-    said = "it fits with quantization=int4 (estimated); as it is it needs at least num_gpus=4 (estimated)"
+    said = "it fits with quantization=int4 (estimated); as it is it needs at least num_gpus=3 (estimated)"
     assert said in str(error.value)
-    with pytest.raises(ShardlmError, match=r"h100 as asked for.* at least num_gpus=8 \(estimated\)"):
+    with pytest.raises(ShardlmError, match=r"h100 as asked for.* at least num_gpus=6 \(estimated\)"):
         answer_serving(on("h100", 2, LLAMA_70B), {"data": 2})  # two replicas of four
     assert fits(one.on(quantization="int4")) and not fits(one.on(quantization="int8"))
     assert fits(on("h100", 4, LLAMA_70B, mesh=MeshSpec(tensor=4)))

@@ -96,7 +96,7 @@ def test_a_change_that_makes_it_fit_is_compiled_and_the_next_one_where_its_progr
     )
     assert "need 61.0 of the 75.2 GiB a GPU that jax may take)" in told["first"] and "(estimated)" in told["first"]
     refused = "quantization=int4, which fits as estimated, was refused: its programs need more memory than jax may take"
-    assert refused in told["second"] and "it fits with num_gpus=4 (verified" in told["second"]
+    assert refused in told["second"] and "it fits with num_gpus=3 (verified" in told["second"]
     assert "it fits with" not in told["none"] and told["none"].count("was refused") == 2
     monkeypatch.setattr(answers, "impossible", lambda cluster: "no CUDA plugin")
     with pytest.raises(ShardlmError, match=r"int4 \(estimated; nothing was verified: no CUDA plugin\)"):

@@ -76,6 +76,7 @@ def test_what_a_program_needs_more_than_estimated_is_expected_of_its_kind(monkey
 def test_of_what_would_make_it_fit_the_first_whose_program_does_is_verified(monkeypatch):
     few = cluster_of("h100", None, 1)
     held = Constraints.parse(["mesh.tensor=1", "remat=full"])
+    shorter = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, seq_len=6144))
     asked = []
 
     def needs(plans):
@@ -84,9 +85,9 @@ def test_of_what_would_make_it_fit_the_first_whose_program_does_is_verified(monk
 
     monkeypatch.setattr(answers, "impossible", lambda cluster: "")
     monkeypatch.setattr(answers, "verify", needs)
-    estimated = answer(CONFIG, few, held).changes
+    estimated = answer(shorter, few, held).changes
     assert len(estimated) > 2 and not any(one.verified for one in estimated)
-    told = answer(CONFIG, few, held, compiled=1)
+    told = answer(shorter, few, held, compiled=1)
     assert told.best is None and [p.config for p in asked] == [one.plan.config for one in estimated[:2]]
     verified, *left, refused = told.changes
     assert [one.what for one in (refused, verified, *left)] == [one.what for one in estimated]

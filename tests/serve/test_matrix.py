@@ -26,6 +26,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_weights
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.submeshes import of_replica
 
 ONE = MeshSpec()
@@ -117,7 +118,9 @@ def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
     if case["chunked"]:
         sizes = dataclasses.replace(sizes, max_batch_tokens=8)
     if case["few_pages"]:
-        longest = sizes.layout.pages_of(LENGTH, PAGE, max(sizes.max_batch_tokens, 4 * (1 + 2 * bool(case["drafts"]))))
+        longest = sizes.layout.pages_of(
+            LENGTH, PAGE, max(sizes.max_batch_tokens, most_decoded(4, 2 * bool(case["drafts"])))
+        )
         sizes = dataclasses.replace(sizes, layout=dataclasses.replace(sizes.layout, num_pages=1 + longest))
     config = EngineConfig(enable_prefix_caching=case["caching"], speculative_config=drafts_of(case))
     engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END]) for runner in runners]
