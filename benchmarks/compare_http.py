@@ -22,11 +22,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 CONCURRENCY = (1, 8, 32)
 PROMPT, NEW = 128, 64
 SLOT = 256  # tokens of a request at most: prompt and reply, and something over
+# llama.cpp keeps keys and values in float16 unless told otherwise, shardlm in the dtype that it computes in.
+CACHES = {"own": [], "float32": ["-ctk", "f32", "-ctv", "f32"]}
 PORTS = {"shardlm": 8461, "llama.cpp": 8462}
 
 
 @contextlib.contextmanager
-def serving(side: str, weights: pathlib.Path, llama: pathlib.Path, threads: int) -> Iterator[str]:
+def serving(side: str, weights: pathlib.Path, llama: pathlib.Path, threads: int, cache: str) -> Iterator[str]:
     """The address of a server that has answered; ended afterwards."""
     port, most = PORTS[side], max(CONCURRENCY)
     commands = {
@@ -40,7 +42,8 @@ def serving(side: str, weights: pathlib.Path, llama: pathlib.Path, threads: int)
         ],
     }
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(list(map(str, commands[side])), cwd=ROOT, stdout=log, stderr=log)
+        words = list(map(str, [*commands[side], *(CACHES[cache] if side == "llama.cpp" else [])]))
+        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         try:
             url = f"http://127.0.0.1:{port}"
             wait_for(url, process, log)
@@ -90,11 +93,11 @@ def greedy(url: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-def offline_of_llama(weights: pathlib.Path, llama: pathlib.Path, threads: int) -> dict[str, float]:
+def offline_of_llama(weights: pathlib.Path, llama: pathlib.Path, threads: int, cache: str) -> dict[str, float]:
     """{batch: tokens a second while decoding}, by llama.cpp's own benchmark."""
     command = [llama / "llama-batched-bench", "-m", weights / "model.gguf", "-t", threads, "-tb", threads]
     command += ["-c", max(CONCURRENCY) * SLOT, "-npp", PROMPT, "-ntg", NEW, "-npl", ",".join(map(str, CONCURRENCY))]
-    words = [*map(str, command), "--output-format", "jsonl"]
+    words = [*map(str, command), *CACHES[cache], "--output-format", "jsonl"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {str(row["pl"]): row["speed_tg"] for row in rows}
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64, help="of each concurrency")
     parser.add_argument("--threads", type=int, default=2, help="cores for each side, its client included")
+    parser.add_argument("--cache", choices=list(CACHES), default="own", help="numbers in llama.cpp's cache")
     parser.add_argument("--output", type=pathlib.Path, help="file for the JSON")
     parser.add_argument("--only", choices=["http", "offline"], help="by default both")
     args = parser.parse_args()
@@ -134,17 +138,23 @@ def main() -> None:
         for side in sorted(PORTS, reverse=number % 2 == 0):
             found[side] = {}
             if args.only != "offline":
-                with serving(side, weights, llama, args.threads) as url:
+                with serving(side, weights, llama, args.threads, args.cache) as url:
                     said[side] = greedy(url)
                     found[side]["http"] = under_load(url, args.requests)
             if args.only != "http":
                 ours = side == "shardlm"
-                decode = offline_of_shardlm() if ours else offline_of_llama(weights, llama, args.threads)
+                decode = offline_of_shardlm() if ours else offline_of_llama(weights, llama, args.threads, args.cache)
                 found[side]["offline"] = {n: {"decode_tokens_per_second": rate} for n, rate in decode.items()}
         found["same_greedy_text"] = len(set(said.values())) == 1 if said else None
         rounds.append(found)
         print(json.dumps(found), file=sys.stderr)
-    report = {"ratios": ratios(rounds), "load_averages": os.getloadavg(), "threads": args.threads, "rounds": rounds}
+    report = {
+        "ratios": ratios(rounds),
+        "load_averages": os.getloadavg(),
+        "threads": args.threads,
+        "cache": args.cache,
+        "rounds": rounds,
+    }
     print(json.dumps(report, indent=2))
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
