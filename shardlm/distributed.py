@@ -172,10 +172,10 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         yield
     except BaseException as error:
         failures.tell(error)
-        jax.distributed.shutdown()
+        failures.shut_down()
         raise
     failures.leave()
-    jax.distributed.shutdown()
+    failures.shut_down()
 
 
 class _Failures:
@@ -187,7 +187,8 @@ class _Failures:
     def __init__(self, client: Any, name: str):
         self.client, self.name = client, name
         self.here = threading.Lock()  # held by who decides how this process ends: its block, or another's error
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
 
     def leave(self) -> None:
         """The block is over: errors of others do not end this process any more. Does not return where one just did."""
@@ -200,6 +201,14 @@ class _Failures:
         said = f"{self.name} failed: {type(error).__name__}: {error}"
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a coordinator; the error itself is raised
             self.client.key_value_set(self.KEY, said, allow_overwrite=True)
+
+    def shut_down(self) -> None:
+        """jax.distributed, which ends the wait of the thread. Python must not end while that comes back out of C++: the
+        process would abort."""
+        import jax
+
+        jax.distributed.shutdown()
+        self.watch.join(10)  # s; where the coordinator is gone, jax may not end that wait
 
     def _watch(self) -> None:
         import jax

@@ -117,8 +117,8 @@ def test_a_process_on_its_own_starts_nothing(monkeypatch):
 def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    monkeypatch.setattr(distributed, "_Failures", lambda *_: types.SimpleNamespace(leave=lambda: None))
+    nobody = types.SimpleNamespace(leave=lambda: None, shut_down=lambda: None)
+    monkeypatch.setattr(distributed, "_Failures", lambda *_: nobody)
     with joined(ClusterArgs("host:1", 2, 1)), joined(ClusterArgs("host:1", 2, 1, local_device=0)):
         pass
     assert [args for args, _ in calls] == [("host:1", 2, 1)] * 2
