@@ -39,6 +39,11 @@ class Op:
     wide       of attention: width of queries and keys of a head
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
     host       seconds that the device waits for its host: other systems' (systems_experts.py)
+    Other systems' as well (systems_passes.py):
+    gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
+    cast_weights    share of its forward runs that make the 8-bit weight anew
+    added_bytes     read and written besides where a weight's gradient is added to what is there
+    drawn           whether chance deals rows to experts, dims[0] on average
     """
 
     layer: Layer
@@ -56,6 +61,10 @@ class Op:
     grouped: bool = False
     wide: float = 0.0
     host: float = 0.0
+    gradient_bytes: float | None = None
+    cast_weights: float = 1.0
+    added_bytes: float = 0.0
+    drawn: bool = False
 
 
 def operations(sketch: Sketch, ours: bool = True) -> list[Op]:

@@ -5,14 +5,17 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
+from statistics import NormalDist
 
 from shardlm.plan.compute import Op
 from shardlm.plan.constants import MODULE
 from shardlm.plan.cost import StepCost
 from shardlm.plan.published import Experts, Model, Point
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import RAGGED, Sent
+from shardlm.plan.systems import MEGATRON
+from shardlm.plan.traffic import GATHER, RAGGED, Sent
 
+EIGHT_BITS = ("fp8", "mxfp8")
 # Words in Point.note.
 # Megatron's moe_token_dispatcher_type=alltoall, and no layer captured
 ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
@@ -37,6 +40,13 @@ ADDED, BIASES = 16, 20  # bytes of each number, forward: of an expert's width, a
 # Operations that PyTorch starts for a layer, forward and backward, and for each of a device's experts: a product by
 # itself, and in 8 bits its operands' casts and scales. Estimates.
 LAYER, EXPERT, EXPERT_8BIT = 310, 6, 30
+FORWARD = 1 / 2  # of them: half as many kernels, and twice as much Python. An estimate
+# Kernels that hardly move anything, forward and backward, and what each takes with its gap. Megatron's router draws
+# logits where it forces a balance, takes the best and makes a loss (transformer/moe/router.py, with moe_router_fusion);
+# counts, splits and maps of rows follow (token_dispatcher.py, TransformerEngine's permutation.py). AutoModel's balanced
+# gate and the maps of DeepEP's rows are fewer (token_dispatcher.py@0231c64e). Estimates.
+SMALL, SMALL_SECONDS = 32, 4e-6
+SMALL_BALANCED = 16
 
 
 def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) -> Iterator[Sent]:
@@ -56,6 +66,15 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) 
         yield one
 
 
+def counts_sent(point: Point, sketch: Sketch) -> Iterator[Sent]:
+    """What the all-to-all dispatcher sends besides rows, before and with them: how many go to each expert, and how much
+    each counts, there and back. Hardly any bytes; each takes a collective's latency."""
+    if ALL_TO_ALL in point.note:
+        layers = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
+        yield Sent(("expert",), "rows of each expert", 8.0 * layers, GATHER, layers)
+        yield Sent(("expert",), "weights of rows", 8.0 * layers, RAGGED, 2 * layers)
+
+
 def _drawn(places: int, top_k: int) -> float:
     """Places, devices or hosts, that `top_k` even choices lie in."""
     return places * (1 - (1 - 1 / places) ** top_k)
@@ -66,6 +85,21 @@ def _in_turn(places: int, experts: Experts) -> float:
     num, k = experts.num_experts, experts.top_k
     tokens = range(num // math.gcd(num, k))
     return statistics.mean(len({(t * k + i) % num * places // num for i in range(k)}) for t in tokens)
+
+
+def as_drawn(ops: list[Op], point: Point) -> Iterator[Op]:
+    """Products of experts that Megatron's forced balance draws: chance gives each its rows, and all wait in every
+    exchange for the device with most."""
+    for op in ops:
+        if op.grouped and point.framework in MEGATRON:
+            experts = op.flops / (2.0 * math.prod(op.dims))
+            ranks = point.mesh.expert
+            # The largest of so many normal numbers, on average (https://doi.org/10.2307/2347982 on Blom's formula).
+            largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+            most = 1 + largest / math.sqrt(op.dims[0] * experts)
+            dims = (op.dims[0] * most, *op.dims[1:])
+            op = dataclasses.replace(op, flops=op.flops * most, dims=dims, drawn=True)
+        yield op
 
 
 def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) -> Iterator[Op]:
@@ -79,6 +113,19 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
         return Op("moe", what, "memory", 0, nbytes, count, passes, passes * again, in_stages=staged)
 
     D = sketch.shape.embed_dim
+    small = SMALL_SECONDS * (SMALL_BALANCED if IN_TURN in point.note else SMALL)
+    staged = sketch.mesh.pipeline > 1
+    yield Op("moe", "routing", "memory", 0, 0, passes, passes, in_stages=staged, host=small)
+    if point.framework in MEGATRON and point.precision in EIGHT_BITS and "HybridEP" not in point.note:
+        # Rows of each expert are copied to where there is room for whole blocks of 16 or 32, and back (experts.py,
+        # Fp8Padding); HybridEP places them so itself.
+        padding = 4 * sketch.itemsize * rows * D
+        count = passes * (2 + (point.remat == "full"))
+        yield Op(
+            *("moe", "rows padded", "memory", 0, padding, count, passes, count - 2 * passes),
+            in_stages=staged,
+            gradient_bytes=padding,
+        )
     if ALL_TO_ALL in point.note:
         # Sorted by device and again by expert, and back; ours are sorted once.
         sorting = sketch.itemsize * rows * D * (2 + 2 / experts.top_k)
@@ -89,8 +136,10 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
 
 
 def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | None:
-    """A device waits for its host where a layer takes the host longer than the device; where each layer waits for the
-    device, the host starts all of the next only then."""
+    """A device waits for its host where layers take the host longer than the device. In the forward pass the host asks
+    in each layer how many rows there are, and starts nothing of the next before it knows: layer by layer the longer of
+    both counts. The backward pass asks for nothing, nor do passes of two microbatches beside each other. Where each
+    layer waits for a constant too, the host starts all of it only then."""
     if not model.experts or ALL_TO_ALL not in point.note:
         return None
     passes = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
@@ -98,6 +147,13 @@ def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | 
     host = (LAYER + each * model.experts.num_experts / sketch.mesh.expert) * MODULE
     layers = sum(cost.compute.get(kind, 0.0) for kind in ("attention", "mlp", "moe", "norm"))
     layers += sum(one.exposed_seconds for one in cost.comms if one.sent.axes == ("expert",))
-    seconds = host if BIASED in point.model else max(0.0, host - layers / passes)
+    device = layers / passes
+    if BIASED in point.model:
+        seconds = host
+    elif BEHIND in point.note:
+        seconds = max(0.0, host - device)
+    else:
+        forward, backward = FORWARD * host - device / 3, (1 - FORWARD) * host - device * 2 / 3
+        seconds = max(0.0, forward) + max(0.0, backward)
     staged = sketch.mesh.pipeline > 1
     return Op("other", "waits for the host", "memory", 0, 0, passes, passes, in_stages=staged, host=seconds)
