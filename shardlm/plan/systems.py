@@ -74,7 +74,7 @@ def attention_kernel(point: Point) -> str:
     """As kernels.py names them."""
     if point.attention == "unfused":
         return "xla"
-    if "FlexAttention" in point.note:  # Triton's, not faster than FlashAttention-2
+    if "FlexAttention" in point.note or "SDPA" in point.note:  # the first is Triton's, not faster than FlashAttention-2
         return "flash2"
     return KERNELS.get(point.framework, "cudnn")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import NormalDist
 
 from shardlm.plan.compute import Op
-from shardlm.plan.constants import MODULE
+from shardlm.plan.constants import MODULE, NVLINK
 from shardlm.plan.cost import StepCost
 from shardlm.plan.published import Experts, Model, Point
 from shardlm.plan.sketch import Sketch
@@ -23,6 +23,11 @@ ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
 # host, whose NVLink hands it on meanwhile (https://github.com/deepseek-ai/DeepEP, README of 2025-02: 153 to 158 GB/s of
 # 160 inside a host, 43 to 58 of 50 between hosts).
 ONCE = ("DeepEP", "HybridEP")
+# Inside an NVLink domain HybridEP, as PyTorch calls it, reaches less of the link than NCCL: 531 to 569 GB/s of what
+# arrives, an eighth of it from the device itself, with 8 B200 and GB200, and 418 to 485 with 32 and 36 (BF16, 16 and 32
+# multiprocessors: shifangx/DeepEP@1242eb4f Hybrid-EP_Intra-node_Implementation.md), where NCCL's all-to-all reaches 660
+# of 900 (benchmarks/achieved.json): about 0.51 of the link's rate where constants.NVLINK has 0.78.
+HYBRID, HYBRID_SHARE = "HybridEP", 0.51
 # Megatron's overlap_moe_expert_parallel_comm: the forward pass of one microbatch beside the backward pass of another.
 BEHIND = "expert exchange behind another microbatch"
 # NeMo AutoModel's FakeBalancedGate: experts in turn, tokens of a device taking `top_k` each
@@ -50,7 +55,8 @@ SMALL_BALANCED = 16
 
 
 def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) -> Iterator[Sent]:
-    """What layers exchange, as their system does; `inside` devices of the expert axis are joined by NVLink."""
+    """What layers exchange, as their system does, in bytes as NCCL would send them at its rate; `inside` devices of the
+    expert axis are joined by NVLink."""
     for one in sent:
         if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
             one = dataclasses.replace(one, beside=True)
@@ -58,7 +64,8 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) 
             ranks = point.mesh.expert
             places = ranks // inside if inside < ranks else ranks
             copies = _in_turn(places, experts) if IN_TURN in point.note else _drawn(places, experts.top_k)
-            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k)
+            slower = NVLINK.bandwidth / HYBRID_SHARE if HYBRID in point.note and inside >= ranks else 1.0
+            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k * slower)
         if one.axes == ("tensor",) and SPLIT in point.note:
             # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
             yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
@@ -116,7 +123,7 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
     small = SMALL_SECONDS * (SMALL_BALANCED if IN_TURN in point.note else SMALL)
     staged = sketch.mesh.pipeline > 1
     yield Op("moe", "routing", "memory", 0, 0, passes, passes, in_stages=staged, host=small)
-    if point.framework in MEGATRON and point.precision in EIGHT_BITS and "HybridEP" not in point.note:
+    if point.framework in MEGATRON and point.precision in EIGHT_BITS and HYBRID not in point.note:
         # Rows of each expert are copied to where there is room for whole blocks of 16 or 32, and back (experts.py,
         # Fp8Padding); HybridEP places them so itself.
         padding = 4 * sketch.itemsize * rows * D

@@ -9,9 +9,9 @@ had in common was added from sources, and no constant changed to meet a point: n
 of ZeRO-3, the products of experts. Which waits of experts count, and their number of operations, was settled with
 Megatron Bridge's points in view. Waits for the last stage were found with its DeepSeek V3 on 256 B200, tokens that take
 experts in turn with NeMo AutoModel's DeepSeek V3 on H100, biases with its GPT-OSS 20B. Points `added last` came after
-all of these. What systems_passes.py counts, rows that are drawn and padded, and the small kernels of routers were looked
-for because mixtures were predicted too fast; that the forward pass waits for the host layer by layer was settled with
-the B200s of Megatron Bridge in view, 25.11 and 25.12 of the points added last among them.
+all of these, and of what follows: what systems_passes.py counts, drawn and padded rows, small kernels of routers and
+HybridEP's rate were looked for because mixtures were predicted too fast; that a forward pass waits for the host layer
+by layer was settled with Megatron Bridge's runs on B200 in view.
 """
 
 import dataclasses

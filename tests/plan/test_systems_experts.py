@@ -10,10 +10,11 @@ import pytest
 
 from shardlm.plan import validate as validation
 from shardlm.plan.compute import operations
-from shardlm.plan.constants import MODULE
+from shardlm.plan.constants import MODULE, NVLINK
 from shardlm.plan.published import load
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems_experts import (
+    HYBRID_SHARE,
     SMALL,
     SMALL_BALANCED,
     SMALL_SECONDS,
@@ -77,8 +78,18 @@ def test_other_balanced_tokens_draw_their_experts(published):
     assert found.nbytes == pytest.approx(hosts, rel=0.02) and found.beside
     before = published.points["bridge-qwen3-30b-a3b-h100x16-bf16-26.06"]
     assert not next(experts_sent([sent], before, model.experts, 8)).beside
-    plain = published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02"]
+    plain = published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11"]
     assert list(experts_sent([sent], plain, model.experts, 8)) == [sent]
+    (inside,) = experts_sent([sent], published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02"], model.experts, 8)
+    hosts = places_of([[draw.randrange(128) for _ in range(8)] for _ in range(4000)], 128, 8) / 8
+    assert inside.nbytes == pytest.approx(8 * hosts * NVLINK.bandwidth / HYBRID_SHARE, rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "received"), [(8, 551), (16, 498), (24, 469), (32, 464), (36, 454)])
+def test_hybrid_exchanges_reach_what_their_authors_measured_on_gb200(ranks, received):
+    """GB/s that a device receives in dispatch and combine in BF16, with 16 and 32 multiprocessors: what comes from
+    itself is counted too (Hybrid-EP_Intra-node_Implementation.md)."""
+    assert HYBRID_SHARE * 900 * ranks / (ranks - 1) == pytest.approx(received, rel=0.06)
 
 
 def test_other_systems_send_tokens_where_ours_would_gather_them(published):
@@ -120,7 +131,7 @@ def test_the_all_to_all_dispatcher_sorts_twice_and_gpt_oss_adds_biases(published
 
 
 def test_eight_bits_pad_rows_where_the_exchange_does_not(published):
-    point, model, sketch = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02")
+    point, model, sketch = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11")
     _, padded = experts_ops(point, model.experts, sketch, 0)
     rows = 4 * 4096 * 8
     # Copied to where there is room and back, forward and backward.
@@ -155,7 +166,7 @@ def test_the_all_to_all_dispatcher_sends_counts_before_rows_and_weights_with_the
     counts, weights = counts_sent(point, sketch)
     layers = 256 * 96 / 8
     assert (counts.kind, counts.count, weights.kind, weights.count) == (GATHER, layers, RAGGED, 2 * layers)
-    plain, _, there = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02")
+    plain, _, there = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11")
     assert not list(counts_sent(plain, there))
 
 
