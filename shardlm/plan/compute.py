@@ -73,7 +73,7 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
         for block in segment.pattern:
             if in_stages:
                 idle = 1 / (1 - schedule.bubble_fraction())
-                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, both_ways, idle)
+                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, False, idle)
             else:
                 run = _Run.outside(sketch, block.norms, segment.repeats)
             for op in _block(sketch, block, ours):
@@ -90,7 +90,7 @@ class _Run:
     """How often a layer's operations run.
 
     passes   of all its layers, forward and useful
-    twice    1F1B takes each microbatch forward once more, for the input of the next stage
+    twice    1F1B takes each microbatch forward once more outside its stages
     idle     runs of a device for each useful one
     """
 

@@ -48,7 +48,7 @@ def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
     for number, segment in enumerate(shape.segments):
         if mesh.pipeline > 1 and number == shape.pipelined_segment():
             ticks, bubble = schedule.ticks, schedule.bubble_fraction()
-            runs = Runs(ticks * schedule.slots, 1 + both_ways, bubble, *how)
+            runs = Runs(ticks * schedule.slots, 1, bubble, *how)
         else:
             runs = Runs(outside * segment.repeats, 1 + both_ways, idle, *how)
         for block in segment.pattern:

@@ -170,8 +170,7 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     idle = schedule.bubble_fraction()
     if moved.gathered:
         part = one * share(mesh.size(*moved.gathered)) * runs
-        times = 3 if schedule.both_ways else 2
-        yield moved.sent(moved.gathered, "gathers", part * times, GATHER, runs * times, idle=idle)
+        yield moved.sent(moved.gathered, "gathers", 2 * part, GATHER, 2 * runs, idle=idle)
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
     total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
     yield moved.sent(replicas, "sum of gradients", total, REDUCE)
