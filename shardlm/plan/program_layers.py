@@ -129,7 +129,9 @@ def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
     if not manual:
         return
     table = shape.vocab_size * shape.embed_dim / mesh.tensor * sketch.itemsize * share(mesh.tensor)
-    times = passes * (3 if both_ways else 2)
+    times = 2 * passes
+    if both_ways and shape.pipelined_segment():  # for layers ahead of the stages again
+        times += sketch.schedule.ticks
     if mesh.tensor > 1:
         yield Sent(tensor, "the lookup", (table + part / mesh.tensor) * times, EXCHANGE, 2 * times)
     embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
@@ -150,8 +152,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     gathers = scatters = sums = 0.0  # bytes a token
     repeated = runs.again if runs.whole else 0
     # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart.
-    both_ways = runs.forward == 2
-    apart_in_stages = runs.again and runs.idle and both_ways != runs.whole
+    apart_in_stages = runs.again and runs.idle and runs.whole and not sketch.schedule.both_ways
     gathers += (4 if apart_in_stages else 2) * D * item
     scatters += (2 * back + repeated) * D * item
     if isinstance(attention, MlaConfig):

@@ -222,7 +222,8 @@ def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     how = {"idle": 1 - sketch.passes / ticks}
     is_head = weight.path == "head" or (weight.path == "embedding" and shape.tie_embeddings)
     if weight.path == "embedding":
-        times = (2 + _further(sketch)) * ticks
+        times = (2 if shape.pipelined_segment() else 1) + _further(sketch)  # for layers ahead of the stages twice
+        times *= ticks
         yield moved.sent(moved.gathered, "gathers", once * times, GATHER, times, **how)
     elif weight.path != "head":
         times = ticks * moved.repeats
