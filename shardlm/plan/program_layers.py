@@ -50,7 +50,8 @@ def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
             ticks, bubble = schedule.ticks, schedule.bubble_fraction()
             runs = Runs(ticks * schedule.slots, 1, bubble, *how)
         else:
-            runs = Runs(outside * segment.repeats, 1 + both_ways, idle, *how)
+            ahead = both_ways and number < shape.pipelined_segment()
+            runs = Runs(outside * segment.repeats, 1 + ahead, idle, *how)
         for block in segment.pattern:
             yield block, runs
     for _ in range(shape.mtp.depth if shape.mtp else 0):

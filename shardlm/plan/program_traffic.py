@@ -227,7 +227,8 @@ def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
         yield moved.sent(moved.gathered, "gathers", once * times, GATHER, times, **how)
     elif weight.path != "head":
         times = ticks * moved.repeats
-        runs = 2 if weight.path.startswith("mtp") else 3
+        ahead = weight.segment is not None and weight.segment < shape.pipelined_segment()
+        runs = 3 if ahead else 2
         once /= moved.repeats
         yield moved.sent(moved.gathered, "gathers", once * times * runs, GATHER, times * runs, **how)
         others = ordered(mesh, set(moved.copies) - set(replicas))
