@@ -99,7 +99,7 @@ class _Run:
     """How often a layer's operations run.
 
     passes   of all its layers, forward and useful
-    twice    share of the passes that 1F1B makes forward once more: those of layers ahead of its stages, but the last
+    twice    share of the passes that 1F1B makes forward once more: those of layers ahead of its stages
     idle     runs of a device for each useful one
     """
 
@@ -114,7 +114,8 @@ class _Run:
         """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
         mesh, schedule, stages = sketch.mesh, sketch.schedule, sketch.shape.pipelined_segment()
         if mesh.pipeline > 1 and schedule.both_ways:
-            ahead = repeats - (segment == stages - 1) if segment < stages else 0
+            # XLA unrolls the loop twice; of an odd one the last layer is left, whose result nothing wants.
+            ahead = repeats - (repeats % 2 if segment == stages - 1 else 0) if segment < stages else 0
             return cls(sketch, norms, sketch.passes * repeats, ahead / repeats, schedule.ticks / sketch.passes)
         return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, 0, 1.0)
 
