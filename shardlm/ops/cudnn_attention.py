@@ -39,9 +39,11 @@ def _bias(segment_ids: jax.Array | None, dtype) -> jax.Array | None:
 
 
 def bias_of(seen: jax.Array, dtype) -> jax.Array:
-    """What hides the keys that are not seen: bool [B, T, S] -> [B, 1, T, S]."""
+    """What hides the keys that are not seen: bool [B, T, S] -> [B, 1, T, S]. By a product: jax moves the zeros and the
+    lowest numbers that a `where` chooses from, [B, T, S] each, out of the loop over layers, where remat=none keeps all
+    that does not depend on them."""
     lowest = fused_attention_stablehlo.get_large_negative_number(dtype)
-    return jnp.where(seen, jnp.zeros((), dtype), lowest)[:, None]
+    return (~seen).astype(dtype)[:, None] * lowest
 
 
 def forward(q, k, v, bias, scale: float, causal: bool, window: int = 0) -> tuple[jax.Array, jax.Array]:
