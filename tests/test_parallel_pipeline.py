@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.ad_checkpoint import saved_residuals
 from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, relative_error
 
 from shardlm.layers.pipeline import Schedule, to_layers, to_stages
+from shardlm.layers.stack import kept_of_stage
 from shardlm.mesh import MeshSpec
 from shardlm.train.step import NextToken, StepConfig, gradients
 
@@ -51,6 +53,19 @@ def test_every_preset_with_layers_that_do_not_divide(preset):
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_rounds(spec, rounds):
     assert_same(loss_and_gradients(spec, "zero3", SIX, rounds=rounds), SIX)
+
+
+def test_a_round_s_layers_are_not_kept_where_all_else_is():
+    """They would be a copy of a stage's weights every tick."""
+    weights = jnp.ones((6, 4, 5))
+
+    def round_of(weights, x, number):
+        own = jax.lax.dynamic_slice_in_dim(weights, number * 3, 3)
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w @ w.T), None), x, own)[0]
+
+    stage = jax.checkpoint(round_of, policy=kept_of_stage("none", weights))
+    kept = [aval.shape for aval, _ in saved_residuals(lambda w, x, i: stage(w, x, i).sum(), weights, jnp.ones(4), 1)]
+    assert (3, 4) in kept and (6, 4, 5) in kept and (3, 4, 5) not in kept
 
 
 def test_more_stages_than_layers_divide_into():

@@ -1,5 +1,5 @@
-"""Causal self-attention inside a batch of packed rows: the reference, cuDNN's flash attention, and the choice between
-cuDNN and the XLA implementation in blocked_attention.py. Attention over a paged cache is in paged_attention.py."""
+"""Causal self-attention inside a batch of packed rows: the reference, and the choice between cudnn_attention.py and the
+XLA implementation in blocked_attention.py. Attention over a paged cache is in paged_attention.py."""
 
 import functools
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops.blocked_attention import MASKED, blocked_attention
+from shardlm.ops.cudnn_attention import cudnn
 from shardlm.ops.cudnn_heads import LATENT, Gpu, takes
 from shardlm.ops.ring_attention import ring_attention
 from shardlm.ops.ulysses import fits as ulysses_fits
@@ -58,19 +58,6 @@ def packed_mask(segment_ids: jax.Array, window: int = 0) -> jax.Array:
 def reference(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0, softcap: float = 0.0, sinks=None):
     """Causal attention within segments, all scores materialised. Shapes as in `attend`, segment_ids int32 [B, T]."""
     return attend(q, k, v, packed_mask(segment_ids, window), scale, softcap, sinks)
-
-
-def cudnn(q, k, v, segment_ids: jax.Array | None, scale: float, window: int = 0) -> jax.Array:
-    """cuDNN flash attention on one device's arrays, float16 or bfloat16. Scores are never materialised; packed
-    documents are kept apart by a mask [B, 1, T, T] on top of the causal mask, whose upper half cuDNN skips. Without
-    `segment_ids` a row is one document."""
-    same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    if q.shape[-1] != v.shape[-1]:  # which jax.nn refuses, and the function that it calls takes
-        options = {"mask_type": MaskType.CAUSAL, "scale": scale, "sliding_window_length": window or None}
-        return dot_product_attention(q, k, v, mask=same, **options)
-    options = {"is_causal": True, "scale": scale, "implementation": "cudnn"}
-    sliding = {"local_window_size": (window - 1, 0)} if window else {}
-    return jax.nn.dot_product_attention(q, k, v, mask=same, **options, **sliding)
 
 
 def of_rows(q, k, v, scale: float, window: int, implementation: str) -> jax.Array:

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from shardlm.ops import cudnn_attention
 from shardlm.ops.blocked_attention import MASKED
 
 SCORE_BYTES = 32 * 2**20  # of the float32 scores that the XLA kernel holds at once on a device
@@ -190,48 +191,28 @@ def _dot(letters, a, b):
 
 
 def _cudnn_forward(pair: Pair, q, k, v, queries: Side, keys: Side):
-    # Not jax.nn.dot_product_attention, which rounds the log-partition to q's type: by up to 0.03 in bfloat16 from 8 on,
-    # and so the weights of this pair in the row by 3%.
-    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
-
     def run(bias):
-        options = {"scale": pair.scale, "mask_type": _mask_type(pair), "return_residual": True}
-        out, lse = dot_product_attention(q, k, v, bias, **options)
+        out, lse = cudnn_attention.forward(q, k, v, bias, pair.scale, pair.diagonal)
         return out.astype(jnp.float32), lse.transpose(0, 2, 1)
 
     return _biased_where_needed(pair, run, q.dtype, queries, keys)
 
 
 def _cudnn_backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
-    # jax.nn has no backward pass that takes a log-partition.
-    from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_bwd_rule
-
     def run(bias):
-        none, no_index = jnp.zeros(0, q.dtype), jnp.zeros(0, jnp.int32)
-        bias_in, bias_gradient = bias is not None, False
-        settings = (pair.scale, 42, 0.0, (bias_in, bias_gradient), _mask_type(pair), 0, 0, True, False)
-        bias = bias if bias_in else none
-        kept = (q, k, v, bias, *[no_index] * 6, lse.transpose(0, 2, 1), out.astype(q.dtype))
-        gradients = _dot_product_attention_bwd_rule(*settings, kept, d_out.astype(q.dtype))[:3]
+        whole = (out, lse.transpose(0, 2, 1), d_out)
+        gradients = cudnn_attention.backward(q, k, v, bias, *whole, pair.scale, pair.diagonal)
         return tuple(a.astype(jnp.float32) for a in gradients)
 
     return _biased_where_needed(pair, run, q.dtype, queries, keys)
 
 
-def _mask_type(pair: Pair):
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType
-
-    return MaskType.CAUSAL if pair.diagonal else MaskType.NO_MASK
-
-
 def _biased_where_needed(pair: Pair, run, dtype, queries: Side, keys: Side):
     """run(bias [B, 1, T, S]) that hides what cuDNN's own masks do not, or run(None) while all tokens are of one
     document, which needs nothing in memory."""
-    from jax._src.cudnn.fused_attention_stablehlo import get_large_negative_number
 
     def bias():
-        seen = visible(dataclasses.replace(pair, diagonal=False), queries, keys)
-        return jnp.where(seen, jnp.zeros((), dtype), get_large_negative_number(dtype))[:, None]
+        return cudnn_attention.bias_of(visible(dataclasses.replace(pair, diagonal=False), queries, keys), dtype)
 
     if pair.window:
         return run(bias())

@@ -25,6 +25,8 @@ class Layer:
 
     stream   between layers, where tensor splits the sequence; `whole` inside them
     queries, keys, values, output  of attention, of this device's heads
+    exchanged  what Ulysses makes of keys, values and output besides: copies of a device's few heads of keys, and the
+             output before its exchange
     latents  of latent attention
     hidden   of the MLP or the shared experts: as wide as gate, up and their product each
     expert_hidden  the same of experts, for all rows that may come to this device
@@ -40,6 +42,7 @@ class Layer:
     keys: float
     values: float
     output: float
+    exchanged: float
     latents: float
     hidden: float
     expert_hidden: float
@@ -54,6 +57,9 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     D, tensor, attention = sketch.shape.embed_dim, sketch.mesh.tensor, block.attention
     nbytes = sketch.tokens * itemsize(sketch)  # of a number for each token
     heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
+    copies = max(1, sketch.mesh.context / kv) - 1
+    ulysses = sketch.mesh.context > 1 and sketch.execution.context_attention == "ulysses"
+    twice = copies * kv * (attention.head_dim + attention.value_dim) + heads * attention.value_dim
     latent = isinstance(attention, MlaConfig)
     moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
     exchange = _exchange(block, sketch)
@@ -65,6 +71,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         keys=nbytes * kv * attention.head_dim,
         values=nbytes * kv * attention.value_dim,
         output=nbytes * heads * attention.value_dim,
+        exchanged=nbytes * twice if ulysses else 0,
         latents=nbytes * (attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim) if latent else 0,
         hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
         expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
@@ -137,7 +144,7 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     return {
         # The inputs of the norms; what the projections read.
         "streams kept": 2 * one.stream + 2 * one.whole,
-        "attention kept": projections + one.output,
+        "attention kept": projections + one.output + one.exchanged,
         "mlp kept": 3 * one.hidden,
         "experts kept": 3 * one.expert_hidden + 2 * one.rows + one.pairs,
     }

@@ -14,17 +14,14 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
     ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"  # its scores are small
     scores = 0 if ring or sketch.execution.attention != "xla" else kinds.get("attention", 0)
     exchanged = config.slow_link.compression != "none" and not config.local_sgd.inner_steps
-    over_context = config.remat == "none" and sketch.mesh.context > 1
-    staged = sketch.mesh.pipeline > 1
     reasons = {
         "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
         "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
         > SCORES * nbytes,
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
         "muon's temporaries are unknown (Llama 3 8B on 8 H100: 43 GiB)": config.optim.name == "muon",
-        "remat=none over context needs up to 5% more": over_context and not staged,
-        "remat=none over context needs more in pipeline stages: 70B on 256 H100 18% over 4 stages, 68% over 16": (
-            over_context and staged
+        "remat=none in pipeline stages is up to 8% off (8 layers in 2 stages; 70B in 4 and in 16: 1%)": (
+            config.remat == "none" and sketch.mesh.pipeline > 1
         ),
         "adapters were not compared": config.lora.rank > 0,
         "preference training was not compared": config.preference.beta > 0,

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.ad_checkpoint import saved_residuals
 from jax._src.cudnn import fused_attention_stablehlo
 from small import mesh_of, relative_error
 
 from shardlm.mesh import MeshSpec
 from shardlm.ops import attention_pair
 from shardlm.ops.attention import packed_attention, reference
+from shardlm.ops.cudnn_attention import cudnn
 from shardlm.ops.ring_attention import _Ring, stops, zigzag
 from shardlm.rules import Rules
 
@@ -97,7 +99,19 @@ def test_what_cudnn_is_given(window, bias_bytes, monkeypatch):
     assert_equals_reference(2, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03)
 
 
-def contract_scores(q, k, bias, scale, mask_type):
+@pytest.mark.parametrize("window", [0, 20])
+def test_what_cudnn_is_given_of_whole_rows(window, monkeypatch):
+    """Under a policy that keeps everything no [T, T] of a layer is kept (measured error: 0.012)."""
+    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", contract_forward)
+    monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", contract_backward)
+    assert_equals_reference(1, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03)
+    *qkv, _ = arrays(dtype=jnp.bfloat16)
+    ids = jnp.ones((B, T), jnp.int32)
+    kept = saved_residuals(lambda *a: cudnn(*a, ids, SCALE, window), *qkv)
+    assert kept and not [aval.shape for aval, _ in kept if aval.shape[-2:] == (T, T)]
+
+
+def contract_scores(q, k, bias, scale, mask_type, window=0):
     """float32 [B, N, T, S]; the causal mask begins at the top left."""
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * scale
@@ -105,22 +119,24 @@ def contract_scores(q, k, bias, scale, mask_type):
         assert bias.dtype == q.dtype
         scores += bias
     causal = mask_type == fused_attention_stablehlo.MaskType.CAUSAL
-    return jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)) | (not causal), scores, -jnp.inf)
+    inside = jnp.tril(jnp.ones(scores.shape[2:], bool))
+    inside &= ~jnp.tril(inside, -window) if window else True
+    return jnp.where(inside | (not causal), scores, -jnp.inf)
 
 
-def contract_forward(q, k, v, bias=None, *, scale, mask_type, return_residual):
-    """(out [B, T, N, H], log-partition float32 [B, N, T])."""
-    assert return_residual
-    scores = contract_scores(q, k, bias, scale, mask_type)
+def contract_forward(q, k, v, bias=None, *, scale, mask_type, return_residual=False, sliding_window_length=None):
+    """out [B, T, N, H]; with `return_residual` (out, log-partition float32 [B, N, T])."""
+    scores = contract_scores(q, k, bias, scale, mask_type, sliding_window_length or 0)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v).astype(q.dtype), jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v).astype(q.dtype)
+    return (out, jax.nn.logsumexp(scores, axis=-1)) if return_residual else out
 
 
 def contract_backward(scale, seed, dropout, has_bias, mask_type, layout, window, training, residual, kept, d_out):
     q, k, v, bias, *_, lse, out = kept
-    assert (dropout, window, layout, has_bias[1], residual, lse.dtype) == (0, 0, 0, False, False, jnp.float32)
+    assert (dropout, layout, has_bias[1], residual, lse.dtype) == (0, 0, False, False, jnp.float32)
     group = q.shape[2] // k.shape[2]
-    weights = jnp.exp(contract_scores(q, k, bias if has_bias[0] else None, scale, mask_type) - lse[..., None])
+    weights = jnp.exp(contract_scores(q, k, bias if has_bias[0] else None, scale, mask_type, window) - lse[..., None])
     d_out, out = d_out.astype(jnp.float32), out.astype(jnp.float32)
     d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, jnp.repeat(v, group, axis=2))
     d_scores = weights * (d_weights - jnp.einsum("btnh,btnh->bnt", out, d_out)[..., None]) * scale

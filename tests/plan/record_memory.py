@@ -55,6 +55,14 @@ VARIANTS = (
     "llama3_8b remat=names",
     "llama3_8b remat=none",
     "llama3_8b remat=none model.num_layers=12",
+    "llama3_8b remat=none model.num_layers=16 mesh.fsdp=2 mesh.context=4 train.global_batch=4 context_attention=ring",
+    "llama3_8b remat=none model.num_layers=16 mesh.fsdp=4 mesh.context=2 train.global_batch=4",
+    "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.pipeline=2 train.accumulation=4 train.global_batch=4 "
+    "mesh.context=2",
+    "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.pipeline=2 train.accumulation=4 train.global_batch=4 "
+    "mesh.context=2 mesh.tensor=2 pipeline.rounds=2",
+    "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.pipeline=2 train.accumulation=4 train.global_batch=4 "
+    "mesh.tensor=2 pipeline.rounds=2",
     "llama3_8b remat=offload",
     "llama3_8b train.accumulation=4 train.global_batch=32",
     "llama3_8b train.global_batch=128 train.seq_len=2048",
