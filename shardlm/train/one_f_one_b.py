@@ -94,11 +94,11 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
 
     def tick(carry, i):
         arriving, d_arriving, kept, sums, grads = carry
-        ahead, behind = i - me, i - (2 * S - 2 - me)  # on the last stage the same
-        leaving, inputs = forward(arriving, take(ahead))
-        kept = jax.lax.dynamic_update_index_in_dim(kept, inputs, ahead % len(kept), 0)
-        kept_of_it, d_arriving, mine = after(leaving, (kept[behind % len(kept)], d_arriving, take(behind)))
-        found, new, d_leaving = backward(kept_of_it, leaving, d_arriving, mine)
+        there, back = i - me, i - (2 * S - 2 - me)  # on the last stage the same
+        leaving, inputs = forward(arriving, take(there))
+        kept = jax.lax.dynamic_update_index_in_dim(kept, inputs, there % len(kept), 0)
+        inputs, d_arriving, mine = after(leaving, (kept[back % len(kept)], d_arriving, take(back)))
+        found, new, d_leaving = backward(inputs, leaving, d_arriving, mine)
         sums, grads = jax.tree.map(jnp.add, (sums, grads), (found, new))
         leaving = after(d_leaving, leaving)
         moved = jax.lax.ppermute(leaving, "pipeline", up), jax.lax.ppermute(d_leaving, "pipeline", down)
