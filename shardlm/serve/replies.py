@@ -1,16 +1,21 @@
-"""Replies under way, and what is told of their tokens and prompts: log-probabilities and embeddings."""
+"""Replies under way: what may be said next, what was said and where it ends, and what is told of tokens and prompts,
+which is log-probabilities and embeddings."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from shardlm.serve.bad_words import BadWords
+from shardlm.errors import ShardlmError
+from shardlm.ops.batch_sampling import Sampled
+from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.grammar import Grammar
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
 from shardlm.serve.request import Request
 from shardlm.serve.runner import Started
+from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
 from shardlm.tokenizer import Tokenizer
 
@@ -35,6 +40,58 @@ class Group:
     output: RequestOutput
     replies: list[Reply]
     embed: bool
+
+
+def allowed_next(
+    replies: Sequence[Reply], vocab_size: int, fill: Callable[[np.ndarray, list[tuple[int, Grammar]]], Any]
+) -> np.ndarray:
+    """What grammars, bad words and allowed tokens leave to each of these replies: int32 [replies, ceil(V / 32)]. `fill`
+    as GrammarCompiler's, called where there are grammars."""
+    masks = np.full((len(replies), -(-vocab_size // 32)), -1, np.int32)
+    if grammars := [(i, reply.grammar) for i, reply in enumerate(replies) if reply.grammar]:
+        fill(masks, grammars)
+    for reply, mask in zip(replies, masks, strict=True):
+        allow_only(reply.request.params.allowed_token_ids, mask)
+        reply.bad_words.forbid(reply.request.generated, mask)
+    return masks
+
+
+def take(
+    reply: Reply, tokens: list[int], sampled: Sampled, row: int, scheduler: Scheduler, tokenizer: Tokenizer
+) -> int:
+    """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and where a stop text or the
+    grammar ends it, its end. Returns how many of them belong to it."""
+    request, output = reply.request, reply.output
+    ended_by_token = request.finish_reason == "stop"
+    output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
+    kept = len(tokens)
+    if reply.detokenizer.stopped is not None:
+        count = reply.detokenizer.num_tokens
+        kept = count - len(output.token_ids)
+        scheduler.finish(request, "stop", stop_reason=reply.detokenizer.stopped, num_generated=count)
+    elif reply.grammar is not None and tokens:
+        _follow_grammar(reply, tokens, scheduler)
+    logprobs = sampled.logprob[row, :kept].tolist()
+    output.token_ids += tokens[:kept]
+    output.cumulative_logprob += sum(logprobs)
+    if output.logprobs is not None:
+        for i in range(kept):
+            ids, top = sampled.top_ids[row, i].tolist(), sampled.top_logprobs[row, i].tolist()
+            alternatives = zip(ids, top, strict=True)
+            output.logprobs.append(described(tokenizer, tokens[i], logprobs[i], alternatives, request.params.logprobs))
+    if request.finished and reply.detokenizer.stopped is None:
+        output.text += reply.detokenizer.finish()
+    return kept
+
+
+def _follow_grammar(reply: Reply, tokens: list[int], scheduler: Scheduler) -> None:
+    try:
+        reply.grammar.consume(tokens)
+    except ShardlmError:  # too complex to go on (grammar.py): what there is stands
+        scheduler.finish(reply.request, "abort")
+        return
+    if reply.grammar.complete and not reply.request.finished:
+        scheduler.finish(reply.request, "stop")
 
 
 def collect_scores(started: Started, replies: Mapping[str, Reply], tokenizer: Tokenizer) -> None:
