@@ -117,6 +117,19 @@ class Tokenizer:
         """A decoder for ids that arrive one at a time."""
         return DecodeStream(self._backend, skip_special)
 
+    def is_special(self, text: str) -> bool:
+        """Whether a special token, which `decode` skips unless told, has this name."""
+        return text in self._special
+
+    def token_texts(self) -> list[str]:
+        """The text of each id alone, special ones too; "" of ids that are none."""
+        return self._backend.decode_batch([[id] for id in range(self.vocab_size)], skip_special_tokens=False)
+
+    @functools.cached_property
+    def _special(self) -> frozenset[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """Rows that an embedding needs: the highest id plus one (ids may have gaps)."""
@@ -132,7 +145,7 @@ class Tokenizer:
         for name in END_OF_DOCUMENT_NAMES:
             if (token := self._backend.token_to_id(name)) is not None:
                 return token
-        special = [t.content for t in self._backend.get_added_tokens_decoder().values() if t.special]
+        special = sorted(self._special)
         raise ShardlmError(
             f"the tokenizer has no end-of-document token: none of {', '.join(END_OF_DOCUMENT_NAMES)} is in"
             f" its vocabulary (special tokens: {', '.join(special[:20]) or 'none'}). Add one of these names"

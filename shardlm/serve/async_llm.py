@@ -75,19 +75,22 @@ class AsyncLLM:
         *,
         priority: int = 0,
         embed: bool = False,
+        salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Yields the replies as they grow, the last time with `finished`. Leaving the loop early aborts the request.
+
+        Only requests of equal `salt` share what is computed.
 
         Raises ShardlmError before the first output for what cannot be served, and EngineError where the engine died.
         """
         self.check_health()
         params = sampling_params
         tokens, text = await self._read(prompt)
-        grammar = None
+        form = None
         if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
-            grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
+            form = await asyncio.to_thread(self._engine.compile_form, params)
         stream = _Stream(asyncio.get_running_loop())
-        options = {"text": text, "priority": priority, "embed": embed, "grammar": grammar}
+        options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt}
         self._do(lambda: self._add(request_id, tokens, params, options, stream))
         finished = False
         try:

@@ -19,10 +19,10 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.grammar import Grammar, GrammarCompiler
 from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
+from shardlm.serve.reply_form import FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
@@ -76,9 +76,9 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         embed: bool = False,
-        grammar: Grammar | None = None,
+        form: ReplyForm | None = None,
     ) -> None:
-        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `grammar`:
+        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `form`:
         that of `params`, where it was compiled before. Raises ShardlmError for what cannot be served; nothing is added
         then. Raises EngineError where the engine ended."""
         if self.ended is not None:
@@ -87,11 +87,11 @@ class Engine:
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
-        grammar = grammar or self.compile_grammar(params)
+        form = form or self.compile_form(params)
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
-            group.replies.append(self._reply(own, prompt, params, grammar, index, priority, salt, group))
+            group.replies.append(self._reply(own, prompt, params, form, index, priority, salt, group))
         self._groups[id] = group
         group.output.outputs = [reply.output for reply in group.replies]
         group.output.truncated = group.replies[0].request.truncated
@@ -112,16 +112,16 @@ class Engine:
             raise
         self._prompt_tokens += len(group.output.prompt_token_ids)
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+    def compile_form(self, params: SamplingParams) -> ReplyForm | None:
         """Of params.structured_outputs; slow for large ones, and safe on another thread. Raises ShardlmError."""
         wanted = params.structured_outputs
-        return None if wanted is None else self._grammars.wanted(wanted)
+        return None if wanted is None else self._forms.wanted(wanted)
 
     @functools.cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self._vocab, self.stop_ids)
+    def _forms(self) -> FormCompiler:
+        return FormCompiler(self.tokenizer, self._vocab, self.stop_ids)
 
-    def _reply(self, id, prompt, params, grammar, index: int, priority: int, salt: str, group: Group) -> Reply:
+    def _reply(self, id, prompt, params, form, index: int, priority: int, salt: str, group: Group) -> Reply:
         words = BadWords.make(params.bad_words, self.tokenizer)
         lockstep = bool(words.several) or params.allowed_token_ids is not None
         request = Request(id, prompt, params, self.stop_ids, priority=priority, salt=salt, lockstep=lockstep)
@@ -134,7 +134,7 @@ class Engine:
             skip_special=params.skip_special_tokens,
         )
         output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
-        own = grammar.copy() if grammar and params.n > 1 else grammar
+        own = form.copy() if form and params.n > 1 else form
         return Reply(request, settings, detokenizer, own, words, output, group)
 
     def abort(self, id: str) -> RequestOutput | None:
@@ -207,7 +207,7 @@ class Engine:
         settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
         held = [row for row in batch.rows if row.request.lockstep and row.samples]
         replies = [self._replies[row.request.id] for row in held]
-        masks = allowed_next(replies, self._vocab, lambda masks, grammars: self._grammars.fill(masks, grammars))
+        masks = allowed_next(replies, self._vocab, lambda masks, forms: self._forms.fill(masks, forms))
         slots = [row.slot for row in held]
         self._started.append(self.runner.start(batch, settings, list(zip(slots, masks, strict=True))))
 

@@ -11,8 +11,8 @@ from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.grammar import Grammar
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
+from shardlm.serve.reply_form import ReplyForm
 from shardlm.serve.request import Request
 from shardlm.serve.runner import Started
 from shardlm.serve.scheduler import Scheduler
@@ -27,7 +27,7 @@ class Reply:
     request: Request
     settings: RequestSettings
     detokenizer: Detokenizer
-    grammar: Grammar | None
+    form: ReplyForm | None
     bad_words: BadWords
     output: CompletionOutput
     group: "Group"
@@ -43,13 +43,13 @@ class Group:
 
 
 def allowed_next(
-    replies: Sequence[Reply], vocab_size: int, fill: Callable[[np.ndarray, list[tuple[int, Grammar]]], Any]
+    replies: Sequence[Reply], vocab_size: int, fill: Callable[[np.ndarray, list[tuple[int, ReplyForm]]], Any]
 ) -> np.ndarray:
     """What grammars, bad words and allowed tokens leave to each of these replies: int32 [replies, ceil(V / 32)]. `fill`
-    as GrammarCompiler's, called where there are grammars."""
+    as FormCompiler's, called where there are grammars."""
     masks = np.full((len(replies), -(-vocab_size // 32)), -1, np.int32)
-    if grammars := [(i, reply.grammar) for i, reply in enumerate(replies) if reply.grammar]:
-        fill(masks, grammars)
+    if forms := [(i, reply.form) for i, reply in enumerate(replies) if reply.form]:
+        fill(masks, forms)
     for reply, mask in zip(replies, masks, strict=True):
         allow_only(reply.request.params.allowed_token_ids, mask)
         reply.bad_words.forbid(reply.request.generated, mask)
@@ -63,14 +63,15 @@ def take(
     grammar ends it, its end. Returns how many of them belong to it."""
     request, output = reply.request, reply.output
     ended_by_token = request.finish_reason == "stop"
+    before = reply.detokenizer.num_tokens
     output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
     kept = len(tokens)
     if reply.detokenizer.stopped is not None:
         count = reply.detokenizer.num_tokens
         kept = count - len(output.token_ids)
         scheduler.finish(request, "stop", stop_reason=reply.detokenizer.stopped, num_generated=count)
-    elif reply.grammar is not None and tokens:
-        _follow_grammar(reply, tokens, scheduler)
+    elif reply.form is not None and tokens:
+        _follow_form(reply, tokens, reply.detokenizer.pieces[before:], scheduler)
     logprobs = sampled.logprob[row, :kept].tolist()
     output.token_ids += tokens[:kept]
     output.cumulative_logprob += sum(logprobs)
@@ -84,13 +85,13 @@ def take(
     return kept
 
 
-def _follow_grammar(reply: Reply, tokens: list[int], scheduler: Scheduler) -> None:
+def _follow_form(reply: Reply, tokens: list[int], texts: list[str], scheduler: Scheduler) -> None:
     try:
-        reply.grammar.consume(tokens)
+        reply.form.consume(tokens, texts)
     except ShardlmError:  # too complex to go on (grammar.py): what there is stands
         scheduler.finish(reply.request, "abort")
         return
-    if reply.grammar.complete and not reply.request.finished:
+    if reply.form.complete and not reply.request.finished:
         scheduler.finish(reply.request, "stop")
 
 

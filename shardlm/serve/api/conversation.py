@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
-from shardlm.serve.messages import BadMessage, Message, rendered
+from shardlm.serve.messages import BadMessage, Message, plain_text, rendered
 
 
 async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **form: Any) -> str:
@@ -22,6 +22,12 @@ async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, 
         raise ApiError(str(error), param=error.param) from None
     except ShardlmError as error:
         raise ApiError(str(error), param="messages") from None
+
+
+def text_of(message: Message) -> str:
+    """Of a message that was rendered: its content, in parts or not."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else plain_text(content, "messages")
 
 
 def form_of(request) -> dict[str, bool]:

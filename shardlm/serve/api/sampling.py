@@ -39,6 +39,8 @@ def sampling_params(
     wishes |= {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")
+    if request.use_beam_search:
+        raise ApiError("use_beam_search is not supported; ask for n replies and choose", param="use_beam_search")
     if wishes.get("truncate_prompt_tokens") == -1:  # vLLM's word for what the model has room for
         wanted = wishes.get("max_tokens", SamplingParams.max_tokens)
         room = 1 if wanted is None or wanted >= max_model_len else wanted  # such a wish is for as many as fit
