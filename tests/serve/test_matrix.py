@@ -46,7 +46,7 @@ ASKED = {
     "logprobs": (None, 2),
     "prompt_logprobs": (None, 1),
     "penalties": (False, True),
-    "grammar": (False, True),
+    "grammar": (None, "", "a"),  # after which text
     "n": (1, 2),
     "embed": (False, True),
     "new_weights": (False, True),
@@ -128,13 +128,15 @@ def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
 
 
 def params_of(case: dict) -> SamplingParams:
+    choices, after = ["true", "tags"], case["grammar"] or ()
+    structured = None if case["grammar"] is None else StructuredOutputs(choice=choices, after=after)
     return SamplingParams(
         n=case["n"],
         max_tokens=0 if case["embed"] else 12,
         ignore_eos=True,
         logprobs=case["logprobs"],
         prompt_logprobs=case["prompt_logprobs"],
-        structured_outputs=StructuredOutputs(choice=["true", "tags"]) if case["grammar"] else None,
+        structured_outputs=structured,
         **({"temperature": 1.2, "top_k": 50, "seed": 7} if case["random"] else {"temperature": 0}),
         **({"repetition_penalty": 1.3, "frequency_penalty": 0.5} if case["penalties"] else {}),
     )

@@ -36,6 +36,8 @@ class HarmonyThoughts:
         self._plain = ""  # what stands where a head belongs
         self._bare = True  # no mark so far
         self.push(begun)
+        if self._head is not None:
+            self._head += self._plain
         self.calls, self._plain, self._bare = 0, "", True
 
     @property
