@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
@@ -19,7 +19,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
-from shardlm.serve.prompts import Prompt, read
+from shardlm.serve.prompts import Prompt, check_length, read
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ class AsyncLLM:
         """
         self.check_health()
         params = sampling_params
-        tokens, text = await self._read(prompt)
+        tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
         form = None
         if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
             form = await asyncio.to_thread(self._engine.compile_form, params)
@@ -158,9 +158,11 @@ class AsyncLLM:
         self._commands.put(None)
         self._thread.join()
 
-    async def _read(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+    async def _read(self, prompt: Prompt, truncates: bool) -> tuple[Sequence[int], str | None]:
         """A long text takes a while: the event loop stays free for the streams."""
-        if isinstance(prompt, str) and len(prompt) > SHORT:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > SHORT:
+            await asyncio.to_thread(check_length, text, self.tokenizer, self.max_model_len, truncates)
             return await asyncio.to_thread(read, prompt, self.tokenizer)
         return read(prompt, self.tokenizer)
 

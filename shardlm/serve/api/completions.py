@@ -1,10 +1,10 @@
 """/v1/completions: text that goes on, with the log-probabilities that evaluations read."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from shardlm.serve.api import logprobs
+from shardlm.serve.api.conversation import tokens
 from shardlm.serve.api.endpoint import Events, events_of
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Progress, Usage
@@ -19,7 +19,7 @@ async def completions(call: Call, request: CompletionRequest) -> dict[str, Any] 
     prompts = prompts_of(request.prompt, "prompt")
     params = _params(call, request)
     writer = _Writer(call, request, params.n, prompts)
-    given = prompts if request.add_special_tokens is not False else await asyncio.to_thread(_plain, call, prompts)
+    given = prompts if request.add_special_tokens is not False else await _plain(call, prompts, params)
     replies = await call.replies(given, params, request.priority or 0, request.cache_salt or "")
     if request.stream:
         return Events(events_of(writer.stream(replies)))
@@ -43,9 +43,11 @@ def _params(call: Call, request: CompletionRequest) -> SamplingParams:
     return sampling_params(request, call.service.llm.max_model_len, call.service.settings.sampling, **given)
 
 
-def _plain(call: Call, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+async def _plain(call: Call, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[list[int]]:
     """Without what the tokenizer puts at the ends of a text."""
-    return [call.service.llm.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+    llm, truncates = call.service.llm, params.truncate_prompt_tokens is not None
+    encode = llm.tokenizer.encode
+    return [await tokens(llm, one, encode, truncates) if isinstance(one, str) else one for one in prompts]
 
 
 class _Writer:

@@ -1,6 +1,5 @@
 """The model's turn in a conversation, without its shape in an answer: what chat and responses have in common."""
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
@@ -129,7 +128,7 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
             tools = dataclasses.replace(tools, parser=PlainParser)  # calls are on a channel of their own
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
-    tokens = await asyncio.to_thread(encode, text)
+    tokens = await conversation.tokens(llm, text, encode, params.truncate_prompt_tokens is not None)
     replies = await call.replies([tokens], params, request.priority or 0, request.cache_salt or "")
     asked = Asked(tools, thinking, llm.tokenizer, request.include_reasoning is not False)
     return asked, (output async for _, output in replies)
