@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
+from shardlm.serve.programs import Ranked
 from shardlm.serve.reply_form import ReplyForm
 from shardlm.serve.request import Request
 from shardlm.serve.runner import Started
@@ -56,9 +56,7 @@ def allowed_next(
     return masks
 
 
-def take(
-    reply: Reply, tokens: list[int], sampled: Sampled, row: int, scheduler: Scheduler, tokenizer: Tokenizer
-) -> int:
+def take(reply: Reply, tokens: list[int], sampled: Ranked, row: int, scheduler: Scheduler, tokenizer: Tokenizer) -> int:
     """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and where a stop text or the
     grammar ends it, its end. Returns how many of them belong to it."""
     request, output = reply.request, reply.output
@@ -79,7 +77,8 @@ def take(
         for i in range(kept):
             ids, top = sampled.top_ids[row, i].tolist(), sampled.top_logprobs[row, i].tolist()
             alternatives = zip(ids, top, strict=True)
-            output.logprobs.append(described(tokenizer, tokens[i], logprobs[i], alternatives, request.params.logprobs))
+            told, rank = request.params.logprobs, int(sampled.rank[row, i])
+            output.logprobs.append(described(tokenizer, tokens[i], logprobs[i], rank, alternatives, told))
     if request.finished and reply.detokenizer.stopped is None:
         output.text += reply.detokenizer.finish()
     return kept
@@ -107,7 +106,7 @@ def collect_scores(started: Started, replies: Mapping[str, Reply], tokenizer: To
             position = row.start + i + 1
             alternatives = zip(scores.top_ids[i].tolist(), scores.top_logprobs[i].tolist(), strict=True)
             token, rank = row.request.tokens[position], int(scores.rank[i])
-            found[position] = described(tokenizer, token, float(scores.logprob[i]), alternatives, wanted, rank)
+            found[position] = described(tokenizer, token, float(scores.logprob[i]), rank, alternatives, wanted)
 
 
 def collect_embeddings(started: Started, replies: Mapping[str, Reply]) -> None:
@@ -123,14 +122,12 @@ def described(
     tokenizer: Tokenizer,
     token: int,
     logprob: float,
+    rank: int,
     alternatives: Iterable[tuple[int, float]],
     count: int,
-    rank: int | None = None,
 ) -> Place:
     """The chosen token, then the `count` most likely ones."""
     most = [*alternatives][:count]
-    if rank is None:
-        rank = next((place for place, (other, _) in enumerate(most, 1) if other == token), None)
     every = [(token, logprob, rank), *((other, value, place) for place, (other, value) in enumerate(most, 1))]
     once = {each[0]: each for each in reversed(every)}  # the chosen one keeps its own number
     order = dict.fromkeys(each[0] for each in every)

@@ -43,7 +43,7 @@ BUILT = {
 HELD = {"caching": (True, False), "chunked": (True, False), "few_pages": (True, False)}
 ASKED = {
     "random": (False, True),
-    "logprobs": (None, 2),
+    "logprobs": (None, 0, 2),
     "prompt_logprobs": (None, 1),
     "penalties": (False, True),
     "grammar": (None, "", "a"),  # after which text
@@ -157,6 +157,8 @@ def check(output, prompt: list[int], params: SamplingParams, oracle: Oracle, emb
         for place, told in enumerate(one.logprobs or ()):
             chosen, row = told.chosen, said.logprobs[place]
             assert abs(chosen.logprob - row[chosen.token_id]) < CLOSE
+            above = [(row > row[chosen.token_id] + slack).sum() for slack in (CLOSE, -CLOSE)]
+            assert 1 + above[0] <= chosen.rank <= max(1, above[1])
             best = np.sort(row)[::-1][: params.logprobs]
             np.testing.assert_allclose([other.logprob for other in told.likeliest(params.logprobs)], best, atol=CLOSE)
     for place, told in enumerate((output.prompt_logprobs or ())[1:]):
