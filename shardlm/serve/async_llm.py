@@ -112,9 +112,10 @@ class AsyncLLM:
         """Ends a request; its stream ends with what there is."""
         self._do(lambda: self._abort(request_id))
 
-    async def update_weights(self, weights: Any, draft: Any = None) -> None:
+    async def update_weights(self, weights: Any, draft: Any = None) -> int:
         """New weights, of the draft model too where given, as `LLM.update_weights` takes them, between two batches:
-        what runs goes on with them from the tokens it has. They are read beside the engine's thread.
+        what runs goes on with them from the tokens it has. They are read beside the engine's thread. Returns how many
+        replies go on.
 
         Raises: ShardlmError for what does not fit, EngineError where the engine died.
         """
@@ -123,11 +124,15 @@ class AsyncLLM:
         drafts = await asyncio.to_thread(new_draft, draft, runner)
         params = await asyncio.to_thread(new_weights, weights, runner)
         id, done = f"weights-{uuid.uuid4().hex}", _Stream(asyncio.get_running_loop())
+        unfinished = 0
 
         def swap() -> None:
+            nonlocal unfinished
             del self._streams[id]
             try:
                 self._engine.update_weights(params, drafts)
+                now = self._engine.stats()
+                unfinished = now.num_running + now.num_waiting  # which all wait, to be computed anew
             except Exception as error:
                 done.put(EngineError(f"{type(error).__name__}: {error}"))
                 return
@@ -137,6 +142,7 @@ class AsyncLLM:
         self._do(swap)
         self.check_health()
         await done.next()
+        return unfinished
 
     def check_health(self) -> None:
         """Raises EngineError where the engine died."""
