@@ -33,7 +33,10 @@ class FreePart:
         self._ending = [id for id, text in enumerate(token_texts) if last in text[:-1]]  # that may end it and go on
         self._first = opening[:1]
         self._beyond: dict[tuple[int, int], np.ndarray] = {}
-        self._openers: dict[str, np.ndarray] = {}
+        self._openers: dict[tuple[int, str], np.ndarray] = {}
+        self.beyond((0, 0))  # now, and not while others wait for the engine's thread
+        if opening:
+            self.openers("")
 
     def follow(self, place: tuple[int, int], text: str) -> tuple[tuple[int, int], int | None]:
         """(the place after the text, the characters of it up to the end; None where that has not come)."""
@@ -63,16 +66,17 @@ class FreePart:
 
     def openers(self, said: str) -> np.ndarray:
         """Tokens after which that is so or open."""
-        if said not in self._openers:
-            words = said.lstrip()
+        words = said.lstrip()
+        space = 0 if words else len(said)  # which one it is does not matter: few keys
+        if (space, words) not in self._openers:
             if words:
                 rest = self.opening[len(words) :]
                 near = [id for id, text in enumerate(self._texts) if text and text[0] == rest[0]]
             else:
                 near = [id for id, text in enumerate(self._texts) if not text.lstrip()[:1].strip(self._first)]
             found = [id for id in near if self._texts[id] and self.opens(said + self._texts[id]) is not False]
-            self._openers[said] = np.array(found, np.int64)
-        return self._openers[said]
+            self._openers[space, words] = np.array(found, np.int64)
+        return self._openers[space, words]
 
 
 class ReplyForm:

@@ -114,8 +114,8 @@ class Starting:
 
 
 def test_what_would_change_the_answer_is_refused():
-    told = error(Client().post(TEXT, {"prompt": "a", "use_beam_search": True}), 400)
-    assert told["param"] == "use_beam_search"
+    for name, value in (("use_beam_search", True), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
+        assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name
     client = Client()
     wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
     assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200
