@@ -29,8 +29,9 @@ class FreePart:
     def __init__(self, token_texts: Sequence[str], after: Sequence[str], opening: str):
         self.after, self.opening = tuple(after), opening
         self._texts = token_texts
-        last = self.after[-1][-1]
-        self._ending = [id for id, text in enumerate(token_texts) if last in text[:-1]]  # that may end it and go on
+        last = self.after[-1]
+        self._ending = [id for id, text in enumerate(token_texts) if last[-1] in text[:-1]]  # that may end it and go on
+        self._whole = [id for id in self._ending if last in token_texts[id][:-1]]
         self._first = opening[:1]
         self._beyond: dict[tuple[int, int], np.ndarray] = {}
         self._openers: dict[tuple[int, str], np.ndarray] = {}
@@ -53,9 +54,19 @@ class FreePart:
     def beyond(self, place: tuple[int, int]) -> np.ndarray:
         """Tokens that would end it with their first characters, and go on."""
         if place not in self._beyond:
-            found = [id for id in self._ending if self.follow(place, self._texts[id][:-1])[1] is not None]
+            near = {*self._whole, *self._finishing(*place)}  # following all that may end it takes 0.1 s
+            found = [id for id in sorted(near) if self.follow(place, self._texts[id][:-1])[1] is not None]
             self._beyond[place] = np.array(found, np.int64)
         return self._beyond[place]
+
+    def _finishing(self, number: int, matched: int) -> list[int]:
+        """Tokens that go on from here to the end of the last text."""
+        if number + 1 < len(self.after):
+            return []
+        last = self.after[-1]
+        begun = [n for n in range(1, matched + 1) if last[:matched].endswith(last[:n])]
+        rests = tuple(last[n:] for n in begun)
+        return [id for id in self._ending if self._texts[id].startswith(rests)]
 
     def opens(self, said: str) -> bool | None:
         """Whether a reply that has said this is free; None where that is open."""

@@ -6,7 +6,7 @@ from engines import END, TOKENIZER, finished, random_engine
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.serve.reply_form import FormCompiler
+from shardlm.serve.reply_form import FormCompiler, FreePart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 VOCAB = TOKENIZER.vocab_size + 4
@@ -113,3 +113,17 @@ def test_what_is_refused():
     ):
         with pytest.raises(ShardlmError, match=message):
             StructuredOutputs(regex="a", **fields)
+
+
+def test_no_token_that_goes_on_is_overlooked():
+    """Against following every token from every place."""
+    rng = np.random.default_rng(1)
+    texts = ["".join(rng.choice(list("aab"), rng.integers(0, 7))) for _ in range(3000)]
+    for after in (("aabaa",), ("a",), ("ab", "ba"), ("aa", "a")):
+        free, places = FreePart(texts, after, ""), 0
+        for number, text in enumerate(after):
+            for matched in range(len(text)):
+                place, places = (number, matched), places + 1
+                slow = [id for id, one in enumerate(texts) if one and free.follow(place, one[:-1])[1] is not None]
+                assert free.beyond(place).tolist() == slow
+        assert places == sum(map(len, after))
