@@ -36,7 +36,12 @@ class _Writer:
         self._usage = Usage()
         self._top = request.top_logprobs or 0
         model = request.model or call.service.names[0]
-        self._head = {"id": f"chatcmpl-{call.id}", "created": call.created, "model": model, "system_fingerprint": None}
+        self._head = {
+            "id": f"chatcmpl-{request.request_id or call.id}",
+            "created": call.created,
+            "model": model,
+            "system_fingerprint": None,
+        }
         options = request.stream_options
         self._counts = bool(options and options.include_usage)
         self._always_counts = self._counts and bool(options.continuous_usage_stats)

@@ -57,7 +57,8 @@ class _Writer:
         self._request, self._n, self._prompts = request, n, prompts
         self._tokenizer = call.service.llm.tokenizer
         model = request.model or call.service.names[0]
-        self._head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": model}
+        id = f"cmpl-{request.request_id or call.id}"
+        self._head = {"id": id, "object": "text_completion", "created": call.created, "model": model}
 
     def body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         return {**self._head, "choices": choices, "usage": usage}

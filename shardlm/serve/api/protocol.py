@@ -66,6 +66,7 @@ class Sampled(Common, kw_only=True):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
+    request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -137,6 +138,19 @@ class ResponsesRequest(Common, kw_only=True):
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: str | Json | None = None
+    # vLLM's, which mean what they mean in a chat.
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredWish | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 class EmbeddingsRequest(Common, kw_only=True):

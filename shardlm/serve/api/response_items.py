@@ -8,6 +8,11 @@ from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
+_SAME = (
+    *("chat_template_kwargs", "temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *("structured_outputs", "priority", "cache_salt"),
+)
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 
 
@@ -28,9 +33,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         top_logprobs=request.top_logprobs if logprobs else None,
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=request.reasoning and request.reasoning.effort,
-        chat_template_kwargs=request.chat_template_kwargs,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in _SAME},
     )
 
 

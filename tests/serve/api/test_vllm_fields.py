@@ -113,6 +113,22 @@ class Starting:
         return self.plain.encode_prompt(text)
 
 
+def test_ids_that_the_client_gives_and_fields_of_responses():
+    client = Client()
+    for path, body, head in ((CHAT, {"messages": USER}, "chatcmpl"), (TEXT, {"prompt": "a"}, "cmpl")):
+        body["request_id"] = "mine"
+        answers = [client.post(path, body).json(), *client.events(path, body)]  # in use twice at once would do, too
+        assert {answer["id"] for answer in answers} == {f"{head}-mine"}
+        assert error(client.post(path, {**body, "request_id": "a" * 10**5}), 400)["param"] == "request_id"
+    wishes = {"top_k": 3, "seed": 7, "stop": ["fox"], "priority": 2, "cache_salt": "s", "repetition_penalty": 1.5}
+    body = client.post("/v1/responses", {"input": "hi", **wishes, "ignore_eos": True}).json()
+    _, params, priority = client.llm.seen[-1]
+    assert (params.top_k, params.seed, params.stop, params.repetition_penalty) == (3, 7, ("fox",), 1.5)
+    assert params.ignore_eos and priority == 2 and client.llm.salts[-1] == "s"
+    assert body["output"][0]["content"][0]["text"] == "the quick brown "
+    assert client.service.metrics.ignored_fields == 0
+
+
 def test_what_would_change_the_answer_is_refused():
     for name, value in (("use_beam_search", True), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
         assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name

@@ -2,6 +2,7 @@
 prompt and a wish for the reply's form mean to them."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ from shardlm.serve.api.reasoning.marks import MarkedThoughts, Thought
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.sampling_params import StructuredOutputs
 from shardlm.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Splitter(Protocol):
@@ -112,6 +115,8 @@ def choose(asked: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> R
     source = template.source if template else ""
     if asked == "auto":
         asked = next((name for name in _FOUND if all(map(source.__contains__, _marks(STYLES[name])))), "none")
+        if asked != "none":
+            log.info("reasoning_parser=%s, as the chat template has its marks; none leaves replies as they are", asked)
     if asked == "none":
         return None
     style = STYLES[asked]
