@@ -38,12 +38,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request's replies mean. thinking: how their thoughts are told apart; None: they are not. shows_thoughts:
-    whether the client wants them."""
+    """What a request's replies mean. thinking: how their thoughts are told apart; None: they are not. skip_special:
+    their texts are without special tokens. shows_thoughts: whether the client wants thoughts."""
 
     tools: Tools
     thinking: Thinking | None
     tokenizer: Tokenizer
+    skip_special: bool
     shows_thoughts: bool = True
 
 
@@ -55,7 +56,7 @@ class Turn:
         self._parser = asked.tools.parser()
         make = asked.thinking.splitter if asked.thinking else lambda: None
         self._splitter = make()
-        self._tokens = ThoughtTokens(make(), asked.tokenizer)
+        self._tokens = ThoughtTokens(make(), asked.tokenizer, asked.skip_special)
         self._progress = Progress()
         self._seen = 0  # tokens
 
@@ -130,7 +131,8 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
     encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
     tokens = await conversation.tokens(llm, text, encode, params.truncate_prompt_tokens is not None)
     replies = await call.replies([tokens], params, request.priority or 0, request.cache_salt or "")
-    asked = Asked(tools, thinking, llm.tokenizer, request.include_reasoning is not False)
+    shows = request.include_reasoning is not False
+    asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, shows)
     return asked, (output async for _, output in replies)
 
 

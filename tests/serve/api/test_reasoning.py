@@ -18,6 +18,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api.reasoning.choose import choose
 from shardlm.serve.api.reasoning.harmony import HarmonyThoughts
 from shardlm.serve.api.reasoning.marks import MarkedThoughts, Thought
+from shardlm.serve.api.reasoning.tokens import ThoughtTokens
 from shardlm.serve.api.tools.reader import CallDelta
 
 PATH = "/v1/chat/completions"
@@ -225,6 +226,17 @@ def test_counts_of_thought_are_of_whole_tokens():
         "refusal": None,
     }
     assert "completion_tokens_details" not in body["usage"]
+
+
+def test_special_tokens_that_texts_leave_out_decide_nothing():
+    tokenizer = FakeLLM().tokenizer
+    own, answer = tokenizer.encode("<think>a</think>"), tokenizer.encode("b")
+    ids = [tokenizer.end_of_document_id, *own, *answer]
+    for skip, thoughts in ((True, 1 + len(own)), (False, 0)):
+        tokens = ThoughtTokens(MarkedThoughts(*THINK, None), tokenizer, skip)
+        told = [token for i in range(len(ids)) for token in tokens.push(ids[i : i + 1], [], i + 1 == len(ids))]
+        assert [token.id for token in told] == ids and tokens.thoughts == thoughts
+        assert [token.thought for token in told] == [True] * thoughts + [False] * (len(ids) - thoughts)
 
 
 STYLES = {"qwen3": "qwen3", "deepseek": "qwen3", "hermes": "qwen3", "gpt_oss": "openai_gptoss"}

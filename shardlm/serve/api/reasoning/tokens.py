@@ -20,11 +20,11 @@ class Said:
 class ThoughtTokens:
     """Push the tokens of a reply. A token is thought if some of it is, or a mark's; thoughts: how many are."""
 
-    def __init__(self, splitter: Splitter | None, tokenizer: Tokenizer):
-        """`splitter`: a new one; None: nothing is thought."""
+    def __init__(self, splitter: Splitter | None, tokenizer: Tokenizer, skip_special: bool):
+        """`splitter`: a new one; None: nothing is thought. `skip_special`: the text is without special tokens."""
         self.thoughts = 0
         self._splitter = splitter
-        self._stream = tokenizer.stream(skip_special=False) if splitter else None
+        self._stream = tokenizer.stream(skip_special=skip_special) if splitter else None
         self._undecided: list[tuple[int, Place | None]] = []
 
     def push(self, ids: Sequence[int], places: Sequence[Place], ended: bool) -> list[Said]:
