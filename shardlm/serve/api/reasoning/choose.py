@@ -32,11 +32,12 @@ class Splitter(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """begins, ends: spellings of the marks. assumed: a reply thinks from its first text, also where neither prompt nor
-    reply has the first mark."""
+    """begins, ends: spellings of the marks. common: how all of them begin, and end, where there are several. assumed: a
+    reply thinks from its first text, also where neither prompt nor reply has the first mark."""
 
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
+    common: tuple[str, str] = ("", "")
     assumed: bool = False
 
 
@@ -49,7 +50,7 @@ STYLES: Mapping[str, Style] = {
     "deepseek_r1": Style(assumed=True),
     "deepseek_v3": Style(),
     "glm45": Style(),
-    "granite": Style(*_GRANITE),
+    "granite": Style(*_GRANITE, ("Here", " my response:")),
     "mistral": Style(("[THINK]",), ("[/THINK]",)),
     "olmo3": Style(),
     "openai_gptoss": HARMONY,
@@ -87,9 +88,9 @@ class Reasoning:
             return Thinking(lambda: HarmonyThoughts(names, head), {"after": harmony.FINAL} if inside else {})
         thinking = self._at_the_end(prompt, begun)
         begins, ends = self.style.begins, self.style.ends
-        free: dict[str, Any] = {} if thinking is False else {"after": ends[:1]}
+        free: dict[str, Any] = {} if thinking is False else {"after": self.style.common[1] or ends[0]}
         if thinking is None:
-            free["opening"] = begins[0]
+            free["opening"] = self.style.common[0] or begins[0]
         return Thinking(lambda: MarkedThoughts(begins, ends, thinking), free)
 
     def _at_the_end(self, prompt: str, begun: str | None) -> bool | None:
