@@ -5,14 +5,8 @@ from types import MappingProxyType
 
 import pytest
 
-from shardlm.plan.published import load
 from shardlm.plan.superseded import superseded
-from shardlm.plan.validate import FAR, POINTS, format_validation, summary, validate
-
-
-@pytest.fixture(scope="module")
-def published():
-    return load(POINTS)
+from shardlm.plan.validate import FAR, format_validation, summary, validate
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 from shardlm.plan import validate as validation
 from shardlm.plan.compute import operations
 from shardlm.plan.constants import GAP, MODULE, NVLINK
-from shardlm.plan.published import load
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems_experts import (
     CALL,
@@ -27,11 +26,6 @@ from shardlm.plan.systems_experts import (
 )
 from shardlm.plan.traffic import GATHER, RAGGED, Sent, training_traffic
 from shardlm.plan.validate import configuration, predict
-
-
-@pytest.fixture(scope="module")
-def published():
-    return load(validation.POINTS)
 
 
 def of(published, name):

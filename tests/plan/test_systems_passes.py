@@ -2,18 +2,11 @@
 
 import pytest
 
-from shardlm.plan import validate as validation
 from shardlm.plan.compute import operations
-from shardlm.plan.published import load
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems import POLICIES, recomputed
 from shardlm.plan.systems_passes import added_ops, as_multiplied, heads_ops, loss_op
 from shardlm.plan.validate import configuration
-
-
-@pytest.fixture(scope="module")
-def published():
-    return load(validation.POINTS)
 
 
 def of(published, name):

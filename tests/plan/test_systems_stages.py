@@ -4,19 +4,13 @@ import dataclasses
 
 import pytest
 
-from shardlm.plan import systems, systems_passes, validate
+from shardlm.plan import systems, systems_passes
 from shardlm.plan.compute import operations
 from shardlm.plan.cost import kernel_seconds
 from shardlm.plan.kernels import Kernels
-from shardlm.plan.published import load
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems_stages import at_the_end, layers_of_last
 from shardlm.plan.validate import configuration, predict
-
-
-@pytest.fixture(scope="module")
-def published():
-    return load(validate.POINTS)
 
 
 def dealt(layers, stages, parts):

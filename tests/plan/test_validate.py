@@ -7,7 +7,6 @@ import pytest
 
 from shardlm.plan import validate as validation
 from shardlm.plan.constants import HOST
-from shardlm.plan.published import load
 from shardlm.plan.systems import as_run, as_sent, recomputed
 from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent
 from shardlm.plan.validate import format_validation, predict, summary, validate
@@ -16,11 +15,6 @@ from shardlm.plan.validate import format_validation, predict, summary, validate
 @pytest.fixture(scope="module")
 def rows():
     return validate()
-
-
-@pytest.fixture(scope="module")
-def published():
-    return load(validation.POINTS)
 
 
 def median(rows, belongs) -> float:
