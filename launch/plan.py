@@ -16,12 +16,14 @@ import sys
 
 from absl import flags
 
+from launch.auto import given, split_auto
 from launch.flags import config_name, run, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
 
-_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware; local: measures the devices here.")
+_GPU = flags.DEFINE_string("gpu", None, f"{', '.join(GPUS)}; one of --hardware; or local: the devices here, measured.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
@@ -48,6 +50,7 @@ _VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements
 def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.answer import answer
     from shardlm.plan.asked import budget_of
+    from shardlm.plan.auto import fixed_fields
     from shardlm.plan.config_source import source
     from shardlm.plan.constraints import Constraints
     from shardlm.plan.report.data import to_json
@@ -61,7 +64,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     config = resolved.config
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
-    constraints = Constraints.parse(words)
+    constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
     found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget)
     counts = around(config, cluster, constraints) if _REPORT.value else ()
     told = to_json(found, config_name(), counts, most=_TOP.value)
@@ -151,7 +154,7 @@ def validation() -> int:
 
 
 if __name__ == "__main__":
-    sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
+    sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
     if "--validate" in sys.argv:
         run(validation, needs_config=False)
     if "--serve" in sys.argv:

@@ -134,6 +134,35 @@ def test_a_constraint_that_stands_in_the_way_is_named():
     assert told[0] == "without rules=replicated"
 
 
+def test_what_is_asked_of_microbatches_and_of_the_optimizers_place_is_kept_where_other_plans_are_faster(found):
+    assert {plan.config.train.accumulation for plan in found.plans[:3]} == {1}
+    held = search(config("llama3_8b"), H100, Constraints.parse(["train.accumulation=2"]))
+    assert held.plans and {plan.config.train.accumulation for plan in held.plans} == {2}
+    assert any("accumulation=2, 16 ways" in reason for reason in held.refused)  # one row a device: not there
+    away = search(config("llama3_8b"), H100, Constraints.parse(["offload.optimizer=true"]))
+    assert {plan.config.offload.optimizer for plan in away.plans} == {True}
+    with pytest.raises(ShardlmError, match=r"(?s)train\.accumulation=16.*cannot be split over .*accumulation=16"):
+        search(config("llama3_8b"), H100, Constraints.parse(["train.accumulation=16"]))
+    odd = search(config("llama3_8b", global_batch=24), H100, Constraints.parse(["train.accumulation=3", "mesh.fsdp=8"]))
+    assert {plan.sketch.rows for plan in odd.plans} == {1}
+
+
+def test_constraints_that_no_value_can_agree_with_are_refused():
+    with pytest.raises(ShardlmError, match=r"mesh\.tensor=2 and mesh\.tensor>=4 leave no value of mesh\.tensor"):
+        Constraints.parse(["mesh.tensor=2", "mesh.tensor>=4"])
+    with pytest.raises(ShardlmError, match="rules=zero1 and rules=zero3 leave no value"):
+        Constraints.parse(["rules=zero1", "rules=zero3"])
+    assert Constraints.parse(["mesh.tensor<=4", "mesh.tensor>=2", "offload.optimizer=true,false"]).items
+
+
+def test_8_bit_matmuls_are_advised_where_the_gpu_has_them_and_the_run_does_not():
+    for gpu, asked, advised in (("h100", "dtype", "fp8"), ("a100", "dtype", "int8"), ("h100", "fp8", "")):
+        wanted = dataclasses.replace(config("llama3_8b"), mesh=MeshSpec(fsdp=8), rules="zero3", matmul=asked)
+        said = Plan.of(wanted, cluster_of(gpu, None, 8)).cost.limit
+        assert said.startswith("matmuls") and (f"8-bit matmuls (matmul={advised})" in said) == bool(advised)
+        assert "8-bit" in said or not advised
+
+
 def test_the_winner_is_written_as_a_configuration_that_says_the_same(found, tmp_path):
     for name in ("llama3_8b", "deepseek_v3", "sft", "tiny_hybrid"):
         wanted = found.plans[0].config if name == "llama3_8b" else load(str(CONFIGS / f"{name}.py"))

@@ -49,7 +49,8 @@ def refusals(answer: Data) -> list[str]:
 def settings(plan: Data) -> str:
     """Its mesh, and what goes with it."""
     away = "".join(f", the {name} in the host's memory" for name in plan["offload"])
-    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{away}"
+    products = "" if plan["matmul"] == "dtype" else f", matmul={plan['matmul']}"
+    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{products}{away}"
 
 
 def change(answer: Data) -> str:

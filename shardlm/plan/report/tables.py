@@ -60,7 +60,15 @@ def plans(answer: Data) -> Table:
     cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *figures, _STATUS]
     left = answer["plans_left_out"]
     said = [f"{left:,} slower ones are left out."] if left else []
-    return _table("plans", "The best meshes", cells, rows, " ".join([*said, *_not_compiled(rows)]))
+    return _table("plans", "The best meshes", cells, rows, " ".join([*said, *_eight_bits(rows), *_not_compiled(rows)]))
+
+
+def _eight_bits(rows: Sequence[Data]) -> list[str]:
+    return ["MFU is against the 16-bit peak, with 8-bit matmuls too."] if _names_matmul(rows) else []
+
+
+def _names_matmul(rows: Sequence[Data]) -> bool:
+    return any(p["matmul"] != "dtype" for p in rows)
 
 
 def _not_compiled(rows: Sequence[Data]) -> list[str]:
@@ -100,7 +108,7 @@ def _settings(rows: Sequence[Data]) -> list[Cell]:
     cells.append((Column("micro-batches"), lambda p: str(p["microbatches"])))
     if any(p["offload"] for p in rows):
         cells.append((Column("offload", words=True), lambda p: ", ".join(p["offload"]) or NONE))
-    if len({p["matmul"] for p in rows}) > 1:
+    if _names_matmul(rows):
         cells.append((Column("matmul", words=True), lambda p: p["matmul"]))
     return cells
 
