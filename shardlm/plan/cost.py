@@ -59,7 +59,7 @@ class StepCost:
     comms     every collective's
     timeline  forward, backward and optimizer
     bubble    idle while the pipeline fills and drains
-    faster_matmul  the 8-bit products that the GPU has and the run does not use; "" where there are none
+    faster_matmul  products in fewer bits that the GPU has and the run does not use, in words; "" where there are none
     """
 
     compute: dict[str, float]
@@ -169,7 +169,9 @@ def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent
 def _faster_matmul(sketch: Sketch, cluster: Cluster) -> str:
     if sketch.config.matmul != "dtype" or cluster.is_cpu:
         return ""
-    return next((name for name in EIGHT_BITS if cluster.gpu.peak.of(name)), "")
+    if sketch.config.precision == "fp32":
+        return "16-bit matmuls (precision=bf16)"
+    return next((f"8-bit matmuls (matmul={name})" for name in EIGHT_BITS if cluster.gpu.peak.of(name)), "")
 
 
 @dataclasses.dataclass

@@ -53,13 +53,14 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
     Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
     """
     find = _search if every else _fastest
-    considered = too_large = 0
+    tried: list[Found] = []
     for away in _places(config, constraints):
-        found = find(config, cluster, constraints, [away])
-        considered, too_large = considered + found.considered, too_large + found.too_large
-        if found.plans:
+        tried.append(find(config, cluster, constraints, [away]))
+        if tried[-1].plans:
             break
-    found = dataclasses.replace(found, considered=considered, too_large=too_large)
+    found = min(tried, key=lambda one: (not one.plans, one.smallest.memory.total if one.smallest else math.inf))
+    sums = {name: sum(getattr(one, name) for one in tried) for name in ("considered", "too_large")}
+    found = dataclasses.replace(found, **sums)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
     return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found

@@ -127,6 +127,11 @@ def test_what_does_not_fit_says_so_and_what_would():
     assert first_fit(wanted, fewer) is None  # it is the fewest
 
 
+def test_what_is_too_large_and_cannot_rest_on_the_host_either_does_not_fit():
+    told = search(config("diloco_two_sites"), cluster_of("rtx5090", None, 16))
+    assert not told.plans and told.smallest.config.local_sgd.inner_steps and not told.smallest.config.offload.optimizer
+
+
 def test_a_constraint_that_stands_in_the_way_is_named():
     constraints = Constraints.parse(["rules=replicated", "mesh.tensor=1", "mesh.pipeline=1"])
     assert not search(config("llama3_70b"), cluster_of("h100", None, 64), constraints).plans

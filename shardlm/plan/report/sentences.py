@@ -4,7 +4,7 @@ would make it fit, what the words mean."""
 import dataclasses
 from typing import Any
 
-from shardlm.plan.report.figures import days, dollars, figure, gib, large, milliseconds, percent
+from shardlm.plan.report.figures import days, dollars, duration, figure, gib, large, milliseconds, percent
 from shardlm.plan.report.tables import was_compiled
 
 Data = dict[str, Any]
@@ -24,7 +24,7 @@ def facts(plan: Data, run: Data) -> list[Fact]:
     """What a plan comes to, by its program where there is one."""
     price = run["dollars_per_gpu_hour"]
     shown = [
-        ("step", "step_seconds", lambda x: f"{figure(x)} s"),
+        ("step", "step_seconds", lambda x: f"{duration(x)} s"),
         ("tokens/s", "tokens_per_second", figure),
         ("MFU", "mfu", percent),
         ("memory of a GPU", "memory_bytes", lambda x: f"{gib(x)} GiB"),

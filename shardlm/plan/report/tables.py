@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardlm.plan.report.figures import NONE, count, figure, gib, milliseconds, percent
+from shardlm.plan.report.figures import NONE, count, duration, figure, gib, milliseconds, percent
 
 Data = dict[str, Any]
 
@@ -82,7 +82,7 @@ def _not_compiled(rows: Sequence[Data]) -> list[str]:
         return []
     return [
         f"{better} of those shown were not compiled and are estimated to take less than the "
-        f"{figure(best['step_seconds'])} s of the first one's program: --verify={tried + better} compiles them too."
+        f"{duration(best['step_seconds'])} s of the first one's program: --verify={tried + better} compiles them too."
     ]
 
 
@@ -129,7 +129,7 @@ def _figures(rows: Sequence[Data], estimated: Sequence[tuple], compiled: Sequenc
     return cells + ([cell("compiled", *one) for one in compiled] if any(p["compiled"] for p in rows) else [])
 
 
-_SECONDS, _RATE = ("s/step", "step_seconds", figure), ("tokens/s", "tokens_per_second", figure)
+_SECONDS, _RATE = ("s/step", "step_seconds", duration), ("tokens/s", "tokens_per_second", figure)
 _SHARE, _HELD = ("MFU", "mfu", percent), ("GiB", "memory_bytes", gib)
 _SHORT = (_SECONDS, _HELD)
 _STATUS: Cell = (Column("figures", words=True), lambda p: p["status"])
