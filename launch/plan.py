@@ -65,7 +65,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
     constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
-    found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget)
+    found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget, say=telling())
     counts = around(config, cluster, constraints) if _REPORT.value else ()
     told = to_json(found, config_name(), counts, most=_TOP.value)
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
@@ -93,6 +93,7 @@ def serving(resolved: Resolved | None = None) -> int:
         compiled=_compiled(1),
         as_json=_FORMAT.value == "json",
         report=_REPORT.value,
+        say=telling(),
     )
     print(said)
     return 0 if fits else 2
@@ -141,9 +142,13 @@ def asked_cluster():
     use_cpu_devices(_CPU_DEVICES.value)
     if _GPU.value != LOCAL:
         jax.config.update("jax_platforms", "cpu")
-    say = functools.partial(print, file=sys.stderr, flush=True)
     known = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
-    return cluster_of(*known, profile=_PROFILE.value, say=say, fabric=_FABRIC.value)
+    return cluster_of(*known, profile=_PROFILE.value, say=telling(), fabric=_FABRIC.value)
+
+
+def telling():
+    """What takes long is said on stderr as it begins."""
+    return functools.partial(print, file=sys.stderr, flush=True)
 
 
 def validation() -> int:

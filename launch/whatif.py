@@ -118,6 +118,7 @@ def _advise(config, constraints, hardware) -> int:
         max_batch_tokens=_BATCH.value,
         dollars_per_gpu_hour=_PRICE.value,
         hardware=hardware,
+        say=functools.partial(print, file=sys.stderr, flush=True),
     )
     print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
     return 0 if found.best else 2

@@ -50,8 +50,10 @@ def checked(monkeypatch):
     shown = [programs(90), VerifiedServing(failure="the compiler ended its process"), programs(60)]
     monkeypatch.setattr(answers, "impossible", lambda cluster: "")
     monkeypatch.setattr(answers, "verify_apart", lambda plans: [shown[asked.extend(plans) or len(asked) - 1]])
-    found = answer_serving(case(), compiled=1)
+    heard = []
+    found = answer_serving(case(), compiled=1, say=heard.append)
     assert asked == list(found.found.plans[:3])
+    assert heard == [f"compiling the engine's programs of a replica on {p.mesh} for h100 ..." for p in asked]
     return found
 
 
