@@ -21,6 +21,7 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
 from shardlm.plan.search import _search, first_fit, search, settings
+from shardlm.train.config import PipelineConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 H100 = cluster_of("h100", None, 8)
@@ -223,11 +224,22 @@ def test_constraints_that_say_nothing_allow_everything(found):
 def test_a_plan_has_the_names_and_the_sums_of_a_profile(found):
     plan = next(p for p in found.plans if p.config.rules == "zero3" and p.config.mesh == MeshSpec(fsdp=4, tensor=2))
     told = rows(plan)
-    assert told["step"] == plan.step_seconds and set(LAYERS) > plan.cost.compute.keys()
+    assert told["step"] == plan.step_seconds == told["busy"] + told["idle"] and set(LAYERS) > plan.cost.compute.keys()
     assert sum(told[layer] for layer in plan.cost.compute) == pytest.approx(plan.cost.compute_seconds)
     assert {"all-gather fsdp", "reduce-scatter tensor exposed"} < told.keys()
     sent = [told[row] for row in told if row.endswith(" exposed")]
     assert sum(sent) == pytest.approx(plan.cost.exposed_seconds)
+
+
+@pytest.mark.parametrize("pipeline", [PipelineConfig(rounds=2), PipelineConfig("1f1b")])
+def test_without_stages_nothing_is_idle_whatever_the_schedule(pipeline):
+    odd = config("llama3_8b")
+    odd = dataclasses.replace(odd, mesh=MeshSpec(fsdp=4, tensor=2), model=dataclasses.replace(odd.model, num_layers=31))
+    plain, asked = (
+        Plan.of(dataclasses.replace(odd, pipeline=one), H100) for one in (PipelineConfig("gpipe"), pipeline)
+    )
+    assert asked.cost.bubble_seconds == 0 and rows(asked)["idle"] == 0
+    assert (asked.step_seconds, asked.memory.total) == (plain.step_seconds, plain.memory.total)
 
 
 def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
