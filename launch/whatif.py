@@ -146,7 +146,7 @@ def _advise_serving(resolved, hardware) -> int:
         dollars_per_gpu_hour=_PRICE.value,
         hardware=hardware,
     )
-    print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
+    print(json.dumps(to_json(found, target), indent=2) if _FORMAT.value == "json" else to_text(found))
     return 0 if found.offers else 2
 
 
