@@ -67,7 +67,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
     found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget, say=telling())
     counts = around(config, cluster, constraints) if _REPORT.value else ()
-    told = to_json(found, config_name(), counts, most=_TOP.value)
+    told = to_json(found, config_name(), counts, most=_TOP.value, overrides=dict(given(resolved)))
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
     if _REPORT.value:
         pathlib.Path(_REPORT.value).write_text(to_html(told), encoding="utf-8")

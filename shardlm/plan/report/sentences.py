@@ -86,8 +86,8 @@ def pipeline(first: Data) -> str:
     )
 
 
-def headline(answer: Data) -> tuple[str, str]:
-    """(the cluster, the run) in a line each."""
+def headline(answer: Data) -> tuple[str, ...]:
+    """(the cluster, the run, what the command line says of it where it does) in a line each."""
     cluster, run = answer["cluster"], answer["run"]
     hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
     inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
@@ -99,7 +99,8 @@ def headline(answer: Data) -> tuple[str, str]:
         f"{large(run['parameters'])} parameters{adapters}; {run['global_batch']:,} rows of {run['seq_len']:,} = "
         f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
     )
-    return first, second
+    given = ", ".join(f"{path}={value}" for path, value in answer["overrides"].items())
+    return (first, second, f"With {given}") if given else (first, second)
 
 
 def words(answer: Data) -> list[str]:
