@@ -15,6 +15,11 @@ def split_auto(argv: Sequence[str]) -> tuple[list[str], bool]:
     return [word for word in argv if word != AUTO], AUTO in argv
 
 
+def given(resolved: Resolved) -> list[tuple[str, str]]:
+    """What the command line says of the configuration: (path, value as text)."""
+    return [(path, str(v)) for path, v in leaves(resolved.config).items() if resolved.sources[path] == "command line"]
+
+
 def planned(resolved: Resolved, hardware_profile: str | None = None) -> Any:
     """The configuration on the planner's mesh, with the rates of a measured profile where its file is given. Fields
     given on the command line stay. Raises as `auto_mesh` and `cluster_of_devices` do."""
@@ -25,9 +30,8 @@ def planned(resolved: Resolved, hardware_profile: str | None = None) -> Any:
     from shardlm.plan.local import provenance
     from shardlm.plan.search import settings
 
-    given = [(path, str(v)) for path, v in leaves(resolved.config).items() if resolved.sources[path] == "command line"]
     profile = load_profile(hardware_profile) if hardware_profile else None
-    config, plan = auto_mesh(resolved.config, cluster_of_devices(jax.devices(), profile), given)
+    config, plan = auto_mesh(resolved.config, cluster_of_devices(jax.devices(), profile), given(resolved))
     if jax.process_index() == 0:
         gib = plan.memory.total / 2**30
         for sentence in provenance(plan.cluster):

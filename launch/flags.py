@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags
 
-from shardlm.config import format_resolved, resolve
+from shardlm.config import format_resolved, leaves, load, resolve
 from shardlm.errors import ShardlmError
 
 PREFIX = "--config."
@@ -49,7 +49,29 @@ def run(main: Callable[..., int | None], *, needs_config: bool = True, arguments
 
     with _without_traceback():
         plain, overrides = split_overrides(sys.argv)
-    app.run(guarded, argv=plain)
+    app.run(guarded, argv=plain, flags_parser=_parsed)
+
+
+def _parsed(argv: Sequence[str]) -> list[str]:
+    """As absl parses them; an unknown flag that is called as a field of the configuration is told how that is set."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        unknown = isinstance(error, flags.UnrecognizedFlagError)
+        if unknown and (paths := _fields_called(error.flagname, argv)):
+            with _without_traceback():
+                which = " or ".join(f"{PREFIX}{path}=VALUE" for path in paths[:3])
+                raise ShardlmError(f"there is no flag --{error.flagname}; the configuration has {which}") from None
+        return app.parse_flags_with_usage(argv)
+
+
+def _fields_called(name: str, argv: Sequence[str]) -> list[str]:
+    """Paths of the configuration's fields of that name, or in a group of that name; none where it cannot be read."""
+    files = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    try:
+        return [path for path in leaves(load(files[-1])) if name in path.split(".")] if files else []
+    except ShardlmError:
+        return []
 
 
 @contextlib.contextmanager

@@ -16,12 +16,14 @@ import sys
 
 from absl import flags
 
+from launch.auto import given, split_auto
 from launch.flags import config_name, run, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
 
-_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware; local: measures the devices here.")
+_GPU = flags.DEFINE_string("gpu", None, f"{', '.join(GPUS)}; one of --hardware; or local: the devices here, measured.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
@@ -48,6 +50,7 @@ _VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements
 def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.answer import answer
     from shardlm.plan.asked import budget_of
+    from shardlm.plan.auto import fixed_fields
     from shardlm.plan.config_source import source
     from shardlm.plan.constraints import Constraints
     from shardlm.plan.report.data import to_json
@@ -61,10 +64,10 @@ def main(resolved: Resolved, words: list[str]) -> int:
     config = resolved.config
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
-    constraints = Constraints.parse(words)
-    found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget)
+    constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
+    found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget, say=telling())
     counts = around(config, cluster, constraints) if _REPORT.value else ()
-    told = to_json(found, config_name(), counts, most=_TOP.value)
+    told = to_json(found, config_name(), counts, most=_TOP.value, overrides=dict(given(resolved)))
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
     if _REPORT.value:
         pathlib.Path(_REPORT.value).write_text(to_html(told), encoding="utf-8")
@@ -90,6 +93,7 @@ def serving(resolved: Resolved | None = None) -> int:
         compiled=_compiled(1),
         as_json=_FORMAT.value == "json",
         report=_REPORT.value,
+        say=telling(),
     )
     print(said)
     return 0 if fits else 2
@@ -138,9 +142,13 @@ def asked_cluster():
     use_cpu_devices(_CPU_DEVICES.value)
     if _GPU.value != LOCAL:
         jax.config.update("jax_platforms", "cpu")
-    say = functools.partial(print, file=sys.stderr, flush=True)
     known = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value)
-    return cluster_of(*known, profile=_PROFILE.value, say=say, fabric=_FABRIC.value)
+    return cluster_of(*known, profile=_PROFILE.value, say=telling(), fabric=_FABRIC.value)
+
+
+def telling():
+    """What takes long is said on stderr as it begins."""
+    return functools.partial(print, file=sys.stderr, flush=True)
 
 
 def validation() -> int:
@@ -151,7 +159,7 @@ def validation() -> int:
 
 
 if __name__ == "__main__":
-    sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
+    sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
     if "--validate" in sys.argv:
         run(validation, needs_config=False)
     if "--serve" in sys.argv:

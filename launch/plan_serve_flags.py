@@ -45,10 +45,10 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
 
 
 def plan_serving(
-    source: Any, cluster: Any, *, most: int, compiled: int, as_json: bool, report: str | None = None
+    source: Any, cluster: Any, *, most: int, compiled: int, as_json: bool, say: Any, report: str | None = None
 ) -> tuple[str, bool]:
-    """What `--serve` prints, with the `compiled` best compiled and a page written to `report`; and whether the first
-    plan fits."""
+    """What `--serve` prints, with the `compiled` best compiled, what takes long told to `say`, and a page written to
+    `report`; and whether the first plan fits."""
     import json
     import pathlib
 
@@ -57,7 +57,7 @@ def plan_serving(
     from shardlm.plan.serving.report.html import to_html
     from shardlm.plan.serving.report.text import to_text
 
-    found = answer_serving(serving_case(source, cluster), fixed_axes(), compiled)
+    found = answer_serving(serving_case(source, cluster), fixed_axes(), compiled, say)
     told = to_json(found, most)
     if report:
         pathlib.Path(report).write_text(to_html(told), encoding="utf-8")

@@ -14,15 +14,17 @@ import sys
 
 from absl import flags
 
+from launch.auto import given, split_auto
 from launch.flags import run, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
 
 _SWEEP = flags.DEFINE_string("sweep", None, "FIELD=VALUE,VALUE: num_gpus, gpu, cluster, a field of the configuration.")
 _SCALE = flags.DEFINE_bool("scale_batch", False, "Sweep of num_gpus: keep rows per GPU and not the global batch.")
 _PNG = flags.DEFINE_string("png", None, "Draw the sweep into this .png file.")
-_GPU = flags.DEFINE_string("gpu", None, "A GPU of hardware.py, or of --hardware.")
+_GPU = flags.DEFINE_string("gpu", None, f"{', '.join(GPUS)}; or one of --hardware.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "A kind of cluster of clusters.py, or of --hardware; instead of --gpu.")
 _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound=1)
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
@@ -49,6 +51,7 @@ def main(words: list[str], resolved: Resolved | None = None) -> int:
     import jax
 
     from shardlm.hardware_file import SHIPPED, load_hardware
+    from shardlm.plan.auto import fixed_fields
     from shardlm.plan.constraints import Constraints
 
     if bool(_SWEEP.value) == bool(_TARGET.value):
@@ -61,7 +64,9 @@ def main(words: list[str], resolved: Resolved | None = None) -> int:
         if words:
             raise ShardlmError(f"--{words[0]} is a constraint of training; with --serve give --tensor=N and the like")
         return _advise_serving(resolved, hardware)
-    return (_sweep if _SWEEP.value else _advise)(resolved.config, Constraints.parse(words), hardware)
+    return (_sweep if _SWEEP.value else _advise)(
+        resolved.config, Constraints.parse([*words, *fixed_fields(given(resolved))]), hardware
+    )
 
 
 def _refuse(those, what: str) -> None:
@@ -113,6 +118,7 @@ def _advise(config, constraints, hardware) -> int:
         max_batch_tokens=_BATCH.value,
         dollars_per_gpu_hour=_PRICE.value,
         hardware=hardware,
+        say=functools.partial(print, file=sys.stderr, flush=True),
     )
     print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
     return 0 if found.best else 2
@@ -140,12 +146,12 @@ def _advise_serving(resolved, hardware) -> int:
         dollars_per_gpu_hour=_PRICE.value,
         hardware=hardware,
     )
-    print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
+    print(json.dumps(to_json(found, target), indent=2) if _FORMAT.value == "json" else to_text(found))
     return 0 if found.offers else 2
 
 
 if __name__ == "__main__":
-    sys.argv[:], CONSTRAINTS = split_constraints(sys.argv)
+    sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
     if "--serve" in sys.argv:
         import launch.plan_serve_flags  # noqa: F401  its flags
 

@@ -307,6 +307,16 @@ _ALL = (
     *(_L40S, _RTX_4090),
 )
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
+# What else a GPU of the table is called, without its punctuation.
+_CALLED = {
+    **dict.fromkeys(("a10080gb", "a100sxm", "a100sxm4", "a100sxm80gb"), "a100"),
+    **dict.fromkeys(("a100pcie80gb",), "a100-pcie"),
+    **dict.fromkeys(("h10080gb", "h100sxm", "h100sxm5", "h100sxm80gb"), "h100"),
+    **dict.fromkeys(("h100pcie80gb",), "h100-pcie"),
+    **dict.fromkeys(("h200sxm", "h200141gb"), "h200"),
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+}
 
 
 def lookup(device_kind: str) -> Gpu | None:
@@ -321,14 +331,20 @@ def lookup(device_kind: str) -> Gpu | None:
 
 
 def named(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
-    """The GPU that a user calls `name`: a key of `known`, or what jax calls it. Raises: ShardlmError for
-    another."""
-    gpu = known.get(name.lower()) or lookup(name)
+    """The GPU that a user calls `name`: a key of `known`, with any punctuation, or what jax calls it. Raises:
+    ShardlmError for another."""
+    bare = _bare(name)
+    spelled = {_bare(key): gpu for key, gpu in known.items()}
+    gpu = known.get(name.lower()) or lookup(name) or spelled.get(bare) or known.get(_CALLED.get(bare, ""))
     if gpu is None:
         near = difflib.get_close_matches(name.lower(), known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ShardlmError(f"no figures are known for a GPU {name!r}{hint} (known: {', '.join(known)})")
     return gpu
+
+
+def _bare(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _plain(kind: str) -> str:

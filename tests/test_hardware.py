@@ -50,6 +50,14 @@ def test_other_devices_are_not_mistaken_for_one_in_the_table(device_kind):
     assert hardware.lookup(device_kind) is None
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("h100-sxm", "h100"), ("A100-80GB", "a100"), ("a100 40gb", "a100-40gb"), ("rtx-4090", "rtx4090")],
+)
+def test_names_are_found_however_they_are_spelled(said, name):
+    assert hardware.named(said).name == name
+
+
 def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(ShardlmError, match=r"for a GPU 'h10'; did you mean h100\? \(known: a100, a100-40gb"):
         hardware.named("h10")

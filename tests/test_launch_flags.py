@@ -90,6 +90,8 @@ def test_print_config_shows_values_and_sources_and_stops(launch):
         (["--config=EXAMPLE", "config.steps=1"], "error: unexpected arguments: config.steps=1; options begin with --"),
         (["--config=EXAMPLE", "--config.steps=13"], "error: thirteen steps bring bad luck; take another number"),
         (["--config=EXAMPLE", "--stepz=1"], "Unknown command line flag 'stepz'"),
+        (["--config=EXAMPLE", "--steps=1"], "no flag --steps; the configuration has --config.steps=VALUE"),
+        (["--config=EXAMPLE", "--mesh=auto"], "no flag --mesh; the configuration has --config.mesh.tensor=VALUE"),
         (["--config=EXAMPLE", "--num_processes=two"], "flag --num_processes=two: invalid literal"),
     ],
 )

@@ -197,6 +197,7 @@ def test_table_shows_a_prediction_beside_what_was_measured():
         and cells["attention"][4:6] == ["250.000", "0.000"]
     )
     assert cells["all-gather fsdp"][2:6] == ["125.000", "0.000", "62.500", "0.000"]
+    assert "busy and idle together in the trace; step is by the host's clock" in text
     assert cells["step"][1:3] == ["7,000.000", "0.002"] and "own_kernel" in text and "CUDA graphs" in text
     assert "predicted" not in table(profile) and profile.rows()["idle"] == pytest.approx(210e-9)
     assert profile.to_json()["seconds_per_step"]["step"] == 2e-6

@@ -34,7 +34,9 @@ class Pretrained:
         return found
 
     def _holds_further(self, options: dict) -> bool:
-        """Whether the folder has a layer after the last."""
+        """Whether the folder has a layer after the last; without any weights, as its config.json says."""
+        if not any(pathlib.Path(self.folder).glob("*.safetensors")):
+            return True
         prefix = f"model.layers.{options.get('num_hidden_layers')}."
         return any(name.startswith(prefix) for name in Folder.open(pathlib.Path(self.folder)).tensors)
 

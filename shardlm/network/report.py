@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatterSciNotation, NullLocator
 
 from shardlm.files import write_atomically
 from shardlm.network.links import Links
@@ -94,6 +95,20 @@ def format_links(links: Links) -> str:
     return "\n".join(lines)
 
 
+class _Plain(LogFormatterSciNotation):
+    """0.2 and 100, where powers of ten stand otherwise."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
+
+
 def plot(rows: Sequence[Row], title: str, path: str | os.PathLike) -> None:
     """Bus bandwidth over the size as a PNG: a panel for each set of axes, a line for each kind, dashed what the link
     allows. Raises: ShardlmError where it cannot be written."""
@@ -102,7 +117,7 @@ def plot(rows: Sequence[Row], title: str, path: str | os.PathLike) -> None:
     figure = Figure(figsize=(4.6 * columns, 3.6 * math.ceil(len(over) / columns) + 0.4), dpi=120, layout="constrained")
     panels = figure.subplots(math.ceil(len(over) / columns), columns, squeeze=False, sharey=True).flat
     kinds = list(dict.fromkeys(row.kind for row in rows))
-    for panel, axes in zip(panels, over, strict=False):
+    for axes, panel in zip(over, panels, strict=False):  # `over` first: at its end no panel more is taken
         here = [row for row in rows if row.axes == axes]
         for kind, colour in zip(kinds, COLOURS, strict=False):
             points = [(row.bytes, row.bus_bandwidth / 1e9) for row in here if row.kind == kind]
@@ -112,13 +127,18 @@ def plot(rows: Sequence[Row], title: str, path: str | os.PathLike) -> None:
             panel.annotate(link, (here[0].bytes, most / 1e9), fontsize=8, color=PEAK_COLOUR, va="bottom")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(sizes := sorted({row.bytes for row in here}), [_size(n) for n in sizes])
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_major_formatter(_Plain())
+        panel.yaxis.set_minor_formatter(_Plain())
         panel.set_title(f"{'+'.join(axes)}: groups of {here[0].group_size}", fontsize=10, color=INK)
+        panel.tick_params(labelsize=8)
         panel.set_xlabel("bytes", fontsize=9)
         panel.grid(color="#e5e7eb", linewidth=0.8)
         panel.spines[["top", "right"]].set_visible(False)
     for panel in list(panels):
         panel.set_visible(False)
-    figure.axes[0].set_ylabel("bus bandwidth, GB/s", fontsize=9)
+    figure.axes[0].set_ylabel("bus bandwidth, GB/s (measured)", fontsize=9)
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
     image = io.BytesIO()

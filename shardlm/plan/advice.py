@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardlm.clusters import ClusterKind
 from shardlm.hardware_file import SHIPPED, Hardware
-from shardlm.plan.asked import list_price
+from shardlm.plan.asked import Say, list_price, silent
 from shardlm.plan.budget import Budget
 from shardlm.plan.cluster import NIC
 from shardlm.plan.constraints import FREE, Constraints
@@ -91,11 +91,13 @@ def advise(
     max_batch_tokens: int = 0,
     dollars_per_gpu_hour: float = 0,
     hardware: Hardware = SHIPPED,
+    say: Say = silent,
 ) -> Advice:
     """Looks at every kind of cluster of `names`, or GPU as NVIDIA builds it into hosts.
 
     max_dollars       that the run may cost; 0: anything
     max_batch_tokens  up to which the global batch may be raised; 0: MOST_BATCH
+    say               is told which kind is looked at, as that takes long
 
     Raises ShardlmError for a name that is neither, and where constraints leave no choice.
     """
@@ -106,6 +108,7 @@ def advise(
     offers, nothing = [], []
     for kind in kinds:
         gpu = hardware.gpu(kind.gpu)
+        say(f"looking at {kind.name} ({gpu.name}) ...")
         new = Ladder(config, kind, gpu, constraints, target.tokens_per_second, rows)
         ladder = ladders.setdefault(_hosts(kind), new)
         point = ladder.fewest()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from shardlm.plan.apart import impossible
+from shardlm.plan.asked import Say, silent
 from shardlm.plan.budget import Budget
 from shardlm.plan.change import Change, changes
 from shardlm.plan.cluster import Cluster
@@ -51,9 +52,10 @@ def answer(
     *,
     compiled: int = 0,
     budget: Budget | None = None,
+    say: Say = silent,
 ) -> Answer:
     """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled; where
-    nothing fits, the changes that would make it fit in the same way.
+    nothing fits, the changes that would make it fit in the same way. What takes long is told to `say` as it begins.
 
     Raises ShardlmError where nothing can run at all.
     """
@@ -62,11 +64,11 @@ def answer(
     seconds = time.perf_counter() - started
     unverified = impossible(cluster) if compiled else ""
     count = 0 if unverified else compiled
-    ranked = _compiled(found.plans or _nearly(found, count), count)
+    ranked = _compiled(found.plans or _nearly(found, count), count, say)
     train = config.train
     budget = budget or Budget(float(train.steps) * train.global_batch * train.seq_len)
     fits = any(one.fits for one in ranked)
-    remedies = () if fits else _proved(changes(config, cluster, constraints), count)
+    remedies = () if fits else _proved(changes(config, cluster, constraints), count, say)
     return Answer(cluster, constraints, found, ranked, remedies, budget, unverified, seconds)
 
 
@@ -77,7 +79,7 @@ def _nearly(found: Found, count: int) -> tuple[Plan, ...]:
     return (plan,) if count and plan and plan.memory.total <= (1 + ROOM) * plan.gpu.hbm_bytes else ()
 
 
-def _proved(found: Sequence[Change], count: int) -> tuple[Change, ...]:
+def _proved(found: Sequence[Change], count: int, say: Say) -> tuple[Change, ...]:
     """Changes one after another compiled, until the programs of `count` fit or three times as many were tried. What
     GPUs cannot be compiled for stays an estimate."""
     good: list[Change] = []
@@ -87,12 +89,13 @@ def _proved(found: Sequence[Change], count: int) -> tuple[Change, ...]:
         if len(good) == count or len(good) + len(bad) == 3 * count or one.plan.gpu.name not in CHIPS:
             left.append(one)
             continue
+        say(f"compiling {one.what}: {one.plan.config.mesh} ...")
         tried = dataclasses.replace(one, verified=verify([one.plan])[0])
         (good if tried.ranked.fits else bad).append(tried)
     return (*good, *left, *bad)
 
 
-def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:
+def _compiled(plans: Sequence[Plan], count: int, say: Say) -> tuple[Ranked, ...]:
     """The plans with `count` of them compiled that fit; a plan whose program does not fit goes behind all others, and
     so do those of its kind that would not fit with as much more than estimated. After three times as many compiled it
     is left at that."""
@@ -103,6 +106,7 @@ def _compiled(plans: Sequence[Plan], count: int) -> tuple[Ranked, ...]:
     while left and len(good) < count and tried < 3 * count:
         batch, left = left[: min(2, count - len(good))], left[min(2, count - len(good)) :]
         tried += len(batch)
+        say(f"compiling for {batch[0].gpu.name}: {' and '.join(str(plan.config.mesh) for plan in batch)} ...")
         for plan, verified in zip(batch, verify(batch), strict=True):
             one = Ranked(plan, verified)
             (good if one.fits else bad).append(one)

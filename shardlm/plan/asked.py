@@ -15,6 +15,11 @@ from shardlm.prices import PRICES, price_of
 from shardlm.train.config import RunConfig
 
 LOCAL = "local"  # --gpu=local
+Say = Callable[[str], Any]  # is told of work that takes long as it begins
+
+
+def silent(_: str) -> None:
+    """For who wants to hear nothing."""
 
 
 def cluster_of(
@@ -24,7 +29,7 @@ def cluster_of(
     gpus_per_host: int = 0,
     file: str | None = None,
     profile: str | os.PathLike | None = None,
-    say: Callable[[str], Any] = print,
+    say: Say = print,
     fabric: Fabric | None = None,
 ) -> Cluster:
     """The cluster of a GPU's or a cluster's name; of a measured profile's file (--profile=FILE alone); of the devices

@@ -9,7 +9,7 @@ from shardlm.config import override
 from shardlm.errors import ShardlmError
 from shardlm.network.profile import Profile
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.constraints import FIELDS, Constraint, Constraints
+from shardlm.plan.constraints import FIELDS, Constraints
 from shardlm.plan.local import check_machine, cluster_of_profile
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import search, settings
@@ -34,14 +34,18 @@ def cluster_of_devices(devices: Sequence[jax.Device], profile: Profile | None = 
     return Cluster.of(gpu, len(devices), len(devices) // hosts)
 
 
+def fixed_fields(given: Sequence[tuple[str, str]]) -> list[str]:
+    """The constraints that overrides of searched fields mean; a mesh's -1 leaves its axis free."""
+    return [f"{path}={text}" for path, text in given if path in FIELDS and text != "-1"]
+
+
 def auto_mesh(config: RunConfig, cluster: Cluster, given: Sequence[tuple[str, str]]) -> tuple[RunConfig, Plan]:
     """The configuration with the fastest mesh that fits and what goes with it (rules, remat, microbatches, schedule),
     and its plan. What was `given` as overrides of these fields stays.
 
     Raises ShardlmError where nothing fits or can run.
     """
-    fixed = Constraints(tuple(Constraint.parse(f"{path}={text}") for path, text in given if path in FIELDS))
-    found = search(config, cluster, fixed)
+    found = search(config, cluster, Constraints.parse(fixed_fields(given)))
     if not found.plans:
         least = found.smallest
         raise ShardlmError(

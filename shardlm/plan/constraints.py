@@ -79,7 +79,13 @@ class Constraints:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Constraints":
-        return cls(tuple(map(Constraint.parse, words)))
+        """Raises ShardlmError for what is no constraint, and for several that no value can agree with."""
+        made = cls(tuple(map(Constraint.parse, words)))
+        for field in {one.field: None for one in made.items}:
+            values = WORDS.get(field) or (1, *made.numbers(field))
+            if not any(made.allow(field, value) for value in values):
+                raise ShardlmError(f"{made.of(field)} leave no value of {field}; give one of them")
+        return made
 
     def allow(self, field: str, value: Any) -> bool:
         """Whether a field may have this value."""
@@ -88,6 +94,10 @@ class Constraints:
     def names(self, field: str) -> bool:
         """Whether anything is said of a field."""
         return any(one.field == field for one in self.items)
+
+    def numbers(self, field: str) -> list[int]:
+        """Those that are compared with a field."""
+        return [int(value) for one in self.items if one.field == field for value in one.values if value.isdigit()]
 
     def choices(self, field: str, values: Sequence[Any]) -> list[Any]:
         """Those of `values` that are allowed; of a field whose values are given, these instead, in the order of

@@ -10,7 +10,7 @@ from shardlm.flops import attention_pairs, training_flops
 from shardlm.plan import limits
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op, operations
-from shardlm.plan.kernels import Kernels
+from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
 from shardlm.plan.overlap import Timed, overlapped
@@ -59,6 +59,7 @@ class StepCost:
     comms     every collective's
     timeline  forward, backward and optimizer
     bubble    idle while the pipeline fills and drains
+    faster_matmul  products in fewer bits that the GPU has and the run does not use, in words; "" where there are none
     """
 
     compute: dict[str, float]
@@ -69,6 +70,7 @@ class StepCost:
     bubble_seconds: float
     model_flops: float
     tokens: float
+    faster_matmul: str = ""
 
     @property
     def compute_seconds(self) -> float:
@@ -132,7 +134,7 @@ class StepCost:
             name = f"communication over {axes} ({link}) that nothing hides"
             parts.append(Part(axes.split("+")[0], name, seconds))
             total += seconds
-        return limits.sentence(parts, total, self.repeated_seconds * scale)
+        return limits.sentence(parts, total, self.repeated_seconds * scale, self.faster_matmul)
 
 
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
@@ -160,7 +162,16 @@ def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent
         bubble_seconds=staged * bubble / (1 - bubble),
         model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len),
         tokens=train.global_batch * train.seq_len,
+        faster_matmul=_faster_matmul(sketch, cluster),
     )
+
+
+def _faster_matmul(sketch: Sketch, cluster: Cluster) -> str:
+    if sketch.config.matmul != "dtype" or cluster.is_cpu:
+        return ""
+    if sketch.config.precision == "fp32":
+        return "16-bit matmuls (precision=bf16)"
+    return next((f"8-bit matmuls (matmul={name})" for name in EIGHT_BITS if cluster.gpu.peak.of(name)), "")
 
 
 @dataclasses.dataclass

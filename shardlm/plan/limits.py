@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from shardlm.plan.columns import three_digits
+
 MATMUL, ATTENTION, MEMORY, OPTIMIZER, BUBBLE, CONTENTION = (
     "matmuls",
     "attention",
@@ -11,7 +13,7 @@ MATMUL, ATTENTION, MEMORY, OPTIMIZER, BUBBLE, CONTENTION = (
     "the slowing of kernels by communication beside them",
 )
 RELIEF = {
-    MATMUL: "8-bit matmuls (matmul=fp8 where the GPU has them) or more GPUs make it less",
+    MATMUL: "more GPUs make it less",
     ATTENTION: "shorter rows (train.seq_len) or more GPUs make it less",
     MEMORY: "a tensor axis, which splits them, or more GPUs make it less",
     OPTIMIZER: "weights split over more GPUs (rules=zero1 or more) or a larger train.global_batch make it less",
@@ -36,11 +38,16 @@ class Part:
     seconds: float
 
 
-def sentence(parts: list[Part], step_seconds: float, repeated_seconds: float) -> str:
-    """Of the largest part; `repeated_seconds` are those that remat spends on the forward pass a second time."""
+def sentence(parts: list[Part], step_seconds: float, repeated_seconds: float, faster: str = "") -> str:
+    """Of the largest part; `repeated_seconds` are those that remat spends on the forward pass a second time, `faster`
+    the products in fewer bits that the GPU has and the run does not use."""
     largest = max(parts, key=lambda part: part.seconds)
     share = largest.seconds / step_seconds
-    words = f"{largest.name}: {largest.seconds:.3g} of {step_seconds:.3g} s ({share:.0%}); {RELIEF[largest.key]}"
+    relief = RELIEF[largest.key]
+    if largest.key == MATMUL and faster:
+        relief = f"{faster} or {relief}"
+    took, repeated = three_digits(largest.seconds), three_digits(repeated_seconds)
+    words = f"{largest.name}: {took} of {three_digits(step_seconds)} s ({share:.0%}); {relief}"
     if largest.key in (MATMUL, ATTENTION, MEMORY) and repeated_seconds > 0.1 * step_seconds:
-        words += f"; {repeated_seconds:.3g} s of the step are a second forward pass, which a lighter remat saves"
+        words += f"; {repeated} s of the step are a second forward pass, which a lighter remat saves"
     return words

@@ -12,4 +12,5 @@ def rows(plan: Plan) -> dict[str, float]:
         row = communication(one.sent.kind, one.sent.axes)
         found[row] = found.get(row, 0.0) + one.seconds
         found[exposed(row)] = found.get(exposed(row), 0.0) + one.exposed_seconds
-    return found | {"idle": cost.bubble_seconds, "step": cost.step_seconds}
+    busy = cost.step_seconds - cost.bubble_seconds
+    return found | {"busy": busy, "idle": cost.bubble_seconds, "step": cost.step_seconds}

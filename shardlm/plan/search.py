@@ -53,15 +53,26 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
     Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
     """
     find = _search if every else _fastest
-    found = find(config, cluster, constraints, [config.offload.optimizer])
-    asked, has = constraints.names("offload.optimizer"), config.offload.optimizer or config.lora.rank
-    if not found.plans and (asked or not has) and constraints.allow("offload.optimizer", True):
-        second = find(config, cluster, constraints, [True])
-        both = {name: getattr(found, name) + getattr(second, name) for name in ("considered", "too_large")}
-        found = dataclasses.replace(second, **both)
+    tried: list[Found] = []
+    for away in _places(config, constraints):
+        tried.append(find(config, cluster, constraints, [away]))
+        if tried[-1].plans:
+            break
+    found = min(tried, key=lambda one: (not one.plans, one.smallest.memory.total if one.smallest else math.inf))
+    sums = {name: sum(getattr(one, name) for one in tried) for name in ("considered", "too_large")}
+    found = dataclasses.replace(found, **sums)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
     return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found
+
+
+def _places(config: RunConfig, constraints: Constraints) -> list[bool]:
+    """Whether the optimizer's state rests in host memory: what is to be tried, one after the other until anything fits.
+    Where the constraints say nothing, as the configuration has it and then, except for adapters, whose state is small,
+    away."""
+    if constraints.names("offload.optimizer"):
+        return constraints.choices("offload.optimizer", [False, True])
+    return [config.offload.optimizer] if config.offload.optimizer or config.lora.rank else [False, True]
 
 
 def _smaller(plan: Plan, constraints: Constraints) -> Plan:
@@ -74,9 +85,7 @@ def _smaller(plan: Plan, constraints: Constraints) -> Plan:
 def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
     """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
     with most. None where none fits or none can run."""
-    away = [config.offload.optimizer]
-    if not config.lora.rank and constraints.allow("offload.optimizer", True):
-        away = constraints.choices("offload.optimizer", [False, True])
+    away = _places(config, constraints)
     tightest: Plan | None = None
     for laid in _laid_out(config, cluster, constraints):
         for plan in _thrifty(laid, cluster, constraints, away):
@@ -267,15 +276,19 @@ def _schedules(constraints: Constraints) -> list[PipelineConfig]:
 
 
 def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
-    """Numbers of microbatches that leave each device a power of two of rows."""
+    """Numbers of microbatches that leave each device a power of two of rows, and others where they are asked for."""
     mesh = config.mesh
     rows, over = divmod(config.train.global_batch, mesh.size("data", "fsdp", "expert"))
     if over or not rows:
         return [config.train.accumulation]  # refused with the reason
     counts = [rows // 2**i for i in range(MOST_ROWS.bit_length()) if rows % 2**i == 0]
     filling = [n for n in counts if n % mesh.pipeline == 0] or counts[:1]
-    allowed = [n for n in filling if constraints.allow("train.accumulation", n)]
-    return allowed or filling[:1]
+    asked = constraints.numbers("train.accumulation")
+    for numbers in (filling, counts, divisors(rows)):
+        exact = sorted({*numbers, *(n for n in asked if rows % n == 0)}, reverse=True)
+        if allowed := [n for n in exact if constraints.allow("train.accumulation", n)]:
+            return allowed
+    return asked[:1]  # refused with the reason
 
 
 def divisors(n: int) -> list[int]:

@@ -134,6 +134,8 @@ class Sketch:
         """When the stages of the pipeline run what; one stage where there is none."""
         repeats = self.shape.segments[self.shape.pipelined_segment()].repeats
         pipeline = self.config.pipeline
+        if self.mesh.pipeline == 1:  # whatever the configuration has for stages: nothing is idle, or goes both ways
+            return Schedule(repeats, 1, 1, self.passes)
         return Schedule(repeats, self.mesh.pipeline, pipeline.laps, self.passes, pipeline.schedule == "1f1b")
 
     def staged(self, weight: Weight) -> bool:

@@ -70,6 +70,8 @@ def table(profile: Profile, predicted: Mapping[str, float] | None = None) -> str
         f"devices; a step took {min(seconds) * MS:,.3f} to {max(seconds) * MS:,.3f}"
     )
     lines = [head, *_layers(profile, time, plan), *_communication(time, plan), *_totals(profile, time, plan)]
+    whole = f"{time.window * MS:,.3f}"
+    lines.append(f"shares are of {whole}, busy and idle together in the trace; step is by the host's clock, a median")
     if profile.uncounted:
         lines.append(f"FLOP without those of {', '.join(sorted(profile.uncounted))}, which are not known")
     if time.unknown > 0.01 * time.busy:

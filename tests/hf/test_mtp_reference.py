@@ -134,3 +134,12 @@ def test_halves_of_a_matrix_in_fp8_are_read_by_slices(tmp_path):
     whole = numbers.astype(np.float32) * factors.repeat(4, 0).repeat(8, 1)
     for half, first in (("from_embedding", 0), ("from_hidden", 32)):
         assert np.array_equal(np.asarray(found[half])[0], whole[:, first : first + 32].T)
+
+
+def test_a_config_alone_is_believed_about_further_modules(tmp_path):
+    """As launch.plan has it; transformers keeps their number and leaves the modules out of what it saves."""
+    shutil.copy(REFERENCE / "config.json", tmp_path / "config.json")
+    assert Pretrained(str(tmp_path)).transformer().mtp.depth == 2
+    assert Pretrained(str(tmp_path), mtp=False).transformer().mtp is None
+    reference = pathlib.Path(HERE / "references" / "deepseek_v3")
+    assert Pretrained(str(reference)).transformer().mtp is None  # its weights have none

@@ -63,6 +63,8 @@ def look(page) -> None:
     for width in (1280, 400):
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         assert page.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        wide = "[...document.querySelectorAll('.facts dd')].filter(e => e.scrollWidth > e.clientWidth).length"
+        assert page.value(wide) == 0  # a figure that leaves its box
     colours = []
     for scheme in ("light", "dark"):
         page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

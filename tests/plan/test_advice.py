@@ -76,7 +76,10 @@ def test_no_number_below_the_peak_is_tried(rates):
 @pytest.fixture(scope="module")
 def advice():
     names = ("aws-p5", "azure-nd-h100-v5", "dgx-h100", "h200", "gb200-nvl72")
-    return advise(small(), TrainingTarget(1e13, 4), ZERO3, names=names)
+    heard = []
+    found = advise(small(), TrainingTarget(1e13, 4), ZERO3, names=names, say=heard.append)
+    assert heard[::4] == ["looking at aws-p5 (h100) ...", "looking at gb200-nvl72 (gb200) ..."]
+    return found
 
 
 def test_offers_come_by_dollars_and_say_what_they_cost(advice):

@@ -26,6 +26,16 @@ def test_a_plan_is_told_written_and_drawn(tmp_path):
     assert [point["num_gpus"] for point in told["sweep"]] == [8, 16, 32]
 
 
+def test_what_the_command_line_says_of_a_searched_field_holds_as_a_constraint_does():
+    words = ("--config=configs/llama3_8b.py", "--gpu=h100-sxm", "--num_gpus=8", "--verify=0", "--config.mesh.tensor=4")
+    done = run("launch.plan", *words, "--config.mesh=auto", "--config.matmul=fp8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[3] == "With mesh.tensor=4, matmul=fp8"
+    assert "Asked for: mesh.tensor=4, matmul=fp8." in " ".join(done.stdout.split())
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("  1  ", "  2  "))]
+    assert len(rows) == 2 and all("tensor=4" in row and "fp8" in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [

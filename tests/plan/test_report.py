@@ -24,7 +24,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.ranked import Ranked
-from shardlm.plan.report import pictures, sentences, tables
+from shardlm.plan.report import figures, pictures, sentences, tables
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.html import to_html
 from shardlm.plan.report.laid_out import WIDTH
@@ -286,6 +286,36 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_helps():
     assert "It fits without mesh.tensor=2 (" in sentences.change(freed)
     bare = to_json(answer(smallest=least))
     assert bare["changes"] == [] and "No single change that was tried makes it fit." in to_text(bare)
+
+
+def test_every_kind_of_memory_has_a_look_and_a_name_of_its_own():
+    dots = Plan.of(dataclasses.replace(FSDP.config, remat="dots"), H100)
+    found = to_json(answer(Ranked(FSDP), Ranked(dots)))
+    drawn = pictures.memory(found)
+    kinds = {row["kind"] for one in found["plans"] for row in one["memory"]["kinds"]}
+    names = [one["name"] for one in drawn["legend"]]
+    looks = {one["look"]: one["name"] for one in drawn["legend"]}
+    assert len(kinds) > pictures.COLOURS and {*names} == {*kinds, "reserve of the runtime"}
+    assert len(looks) == len(names) == len({*names})
+    for bar in drawn["bars"]:
+        assert all(part["tip"].startswith(f"{looks[part['look']]}: ") for part in bar["parts"])
+    assert looks["c0"] == "weights" and looks["c0 part1"].startswith("weights ")
+
+
+def test_short_steps_have_three_digits_too():
+    assert [figures.duration(x) for x in (0.0018, 0.0995, 0.824, 15.24, 0, None)] == [
+        *("0.00180", "0.100", "0.824", "15.2", "0", "-")
+    ]
+
+
+def test_short_runs_are_told_in_minutes_and_cents():
+    assert [figures.days(x) for x in (3.81, 0.5, 0.01, 1e-4)] == [
+        "3.81 days",
+        "12.0 hours",
+        "14.4 minutes",
+        "8.64 seconds",
+    ]
+    assert [figures.dollars(x) for x in (0, 0.004, 3.2, 731, 2e6)] == ["$0", "<$0.01", "$3.20", "$731", "$2.00 M"]
 
 
 @pytest.mark.parametrize("told", [ESTIMATED, CHECKED], ids=["estimated", "compiled"])

@@ -21,6 +21,7 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
 from shardlm.plan.search import _search, first_fit, search, settings
+from shardlm.train.config import PipelineConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 H100 = cluster_of("h100", None, 8)
@@ -127,11 +128,45 @@ def test_what_does_not_fit_says_so_and_what_would():
     assert first_fit(wanted, fewer) is None  # it is the fewest
 
 
+def test_what_is_too_large_and_cannot_rest_on_the_host_either_does_not_fit():
+    told = search(config("diloco_two_sites"), cluster_of("rtx5090", None, 16))
+    assert not told.plans and told.smallest.config.local_sgd.inner_steps and not told.smallest.config.offload.optimizer
+
+
 def test_a_constraint_that_stands_in_the_way_is_named():
     constraints = Constraints.parse(["rules=replicated", "mesh.tensor=1", "mesh.pipeline=1"])
     assert not search(config("llama3_70b"), cluster_of("h100", None, 64), constraints).plans
     told = [change.what for change in changes(config("llama3_70b"), cluster_of("h100", None, 64), constraints)]
     assert told[0] == "without rules=replicated"
+
+
+def test_what_is_asked_of_microbatches_and_of_the_optimizers_place_is_kept_where_other_plans_are_faster(found):
+    assert {plan.config.train.accumulation for plan in found.plans[:3]} == {1}
+    held = search(config("llama3_8b"), H100, Constraints.parse(["train.accumulation=2"]))
+    assert held.plans and {plan.config.train.accumulation for plan in held.plans} == {2}
+    assert any("accumulation=2, 16 ways" in reason for reason in held.refused)  # one row a device: not there
+    away = search(config("llama3_8b"), H100, Constraints.parse(["offload.optimizer=true"]))
+    assert {plan.config.offload.optimizer for plan in away.plans} == {True}
+    with pytest.raises(ShardlmError, match=r"(?s)train\.accumulation=16.*cannot be split over .*accumulation=16"):
+        search(config("llama3_8b"), H100, Constraints.parse(["train.accumulation=16"]))
+    odd = search(config("llama3_8b", global_batch=24), H100, Constraints.parse(["train.accumulation=3", "mesh.fsdp=8"]))
+    assert {plan.sketch.rows for plan in odd.plans} == {1}
+
+
+def test_constraints_that_no_value_can_agree_with_are_refused():
+    with pytest.raises(ShardlmError, match=r"mesh\.tensor=2 and mesh\.tensor>=4 leave no value of mesh\.tensor"):
+        Constraints.parse(["mesh.tensor=2", "mesh.tensor>=4"])
+    with pytest.raises(ShardlmError, match="rules=zero1 and rules=zero3 leave no value"):
+        Constraints.parse(["rules=zero1", "rules=zero3"])
+    assert Constraints.parse(["mesh.tensor<=4", "mesh.tensor>=2", "offload.optimizer=true,false"]).items
+
+
+def test_8_bit_matmuls_are_advised_where_the_gpu_has_them_and_the_run_does_not():
+    for gpu, asked, advised in (("h100", "dtype", "fp8"), ("a100", "dtype", "int8"), ("h100", "fp8", "")):
+        wanted = dataclasses.replace(config("llama3_8b"), mesh=MeshSpec(fsdp=8), rules="zero3", matmul=asked)
+        said = Plan.of(wanted, cluster_of(gpu, None, 8)).cost.limit
+        assert said.startswith("matmuls") and (f"8-bit matmuls (matmul={advised})" in said) == bool(advised)
+        assert "8-bit" in said or not advised
 
 
 def test_the_winner_is_written_as_a_configuration_that_says_the_same(found, tmp_path):
@@ -189,11 +224,22 @@ def test_constraints_that_say_nothing_allow_everything(found):
 def test_a_plan_has_the_names_and_the_sums_of_a_profile(found):
     plan = next(p for p in found.plans if p.config.rules == "zero3" and p.config.mesh == MeshSpec(fsdp=4, tensor=2))
     told = rows(plan)
-    assert told["step"] == plan.step_seconds and set(LAYERS) > plan.cost.compute.keys()
+    assert told["step"] == plan.step_seconds == told["busy"] + told["idle"] and set(LAYERS) > plan.cost.compute.keys()
     assert sum(told[layer] for layer in plan.cost.compute) == pytest.approx(plan.cost.compute_seconds)
     assert {"all-gather fsdp", "reduce-scatter tensor exposed"} < told.keys()
     sent = [told[row] for row in told if row.endswith(" exposed")]
     assert sum(sent) == pytest.approx(plan.cost.exposed_seconds)
+
+
+@pytest.mark.parametrize("pipeline", [PipelineConfig(rounds=2), PipelineConfig("1f1b")])
+def test_without_stages_nothing_is_idle_whatever_the_schedule(pipeline):
+    odd = config("llama3_8b")
+    odd = dataclasses.replace(odd, mesh=MeshSpec(fsdp=4, tensor=2), model=dataclasses.replace(odd.model, num_layers=31))
+    plain, asked = (
+        Plan.of(dataclasses.replace(odd, pipeline=one), H100) for one in (PipelineConfig("gpipe"), pipeline)
+    )
+    assert asked.cost.bubble_seconds == 0 and rows(asked)["idle"] == 0
+    assert (asked.step_seconds, asked.memory.total) == (plain.step_seconds, plain.memory.total)
 
 
 def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():

@@ -275,6 +275,8 @@ def test_what_does_not_fit_is_told_with_what_would():
     assert said in str(error.value)
     with pytest.raises(ShardlmError, match=r"h100 as asked for.* at least num_gpus=6 \(estimated\)"):
         answer_serving(on("h100", 2, LLAMA_70B), {"data": 2})  # two replicas of four
+    with pytest.raises(ShardlmError, match=r"it fits with dtype=bfloat16 \(estimated\)"):
+        answer_serving(on("h200", 2, LLAMA_70B, dtype="float32"))  # as a config.json that names no type
     assert fits(one.on(quantization="int4")) and not fits(one.on(quantization="int8"))
     assert fits(on("h100", 4, LLAMA_70B, mesh=MeshSpec(tensor=4)))
     assert not fits(on("h100", 2, LLAMA_70B, mesh=MeshSpec(tensor=2)))
@@ -321,7 +323,12 @@ def test_the_command_line_has_the_flags_of_the_server():
     with flagsaver.flagsaver():
         flags.FLAGS(asked)
         said, fits = plan_serve_flags.plan_serving(
-            REFERENCES / "llama" / "config.json", Cluster.of(GPUS["h100"], 4), most=3, compiled=0, as_json=True
+            REFERENCES / "llama" / "config.json",
+            Cluster.of(GPUS["h100"], 4),
+            most=3,
+            compiled=0,
+            as_json=True,
+            say=print,
         )
     told = json.loads(said)
     assert fits and told["plans"][0]["mesh"]["tensor"] == 2 and told["engine"]["kv_cache_dtype"] == "fp8"

@@ -15,6 +15,7 @@ from shardlm.plan.serving.advice import advise_serving
 from shardlm.plan.serving.advice_output import reasons, to_json, to_text
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.search import search
+from shardlm.plan.target import ServingTarget
 from shardlm.serve.build import EngineConfig
 
 MODEL = ServedModel.of_config(config("llama3_8b"))
@@ -56,7 +57,9 @@ def test_offers_come_by_dollars_and_say_what_they_cost(advice):
     assert f"where {aws.plan.most.limit} limits it" in said and "Replicas of" in said
     text = to_text(advice)
     assert text.startswith("300 requests/s of 2,000 tokens in and 200 out") and "No price of a gb200 is known" in text
-    assert json.loads(json.dumps(to_json(advice)))["offers"][0]["num_gpus"] == advice.offers[0].num_gpus
+    told = json.loads(json.dumps(to_json(advice, ServingTarget(300, 2000, 200))))
+    assert told["offers"][0]["num_gpus"] == advice.offers[0].num_gpus
+    assert told["target"] == {"requests_per_second": 300, "prompt_tokens": 2000, "reply_tokens": 200}
 
 
 def test_more_requests_need_more_gpus_and_tighter_latencies_no_fewer():

@@ -50,8 +50,10 @@ def checked(monkeypatch):
     shown = [programs(90), VerifiedServing(failure="the compiler ended its process"), programs(60)]
     monkeypatch.setattr(answers, "impossible", lambda cluster: "")
     monkeypatch.setattr(answers, "verify_apart", lambda plans: [shown[asked.extend(plans) or len(asked) - 1]])
-    found = answer_serving(case(), compiled=1)
+    heard = []
+    found = answer_serving(case(), compiled=1, say=heard.append)
     assert asked == list(found.found.plans[:3])
+    assert heard == [f"compiling the engine's programs of a replica on {p.mesh} for h100 ..." for p in asked]
     return found
 
 
@@ -61,7 +63,9 @@ def test_programs_that_do_not_fit_or_exist_go_behind_those_that_do(checked):
     assert checked.first.plan is checked.found.plans[2] and checked.first.fits
     statuses = [one["status"] for one in told["plans"]]
     assert statuses[0] == "verified" and statuses[-2:] == ["refused"] * 2 and set(statuses[1:-2]) <= {"estimated"}
-    assert first["compiled"][0]["total"] == 61 * GIB and last["compiled"] == [] and last["compile_seconds"] is None
+    assert (
+        first["compiled"][0]["total_bytes"] == 61 * GIB and last["compiled"] == [] and last["compile_seconds"] is None
+    )
     for said in (to_text(told), to_html(told)):
         said = " ".join(said.split())
         assert "was refused: its programs need more memory than jax may take of a GPU" in said
@@ -110,10 +114,15 @@ def test_the_figures_of_the_first_plan_are_in_text_and_page():
     found = first["estimated"]
     assert found["max_concurrency"] == plan.at_once and found["num_pages"] == plan.memory.layout.num_pages
     held = found["memory"]
-    assert math.fsum(nbytes for kind, nbytes in held.items() if kind != "total") == pytest.approx(held["total"])
+    kinds = ("weights", "pages", "slots", "temporaries")
+    assert math.fsum(held[f"{kind}_bytes"] for kind in kinds) == pytest.approx(held["total_bytes"])
+    assert set(found["at_rate"]) == {
+        *("requests_per_second", "tokens_per_second", "requests_running", "itl_seconds", "ttft_seconds"),
+        *("share_of_time_for_prompts", "limit"),
+    }
     for step in found["decode"]:
         bound = step["tokens_per_second"] / step["bandwidth_bound_tokens_per_second"]
-        assert bound == pytest.approx(step["of_bandwidth_bound"]) and bound < 1
+        assert bound == pytest.approx(step["share_of_bandwidth_bound"]) and bound < 1
     assert pickle.loads(pickle.dumps(plan)).usual == plan.usual  # it goes to another process to be compiled
     rate = plan.usual.rate * plan.replicas
     assert rate == pytest.approx(20) and ("requests/s of all", "20.0") in {(f.what, f.said) for f in tables.facts(told)}
@@ -142,7 +151,7 @@ def test_a_person_looks_at_the_pictures(checked, tmp_path):
         steps = told["plans"][0]["estimated"]["decode"]
         assert number("#decode .point") == len(steps) > 3 and number("#mesh .gpu") == 16
         limit = told["plans"][0]["estimated"]["memory_limit_bytes"]
-        totals = [one["estimated"]["memory"]["total"] for one in told["plans"]]
+        totals = [one["estimated"]["memory"]["total_bytes"] for one in told["plans"]]
         width = "b => b.getBoundingClientRect().width"
         bars = "(w => [...document.querySelectorAll('#memory .bar:not(.head) .track')].map(t => " + (
             f"[...t.querySelectorAll('.part')].reduce((sum, part) => sum + w(part), 0) / w(t)))({width})"

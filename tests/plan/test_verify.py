@@ -44,8 +44,11 @@ def test_a_plan_whose_program_fails_or_does_not_fit_goes_behind_those_that_fit(m
     monkeypatch.setattr(answers, "impossible", lambda cluster: "")
     monkeypatch.setattr(answers, "verify", lambda plans: [next(shown) for _ in plans])
     monkeypatch.setattr(answers, "_kind", lambda plan: (plan.config.mesh, plan.config.rules))
-    told = answer(CONFIG, H100, Constraints.parse(["remat=full", "mesh.pipeline=1"]), compiled=2)
+    heard = []
+    held = Constraints.parse(["remat=full", "mesh.pipeline=1"])
+    told = answer(CONFIG, H100, held, compiled=2, say=heard.append)
     first, second, *rest = told.ranked
+    assert [said[:19] for said in heard] == ["compiling for h100:"] * 2 and str(first.plan.config.mesh) in heard[1]
     assert [one.plan for one in (second, first)] == list(told.found.plans[2:4]) and told.best is first
     assert all(one.verified is None for one in rest[:-2])
     assert [one.plan for one in rest[-2:]] == list(told.found.plans[:2])

@@ -1,6 +1,7 @@
 """An answer as plain data, units in the names: what `--format=json` prints, and what text and page are made from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from shardlm.mesh import crossing_axes
@@ -25,12 +26,16 @@ from shardlm.plan.report.step import (
 )
 
 Sweep = Iterable[tuple[int, float, bool]]
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def to_json(answer: Answer, name: str = "", sweep: Sweep = (), most: int = 12) -> dict[str, Any]:
+def to_json(
+    answer: Answer, name: str = "", sweep: Sweep = (), most: int = 12, overrides: Mapping[str, str] = NOTHING
+) -> dict[str, Any]:
     """All that is said of a configuration called `name`.
 
     sweep  (number of GPUs, tokens/s of the best plan, whether it fits), for throughput against the number of GPUs
+    overrides  of its fields, by path, as text
     most   plans that are listed; those that were compiled are listed in any case
     """
     ranked = list(enumerate(answer.ranked, 1))
@@ -38,6 +43,7 @@ def to_json(answer: Answer, name: str = "", sweep: Sweep = (), most: int = 12) -
     best = answer.best
     return {
         "config": name,
+        "overrides": dict(overrides),
         "cluster": cluster_facts(answer.cluster),
         "run": _run(_any_plan(answer), answer.budget),
         "constraints": [str(one) for one in answer.constraints.items],

@@ -19,6 +19,11 @@ def figure(x: float | None) -> str:
     return f"{x:.{digits}f}"
 
 
+def duration(x: float | None) -> str:
+    """Of a step: three digits of short ones too."""
+    return figure(x) if not x or x >= 0.0995 else f"{x:#.3g}"
+
+
 def count(x: float | None) -> str:
     """As a whole number where it is one."""
     return f"{round(x):,}" if x is not None and abs(x - round(x)) < 1e-6 else figure(x)
@@ -47,10 +52,18 @@ def large(x: float) -> str:
 
 
 def dollars(x: float | None) -> str:
-    return NONE if x is None else f"${large(x)}" if x >= 1e6 else f"${x:,.0f}"
+    """Of a run: with cents where it costs less than ten."""
+    if x is None:
+        return NONE
+    if 0 < x < 0.01:
+        return "<$0.01"
+    return f"${large(x)}" if x >= 1e6 else f"${x:,.0f}" if x >= 10 or x == 0 else f"${x:.2f}"
 
 
 def days(x: float | None) -> str:
     if x is None:
         return NONE
-    return f"{figure(x)} days" if x >= 1 else f"{figure(x * 24)} hours"
+    for size, unit in ((1, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
+        if x >= size:
+            return f"{figure(x / size)} {unit}"
+    return f"{duration(x * 86_400)} seconds"

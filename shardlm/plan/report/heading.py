@@ -8,9 +8,9 @@ from shardlm.plan.report import sentences
 def heading(answer: dict[str, Any], file: str) -> str:
     """Command, hardware and what was found of the first plan, each figure with its word."""
     plan = answer["plans"][0]
-    hardware, run = sentences.headline(answer)
+    told = sentences.headline(answer)
     lines = [f"The plan of {answer['config']}." if answer["config"] else "A plan.", ""]
-    lines += [f"python -m launch.train --config={file}", "", f"{hardware};", f"{run}."]
+    lines += [f"python -m launch.train --config={file}", "", *(f"{line};" for line in told[:-1]), f"{told[-1]}."]
     lines.append(f"{plan['mesh_text']}, {plan['status']}:")
     for fact in sentences.facts(plan, answer["run"]):
         beside = f" ({fact.beside})" if fact.beside else ""

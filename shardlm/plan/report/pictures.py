@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardlm.plan.report import sentences, tables
-from shardlm.plan.report.figures import figure, gib, large
+from shardlm.plan.report.figures import duration, figure, gib, large
 
 Data = dict[str, Any]
 BARS = 8  # plans whose bars are drawn
@@ -19,8 +19,8 @@ def memory(answer: Data) -> Data:
     drawn = answer["plans"][:BARS] + [p for p in answer["plans"][BARS:] if p["memory"]["compiled"]]
     drawn = drawn or [answer["shortfall"]]
     kinds = list(dict.fromkeys(row["kind"] for plan in drawn for row in plan["memory"]["kinds"]))
-    legend = [{"name": kind, "look": f"c{i % COLOURS}"} for i, kind in enumerate(kinds)]
-    looks = {one["name"]: one["look"] for one in legend}
+    looks = kind_looks(kinds)
+    legend = [{"name": kind, "look": look} for kind, look in looks.items()]
     bars = []
     for plan in drawn:
         held = plan["memory"]
@@ -39,6 +39,19 @@ def memory(answer: Data) -> Data:
         "limit": {"at": limit / widest, "text": f"{gib(limit)} GiB of a GPU"},
         "bars": [_named(plan) | memory_bar(basis, parts, limit, widest) for plan, basis, parts in bars],
     }
+
+
+def kind_looks(kinds: Sequence[str]) -> dict[str, str]:
+    """A look of its own for each kind of memory: what begins with the same word ("weights", "weights in use"), and the
+    head with its logits, has one colour: whole, lighter and hatched. Up to COLOURS such groups of three."""
+    hues: dict[str, int] = {}
+    looks: dict[str, str] = {}
+    for kind in kinds:
+        word = kind.split()[0]
+        hue = hues.setdefault("head" if word == "logits" else word, len(hues))
+        variants = (f"c{hue}", f"c{hue} part1", f"c{hue} part2")
+        looks[kind] = next(look for look in variants if look not in looks.values())
+    return looks
 
 
 _RESERVE, _RESTS, _BESIDES = "reserve of the runtime", "at rest", "besides, during the step"
@@ -89,7 +102,7 @@ def steps(answer: Data) -> Data:
             "width": 100 * hidden / widest,
             "tip": f"communication behind kernels: {figure(hidden)} s",
         }
-        text = f"{figure(plan['estimated']['step_seconds'])} s"
+        text = f"{duration(plan['estimated']['step_seconds'])} s"
         named = _named(plan) | {"basis": "estimated", "text": text}
         bars.append(named | {"parts": parts, "hidden": [behind] if hidden else []})
         bars += [_program_bar(plan, widest)] if plan["compiled_step"] else []
@@ -116,7 +129,7 @@ def _program_bar(plan: Data, widest: float) -> Data:
         for name, look, key in _PROGRAM
         if step[key]
     ]
-    text = f"{figure(step['step_seconds'])} s"
+    text = f"{duration(step['step_seconds'])} s"
     return _named(plan) | {"basis": "compiled", "text": text, "parts": parts, "hidden": []}
 
 
@@ -267,7 +280,7 @@ def plot(points: Sequence[Point]) -> Data:
         "line": " ".join(f"{p['x']:.2f},{p['y']:.2f}" for p in drawn if p["fits"]),
         "ideal": " ".join(f"{xs(point.x):.2f},{100 - ys(point.ideal):.2f}" for point in real),
         "x_ticks": [{"at": xs(point.x), "text": f"{point.x:,}"} for point in points],
-        "y_ticks": [{"at": 100 - ys(y), "text": large(y)} for y in ticks],
+        "y_ticks": [{"at": 100 - ys(y), "text": large(y).replace(".00", "").replace(".0 ", " ")} for y in ticks],
     }
 
 

@@ -4,7 +4,7 @@ would make it fit, what the words mean."""
 import dataclasses
 from typing import Any
 
-from shardlm.plan.report.figures import days, dollars, figure, gib, large, milliseconds, percent
+from shardlm.plan.report.figures import days, dollars, duration, figure, gib, large, milliseconds, percent
 from shardlm.plan.report.tables import was_compiled
 
 Data = dict[str, Any]
@@ -24,7 +24,7 @@ def facts(plan: Data, run: Data) -> list[Fact]:
     """What a plan comes to, by its program where there is one."""
     price = run["dollars_per_gpu_hour"]
     shown = [
-        ("step", "step_seconds", lambda x: f"{figure(x)} s"),
+        ("step", "step_seconds", lambda x: f"{duration(x)} s"),
         ("tokens/s", "tokens_per_second", figure),
         ("MFU", "mfu", percent),
         ("memory of a GPU", "memory_bytes", lambda x: f"{gib(x)} GiB"),
@@ -49,7 +49,8 @@ def refusals(answer: Data) -> list[str]:
 def settings(plan: Data) -> str:
     """Its mesh, and what goes with it."""
     away = "".join(f", the {name} in the host's memory" for name in plan["offload"])
-    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{away}"
+    products = "" if plan["matmul"] == "dtype" else f", matmul={plan['matmul']}"
+    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{products}{away}"
 
 
 def change(answer: Data) -> str:
@@ -85,8 +86,8 @@ def pipeline(first: Data) -> str:
     )
 
 
-def headline(answer: Data) -> tuple[str, str]:
-    """(the cluster, the run) in a line each."""
+def headline(answer: Data) -> tuple[str, ...]:
+    """(the cluster, the run, what the command line says of it where it does) in a line each."""
     cluster, run = answer["cluster"], answer["run"]
     hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
     inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
@@ -98,7 +99,8 @@ def headline(answer: Data) -> tuple[str, str]:
         f"{large(run['parameters'])} parameters{adapters}; {run['global_batch']:,} rows of {run['seq_len']:,} = "
         f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
     )
-    return first, second
+    given = ", ".join(f"{path}={value}" for path, value in answer["overrides"].items())
+    return (first, second, f"With {given}") if given else (first, second)
 
 
 def words(answer: Data) -> list[str]:

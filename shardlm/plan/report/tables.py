@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardlm.plan.report.figures import NONE, count, figure, gib, milliseconds, percent
+from shardlm.plan.report.figures import NONE, count, duration, figure, gib, milliseconds, percent
 
 Data = dict[str, Any]
 
@@ -60,7 +60,15 @@ def plans(answer: Data) -> Table:
     cells = [(Column("#"), lambda p: str(p["rank"])), *_settings(rows), *figures, _STATUS]
     left = answer["plans_left_out"]
     said = [f"{left:,} slower ones are left out."] if left else []
-    return _table("plans", "The best meshes", cells, rows, " ".join([*said, *_not_compiled(rows)]))
+    return _table("plans", "The best meshes", cells, rows, " ".join([*said, *_eight_bits(rows), *_not_compiled(rows)]))
+
+
+def _eight_bits(rows: Sequence[Data]) -> list[str]:
+    return ["MFU is against the 16-bit peak, with 8-bit matmuls too."] if _names_matmul(rows) else []
+
+
+def _names_matmul(rows: Sequence[Data]) -> bool:
+    return any(p["matmul"] != "dtype" for p in rows)
 
 
 def _not_compiled(rows: Sequence[Data]) -> list[str]:
@@ -74,7 +82,7 @@ def _not_compiled(rows: Sequence[Data]) -> list[str]:
         return []
     return [
         f"{better} of those shown were not compiled and are estimated to take less than the "
-        f"{figure(best['step_seconds'])} s of the first one's program: --verify={tried + better} compiles them too."
+        f"{duration(best['step_seconds'])} s of the first one's program: --verify={tried + better} compiles them too."
     ]
 
 
@@ -100,7 +108,7 @@ def _settings(rows: Sequence[Data]) -> list[Cell]:
     cells.append((Column("micro-batches"), lambda p: str(p["microbatches"])))
     if any(p["offload"] for p in rows):
         cells.append((Column("offload", words=True), lambda p: ", ".join(p["offload"]) or NONE))
-    if len({p["matmul"] for p in rows}) > 1:
+    if _names_matmul(rows):
         cells.append((Column("matmul", words=True), lambda p: p["matmul"]))
     return cells
 
@@ -121,7 +129,7 @@ def _figures(rows: Sequence[Data], estimated: Sequence[tuple], compiled: Sequenc
     return cells + ([cell("compiled", *one) for one in compiled] if any(p["compiled"] for p in rows) else [])
 
 
-_SECONDS, _RATE = ("s/step", "step_seconds", figure), ("tokens/s", "tokens_per_second", figure)
+_SECONDS, _RATE = ("s/step", "step_seconds", duration), ("tokens/s", "tokens_per_second", figure)
 _SHARE, _HELD = ("MFU", "mfu", percent), ("GiB", "memory_bytes", gib)
 _SHORT = (_SECONDS, _HELD)
 _STATUS: Cell = (Column("figures", words=True), lambda p: p["status"])

@@ -8,6 +8,7 @@ from shardlm.plan.columns import columns, three_digits
 from shardlm.plan.serving.advice import MOST_HOSTS, ServingAdvice, ServingOffer
 from shardlm.plan.serving.load import HEADROOM
 from shardlm.plan.serving.search import ServingPlan
+from shardlm.plan.target import ServingTarget
 
 WIDTH = 120
 HEAD = (
@@ -95,8 +96,13 @@ def reasons(offer: ServingOffer) -> list[str]:
     return said
 
 
-def to_json(advice: ServingAdvice) -> dict[str, Any]:
+def to_json(advice: ServingAdvice, target: ServingTarget) -> dict[str, Any]:
     return {
+        "target": {
+            "requests_per_second": target.request_rate,
+            "prompt_tokens": target.prompt_len,
+            "reply_tokens": target.output_len,
+        },
         "offers": [_offer(offer) for offer in advice.offers],
         "nothing": [{"cluster": kind.name, "gpu": kind.gpu, "why": why} for kind, why in advice.nothing],
         "seconds": round(advice.seconds, 1),

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from shardlm.errors import ShardlmError
 from shardlm.plan.apart import impossible
+from shardlm.plan.asked import Say, silent
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.change import Change, changes, more_gpus, told
 from shardlm.plan.serving.search import DoesNotFit, Found, ServingPlan, search
@@ -56,34 +57,49 @@ class ServingAnswer:
 
 
 def answer_serving(
-    case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({}), compiled: int = 0
+    case: ServingCase,
+    fixed: Mapping[str, int] = MappingProxyType({}),
+    compiled: int = 0,
+    say: Say = silent,
 ) -> ServingAnswer:
     """Searches, and compiles the `compiled` best, going on to the next ones until the programs of as many fit, or three
     times as many were tried. Raises ShardlmError as `search` does; where nothing fits, with the least change that would
-    make it fit, compiled in the same way."""
+    make it fit, compiled in the same way. What takes long is told to `say` as it begins."""
     unverified = impossible(case.cluster) if compiled else ""
     try:
         found = search(case, fixed)
     except DoesNotFit as error:
-        raise ShardlmError(_with_remedy(error, case, fixed, compiled, unverified)) from None
+        raise ShardlmError(_with_remedy(error, case, fixed, compiled, unverified, say)) from None
     good: list[RankedServing] = []
     bad: list[RankedServing] = []
     left = list(found.plans)
     while left and not unverified and len(good) < compiled and len(good) + len(bad) < 3 * compiled:
         plan = left.pop(0)
+        say(_compiling(plan))
         one = RankedServing(plan, verify_apart([plan])[0])
         (good if one.fits else bad).append(one)
     return ServingAnswer(found, (*good, *map(RankedServing, left), *bad), unverified)
 
 
-def _with_remedy(error: DoesNotFit, case: ServingCase, fixed: Mapping[str, int], compiled: int, unverified: str) -> str:
+def _compiling(plan: ServingPlan) -> str:
+    return f"compiling the engine's programs of a replica on {plan.mesh} for {plan.case.cluster.gpu.name} ..."
+
+
+def _with_remedy(
+    error: DoesNotFit,
+    case: ServingCase,
+    fixed: Mapping[str, int],
+    compiled: int,
+    unverified: str,
+    say: Say,
+) -> str:
     """The error with the first change whose programs fit, and those before it whose programs do not."""
     possible, more = changes(case, fixed), more_gpus(case, fixed)
     if not compiled or unverified:
         why = f"estimated; nothing was verified: {unverified}" if unverified else "estimated"
         return told(error, next(possible, None), why, more)
     refused = []
-    for change, one in _tried(possible, fixed, 3 * compiled):
+    for change, one in _tried(possible, fixed, 3 * compiled, say):
         if one.fits:
             verified = one.verified
             limit, most = one.plan.memory.limit / 2**30, verified.fullest.total / 2**30
@@ -96,10 +112,13 @@ def _with_remedy(error: DoesNotFit, case: ServingCase, fixed: Mapping[str, int],
     return told(error, None, "", more) + "".join(f"; {one}" for one in refused)
 
 
-def _tried(possible: Iterator[Change], fixed: Mapping[str, int], most: int) -> Iterator[tuple[Change, RankedServing]]:
+def _tried(
+    possible: Iterator[Change], fixed: Mapping[str, int], most: int, say: Say
+) -> Iterator[tuple[Change, RankedServing]]:
     """At most so many changes with their best plans, compiled. One that makes it fit and not as fast as asked for has
     no plan."""
     for change in itertools.islice(possible, most):
         with contextlib.suppress(ShardlmError):
             plan = search(change.case, fixed).plans[0]
+            say(f"with {change.what}: {_compiling(plan)}")
             yield change, RankedServing(plan, verify_apart([plan])[0])

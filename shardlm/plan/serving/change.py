@@ -72,12 +72,14 @@ def told(error: DoesNotFit, change: Change | None, basis: str, more: Change | No
 
 
 def _choices(case: ServingCase) -> Iterator[tuple[str, object]]:
-    """Those that change no reply first."""
+    """Those that change no reply first, and 16 bits where a checkpoint that names no type would be held in 32."""
     engine, both = case.engine, case.prompt_len + case.output_len
     if engine.gpu_memory_utilization < 0.95:
         yield "gpu_memory_utilization", 0.95
     if case.length > both:
         yield "max_model_len", both
+    if case.dtype == "float32":
+        yield "dtype", "bfloat16"
     if engine.kv_cache_dtype in ("auto", "bfloat16"):
         yield "kv_cache_dtype", "fp8"
     if engine.quantization is None:

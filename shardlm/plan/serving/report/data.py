@@ -87,7 +87,9 @@ def _plan(one: RankedServing) -> dict[str, Any]:
         "gpus_per_replica": plan.gpus_per_replica,
         "num_gpus": plan.num_gpus,
         "estimated": {
-            "memory": {name: getattr(most, name) for name in ("weights", "pages", "slots", "temporaries", "total")},
+            "memory": {
+                f"{name}_bytes": getattr(most, name) for name in ("weights", "pages", "slots", "temporaries", "total")
+            },
             "memory_limit_bytes": memory.limit,
             "draft_weight_bytes": most.draft,
             "num_pages": memory.layout.num_pages,
@@ -111,16 +113,25 @@ def _step(step: DecodeStep) -> dict[str, Any]:
         "seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second,
         "bandwidth_bound_tokens_per_second": step.batch / step.least,
-        "of_bandwidth_bound": step.of_bound,
-        "parts": step.parts,
+        "share_of_bandwidth_bound": step.of_bound,
+        "seconds_by_part": step.parts,
     }
 
 
 def _load(load: Load, output_len: int) -> dict[str, Any]:
-    found = dataclasses.asdict(load) | {"tokens_per_second": load.tokens_per_second(output_len)}
-    found["ttft_seconds"] = None if load.ttft_seconds == float("inf") else load.ttft_seconds  # JSON has no infinity
-    return found
+    return {
+        "requests_per_second": load.rate,
+        "tokens_per_second": load.tokens_per_second(output_len),
+        "requests_running": load.running,
+        "itl_seconds": load.itl_seconds,
+        "ttft_seconds": None if load.ttft_seconds == float("inf") else load.ttft_seconds,  # JSON has no infinity
+        "share_of_time_for_prompts": load.prompts,
+        "limit": load.limit,
+    }
 
 
 def _program(one: Program) -> dict[str, Any]:
-    return dataclasses.asdict(one) | {"total": one.total, "difference": one.difference}
+    return {
+        **{name: getattr(one, name) for name in ("what", "rows", "tokens", "stage", "difference")},
+        **{f"{name}_bytes": getattr(one, name) for name in ("estimated", "arguments", "temporaries", "total", "sent")},
+    }

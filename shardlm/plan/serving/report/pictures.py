@@ -16,10 +16,10 @@ def memory(answer: Data) -> Data:
     bars = []
     for plan in drawn:
         held = plan["estimated"]["memory"]
-        bars.append((plan, "estimated", [(kind, look, held[kind]) for kind, look in LOOKS.items()]))
+        bars.append((plan, "estimated", [(kind, look, held[f"{kind}_bytes"]) for kind, look in LOOKS.items()]))
         if plan["compiled"]:
-            fullest = max(plan["compiled"], key=lambda program: program["total"])
-            bars.append((plan, "compiled", [(kind, look, fullest[kind]) for kind, look in PROGRAM.items()]))
+            fullest = max(plan["compiled"], key=lambda program: program["total_bytes"])
+            bars.append((plan, "compiled", [(kind, look, fullest[f"{kind}_bytes"]) for kind, look in PROGRAM.items()]))
     limit = drawn[0]["estimated"]["memory_limit_bytes"]
     widest = max([limit, *(sum(part[2] for part in parts) for *_, parts in bars)]) * 1.02
     legend = [{"name": kind, "look": look} for kind, look in LOOKS.items()]
@@ -45,6 +45,6 @@ def decode(answer: Data) -> Data:
     points = []
     for step in answer["plans"][0]["estimated"]["decode"]:
         rate, bound = step["tokens_per_second"], step["bandwidth_bound_tokens_per_second"]
-        said = f"{step['batch']} requests: {figure(rate)} tokens/s, {step['of_bandwidth_bound']:.0%} of the bound"
+        said = f"{step['batch']} requests: {figure(rate)} tokens/s, {step['share_of_bandwidth_bound']:.0%} of the bound"
         points.append(Point(step["batch"], rate, bound, said))
     return plot(points)

@@ -41,9 +41,13 @@ def plans(answer: Data) -> Table:
     for plan in answer["plans"]:
         found = plan["estimated"]
         most = found["at_most"]
-        rates = (figure(most["rate"]), figure(found["tokens_per_second_per_gpu"]), milliseconds(most["itl_seconds"]))
+        rates = (
+            figure(most["requests_per_second"]),
+            figure(found["tokens_per_second_per_gpu"]),
+            milliseconds(most["itl_seconds"]),
+        )
         who = (str(plan["rank"]), plan["replica_text"], str(plan["gpus_per_replica"]), f"{plan['replicas']:,}")
-        rows.append((*who, *rates, gib(found["memory"]["total"]), most["limit"], plan["status"]))
+        rows.append((*who, *rates, gib(found["memory"]["total_bytes"]), most["limit"], plan["status"]))
     columns = [Column("#"), Column("mesh of a replica", words=True), Column("GPUs"), Column("replicas")]
     columns += [Column(title, GUESS) for title in ("requests/s", "tokens/s a GPU", "ms between tokens", "GiB")]
     columns += [Column("limited by", words=True), Column("figures", words=True)]
@@ -60,14 +64,14 @@ def facts(answer: Data) -> list[Fact]:
     found = plan["estimated"]
     most, usual = found["at_most"], found["at_rate"]
     shown = [
-        ("requests/s of a replica, at most", figure(most["rate"])),
-        ("requests/s of a replica, planned", figure(usual["rate"])),
-        ("requests/s of all", figure(usual["rate"] * plan["replicas"])),
+        ("requests/s of a replica, at most", figure(most["requests_per_second"])),
+        ("requests/s of a replica, planned", figure(usual["requests_per_second"])),
+        ("requests/s of all", figure(usual["requests_per_second"] * plan["replicas"])),
         ("first token, mean", seconds(usual["ttft_seconds"])),
         ("first token of an idle replica", seconds(found["prefill_seconds"])),
         ("between tokens", seconds(usual["itl_seconds"])),
-        ("requests running in a replica", f"{usual['running']:.0f}"),
-        ("its time for prompts", f"{usual['prompts']:.0%}"),
+        ("requests running in a replica", f"{usual['requests_running']:.0f}"),
+        ("its time for prompts", f"{usual['share_of_time_for_prompts']:.0%}"),
         ("requests at once, none preempted", f"{found['max_concurrency']:,}"),
         ("tokens held by a replica", f"{found['tokens_held']:,}"),
     ]
@@ -99,7 +103,8 @@ def memory(answer: Data) -> Table:
         "total": f"of {gib(plan['estimated']['memory_limit_bytes'])} GiB that jax may take",
     }
     names = {"pages": "KV cache (pages)", "total": "all"}
-    rows = [(names.get(kind, kind), gib(nbytes), notes.get(kind, "")) for kind, nbytes in held.items()]
+    kinds = {key.removesuffix("_bytes"): nbytes for key, nbytes in held.items()}
+    rows = [(names.get(kind, kind), gib(nbytes), notes.get(kind, "")) for kind, nbytes in kinds.items()]
     columns = (Column("kind", words=True), Column("GiB", GUESS), Column("", words=True))
     return Table("memory", "Memory of a GPU, the first plan", columns, tuple(rows), sums=1)
 
@@ -108,10 +113,10 @@ def decode(answer: Data) -> Table:
     """Decoding of a replica by requests at once, against reading all that must be read at the memory's full rate."""
     rows = []
     for step in answer["plans"][0]["estimated"]["decode"]:
-        parts = sorted(step["parts"].items(), key=lambda part: -part[1])[:3]
+        parts = sorted(step["seconds_by_part"].items(), key=lambda part: -part[1])[:3]
         what = ", ".join(f"{name} {share / step['seconds']:.0%}" for name, share in parts)
         rates = (figure(step[key]) for key in ("tokens_per_second", "bandwidth_bound_tokens_per_second"))
-        share = f"{step['of_bandwidth_bound']:.0%}"
+        share = f"{step['share_of_bandwidth_bound']:.0%}"
         rows.append((str(step["batch"]), milliseconds(step["seconds"]), *rates, share, what))
     titles = ("ms between tokens", "tokens/s", "bandwidth bound", "of the bound")
     columns = [
@@ -135,7 +140,7 @@ def programs(answer: Data) -> Table | None:
             one["what"],
             f"{one['rows']} x {one['tokens']}",
             str(one["stage"]),
-            *(gib(one[key]) for key in ("estimated", "arguments", "temporaries", "total")),
+            *(gib(one[f"{key}_bytes"]) for key in ("estimated", "arguments", "temporaries", "total")),
             f"{one['difference']:+.1%}",
         )
         for one in plan["compiled"]
@@ -155,7 +160,7 @@ def sent(answer: Data) -> Table | None:
     rows = [
         (f"{one['what']} {one['rows']} x {one['tokens']}", axes, kind, figure(nbytes / 2**20))
         for one in plan["compiled"]
-        for axes, kinds in one["sent"].items()
+        for axes, kinds in one["sent_bytes"].items()
         for kind, nbytes in kinds.items()
     ]
     titles = ("program", "axes", "collective")
