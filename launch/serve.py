@@ -21,6 +21,7 @@ from shardlm.errors import ShardlmError
 
 try:
     from launch.http_flags import http_settings, listen
+    from shardlm.serve.api.reasoning.choose import NAMES as REASONING_PARSERS
     from shardlm.serve.api.server import run
     from shardlm.serve.api.settings import Settings
 except ModuleNotFoundError as error:
@@ -30,6 +31,12 @@ _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, adap
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
 _TOOL_STYLE = flags.DEFINE_enum(
     "tool_style", "auto", ["auto", "hermes", "llama"], "How the model writes calls of tools; auto: see its template."
+)
+_REASONING = flags.DEFINE_enum(
+    "reasoning_parser",
+    "auto",
+    list(REASONING_PARSERS),
+    "How replies mark what is thought and not answered, by vLLM's names; auto: see the chat template, else none.",
 )
 _GENERATION_CONFIG = flags.DEFINE_enum(
     "generation_config",
@@ -47,6 +54,7 @@ def settings(sampling: Mapping[str, float] = MappingProxyType({})) -> Settings:
         **http_settings(),
         model_names=tuple(_MODEL_NAMES.value),
         tool_style=_TOOL_STYLE.value,
+        reasoning_parser=_REASONING.value,
         max_queue=_MAX_QUEUE.value,
         request_seconds=_REQUEST_SECONDS.value,
         sampling=sampling,

@@ -16,6 +16,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardlm.errors import ShardlmError
 from shardlm.files import write_atomically
+from shardlm.token_bound import TokenBound
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The names that the usual model families give it, the most specific first.
@@ -109,6 +110,10 @@ class Tokenizer:
         encoded = self._backend.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
+    def least_tokens(self, text: str, limit: int) -> int:
+        """A number of tokens that `text` has at least, or one up to `limit`; many times as fast as to count them."""
+        return self._bound.least(text) if self._bound.may_exceed(text, limit) else 0
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that form no UTF-8 character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
@@ -116,6 +121,23 @@ class Tokenizer:
     def stream(self, *, skip_special: bool = True) -> "DecodeStream":
         """A decoder for ids that arrive one at a time."""
         return DecodeStream(self._backend, skip_special)
+
+    def is_special(self, text: str) -> bool:
+        """Whether a special token, which `decode` skips unless told, has this name."""
+        return text in self._special
+
+    def token_texts(self) -> list[str]:
+        """The text of each id alone, special ones too; "" of ids that are none."""
+        return self._backend.decode_batch([[id] for id in range(self.vocab_size)], skip_special_tokens=False)
+
+    @functools.cached_property
+    def _bound(self) -> TokenBound:
+        return TokenBound.of(self.to_json())
+
+    @functools.cached_property
+    def _special(self) -> frozenset[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -132,7 +154,7 @@ class Tokenizer:
         for name in END_OF_DOCUMENT_NAMES:
             if (token := self._backend.token_to_id(name)) is not None:
                 return token
-        special = [t.content for t in self._backend.get_added_tokens_decoder().values() if t.special]
+        special = sorted(self._special)
         raise ShardlmError(
             f"the tokenizer has no end-of-document token: none of {', '.join(END_OF_DOCUMENT_NAMES)} is in"
             f" its vocabulary (special tokens: {', '.join(special[:20]) or 'none'}). Add one of these names"

@@ -8,7 +8,7 @@ from small_moe import DEEPSEEK
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.train.check import check_outside_stages, check_pipeline
+from shardlm.train.check import check_outside_stages, check_pipeline, check_remat
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
@@ -48,6 +48,14 @@ def test_microbatches_fill_the_stages_in_whole_groups():
 def test_rounds_are_positive():
     with pytest.raises(ShardlmError, match=r"pipeline.rounds=0: it must be at least 1"):
         PipelineConfig(rounds=0)
+
+
+def test_what_one_f_one_b_keeps_is_not_chosen():
+    with pytest.raises(ShardlmError, match=r"remat=dots with pipeline.schedule=1f1b: .* set remat=full"):
+        check_remat("dots", PipelineConfig("1f1b"), MeshSpec(pipeline=2))
+    check_remat("full", PipelineConfig("1f1b"), MeshSpec(pipeline=2))
+    check_remat("dots", PipelineConfig("1f1b"), MeshSpec())
+    check_remat("dots", PipelineConfig("gpipe"), MeshSpec(pipeline=2))
 
 
 def test_a_ring_in_layers_that_one_stage_runs_is_refused():

@@ -19,6 +19,7 @@ FLOORS = [
         "run_files",
         *("hardware", "clusters", "hardware_file", "prices"),
         "flops",
+        "token_bound",
         "tokenizer",
         *("hf_files", "hf_quantised", "chat", "progress_bar"),
     },

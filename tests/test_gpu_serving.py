@@ -158,7 +158,7 @@ def test_a_whole_prompt_attends_by_cudnn(window):
         state = held(jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS)))
         here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         tokens = np.zeros((1, 8192), np.int32)
-        rest = (RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
+        rest = (RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8))
         rows = programs.ChunkRows(np.zeros((1, 6 + 512), np.int32), tokens, tokens, *rest)
         function = functools.partial(programs.chunk, model, layout, whole=choose_prefill("auto", model, False))
         lowered = jax.jit(function, donate_argnums=1).lower(model.held_at_rest(mesh), state, jax.tree.map(here, rows))

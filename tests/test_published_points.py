@@ -20,7 +20,8 @@ ALL = published.load(FILE)
 def test_the_points_cover_gpus_models_and_meshes():
     points = ALL.points.values()
     assert len(points) >= 40
-    assert {"a100", "a100-40gb", "h100", "h100-hbm2e-500w", "h200", "b200", "gb200"} == {p.gpu for p in points}
+    hopper, blackwell = {"h100", "h100-hbm2e-500w", "h200"}, {"b200", "gb200", "b300", "gb300"}
+    assert {"a100", "a100-40gb"} | hopper | blackwell == {p.gpu for p in points}
     assert {"bf16", "fp16", "fp8", "mxfp8"} == {p.precision for p in points}
     for axis in ("data", "fsdp", "context", "pipeline", "expert", "tensor"):
         assert any(p.mesh.size(axis) > 1 for p in points), axis

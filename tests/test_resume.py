@@ -40,7 +40,7 @@ def test_kill_9_then_the_same_command(uninterrupted, tmp_path):
     [
         ("mesh.data=1", "mesh.tensor=4", "rules=zero1"),
         ("mesh.fsdp=8", "mesh.data=1", "mesh.tensor=1", "rules=hybrid"),
-        ("mesh.data=1", "mesh.pipeline=2", "train.accumulation=4", "pipeline.schedule=1f1b"),
+        ("mesh.data=1", "mesh.pipeline=2", "train.accumulation=4", "pipeline.schedule=1f1b", "remat=full"),
     ],
     ids=["tensor4-zero1", "fsdp8-hybrid", "pipeline2-1f1b"],
 )

@@ -111,19 +111,26 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     def layer(carry, inputs):
         x, pages = carry
         index, state = inputs
-        found: dict[str, list[jax.Array]] = {}
-        blocks, own = nnx.merge(graph, state), ctx.of_repeat(index)
-        for offset, block in enumerate(blocks):
-            number = first_layer + index * len(blocks) + offset
-            x, pages, aux = block(x, positions, own, pages, number, execution)
-            for name, value in aux.items():
-                found.setdefault(name, []).append(value)
-        return (x, pages), {name: jnp.stack(values) for name, values in found.items()}
+        x, pages, aux = run_repeat(graph, state, x, positions, ctx, pages, first_layer, index, execution)
+        return (x, pages), aux
 
     body = layer if pages is not None else rematerialised(layer, execution.remat, stacked)
     unroll = execution.unroll or repeats
     (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)
     return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+
+
+def run_repeat(graph, state, x, positions, ctx: Context, pages: Pages | None, first_layer, index, execution: Execution):
+    """x through the blocks of repeat `index` of a segment, whose weights `state` is. Returns (x, pages, auxiliary
+    values [blocks that have them, ...])."""
+    found: dict[str, list[jax.Array]] = {}
+    blocks, own = nnx.merge(graph, state), ctx.of_repeat(index)
+    for offset, block in enumerate(blocks):
+        number = first_layer + index * len(blocks) + offset
+        x, pages, aux = block(x, positions, own, pages, number, execution)
+        for name, value in aux.items():
+            found.setdefault(name, []).append(value)
+    return x, pages, {name: jnp.stack(values) for name, values in found.items()}
 
 
 def rematerialised(layer, remat: Remat, stacked, prevent_cse: bool = False):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 
 from shardlm.errors import ShardlmError
 from shardlm.plan.cluster import Cluster
@@ -51,6 +52,7 @@ def _pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
 
 def _without_gpus() -> None:
     jax.config.update("jax_platforms", "cpu")
+    logging.set_verbosity(logging.ERROR)  # without a GPU each grouped matmul warns that its tiles are not tuned
 
 
 def _topology_error(gpu: str) -> str:

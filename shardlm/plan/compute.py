@@ -39,6 +39,11 @@ class Op:
     wide       of attention: width of queries and keys of a head
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
     host       seconds that the device waits for its host: other systems' (systems_experts.py)
+    Other systems' as well (systems_passes.py):
+    gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
+    cast_weights    share of its forward runs that make the 8-bit weight anew
+    added_bytes     read and written besides where a weight's gradient is added to what is there
+    drawn           whether chance deals rows to experts, dims[0] on average
     """
 
     layer: Layer
@@ -56,6 +61,10 @@ class Op:
     grouped: bool = False
     wide: float = 0.0
     host: float = 0.0
+    gradient_bytes: float | None = None
+    cast_weights: float = 1.0
+    added_bytes: float = 0.0
+    drawn: bool = False
 
 
 def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
@@ -68,18 +77,18 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
     shape, mesh, schedule = sketch.shape, sketch.mesh, sketch.schedule
     both_ways = mesh.pipeline > 1 and schedule.both_ways
     staged = shape.segments[shape.pipelined_segment()]
-    for segment in shape.segments:
+    for number, segment in enumerate(shape.segments):
         in_stages = mesh.pipeline > 1 and segment is staged
         for block in segment.pattern:
             if in_stages:
                 idle = 1 / (1 - schedule.bubble_fraction())
-                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, both_ways, idle)
+                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, 0, idle)
             else:
-                run = _Run.outside(sketch, block.norms, segment.repeats)
+                run = _Run.outside(sketch, block.norms, segment.repeats, number)
             for op in _block(sketch, block, ours):
                 yield dataclasses.replace(run(op), in_stages=in_stages or both_ways)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
-        run = dataclasses.replace(_Run.outside(sketch, shape.mtp.block.norms, 1), twice=False)
+        run = _Run.outside(sketch, shape.mtp.block.norms, 1, len(shape.segments))
         D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
         for op in (*_block(sketch, shape.mtp.block, ours), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
             yield dataclasses.replace(run(op), in_stages=both_ways)
@@ -90,23 +99,25 @@ class _Run:
     """How often a layer's operations run.
 
     passes   of all its layers, forward and useful
-    twice    1F1B takes each microbatch forward once more, for the input of the next stage
+    twice    share of the passes that 1F1B makes forward once more: those of layers ahead of its stages
     idle     runs of a device for each useful one
     """
 
     sketch: Sketch
     norms: str
     passes: float
-    twice: bool
+    twice: float
     idle: float
 
     @classmethod
-    def outside(cls, sketch: Sketch, norms: str, repeats: int) -> "_Run":
+    def outside(cls, sketch: Sketch, norms: str, repeats: int, segment: int) -> "_Run":
         """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
-        mesh, schedule = sketch.mesh, sketch.schedule
+        mesh, schedule, stages = sketch.mesh, sketch.schedule, sketch.shape.pipelined_segment()
         if mesh.pipeline > 1 and schedule.both_ways:
-            return cls(sketch, norms, sketch.passes * repeats, True, schedule.ticks / sketch.passes)
-        return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, False, 1.0)
+            # XLA unrolls the loop twice; of an odd one the last layer is left, whose result nothing wants.
+            ahead = repeats - (repeats % 2 if segment == stages - 1 else 0) if segment < stages else 0
+            return cls(sketch, norms, sketch.passes * repeats, ahead / repeats, schedule.ticks / sketch.passes)
+        return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, 0, 1.0)
 
     def __call__(self, op: Op) -> Op:
         """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
@@ -243,7 +254,7 @@ def _head(sketch: Sketch) -> Iterator[Op]:
     shape, mesh = sketch.shape, sketch.mesh
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
-    run = _Run.outside(sketch, "pre", heads)
+    run = _Run.outside(sketch, "pre", heads, len(shape.segments))
     moved = sketch.itemsize * (tokens * D + V * D) + 4 * tokens * V
     yield Op(
         "head",
@@ -255,11 +266,11 @@ def _head(sketch: Sketch) -> Iterator[Op]:
         run.passes,
         0,
         (tokens, V, D),
-        in_stages=run.twice,
+        in_stages=run.idle > 1,
         executed=run.idle,
     )
     read = 3 * sketch.itemsize * tokens / mesh.tensor * D
-    yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.twice)
+    yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.idle > 1)
 
 
 def _optimizer(sketch: Sketch) -> Op:

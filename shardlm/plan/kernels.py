@@ -3,6 +3,7 @@ the tiles that a matmul is cut into and the cores that they fill."""
 
 import dataclasses
 import math
+from statistics import NormalDist
 
 from shardlm.hardware import Gpu
 from shardlm.plan.compute import Op
@@ -56,7 +57,7 @@ class Kernels:
         """Of one execution in the forward pass."""
         if op.unit == "matmul":
             rows, n, k = op.dims
-            return self._product(op, rows, n, k) + self._casts(op, rows * k + n * k)
+            return self._product(op, rows, n, k) + self._casts(op, rows * k + op.cast_weights * n * k)
         if op.unit == "attention":
             return self._attention(op, self._fraction(0)) if self.attention != "xla" else self._unfused(op)
         return self._moving(op)
@@ -65,10 +66,13 @@ class Kernels:
         """Of all that makes one execution's gradients."""
         if op.unit == "matmul":
             rows, n, k = op.dims
-            products = self._product(op, rows, k, n) + self._product(op, k, n, rows)
+            weight = dataclasses.replace(op, hbm_bytes=op.hbm_bytes + op.added_bytes, drawn=False)
+            products = self._product(op, rows, k, n) + self._product(weight, k, n, rows)
             return products + self._casts(op, rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
+        if op.gradient_bytes is not None:
+            return self._moving(dataclasses.replace(op, hbm_bytes=op.gradient_bytes))
         return 2 * self._moving(op)
 
     def one_seconds(self, op: Op, backward: bool = False) -> float:
@@ -95,12 +99,13 @@ class Kernels:
         fraction = self.achieved.matmul_8bit if dtype in EIGHT_BITS and peak else self.achieved.matmul
         return (peak or self.gpu.peak.bf16) * fraction * self.clock
 
-    def tiled_seconds(self, rows: float, n: float, k: float, copies: int, dtype: str) -> float:
+    def tiled_seconds(self, rows: float, n: float, k: float, copies: int, dtype: str, drawn: bool = False) -> float:
         """Of `copies` products [rows, k] x [k, n] at once, by the best of TILES: cores work in waves, and the last
-        wave, like the last tile of a row, may be mostly empty."""
+        wave, like the last tile of a row, may be mostly empty. Of rows that are `drawn` each product has its own."""
         best = math.inf
         for height, width, worth in TILES:
-            tiles = copies * math.ceil(rows / height) * math.ceil(n / width)
+            high = _drawn_tiles(rows, height) if drawn else math.ceil(rows / height)
+            tiles = copies * high * math.ceil(n / width)
             filled = math.ceil(tiles / self.cores) * self.cores if self.cores else tiles
             best = min(best, filled * height * width / worth)
         return 2.0 * best * k / self.matmul_rate(dtype)
@@ -110,7 +115,8 @@ class Kernels:
         copies = _copies(op)
         if op.grouped and self.cores:
             k += EDGE_SECONDS * self.matmul_rate(op.dtype) / self.cores / (2 * 128 * 128)
-        return max(self.tiled_seconds(rows, n, k, copies, op.dtype), op.hbm_bytes / self.memory) + self.gap
+        tiled = self.tiled_seconds(rows, n, k, copies, op.dtype, op.drawn)
+        return max(tiled, op.hbm_bytes / self.memory) + self.gap
 
     def _casts(self, op: Op, numbers: float) -> float:
         """16-bit operands are read, and written as 8 bits in the two layouts that both products need."""
@@ -130,6 +136,14 @@ class Kernels:
         square = op.flops * positions / keys
         scores = square / (4 * width)
         return square / self.matmul_rate("bf16") + scores * UNFUSED_BYTES / self.memory + 4 * self.gap
+
+
+def _drawn_tiles(rows: float, height: int) -> float:
+    """Tiles of an expert that many choose independently, on average: P(more than j tiles' rows) over all j."""
+    spread = NormalDist(rows, math.sqrt(rows))
+    first = max(0, math.floor(spread.inv_cdf(1e-6) / height))
+    last = math.ceil(spread.inv_cdf(1 - 1e-6) / height)
+    return first + sum(1 - spread.cdf(j * height) for j in range(first, last + 1))
 
 
 def _copies(op: Op) -> int:

@@ -48,9 +48,10 @@ def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
     for number, segment in enumerate(shape.segments):
         if mesh.pipeline > 1 and number == shape.pipelined_segment():
             ticks, bubble = schedule.ticks, schedule.bubble_fraction()
-            runs = Runs(ticks * schedule.slots, 1 + both_ways, bubble, *how)
+            runs = Runs(ticks * schedule.slots, 1, bubble, *how)
         else:
-            runs = Runs(outside * segment.repeats, 1 + both_ways, idle, *how)
+            ahead = both_ways and number < shape.pipelined_segment()
+            runs = Runs(outside * segment.repeats, 1 + ahead, idle, *how)
         for block in segment.pattern:
             yield block, runs
     for _ in range(shape.mtp.depth if shape.mtp else 0):
@@ -129,7 +130,9 @@ def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
     if not manual:
         return
     table = shape.vocab_size * shape.embed_dim / mesh.tensor * sketch.itemsize * share(mesh.tensor)
-    times = passes * (3 if both_ways else 2)
+    times = 2 * passes
+    if both_ways and shape.pipelined_segment():  # for layers ahead of the stages again
+        times += sketch.schedule.ticks
     if mesh.tensor > 1:
         yield Sent(tensor, "the lookup", (table + part / mesh.tensor) * times, EXCHANGE, 2 * times)
     embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
@@ -150,8 +153,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     gathers = scatters = sums = 0.0  # bytes a token
     repeated = runs.again if runs.whole else 0
     # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart.
-    both_ways = runs.forward == 2
-    apart_in_stages = runs.again and runs.idle and both_ways != runs.whole
+    apart_in_stages = runs.again and runs.idle and runs.whole and not sketch.schedule.both_ways
     gathers += (4 if apart_in_stages else 2) * D * item
     scatters += (2 * back + repeated) * D * item
     if isinstance(attention, MlaConfig):

@@ -170,8 +170,7 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     idle = schedule.bubble_fraction()
     if moved.gathered:
         part = one * share(mesh.size(*moved.gathered)) * runs
-        times = 3 if schedule.both_ways else 2
-        yield moved.sent(moved.gathered, "gathers", part * times, GATHER, runs * times, idle=idle)
+        yield moved.sent(moved.gathered, "gathers", 2 * part, GATHER, 2 * runs, idle=idle)
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
     total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
     yield moved.sent(replicas, "sum of gradients", total, REDUCE)
@@ -223,11 +222,13 @@ def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     how = {"idle": 1 - sketch.passes / ticks}
     is_head = weight.path == "head" or (weight.path == "embedding" and shape.tie_embeddings)
     if weight.path == "embedding":
-        times = (2 + _further(sketch)) * ticks
+        times = (2 if shape.pipelined_segment() else 1) + _further(sketch)  # for layers ahead of the stages twice
+        times *= ticks
         yield moved.sent(moved.gathered, "gathers", once * times, GATHER, times, **how)
     elif weight.path != "head":
         times = ticks * moved.repeats
-        runs = 2 if weight.path.startswith("mtp") else 3
+        ahead = weight.segment is not None and weight.segment < shape.pipelined_segment()
+        runs = 3 if ahead else 2
         once /= moved.repeats
         yield moved.sent(moved.gathered, "gathers", once * times * runs, GATHER, times * runs, **how)
         others = ordered(mesh, set(moved.copies) - set(replicas))

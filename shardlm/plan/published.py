@@ -63,6 +63,7 @@ class Model:
 
     mlp_dim     of dense layers; None where all have experts
     gated       three matrices in the MLP, as SwiGLU has, or two
+    normed      queries and keys are
     parameters  in all, as the source counts them; None: it does not
     """
 
@@ -83,6 +84,7 @@ class Model:
     latent: Latent | None = None
     window: Window | None = None
     mtp_modules: int = 0
+    normed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

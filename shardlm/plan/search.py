@@ -253,7 +253,7 @@ def _kept(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> 
 
 
 def _can_keep(remat: str, config: RunConfig) -> bool:
-    """1F1B makes each stage's forward pass again by itself (train/one_f_one_b.py)."""
+    """1F1B keeps what it keeps (train/one_f_one_b.py)."""
     return remat == "full" or config.mesh.pipeline == 1 or config.pipeline.schedule != "1f1b"
 
 

@@ -16,14 +16,15 @@ from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent, share
 # once, so that forward, repeated forward and backward pass each gather them.
 DEEPSPEED = "Megatron-LM with DeepSpeed ZeRO-3"
 COPIES = 2  # operations for each rank's part: a slice and a copy
-MEGATRON = ("Megatron-LM", DEEPSPEED, "NeMo", "Megatron Bridge")
+BRIDGE, AUTOMODEL = "Megatron Bridge", "NeMo AutoModel"
+MEGATRON = ("Megatron-LM", DEEPSPEED, "NeMo", BRIDGE)
 # Checkpoints that run the whole layer again: Megatron's own, and PyTorch's before 2.1, which came to stop early.
 WHOLE_LAYERS = (*MEGATRON, "Composer FSDP")
 # Attention besides cuDNN's: PyTorch's scaled_dot_product_attention is FlashAttention-2 on Hopper too; llm-foundry's
 # benchmarks took attn_impl=triton by default (scripts/train/benchmarking/submit_benchmarks.py@12a63191).
 KERNELS: Mapping[str, str] = MappingProxyType({"torchtitan": "flash2", "Composer FSDP": "triton"})
 # tp_comm_overlap and grad_reduce_in_fp32=False in the recipes.
-RECIPES = ("NeMo", "Megatron Bridge")
+RECIPES = ("NeMo", BRIDGE)
 COMBINED = "gradients are summed 64 MiB at a time"
 
 
@@ -73,7 +74,7 @@ def attention_kernel(point: Point) -> str:
     """As kernels.py names them."""
     if point.attention == "unfused":
         return "xla"
-    if "FlexAttention" in point.note:  # Triton's, not faster than FlashAttention-2
+    if "FlexAttention" in point.note or "SDPA" in point.note:  # the first is Triton's, not faster than FlashAttention-2
         return "flash2"
     return KERNELS.get(point.framework, "cudnn")
 

@@ -5,14 +5,17 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
+from statistics import NormalDist
 
 from shardlm.plan.compute import Op
-from shardlm.plan.constants import MODULE
+from shardlm.plan.constants import GAP, MODULE, NVLINK
 from shardlm.plan.cost import StepCost
 from shardlm.plan.published import Experts, Model, Point
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import RAGGED, Sent
+from shardlm.plan.systems import MEGATRON
+from shardlm.plan.traffic import GATHER, RAGGED, Sent
 
+EIGHT_BITS = ("fp8", "mxfp8")
 # Words in Point.note.
 # Megatron's moe_token_dispatcher_type=alltoall, and no layer captured
 ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
@@ -20,6 +23,12 @@ ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
 # host, whose NVLink hands it on meanwhile (https://github.com/deepseek-ai/DeepEP, README of 2025-02: 153 to 158 GB/s of
 # 160 inside a host, 43 to 58 of 50 between hosts).
 ONCE = ("DeepEP", "HybridEP")
+# Inside an NVLink domain HybridEP's kernels alone reach 543 to 764 GB/s of what arrives on 8 to 36 B200 and GB200, some
+# of it from the device itself: about 0.67 of the link's rate where constants.NVLINK has 0.78 for NCCL. As PyTorch calls
+# them they take 0.12 to 0.24 ms longer, of which a copy of the rows is about two thirds (the permutation stands for it
+# in training), and what prepares each call the rest (BF16, 16 and 32 multiprocessors: shifangx/DeepEP@1242eb4f
+# Hybrid-EP_Intra-node_Implementation.md). DeepEP's calls are taken to need as long.
+HYBRID, HYBRID_SHARE, CALL = "HybridEP", 0.67, 60e-6
 # Megatron's overlap_moe_expert_parallel_comm: the forward pass of one microbatch beside the backward pass of another.
 BEHIND = "expert exchange behind another microbatch"
 # NeMo AutoModel's FakeBalancedGate: experts in turn, tokens of a device taking `top_k` each
@@ -37,10 +46,18 @@ ADDED, BIASES = 16, 20  # bytes of each number, forward: of an expert's width, a
 # Operations that PyTorch starts for a layer, forward and backward, and for each of a device's experts: a product by
 # itself, and in 8 bits its operands' casts and scales. Estimates.
 LAYER, EXPERT, EXPERT_8BIT = 310, 6, 30
+FORWARD = 1 / 2  # of them: half as many kernels, and twice as much Python. An estimate
+# Kernels that hardly move anything, forward and backward, and what each takes with its gap. Megatron's router draws
+# logits where it forces a balance, takes the best and makes a loss (transformer/moe/router.py, with moe_router_fusion);
+# counts, splits and maps of rows follow (token_dispatcher.py, TransformerEngine's permutation.py). AutoModel's balanced
+# gate and the maps of DeepEP's rows are fewer (token_dispatcher.py@0231c64e). Estimates.
+SMALL, SMALL_SECONDS = 32, 4e-6
+SMALL_BALANCED = 16
 
 
 def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) -> Iterator[Sent]:
-    """What layers exchange, as their system does; `inside` devices of the expert axis are joined by NVLink."""
+    """What layers exchange, as their system does, in bytes as NCCL would send them at its rate; `inside` devices of the
+    expert axis are joined by NVLink."""
     for one in sent:
         if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
             one = dataclasses.replace(one, beside=True)
@@ -48,12 +65,22 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) 
             ranks = point.mesh.expert
             places = ranks // inside if inside < ranks else ranks
             copies = _in_turn(places, experts) if IN_TURN in point.note else _drawn(places, experts.top_k)
-            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k)
+            slower = NVLINK.bandwidth / HYBRID_SHARE if HYBRID in point.note and inside >= ranks else 1.0
+            one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k * slower, host=CALL)
         if one.axes == ("tensor",) and SPLIT in point.note:
             # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
             yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
             one = dataclasses.replace(one, nbytes=one.nbytes / 2 * experts.top_k, count=one.count / 2, beside=False)
         yield one
+
+
+def counts_sent(point: Point, sketch: Sketch) -> Iterator[Sent]:
+    """What the all-to-all dispatcher sends besides rows, before and with them: how many go to each expert, and how much
+    each counts, there and back. Hardly any bytes; each takes a collective's latency."""
+    if ALL_TO_ALL in point.note:
+        layers = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
+        yield Sent(("expert",), "rows of each expert", 8.0 * layers, GATHER, layers)
+        yield Sent(("expert",), "weights of rows", 8.0 * layers, RAGGED, 2 * layers)
 
 
 def _drawn(places: int, top_k: int) -> float:
@@ -68,6 +95,21 @@ def _in_turn(places: int, experts: Experts) -> float:
     return statistics.mean(len({(t * k + i) % num * places // num for i in range(k)}) for t in tokens)
 
 
+def as_drawn(ops: list[Op], point: Point) -> Iterator[Op]:
+    """Products of experts that Megatron's forced balance draws: chance gives each its rows, and all wait in every
+    exchange for the device with most."""
+    for op in ops:
+        if op.grouped and point.framework in MEGATRON:
+            experts = op.flops / (2.0 * math.prod(op.dims))
+            ranks = point.mesh.expert
+            # The largest of so many normal numbers, on average (https://doi.org/10.2307/2347982 on Blom's formula).
+            largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+            most = 1 + largest / math.sqrt(op.dims[0] * experts)
+            dims = (op.dims[0] * most, *op.dims[1:])
+            op = dataclasses.replace(op, flops=op.flops * most, dims=dims, drawn=True)
+        yield op
+
+
 def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) -> Iterator[Op]:
     """What experts do besides; `again` as the share of memory-bound work that the backward pass repeats."""
     rows = sketch.tokens * experts.top_k
@@ -79,6 +121,23 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
         return Op("moe", what, "memory", 0, nbytes, count, passes, passes * again, in_stages=staged)
 
     D = sketch.shape.embed_dim
+    small = SMALL_SECONDS * (SMALL_BALANCED if IN_TURN in point.note else SMALL)
+    staged = sketch.mesh.pipeline > 1
+    yield Op("moe", "routing", "memory", 0, 0, passes, passes, in_stages=staged, host=small)
+    if point.framework in MEGATRON and point.precision in EIGHT_BITS and HYBRID not in point.note:
+        # Rows of each expert are copied to where there is room for whole blocks of 16 or 32, and back (experts.py,
+        # Fp8Padding); HybridEP places them so itself.
+        padding = 4 * sketch.itemsize * rows * D
+        count = passes * (2 + (point.remat == "full"))
+        yield Op(
+            *("moe", "rows padded", "memory", 0, padding, count, passes, count - 2 * passes),
+            in_stages=staged,
+            gradient_bytes=padding,
+        )
+    if point.framework in MEGATRON and point.precision in EIGHT_BITS:
+        # Inputs and gradients of both products are cast expert by expert (TransformerEngine, split_quantize).
+        gaps = 4 * (experts.num_experts / sketch.mesh.expert - 1) * GAP
+        yield Op("moe", "casts of each expert", "memory", 0, 0, passes, passes, in_stages=staged, host=gaps)
     if ALL_TO_ALL in point.note:
         # Sorted by device and again by expert, and back; ours are sorted once.
         sorting = sketch.itemsize * rows * D * (2 + 2 / experts.top_k)
@@ -89,8 +148,10 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
 
 
 def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | None:
-    """A device waits for its host where a layer takes the host longer than the device; where each layer waits for the
-    device, the host starts all of the next only then."""
+    """A device waits for its host where layers take the host longer than the device. In the forward pass the host asks
+    in each layer how many rows there are, and starts nothing of the next before it knows: layer by layer the longer of
+    both counts. The backward pass asks for nothing, nor do passes of two microbatches beside each other. Where each
+    layer waits for a constant too, the host starts all of it only then."""
     if not model.experts or ALL_TO_ALL not in point.note:
         return None
     passes = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
@@ -98,6 +159,13 @@ def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | 
     host = (LAYER + each * model.experts.num_experts / sketch.mesh.expert) * MODULE
     layers = sum(cost.compute.get(kind, 0.0) for kind in ("attention", "mlp", "moe", "norm"))
     layers += sum(one.exposed_seconds for one in cost.comms if one.sent.axes == ("expert",))
-    seconds = host if BIASED in point.model else max(0.0, host - layers / passes)
+    device = layers / passes
+    if BIASED in point.model:
+        seconds = host
+    elif BEHIND in point.note:
+        seconds = max(0.0, host - device)
+    else:
+        forward, backward = FORWARD * host - device / 3, (1 - FORWARD) * host - device * 2 / 3
+        seconds = max(0.0, forward) + max(0.0, backward)
     staged = sketch.mesh.pipeline > 1
     return Op("other", "waits for the host", "memory", 0, 0, passes, passes, in_stages=staged, host=seconds)

@@ -155,8 +155,8 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
         return _times(repeats * (2 if _begins_early(sketch) else 1), once)
     if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
         return _times(repeats * (1 if schedule.both_ways else sketch.passes / stages), once)
-    if schedule.both_ways:
-        return _joined(_times(schedule.slots, once), {"streams kept": (2 * stages - 1) * pattern[0].stream})
+    if schedule.both_ways:  # inputs of the microbatches under way, and of the one that goes forward before it joins
+        return {"streams kept": 2 * stages * schedule.slots * pattern[0].stream}
     return _times(schedule.slots * schedule.ticks, once)
 
 
@@ -313,16 +313,17 @@ def _outside_stages(sketch: Sketch, parts: Parts) -> Kinds:
 
 def _at_embedding(sketch: Sketch, parts: Parts) -> Kinds:
     """In a stage of 1F1B, where the embedding rests split: its gradient is made of all tokens' gradients, which XLA
-    gathers (V3, 128 ways: 7 GiB). Beside them the attention of the layer that came before, and what gradients of its
-    experts are made of."""
+    gathers (V3, 128 ways: 7 GiB). The layers are done by then."""
     embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
     axes = set(embedding.axes(sketch.rules.rest)) - set(embedding.axes(sketch.rules.use)) - {"pipeline"}
     if not (sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and axes):
         return {}
     one = parts.layers[-1][0]
-    found = working(one, sketch) | {"experts": 3 * (one.expert_hidden + one.rows), "mlp": 0}
-    found["streams"] += sketch.mesh.size(*axes) * one.stream
-    return found | {"head": sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)}
+    streams = (2 + sketch.mesh.size(*axes)) * one.stream
+    return {
+        "streams": streams,
+        "head": sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch),
+    }
 
 
 def _scores_of_others(sketch: Sketch, parts: Parts) -> float:

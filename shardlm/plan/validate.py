@@ -9,7 +9,9 @@ had in common was added from sources, and no constant changed to meet a point: n
 of ZeRO-3, the products of experts. Which waits of experts count, and their number of operations, was settled with
 Megatron Bridge's points in view. Waits for the last stage were found with its DeepSeek V3 on 256 B200, tokens that take
 experts in turn with NeMo AutoModel's DeepSeek V3 on H100, biases with its GPT-OSS 20B. Points `added last` came after
-all of these, and nothing was looked for with them.
+all of these, and of what follows: what systems_passes.py counts, drawn and padded rows, small kernels of routers and
+HybridEP's rate were looked for because mixtures were predicted too fast; that a forward pass waits for the host layer
+by layer was settled with Megatron Bridge's runs on B200 in view.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from collections.abc import Callable
 
 from shardlm.errors import ShardlmError
 from shardlm.models.transformer import TransformerConfig
-from shardlm.plan import systems, systems_experts, systems_stages
+from shardlm.plan import systems, systems_experts, systems_passes, systems_stages
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op, operations
 from shardlm.plan.cost import StepCost, cost_of
@@ -119,17 +121,19 @@ def _cost(point: Point, published: Published, policy: systems.Recomputed) -> Ste
     model = systems.with_ends(model) if ends else model
     sketch = Sketch.of(configuration(point, model), gpu)
     kernels = Kernels.of(gpu, systems.attention_kernel(point))
-    ops = list(systems.as_run(operations(sketch, ours=False), policy))
+    ops = _layers(point, sketch, policy)
     last: list[Op] = []
     if point.mesh.pipeline > 1:
         bare = Sketch.of(configuration(point, dataclasses.replace(model, mtp_modules=0)), gpu)
-        last = systems_stages.at_the_end(ops, list(systems.as_run(operations(bare, ours=False), policy)))
+        last = systems_stages.at_the_end(ops, _layers(point, bare, policy))
         ops = [op for op in ops if op not in last]
+    ops += [*systems_passes.heads_ops(point, model, sketch, policy), *systems_passes.added_ops(point, sketch)]
     sent = list(systems.as_sent(training_traffic(sketch, "all_to_all"), point))
     if model.experts:
         ops += systems_experts.experts_ops(point, model.experts, sketch, policy.memory)
         inside = cluster.group(point.mesh, ("expert",)).inside
         sent = list(systems_experts.experts_sent(sent, point, model.experts, inside))
+        sent += systems_experts.counts_sent(point, sketch)
     cost = cost_of(sketch, cluster, ops, sent, kernels)
     if waits := systems_experts.waiting(point, model, sketch, cost):
         ops = [*ops, waits]
@@ -137,6 +141,13 @@ def _cost(point: Point, published: Published, policy: systems.Recomputed) -> Ste
     if last and (waits := systems_stages.waiting_for_stages(point, model.num_layers, last, cost, kernels, ends)):
         cost = cost_of(sketch, cluster, [*ops, waits], sent, kernels)
     return cost
+
+
+def _layers(point: Point, sketch: Sketch, policy: systems.Recomputed) -> list[Op]:
+    """Our products, attention and norms as their system runs them, and its loss."""
+    ops = list(systems.as_run(operations(sketch, ours=False), policy))
+    ops = list(systems_experts.as_drawn(ops, point))
+    return [*systems_passes.as_multiplied(ops, point), systems_passes.loss_op(point, sketch)]
 
 
 def configuration(point: Point, model: Model) -> RunConfig:

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
@@ -19,7 +19,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
-from shardlm.serve.prompts import Prompt, read
+from shardlm.serve.prompts import Prompt, check_length, read
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
@@ -75,19 +75,22 @@ class AsyncLLM:
         *,
         priority: int = 0,
         embed: bool = False,
+        salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Yields the replies as they grow, the last time with `finished`. Leaving the loop early aborts the request.
+
+        Only requests of equal `salt` share what is computed.
 
         Raises ShardlmError before the first output for what cannot be served, and EngineError where the engine died.
         """
         self.check_health()
         params = sampling_params
-        tokens, text = await self._read(prompt)
-        grammar = None
+        tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
+        form = None
         if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
-            grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
+            form = await asyncio.to_thread(self._engine.compile_form, params)
         stream = _Stream(asyncio.get_running_loop())
-        options = {"text": text, "priority": priority, "embed": embed, "grammar": grammar}
+        options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt}
         self._do(lambda: self._add(request_id, tokens, params, options, stream))
         finished = False
         try:
@@ -109,9 +112,10 @@ class AsyncLLM:
         """Ends a request; its stream ends with what there is."""
         self._do(lambda: self._abort(request_id))
 
-    async def update_weights(self, weights: Any, draft: Any = None) -> None:
+    async def update_weights(self, weights: Any, draft: Any = None) -> int:
         """New weights, of the draft model too where given, as `LLM.update_weights` takes them, between two batches:
-        what runs goes on with them from the tokens it has. They are read beside the engine's thread.
+        what runs goes on with them from the tokens it has. They are read beside the engine's thread. Returns how many
+        replies go on.
 
         Raises: ShardlmError for what does not fit, EngineError where the engine died.
         """
@@ -120,11 +124,15 @@ class AsyncLLM:
         drafts = await asyncio.to_thread(new_draft, draft, runner)
         params = await asyncio.to_thread(new_weights, weights, runner)
         id, done = f"weights-{uuid.uuid4().hex}", _Stream(asyncio.get_running_loop())
+        unfinished = 0
 
         def swap() -> None:
+            nonlocal unfinished
             del self._streams[id]
             try:
                 self._engine.update_weights(params, drafts)
+                now = self._engine.stats()
+                unfinished = now.num_running + now.num_waiting  # which all wait, to be computed anew
             except Exception as error:
                 done.put(EngineError(f"{type(error).__name__}: {error}"))
                 return
@@ -134,6 +142,7 @@ class AsyncLLM:
         self._do(swap)
         self.check_health()
         await done.next()
+        return unfinished
 
     def check_health(self) -> None:
         """Raises EngineError where the engine died."""
@@ -155,9 +164,11 @@ class AsyncLLM:
         self._commands.put(None)
         self._thread.join()
 
-    async def _read(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+    async def _read(self, prompt: Prompt, truncates: bool) -> tuple[Sequence[int], str | None]:
         """A long text takes a while: the event loop stays free for the streams."""
-        if isinstance(prompt, str) and len(prompt) > SHORT:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > SHORT:
+            await asyncio.to_thread(check_length, text, self.tokenizer, self.max_model_len, truncates)
             return await asyncio.to_thread(read, prompt, self.tokenizer)
         return read(prompt, self.tokenizer)
 

@@ -79,7 +79,7 @@ class DeterministicRunner(Runner):
         config, shared = self.config, Runner._shapes(self)
         run = functools.partial(token_rows.run, self.model, config.layout, config.decode_steps)
         slot = np.zeros(1, np.int32)
-        settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, bool))
+        settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8))
         return {
             "tokens": (run, (TokenRows(self._where()), np.int32(1))),
             "begin": (lambda params, *rest: (token_rows.begin(*rest),), settings),
@@ -114,9 +114,9 @@ class DeterministicRunner(Runner):
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
         super()._begin(row, settings)
-        defaults, edits, top = RowSettings.defaults(1), no_edits(1), np.zeros(1, bool)
-        settings.fill(defaults, edits, top, 0)
-        self._run("begin", np.array([row.slot], np.int32), defaults, edits, top)
+        defaults, edits, told = RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8)
+        settings.fill(defaults, edits, told, 0)
+        self._run("begin", np.array([row.slot], np.int32), defaults, edits, told)
 
     def _where(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> np.ndarray:
         """TokenRows.where of these tokens of a batch; the rest is padding."""

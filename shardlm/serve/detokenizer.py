@@ -4,10 +4,10 @@ Owns what may be sent and when, and how many tokens belong to the reply. Stop to
 them. No jax.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.text_progress import TextProgress
 from shardlm.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class Detokenizer:
         self.stopped: str | None = None
         self.pieces: list[str] = []
         self._stream = tokenizer.stream(skip_special=skip_special)
-        self._stops = [_Progress(one) for one in sorted(stop, key=len, reverse=True)]
+        self._stops = [TextProgress(one) for one in sorted(stop, key=len, reverse=True)]
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
@@ -84,38 +84,3 @@ class Detokenizer:
         keep = 0 if self._include_stop else max((stop.matched for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-class _Progress:
-    """How much of a string's beginning the text ends with, followed character by character (Knuth, Morris, Pratt)."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.matched = 0  # characters, fewer than all
-        self._shorter = _shorter(text)
-
-    def advance(self, char: str) -> bool:
-        """Whether the string is complete with `char`."""
-        self.matched = self._longer(self.matched, char)
-        if self.matched < len(self.text):
-            return False
-        self.matched = self._shorter[self.matched]
-        return True
-
-    def _longer(self, matched: int, char: str) -> int:
-        return _longer(self.text, self._shorter, matched, char)
-
-
-@functools.lru_cache(maxsize=256)  # the replies to one prompt have the same strings
-def _shorter(text: str) -> Sequence[int]:
-    """[n]: the longest beginning of the string, short of n characters, with which its first n end."""
-    found = [0, 0]
-    for char in text[1:]:
-        found.append(_longer(text, found, found[-1], char))
-    return found
-
-
-def _longer(text: str, shorter: Sequence[int], matched: int, char: str) -> int:
-    while matched and text[matched] != char:
-        matched = shorter[matched]
-    return matched + (text[matched] == char)

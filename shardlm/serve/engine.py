@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.ops.batch_sampling import Sampled
-from shardlm.serve.bad_words import BadWords, allow_only
+from shardlm.serve.bad_words import BadWords
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.grammar import Grammar, GrammarCompiler
 from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.probe import probe
-from shardlm.serve.replies import Group, Reply, collect_embeddings, collect_scores, described
+from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
+from shardlm.serve.reply_form import FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
@@ -77,9 +76,9 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         embed: bool = False,
-        grammar: Grammar | None = None,
+        form: ReplyForm | None = None,
     ) -> None:
-        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `grammar`:
+        """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `form`:
         that of `params`, where it was compiled before. Raises ShardlmError for what cannot be served; nothing is added
         then. Raises EngineError where the engine ended."""
         if self.ended is not None:
@@ -88,11 +87,11 @@ class Engine:
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
-        grammar = grammar or self.compile_grammar(params)
+        form = form or self.compile_form(params)
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
-            group.replies.append(self._reply(own, prompt, params, grammar, index, priority, salt, group))
+            group.replies.append(self._reply(own, prompt, params, form, index, priority, salt, group))
         self._groups[id] = group
         group.output.outputs = [reply.output for reply in group.replies]
         group.output.truncated = group.replies[0].request.truncated
@@ -113,16 +112,16 @@ class Engine:
             raise
         self._prompt_tokens += len(group.output.prompt_token_ids)
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+    def compile_form(self, params: SamplingParams) -> ReplyForm | None:
         """Of params.structured_outputs; slow for large ones, and safe on another thread. Raises ShardlmError."""
         wanted = params.structured_outputs
-        return None if wanted is None else self._grammars.wanted(wanted)
+        return None if wanted is None else self._forms.wanted(wanted)
 
     @functools.cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self._vocab, self.stop_ids)
+    def _forms(self) -> FormCompiler:
+        return FormCompiler(self.tokenizer, self._vocab, self.stop_ids)
 
-    def _reply(self, id, prompt, params, grammar, index: int, priority: int, salt: str, group: Group) -> Reply:
+    def _reply(self, id, prompt, params, form, index: int, priority: int, salt: str, group: Group) -> Reply:
         words = BadWords.make(params.bad_words, self.tokenizer)
         lockstep = bool(words.several) or params.allowed_token_ids is not None
         request = Request(id, prompt, params, self.stop_ids, priority=priority, salt=salt, lockstep=lockstep)
@@ -135,7 +134,7 @@ class Engine:
             skip_special=params.skip_special_tokens,
         )
         output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
-        own = grammar.copy() if grammar and params.n > 1 else grammar
+        own = form.copy() if form and params.n > 1 else form
         return Reply(request, settings, detokenizer, own, words, output, group)
 
     def abort(self, id: str) -> RequestOutput | None:
@@ -205,9 +204,12 @@ class Engine:
                 self._broken = error, batch
 
     def _start(self, batch: ScheduledBatch) -> None:
-        rows = [row for row in batch.rows if row.request.lockstep and row.samples]
         settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
-        self._started.append(self.runner.start(batch, settings, self._masks(rows)))
+        held = [row for row in batch.rows if row.request.lockstep and row.samples]
+        replies = [self._replies[row.request.id] for row in held]
+        masks = allowed_next(replies, self._vocab, lambda masks, forms: self._forms.fill(masks, forms))
+        slots = [row.slot for row in held]
+        self._started.append(self.runner.start(batch, settings, list(zip(slots, masks, strict=True))))
 
     def collect(self) -> list[RequestOutput]:
         """Waits for the oldest batch, and returns the requests that it moved on, or that failed. Raises as `step`."""
@@ -236,7 +238,9 @@ class Engine:
                 continue
             moved[reply.group.output.request_id] = reply.group.output
             try:
-                self._take(reply, tokens, sampled, row)
+                self._generated_tokens += take(reply, tokens, sampled, row, self.scheduler, self.tokenizer)
+                if request.finished:
+                    self._close(reply)
             except Exception as error:  # this request's text, grammar or report: the others go on
                 log.exception("request %s failed", reply.group.output.request_id)
                 reply.group.output.error = f"{type(error).__name__}: {error}"
@@ -332,54 +336,6 @@ class Engine:
         new = (int(steps), int(drafted), tuple(accepted.tolist()))
         self._speculation = self._speculation.plus(SpeculationStats(*new))
         return np.array([*tally.made, *(row.samples for row in started.batch.rows[len(tally.made) :])])
-
-    def _masks(self, rows) -> list[tuple[int, np.ndarray]]:
-        """What grammars and bad words allow these rows next, by slot."""
-        replies = [self._replies[row.request.id] for row in rows]
-        masks = np.full((len(rows), -(-self._vocab // 32)), -1, np.int32)
-        if grammars := [(i, reply.grammar) for i, reply in enumerate(replies) if reply.grammar]:
-            self._grammars.fill(masks, grammars)
-        for reply, mask in zip(replies, masks, strict=True):
-            allow_only(reply.request.params.allowed_token_ids, mask)
-            reply.bad_words.forbid(reply.request.generated, mask)
-        return [(row.slot, mask) for row, mask in zip(rows, masks, strict=True)]
-
-    def _take(self, reply: Reply, tokens: list[int], sampled: Sampled, row: int) -> None:
-        """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and its end."""
-        request, output = reply.request, reply.output
-        ended_by_token = request.finish_reason == "stop"
-        output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
-        kept = len(tokens)
-        if reply.detokenizer.stopped is not None:
-            count = reply.detokenizer.num_tokens
-            kept = count - len(output.token_ids)
-            reason = reply.detokenizer.stopped
-            self.scheduler.finish(request, "stop", stop_reason=reason, num_generated=count)
-        elif reply.grammar is not None and tokens:
-            self._follow_grammar(reply, tokens)
-        logprobs = sampled.logprob[row, :kept].tolist()
-        output.token_ids += tokens[:kept]
-        output.cumulative_logprob += sum(logprobs)
-        self._generated_tokens += kept
-        if output.logprobs is not None:
-            for i in range(kept):
-                ids, top = sampled.top_ids[row, i].tolist(), sampled.top_logprobs[row, i].tolist()
-                alternatives = zip(ids, top, strict=True)
-                found = described(self.tokenizer, tokens[i], logprobs[i], alternatives, request.params.logprobs)
-                output.logprobs.append(found)
-        if request.finished:
-            if reply.detokenizer.stopped is None:
-                output.text += reply.detokenizer.finish()
-            self._close(reply)
-
-    def _follow_grammar(self, reply: Reply, tokens: list[int]) -> None:
-        try:
-            reply.grammar.consume(tokens)
-        except ShardlmError:  # too complex to go on (grammar.py): what there is stands
-            self.scheduler.finish(reply.request, "abort")
-            return
-        if reply.grammar.complete and not reply.request.finished:
-            self.scheduler.finish(reply.request, "stop")
 
     def _close(self, reply: Reply) -> None:
         request, output = reply.request, reply.output

@@ -13,7 +13,6 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.sampling_params import StructuredOutputs
 from shardlm.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
@@ -42,6 +41,10 @@ class Grammar:
     def copy(self) -> "Grammar":
         """The same place, for another reply to the same request."""
         return Grammar(self._matcher.deep_copy())
+
+    def follows(self, token: int) -> bool:
+        """Whether the token is allowed next; moves on by it if it is."""
+        return self._matcher.try_consume_tokens([token]) == 1
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Moves on by tokens of the reply; a stop token may be the last.
@@ -98,12 +101,6 @@ class GrammarCompiler:
                 "https://github.com/guidance-ai/llguidance/tree/main/docs says is supported"
             )
         return Grammar(matcher)
-
-    def wanted(self, params: StructuredOutputs) -> Grammar:
-        """As `compile`, what a request asks for."""
-        kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-        name = next(name for name in kinds if getattr(params, name) is not None)
-        return self.compile(kinds[name], getattr(params, name))
 
     def fill(self, masks: np.ndarray, grammars: Iterable[tuple[int, Grammar]]) -> dict[int, str]:
         """Writes the tokens that may come next into rows of masks int32 [B, ceil(vocab_size / 32)].

@@ -50,13 +50,13 @@ def _message(message: Message, param: str, developer: bool) -> dict[str, Any]:
         raise BadMessage(f"{param}.role={role!r} must be a text, such as user", f"{param}.role")
     if role == "developer" and not developer:
         role = "system"  # its older name, which templates know
-    known = {**message, "role": role, "content": _text(message.get("content"), f"{param}.content")}
+    known = {**message, "role": role, "content": plain_text(message.get("content"), f"{param}.content")}
     if calls := message.get("tool_calls"):
         known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     return known
 
 
-def _text(content: Any, param: str) -> str | None:
+def plain_text(content: Any, param: str) -> str | None:
     """The text of a message's content. Raises BadMessage for parts that are not text."""
     if content is None or isinstance(content, str):
         return content

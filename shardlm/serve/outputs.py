@@ -11,11 +11,11 @@ class EngineError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """One token that stands, or could have stood, at a place. rank: 1 for the likeliest token, None if not known."""
+    """One token that stands, or could have stood, at a place. rank: 1 for the likeliest token."""
 
     token_id: int
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 

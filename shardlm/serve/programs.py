@@ -44,7 +44,7 @@ class ChunkRows:
               whether the request is new in its slot (0 or 1), and the row's pages in each group
     tokens    int32 [R, C]
     targets   int32 [R, C], the token that follows each, where scores are wanted
-    settings, edits, top  of the row's request, which its slot takes over (state.py)
+    settings, edits, told  of the row's request, which its slot takes over (state.py)
     """
 
     where: jax.Array
@@ -52,7 +52,7 @@ class ChunkRows:
     targets: jax.Array
     settings: RowSettings
     edits: Edits
-    top: jax.Array
+    told: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +65,14 @@ class Scores:
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ranked(Sampled):
+    """rank: int32 [B], of the token in the raw distribution (1: the most likely); 0 where no row wants it."""
+
+    rank: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +111,15 @@ def decode(
     return dataclasses.replace(state, pages=pages, slots=keep_slots(state.slots, slot, own)), found
 
 
-def none_sampled(rows: int, columns: int) -> Sampled:
+def none_sampled(rows: int, columns: int) -> Ranked:
     """Of [rows, columns, ...], to be filled in."""
     shape = (rows, columns)
-    return Sampled(
+    return Ranked(
         jnp.zeros(shape, jnp.int32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32),
         jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
     )
 
 
@@ -161,7 +170,7 @@ def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array)
         slots,
         settings=put(slots.settings, slot, rows.settings),
         edits=put(slots.edits, slot, rows.edits),
-        top=slots.top.at[slot].set(rows.top),
+        told=slots.told.at[slot].set(rows.told),
     )
     sampled, own = sampled_of(logits, take(slots, slot), start + length, samples > 0)
     score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
@@ -190,8 +199,7 @@ def scores_of(logits: jax.Array, targets: jax.Array) -> Scores:
     normaliser = log_normaliser(logits)[..., None]
     top, ids = jax.lax.top_k(logits, MAX_LOGPROBS)
     own = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    rank = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
-    return Scores((own - normaliser)[..., 0], rank, ids.astype(jnp.int32), top - normaliser)
+    return Scores((own - normaliser)[..., 0], _rank(logits, targets), ids.astype(jnp.int32), top - normaliser)
 
 
 def set_counts(state: ServeState, slot: jax.Array, prompt: jax.Array, reply: jax.Array) -> ServeState:
@@ -215,7 +223,7 @@ def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, tab
     return lm, hidden, pages
 
 
-def sampled_of(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
+def sampled_of(logits, own: Slots, position, active) -> tuple[Ranked, Slots]:
     """The next token of rows with logits float32 [B, V], and their slots with it where the row is active."""
     settings = dataclasses.replace(own.settings, position=position)
     sampled = sample_rows(
@@ -225,8 +233,16 @@ def sampled_of(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
         edits=own.edits,
         allowed=own.allowed,
         top_n=MAX_LOGPROBS,
-        top_rows=own.top & active,
+        top_rows=(own.told > 1) & active,
     )
+    rank = jax.lax.cond(jnp.any((own.told > 0) & active), _rank, lambda _, token: token * 0, logits, sampled.token)
     last, at = jnp.where(active, sampled.token, own.last), jnp.where(active, position, own.position)
     counts: TokenCounts = count_tokens(own.counts, sampled.token, active)
-    return sampled, dataclasses.replace(own, last=last, position=at, counts=counts)
+    ranked = Ranked(sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs, rank)
+    return ranked, dataclasses.replace(own, last=last, position=at, counts=counts)
+
+
+def _rank(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Of token int32 [...] among logits float32 [..., V]; equal ones share the better rank."""
+    own = jnp.take_along_axis(logits, token[..., None], axis=-1)
+    return 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)

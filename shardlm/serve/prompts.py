@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
@@ -36,6 +37,16 @@ def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | Non
     if isinstance(ids, str | bytes) or not hasattr(ids, "__len__") or not hasattr(ids, "__iter__"):
         raise _wrong(prompt)
     return ids.tolist() if hasattr(ids, "tolist") else ids, text
+
+
+def check_length(text: str, tokenizer: Tokenizer, max_model_len: int, truncates: bool) -> None:
+    """Raises PromptTooLong for a text that has too many tokens for sure, before they are counted; `truncates`: only the
+    last tokens are wanted."""
+    if not truncates and (least := tokenizer.least_tokens(text, max_model_len)) > max_model_len:
+        raise PromptTooLong(
+            f"the prompt has at least {least} tokens ({len(text)} characters); max_model_len={max_model_len} must hold "
+            "it. Shorten it, ask for truncate_prompt_tokens, or raise max_model_len"
+        )
 
 
 def params_of(

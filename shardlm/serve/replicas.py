@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from shardlm.serve.engine import Engine
-from shardlm.serve.grammar import Grammar
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
+from shardlm.serve.reply_form import ReplyForm
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
 
@@ -101,9 +101,9 @@ class EngineGroup:
         best = min(self._up or [0], key=lambda i: (missing[i] + self._weights[i], i))
         return best, missing[best]
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """As Engine.compile_grammar; a grammar serves any replica."""
-        return self.engines[0].compile_grammar(params)
+    def compile_form(self, params: SamplingParams) -> ReplyForm | None:
+        """As Engine.compile_form; a form serves any replica."""
+        return self.engines[0].compile_form(params)
 
     def abort(self, id: str) -> RequestOutput | None:
         """As Engine.abort."""

@@ -1,16 +1,21 @@
-"""Replies under way, and what is told of their tokens and prompts: log-probabilities and embeddings."""
+"""Replies under way: what may be said next, what was said and where it ends, and what is told of tokens and prompts,
+which is log-probabilities and embeddings."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from shardlm.serve.bad_words import BadWords
+from shardlm.errors import ShardlmError
+from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.grammar import Grammar
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
+from shardlm.serve.programs import Ranked
+from shardlm.serve.reply_form import ReplyForm
 from shardlm.serve.request import Request
 from shardlm.serve.runner import Started
+from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
 from shardlm.tokenizer import Tokenizer
 
@@ -22,7 +27,7 @@ class Reply:
     request: Request
     settings: RequestSettings
     detokenizer: Detokenizer
-    grammar: Grammar | None
+    form: ReplyForm | None
     bad_words: BadWords
     output: CompletionOutput
     group: "Group"
@@ -37,6 +42,58 @@ class Group:
     embed: bool
 
 
+def allowed_next(
+    replies: Sequence[Reply], vocab_size: int, fill: Callable[[np.ndarray, list[tuple[int, ReplyForm]]], Any]
+) -> np.ndarray:
+    """What grammars, bad words and allowed tokens leave to each of these replies: int32 [replies, ceil(V / 32)]. `fill`
+    as FormCompiler's, called where there are grammars."""
+    masks = np.full((len(replies), -(-vocab_size // 32)), -1, np.int32)
+    if forms := [(i, reply.form) for i, reply in enumerate(replies) if reply.form]:
+        fill(masks, forms)
+    for reply, mask in zip(replies, masks, strict=True):
+        allow_only(reply.request.params.allowed_token_ids, mask)
+        reply.bad_words.forbid(reply.request.generated, mask)
+    return masks
+
+
+def take(reply: Reply, tokens: list[int], sampled: Ranked, row: int, scheduler: Scheduler, tokenizer: Tokenizer) -> int:
+    """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and where a stop text or the
+    grammar ends it, its end. Returns how many of them belong to it."""
+    request, output = reply.request, reply.output
+    ended_by_token = request.finish_reason == "stop"
+    before = reply.detokenizer.num_tokens
+    output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
+    kept = len(tokens)
+    if reply.detokenizer.stopped is not None:
+        count = reply.detokenizer.num_tokens
+        kept = count - len(output.token_ids)
+        scheduler.finish(request, "stop", stop_reason=reply.detokenizer.stopped, num_generated=count)
+    elif reply.form is not None and tokens:
+        _follow_form(reply, tokens, reply.detokenizer.pieces[before:], scheduler)
+    logprobs = sampled.logprob[row, :kept].tolist()
+    output.token_ids += tokens[:kept]
+    output.cumulative_logprob += sum(logprobs)
+    if output.logprobs is not None:
+        for i in range(kept):
+            ids, top = sampled.top_ids[row, i].tolist(), sampled.top_logprobs[row, i].tolist()
+            alternatives = zip(ids, top, strict=True)
+            told, rank = request.params.logprobs, int(sampled.rank[row, i])
+            output.logprobs.append(described(tokenizer, tokens[i], logprobs[i], rank, alternatives, told))
+    if request.finished and reply.detokenizer.stopped is None:
+        output.text += reply.detokenizer.finish()
+    return kept
+
+
+def _follow_form(reply: Reply, tokens: list[int], texts: list[str], scheduler: Scheduler) -> None:
+    try:
+        reply.form.consume(tokens, texts)
+    except ShardlmError:  # too complex to go on (grammar.py): what there is stands
+        scheduler.finish(reply.request, "abort")
+        return
+    if reply.form.complete and not reply.request.finished:
+        scheduler.finish(reply.request, "stop")
+
+
 def collect_scores(started: Started, replies: Mapping[str, Reply], tokenizer: Tokenizer) -> None:
     """The log-probabilities of the prompts that a batch read, where they are asked for."""
     for n, row in enumerate(started.batch.rows):
@@ -49,7 +106,7 @@ def collect_scores(started: Started, replies: Mapping[str, Reply], tokenizer: To
             position = row.start + i + 1
             alternatives = zip(scores.top_ids[i].tolist(), scores.top_logprobs[i].tolist(), strict=True)
             token, rank = row.request.tokens[position], int(scores.rank[i])
-            found[position] = described(tokenizer, token, float(scores.logprob[i]), alternatives, wanted, rank)
+            found[position] = described(tokenizer, token, float(scores.logprob[i]), rank, alternatives, wanted)
 
 
 def collect_embeddings(started: Started, replies: Mapping[str, Reply]) -> None:
@@ -65,14 +122,12 @@ def described(
     tokenizer: Tokenizer,
     token: int,
     logprob: float,
+    rank: int,
     alternatives: Iterable[tuple[int, float]],
     count: int,
-    rank: int | None = None,
 ) -> Place:
     """The chosen token, then the `count` most likely ones."""
     most = [*alternatives][:count]
-    if rank is None:
-        rank = next((place for place, (other, _) in enumerate(most, 1) if other == token), None)
     every = [(token, logprob, rank), *((other, value, place) for place, (other, value) in enumerate(most, 1))]
     once = {each[0]: each for each in reversed(every)}  # the chosen one keeps its own number
     order = dict.fromkeys(each[0] for each in every)

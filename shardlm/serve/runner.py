@@ -345,7 +345,7 @@ class Runner:
         where = np.zeros((count, 6 + self.config.row_pages), np.int32)
         where[:, 0] = self.config.max_rows
         tokens, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        defaults, edits, top = RowSettings.defaults(count), no_edits(count), np.zeros(count, bool)
+        defaults, edits, told = RowSettings.defaults(count), no_edits(count), np.zeros(count, np.int8)
         for i, (row, pages, settings) in enumerate(rows):
             scored = settings.params.prompt_logprobs is not None
             where[i, :6] = row.slot, row.start, len(row.tokens), row.samples, scored, row.fresh
@@ -353,8 +353,8 @@ class Runner:
             tokens[i, : len(row.tokens)] = row.tokens
             following = row.request.tokens[row.start + 1 : row.end + 1]
             targets[i, : len(following)] = following
-            settings.fill(defaults, edits, top, i)
-        return ChunkRows(where, tokens, targets, defaults, edits, top)
+            settings.fill(defaults, edits, told, i)
+        return ChunkRows(where, tokens, targets, defaults, edits, told)
 
 
 def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None]) -> None:

@@ -16,20 +16,27 @@ MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so so
 # 128 replies held them for a minute.
 MAX_TEXTS, MAX_CHARS = 64, 16_384  # of stop; characters of all stop texts, or bad words, together
 MAX_STOP_IDS = 4096
+FORMS = ("json", "regex", "choice", "grammar")
 MAX_BIASES = 300  # OpenAI's limit, and what the device has room for
 
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax."""
+    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax.
+
+    after: the text is free until these have come, one after the other, and held to it from there. opening: it is only
+    free where it begins so, after space.
+    """
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    after: str | Sequence[str] = ()
+    opening: str = ""
 
     def __post_init__(self):
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
+        given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ShardlmError(
                 "structured outputs need exactly one of json, regex, choice and grammar; given: "
@@ -44,6 +51,10 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _texts("choice", self.choice, "give the texts to choose from"))
             if not self.choice:
                 raise _wrong("choice", [], "a list of at least one text")
+        after = (self.after,) if isinstance(self.after, str) else self.after
+        object.__setattr__(self, "after", _texts("after", after, "it is everywhere; leave it out"))
+        if not isinstance(self.opening, str) or (self.opening and not self.after):
+            raise _wrong("opening", self.opening, "a text, beside `after`, which says where the free part ends")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which tokens of which requests run next: continuous batching, chunked prefill, preemption, the end of requests.
 
-Owns the requests while they live, their slots and when they ask for pages. Leaves pages to `page_table`, the programs
-to the runner, text (and so stop texts) to the engine.
+Owns the requests while they live, and who gets slots and pages when. Leaves what they hold to `holdings`, pages to
+`page_table`, the programs to the runner, text (and so stop texts) to the engine.
 
 The host runs ahead: `schedule` may be called again before `land` has heard what the last batch sampled. A decode
 needs no token from the host, since the device keeps the last one of each slot. Whatever ends a request gives its
@@ -27,7 +27,8 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
-from shardlm.serve.page_table import PageTable, extend_hashes
+from shardlm.serve.holdings import Holdings
+from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import PromptTooLong, Request, Status
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD, SchedulerConfig
 
@@ -53,12 +54,10 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._waiting: list[Request] = []  # both in the order of service
         self._running: list[Request] = []
-        self._free_slots = list(range(config.max_rows - 1, -1, -1))
+        self._holdings = Holdings(config, pages)
         self._in_flight: collections.deque[ScheduledBatch] = collections.deque()
         self._only: Collection[Request] | None = None  # that may run; None: all
         self._arrivals, self._numbers = itertools.count(), itertools.count()
-        # The pages of each slot in each group of layers, 0 where it has none.
-        self._table = np.zeros((config.max_rows, len(pages.windows), pages.pages_for(config.max_model_len)), np.int32)
 
     @property
     def num_waiting(self) -> int:
@@ -168,12 +167,11 @@ class Scheduler:
             row.request.in_flight += min(steps, row.samples)
             row.request.most_in_flight += row.samples
             row.request.batches_in_flight += 1
-        width = self.pages.pages_for(max(row.end for row in rows))
-        table = self._table[[row.slot for row in rows], :, :width]  # a copy
+        table = self._holdings.table(rows)
         if any(self.pages.windows):
             for row in rows:
                 if row.tokens is not None or not self.config.drafts:  # else where it ends is known when it lands
-                    self._drop(row.request)
+                    self._holdings.drop(row.request)
         batch = ScheduledBatch(kind, next(self._numbers), steps, tuple(rows), table)
         self._in_flight.append(batch)
         return batch
@@ -201,7 +199,7 @@ class Scheduler:
                     budget -= len(chunks[-1].tokens)
             elif request.remaining > 0 and not self._must_land(request):
                 unsure = self.config.drafts > 0 and request.in_flight > 0
-                if (self._grow if unsure else self._make_pages)(request, self._end(request, 1)):
+                if (self._holdings.grow if unsure else self._make_pages)(request, self._end(request, 1)):
                     decodes.append(request)
         return decodes, chunks
 
@@ -217,13 +215,13 @@ class Scheduler:
         samples = int(end == request.prefill_end and request.remaining > 0)
         row = Row(request, request.slot, start, end, samples, request.tokens[start:end], request.fresh)
         request.fresh = False
-        self._register(request, end)  # rows after this one may share the pages already, see ScheduledBatch
+        self._holdings.share(request, end)  # rows after this one may share the pages already, see ScheduledBatch
         return row
 
     def _decode_row(self, request: Request, most: int) -> Row:
         samples = self._samples(request, most)
         end = self._end(request, samples)
-        self._grow(request, end)
+        self._holdings.grow(request, end)
         return Row(request, request.slot, request.start, end, samples, None, False)
 
     def _samples(self, request: Request, most: int) -> int:
@@ -253,76 +251,44 @@ class Scheduler:
         """Gives a waiting request a slot and the pages of all tokens it has, if need be those of worse priorities."""
         if request.batches_in_flight:  # preempted, and what it sampled has not landed: its tokens are not known
             return False
-        extend_hashes(request.page_hashes, request.tokens, len(request.tokens), self.pages.page_size, request.salt)
+        self._holdings.hash(request, len(request.tokens))
         if not self._make_room(request):
             return False
-        request.computed = self.pages.allocate(request.id, len(request.tokens), self._shareable(request))
+        request.computed = self._holdings.give(request)
         request.prefill_end = len(request.tokens)
-        request.slot, request.fresh, request.status = self._free_slots.pop(), True, Status.RUNNING
+        request.fresh, request.status = True, Status.RUNNING
         if not request.preemptions:
             request.cached_tokens = request.computed
-        for group, row in enumerate(self._table[request.slot]):
-            pages = self.pages.pages(request.id, group)
-            row[: len(pages)] = pages
         self._waiting.remove(request)
         bisect.insort(self._running, request, key=_turn)
         return True
 
-    def _shareable(self, request: Request) -> list[bytes]:
-        """Hashes of the pages it need not compute: the last token always runs, for what follows it, and all do where
-        log-probabilities of the prompt are asked for."""
-        if request.params.prompt_logprobs is not None:
-            return []
-        return request.page_hashes[: (len(request.tokens) - 1) // self.pages.page_size]
-
-    def _lacking(self, request: Request) -> int:
-        """How many pages are too few for a waiting request, with one a group kept for each that runs: without those,
-        whoever came last would soon be preempted."""
-        needed = self.pages.missing(len(request.tokens), self._shareable(request))
-        return needed + len(self._running) * len(self.pages.windows) - self.pages.num_free
-
     def _make_room(self, request: Request) -> bool:
         """Finds a slot and pages for a waiting request, by preempting worse priorities unless that would not do."""
         worse = [other for other in self._running if other.priority > request.priority]
-        if not self._free_slots and not worse:
+        if not self._holdings.slots_left and not worse:
             return False
         kept = len(self.pages.windows)
         if self._lacking(request) > sum(self.pages.num_held(other.id) + kept for other in worse):
             return False
-        while not self._free_slots or self._lacking(request) > 0:
+        while not self._holdings.slots_left or self._lacking(request) > 0:
             if not worse:
                 return False  # they shared pages among them, so that it was less than it seemed
             self._preempt(worse.pop())
         return True
 
+    def _lacking(self, request: Request) -> int:
+        return self._holdings.lacking(request, len(self._running))
+
     def _make_pages(self, request: Request, num_tokens: int) -> bool:
         """Makes the pages of a running request hold its next tokens, by preempting from the end of the order where
         pages lack; False where that was its own turn."""
-        while not self._grow(request, num_tokens):
+        while not self._holdings.grow(request, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        if not self.pages.lacking(request.id, num_tokens):
-            return True
-        every = [self.pages.pages(request.id, group) for group in range(len(self.pages.windows))]
-        held = [len(pages) for pages in every]
-        if not self.pages.append(request.id, num_tokens):
-            return False
-        for row, pages, before in zip(self._table[request.slot], every, held, strict=True):
-            row[before : len(pages)] = pages[before:]
-        return True
-
-    def _drop(self, request: Request) -> None:
-        """Gives on the pages that only tokens before the next one to run can see; the next batch may write them."""
-        if self.pages.drops(request.id, request.start):
-            self._remember(request)
-            self.pages.drop(request.id, request.start)
-            for group, row in enumerate(self._table[request.slot]):
-                row[: self.pages.first(group, request.start)] = 0
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue. Tokens in flight still land; keys and values are computed anew, as far as not cached."""
@@ -333,22 +299,10 @@ class Scheduler:
         bisect.insort(self._waiting, request, key=_turn)
 
     def _release(self, request: Request) -> None:
-        """Gives the slot and the pages of a running request on; full pages of known tokens stay cached."""
-        self._remember(request)
-        self.pages.free(request.id)
-        self._table[request.slot] = 0
-        self._free_slots.append(request.slot)
+        """Takes a running request's slot and pages away."""
+        self._holdings.release(request)
         self._running.remove(request)
-        request.slot, request.computed, request.prefill_end = -1, 0, 0
-
-    def _remember(self, request: Request) -> None:
-        """Lets others share the full pages of what is computed and known."""
-        known = min(request.computed, len(request.tokens))
-        extend_hashes(request.page_hashes, request.tokens, known, self.pages.page_size, request.salt)
-        self._register(request, known)
-
-    def _register(self, request: Request, num_tokens: int) -> None:
-        self.pages.register(request.id, request.page_hashes, num_tokens)
+        request.computed = request.prefill_end = 0
 
     # What came of it.
 
@@ -379,7 +333,7 @@ class Scheduler:
             # Else it was preempted and is computed anew.
             if row.tokens is None and self.config.drafts and request.status is Status.RUNNING:
                 request.computed = min(len(request.tokens) - 1 + request.most_in_flight, request.max_len - 1)
-                self._drop(request)
+                self._holdings.drop(request)
             if row.end == request.max_len and not request.finished:  # max_tokens=0: only the prompt was to be read
                 self.finish(request, "length")
             if new or request.finished:

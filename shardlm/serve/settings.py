@@ -51,7 +51,7 @@ class RequestSettings:
         params = self.params
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    def fill(self, rows: RowSettings, edits: Edits, top: np.ndarray, i: int) -> None:
+    def fill(self, rows: RowSettings, edits: Edits, told: np.ndarray, i: int) -> None:
         """Writes row i of numpy arrays."""
         params = self.params
         rows.temperature[i], rows.top_p[i], rows.min_p[i] = params.temperature, params.top_p, params.min_p
@@ -59,7 +59,7 @@ class RequestSettings:
         rows.repetition[i], rows.frequency[i] = params.repetition_penalty, params.frequency_penalty
         rows.presence[i], rows.banned_until[i] = params.presence_penalty, self.until
         rows.seed[i] = self.seed >> 32, self.seed & 0xFFFFFFFF
-        top[i] = bool(params.logprobs)
+        told[i] = 0 if params.logprobs is None else 1 if params.logprobs == 0 else 2
         edits.banned_ids[i, : len(self.banned)] = self.banned
         for j, (token, bias) in enumerate(self.biases):
             edits.bias_ids[i, j], edits.bias[i, j] = token, bias

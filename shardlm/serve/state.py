@@ -26,7 +26,7 @@ class Slots:
 
     last      int32 [S + 1], the token that was sampled last
     position  int32 [S + 1], its position, which the host does not know while drafts are verified
-    top       bool [S + 1], whether log-probabilities of other tokens are wanted
+    told      int8 [S + 1], what is told of tokens besides their log-probability: 1 their rank, 2 other tokens too
     allowed   int32 [S + 1, ceil(V / 32)], tokens that a grammar allows next; -1 everywhere without one
     counts    what was said, where penalties are asked for
     """
@@ -35,7 +35,7 @@ class Slots:
     position: jax.Array
     settings: RowSettings
     edits: Edits
-    top: jax.Array
+    told: jax.Array
     allowed: jax.Array
     counts: TokenCounts
 
@@ -60,7 +60,7 @@ def empty_state(
         position=jnp.zeros(rows, jnp.int32),
         settings=jax.tree.map(jnp.asarray, RowSettings.defaults(rows)),
         edits=jax.tree.map(jnp.asarray, no_edits(rows)),
-        top=jnp.zeros(rows, bool),
+        told=jnp.zeros(rows, jnp.int8),
         allowed=jnp.full((rows, -(-vocab // 32)), -1, jnp.int32),
         counts=empty_counts(rows, vocab),
     )

@@ -90,13 +90,13 @@ def kept(slots: Slots, where: jax.Array, own: Slots) -> Slots:
     return keep_slots(slots, jnp.where(samples > 0, slot, padding), own)
 
 
-def begin(state: ServeState, slot: jax.Array, settings: RowSettings, edits: Edits, top: jax.Array) -> ServeState:
+def begin(state: ServeState, slot: jax.Array, settings: RowSettings, edits: Edits, told: jax.Array) -> ServeState:
     """The requests that slots int32 [R] serve from now on."""
     slots = state.slots
     new = dataclasses.replace(
         slots,
         settings=put(slots.settings, slot, settings),
         edits=put(slots.edits, slot, edits),
-        top=slots.top.at[slot].set(top),
+        told=slots.told.at[slot].set(told),
     )
     return dataclasses.replace(state, slots=new)

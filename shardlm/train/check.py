@@ -90,6 +90,15 @@ def check_outside_stages(model: TransformerConfig, pipeline: PipelineConfig, mes
         )
 
 
+def check_remat(remat: str, pipeline: PipelineConfig, mesh: MeshSpec) -> None:
+    """Refuses to choose what 1F1B keeps of the layers in its stages."""
+    if pipeline.schedule == "1f1b" and mesh.pipeline > 1 and remat != "full":
+        raise ShardlmError(
+            f"remat={remat} with pipeline.schedule=1f1b: it keeps the input of every layer of the microbatches under "
+            "way and makes the rest again; set remat=full, or pipeline.schedule to circular or gpipe"
+        )
+
+
 def check_model(model: TransformerConfig, rules: Rules, context_attention: str = "auto") -> None:
     """Refuses a model whose dimensions do not divide over the mesh."""
     if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.all_blocks()):

@@ -163,7 +163,7 @@ class PipelineConfig:
 
     schedule  circular  a stage holds several runs of layers and microbatches go round `rounds` times: least idle time
               gpipe     one round
-              1f1b      one round, with memory that does not grow with the number of microbatches
+              1f1b      one round, with memory that does not grow with the number of microbatches; wants remat=full
     rounds    of the circular schedule
     """
 

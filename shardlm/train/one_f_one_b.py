@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Packed
 from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
+from shardlm.layers.stack import run_repeat
 from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
 from shardlm.train.mtp import together
@@ -29,6 +31,10 @@ class Stages:
     schedule: Schedule
     body: int
     losses: tuple[Callable, Callable]  # (lm, hidden, rows) -> (total, parts, aux) and (total, aux) -> total
+
+    @property
+    def unroll(self) -> int:
+        return self.model.execution.unroll or self.schedule.slots
 
     def join(self, own: Tree, shared: Tree) -> Tree:
         return shared | {"segments": shared["segments"] | {self.body: own}}
@@ -47,8 +53,8 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
     rows    tree of [B, T] that a microbatch needs: tokens, segment_ids, positions, weights and what `losses` reads; a
             microbatch whose rows are all zero must have no loss
     losses  the tokens' losses and the adding of auxiliary ones, as in `Stages`
-    Stage s takes microbatch i - s forward and i - (2S - 2 - s) backward in tick i, from the input it kept: it runs
-    forward twice.
+    Stage s takes microbatch i - s forward and i - (2S - 2 - s) backward in tick i. Of the microbatches in between it
+    keeps each layer's input, and makes the rest again layer by layer, whatever remat says of other schedules.
     """
     execution, config = model.execution, model.config
     rules, body = execution.rules, config.pipelined_segment()
@@ -80,32 +86,31 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     own = jax.tree.map(lambda a: a[0, 0], own)
     rows = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), rows)  # [M, B, T]
     up, down = [(s, (s + 1) % S) for s in range(S)], [((s + 1) % S, s) for s in range(S)]
-    run = functools.partial(_stage, stages, me)
+    forward, backward = (functools.partial(run, stages, me, own, shared) for run in (_forward, _backward))
 
     def take(m):
         real = (m >= 0) & (m < M)
         return jax.tree.map(lambda a: jnp.where(real, a[jnp.clip(m, 0, M - 1)], 0), rows)
 
     def tick(carry, i):
-        arriving, d_arriving, inputs, sums, grads = carry
-        forward, backward = i - me, i - (2 * S - 2 - me)
-        inputs = jax.lax.dynamic_update_index_in_dim(inputs, arriving, forward % len(inputs), 0)
-        leaving = run(own, shared, arriving, take(forward), losses=False)[0]
-        kept, mine = after(leaving, (inputs[backward % len(inputs)], take(backward)))
-        (_, total), back, found = jax.vjp(lambda o, s, x: _two(run(o, s, x, mine)), own, shared, kept, has_aux=True)
-        d_own, d_shared, d_leaving = back((jnp.where(me == S - 1, 0, d_arriving), jnp.ones_like(total)))
-        grads = jax.tree.map(jnp.add, grads, (d_own, d_shared))
-        sums = jax.tree.map(jnp.add, sums, (total, *found))
+        arriving, d_arriving, kept, sums, grads = carry
+        there, back = i - me, i - (2 * S - 2 - me)  # on the last stage the same
+        leaving, inputs = forward(arriving, take(there))
+        kept = jax.lax.dynamic_update_index_in_dim(kept, inputs, there % len(kept), 0)
+        inputs, d_arriving, mine = after(leaving, (kept[back % len(kept)], d_arriving, take(back)))
+        found, new, d_leaving = backward(inputs, leaving, d_arriving, mine)
+        sums, grads = jax.tree.map(jnp.add, (sums, grads), (found, new))
         leaving = after(d_leaving, leaving)
         moved = jax.lax.ppermute(leaving, "pipeline", up), jax.lax.ppermute(d_leaving, "pipeline", down)
-        return (*moved, inputs, sums, grads), None
+        return (*moved, kept, sums, grads), None
 
     x = jax.eval_shape(lambda s, r: _model(stages, own, s).embed(r["tokens"], r["positions"]), shared, take(0))
     empty = jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec)
-    zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=_spec(s)))
-    _, total, *found = jax.eval_shape(run, own, shared, empty, take(0))
-    inputs = jnp.zeros((2 * S - 1, *x.shape), x.dtype, out_sharding=PartitionSpec(None, *x.sharding.spec))
-    start = (empty, empty, inputs, zeros((total, *found)), zeros((own, shared)))
+    inputs = jnp.zeros((stages.schedule.slots, *x.shape), x.dtype, out_sharding=PartitionSpec(None, *x.sharding.spec))
+    found, *_ = jax.eval_shape(backward, inputs, empty, empty, take(0))
+    kept = (2 * S - 1, *inputs.shape)
+    kept = jnp.zeros(kept, x.dtype, out_sharding=PartitionSpec(None, None, *x.sharding.spec))
+    start = (empty, empty, kept, _zeros(found), _zeros((own, shared)))
     (*_, sums, grads), _ = jax.lax.scan(tick, start, jnp.arange(stages.schedule.ticks))
     total, parts, (before, inside, behind) = sums
     inside = jax.lax.psum(inside, replicas) if replicas else inside
@@ -116,50 +121,106 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     return (sums[0], sums[1], (sums[2][0], stacked(inside), sums[2][1])), (stacked(d_own), d_shared)
 
 
-def _two(result):
-    """((x, total), the rest): what `jax.vjp` differentiates and what it passes on."""
-    x, total, *rest = result
-    return (x, total), tuple(rest)
-
-
-def _stage(stages: Stages, me, own, shared, x, rows, losses: bool = True):
-    """What a stage does to x [B, T, D] of one microbatch: (x, its share of the total, parts, aux). The first stage
-    embeds, the last one computes the losses; layers outside the segment in stages run on the one or the other."""
-    lm = _model(stages, own, shared)
-    execution, k, schedule = stages.model.execution, stages.body, stages.schedule
-    ctx = Packed.make(rows["segment_ids"], rows["weights"], execution)
-    token_losses, with_auxiliary = stages.losses
-
-    def layers(x, which, held=None):
-        x, _, aux = lm.run(x, rows["positions"], dataclasses.replace(ctx, held=held), None, which)
-        return x, aux
-
-    def last(x):
-        x, aux = layers(x, slice(k + 1, None))
-        total, parts, further = token_losses(lm, lm.finish(x), rows)
-        aux = together(aux, further)
-        return with_auxiliary(total, aux), parts, aux
-
-    first = lambda x: layers(lm.embed(rows["tokens"], rows["positions"]), slice(0, k))  # noqa: E731
-    x, before = _only_if(me == 0, first, x, lambda x: x)
+def _forward(stages: Stages, me, own, shared, x, rows):
+    """One microbatch x [B, T, D] through a stage, of which the first one embeds: (x, the input of each repeat of its
+    layers, [slots, B, T, D])."""
+    first = lambda x: _before(stages, own, shared, rows)[0][:1]  # noqa: E731
+    (x,) = _only_if(me == 0, first, lambda x: x, x)
     rows = after(x, rows)  # what all stages do together comes after what the first one does alone
-    ctx = dataclasses.replace(ctx, segment_ids=rows["segment_ids"], weights=rows["weights"])
-    x, inside = layers(x, slice(k, k + 1), schedule.held(me) if schedule.short else None)
-    if not losses:
-        return (x,)
-    total, parts, behind = _only_if(me == schedule.stages - 1, last, x)
-    held = schedule.held(me)  # empty slots have no losses
-    inside = jax.tree.map(lambda a: a.reshape(schedule.slots, -1, *a.shape[1:]), inside)
-    inside = jax.tree.map(lambda a: jnp.where(held.reshape(-1, *[1] * (a.ndim - 1)), a, 0), inside)
-    return x, with_auxiliary(with_auxiliary(total, before), inside), parts, (before, inside, behind)
+    layer = _layer(stages, me, shared, rows)
+    slots = jnp.arange(stages.schedule.slots)
+    return jax.lax.scan(lambda x, slot: (layer(slot[1], x, slot[0])[0][0], x), x, (slots, own), unroll=stages.unroll)
 
 
-def _only_if(condition, work, x, otherwise=None):
-    """`work(x)` on the stage where the condition holds; elsewhere `otherwise(x)` for the first result, and zeros."""
-    shapes = jax.eval_shape(work, x)
-    zeros = lambda tree: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=_spec(s)), tree)  # noqa: E731
-    skip = (lambda x: zeros(shapes)) if otherwise is None else (lambda x: (otherwise(x), *zeros(shapes[1:])))
-    return jax.lax.cond(condition, work, skip, x)
+def _backward(stages: Stages, me, own, shared, inputs, leaving, d_leaving, rows):
+    """Of one microbatch that has gone forward: (the stage's share of (total, parts, aux), gradients of (own, shared),
+    that of what came from the stage before, zero on the first one).
+
+    inputs   [slots, B, T, D], what `_forward` kept
+    leaving  [B, T, D], what it returned; read by the last stage, whose two microbatches of a tick are the same
+    d_leaving  [B, T, D], gradient of what it returned; not read by the last stage
+    """
+
+    def last(leaving, d_leaving):
+        run = lambda shared, x: _after(stages, own, shared, x, rows)  # noqa: E731
+        total, back, found = jax.vjp(run, shared, leaving, has_aux=True)
+        d_shared, d_x = back(jnp.ones_like(total))
+        return d_x, total, found, d_shared
+
+    def slot(carry, at):
+        d_x, total = carry
+        index, weights, x = at
+        (_, own_total), back, aux = jax.vjp(lambda weights, x: layer(weights, x, index), weights, x, has_aux=True)
+        d_weights, d_x = back((d_x, jnp.ones_like(own_total)))
+        return (d_x, total + own_total), (d_weights, aux)
+
+    def first(d_x):
+        (_, total), back, before = jax.vjp(lambda shared: _before(stages, own, shared, rows), shared, has_aux=True)
+        (d_shared,) = back((d_x, jnp.ones_like(total)))
+        return jnp.zeros_like(d_x), total, before, d_shared
+
+    S, slots = stages.schedule.stages, jnp.arange(stages.schedule.slots)
+    skip = lambda leaving, d_leaving: d_leaving  # noqa: E731
+    d_x, total, (parts, behind), d_last = _only_if(me == S - 1, last, skip, leaving, d_leaving)
+    inputs, rows = after(d_x, (inputs, rows))
+    layer = _layer(stages, me, shared, rows)
+    start = d_x, jnp.zeros_like(total)
+    how = {"reverse": True, "unroll": stages.unroll}
+    (d_x, inside_total), (d_own, inside) = jax.lax.scan(slot, start, (slots, own, inputs), **how)
+    d_x, before_total, before, d_first = _only_if(me == 0, first, lambda d_x: d_x, d_x)
+    d_shared = jax.tree.map(jnp.add, d_first, d_last)
+    return (before_total + inside_total + total, parts, (before, inside, behind)), (d_own, d_shared), d_x
+
+
+def _layer(stages: Stages, me, shared, rows):
+    """What runs one repeat of the segment in stages: (its weights, x [B, T, D], its slot) -> ((x, its share of the
+    total), aux)."""
+    execution, _, with_auxiliary = stages.model.execution, *stages.losses
+    held = stages.schedule.held(me)
+    ctx = Packed.make(rows["segment_ids"], rows["weights"], execution)
+    ctx = dataclasses.replace(ctx, held=held if stages.schedule.short else None)
+
+    def layer(weights, x, index):
+        graph, state = nnx.split(_model(stages, weights, shared).segments[stages.body].blocks)
+        x, _, aux = run_repeat(graph, state, x, rows["positions"], ctx, None, 0, index, execution)
+        aux = jax.tree.map(lambda a: jnp.where(held[index], a, 0), aux)  # empty slots have no losses
+        return (x, with_auxiliary(jnp.float32(0), aux)), aux
+
+    return layer
+
+
+def _before(stages: Stages, own, shared, rows):
+    """What the first stage does ahead of its layers, embedding and segments outside: ((x, their losses), aux)."""
+    lm, ctx = _outside(stages, own, shared, rows)
+    x = lm.embed(rows["tokens"], rows["positions"])
+    x, _, aux = lm.run(x, rows["positions"], ctx, None, slice(0, stages.body))
+    return (x, stages.losses[1](jnp.float32(0), aux)), aux
+
+
+def _after(stages: Stages, own, shared, x, rows):
+    """What the last stage does behind its layers: (the tokens' losses and those of segments outside, (parts, aux))."""
+    lm, ctx = _outside(stages, own, shared, rows)
+    token_losses, with_auxiliary = stages.losses
+    x, _, aux = lm.run(x, rows["positions"], ctx, None, slice(stages.body + 1, None))
+    total, parts, further = token_losses(lm, lm.finish(x), rows)
+    aux = together(aux, further)
+    return with_auxiliary(total, aux), (parts, aux)
+
+
+def _outside(stages: Stages, own, shared, rows):
+    """The model, for what is outside the segment in stages, and its context."""
+    return _model(stages, own, shared), Packed.make(rows["segment_ids"], rows["weights"], stages.model.execution)
+
+
+def _only_if(condition, work, otherwise, *args):
+    """`work(*args)` on the stage where the condition holds; elsewhere `otherwise(*args)` for the first result, and
+    zeros for the others."""
+    others = jax.eval_shape(work, *args)[1:]
+    return jax.lax.cond(condition, work, lambda *args: (otherwise(*args), *_zeros(others)), *args)
+
+
+def _zeros(shapes: Tree) -> Tree:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=_spec(s)), shapes)
 
 
 def _model(stages: Stages, own, shared):

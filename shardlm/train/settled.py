@@ -12,7 +12,14 @@ from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Rules
-from shardlm.train.check import check_batch, check_matmul, check_model, check_outside_stages, check_pipeline
+from shardlm.train.check import (
+    check_batch,
+    check_matmul,
+    check_model,
+    check_outside_stages,
+    check_pipeline,
+    check_remat,
+)
 from shardlm.train.config import RunConfig
 from shardlm.train.lora import check_lora
 from shardlm.train.mtp import check_mtp
@@ -62,6 +69,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
     context = _context_attention(config, shape, spec)
     check_outside_stages(shape, config.pipeline, spec, context)
+    check_remat(config.remat, config.pipeline, spec)
     check_matmul(config.matmul, config.precision, device)
     check_lora(config)
     check_preference(config)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import random
 import statistics
 
 import pytest
@@ -58,6 +59,33 @@ def test_eight_bits_are_faster_where_there_are_units_and_cost_casts():
     assert H100.forward_seconds(narrow) > H100.forward_seconds(small)
     a100 = Kernels.of(GPUS["a100"])
     assert a100.matmul_rate("fp8") == a100.matmul_rate("bf16")
+
+
+def test_rows_that_are_drawn_need_a_tile_more_for_half_of_the_experts():
+    smooth = dataclasses.replace(H100, cores=0)
+    even = smooth.tiled_seconds(1024, 4096, 7168, 32, "bf16")
+    assert smooth.tiled_seconds(1024, 4096, 7168, 32, "bf16", drawn=True) / even == pytest.approx(8.5 / 8, rel=1e-3)
+    draw = random.Random(0)
+    draws = [sum(draw.random() < 1 / 64 for _ in range(64 * 120)) for _ in range(100)]
+    tiles = statistics.mean(math.ceil(rows / 128) for rows in draws)  # of 120 rows on average
+    one = smooth.tiled_seconds(128, 4096, 7168, 32, "bf16")
+    assert smooth.tiled_seconds(120, 4096, 7168, 32, "bf16", drawn=True) / one == pytest.approx(tiles, rel=0.05)
+
+
+def test_passes_move_what_they_say_and_weights_are_cast_and_added_as_they_say():
+    one = Op("attention", "rotated", "memory", 0, 1e9, 2, 1, gradient_bytes=3e9)
+    assert H100.forward_seconds(one) == pytest.approx(1e9 / H100.memory + GAP)
+    assert H100.gradient_seconds(one) == pytest.approx(3e9 / H100.memory + GAP)
+    twice = dataclasses.replace(one, gradient_bytes=None)
+    assert H100.gradient_seconds(twice) == pytest.approx(2 * H100.forward_seconds(one))
+    eight = product(512, 8192, 8192, "fp8")
+    kept = dataclasses.replace(eight, cast_weights=1 / 8)
+    saved = H100.forward_seconds(eight) - H100.forward_seconds(kept)
+    assert saved == pytest.approx(7 / 8 * 4 * 8192 * 8192 / H100.memory)
+    thin = product(8, 8192, 8192)
+    added = dataclasses.replace(thin, added_bytes=6 * 8192 * 8192)
+    assert H100.gradient_seconds(added) - H100.gradient_seconds(thin) == pytest.approx(6 * 8192 * 8192 / H100.memory)
+    assert H100.forward_seconds(added) == H100.forward_seconds(thin)
 
 
 def test_less_power_is_slower_and_more_is_not_faster():

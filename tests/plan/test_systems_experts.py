@@ -1,16 +1,30 @@
 """How other systems bring tokens to experts, against counting by hand and by chance."""
 
+import collections
 import dataclasses
+import math
 import random
 import statistics
 
 import pytest
 
 from shardlm.plan import validate as validation
-from shardlm.plan.constants import MODULE
+from shardlm.plan.compute import operations
+from shardlm.plan.constants import GAP, MODULE, NVLINK
 from shardlm.plan.published import load
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.systems_experts import experts_ops, experts_sent, waiting
+from shardlm.plan.systems_experts import (
+    CALL,
+    HYBRID_SHARE,
+    SMALL,
+    SMALL_BALANCED,
+    SMALL_SECONDS,
+    as_drawn,
+    counts_sent,
+    experts_ops,
+    experts_sent,
+    waiting,
+)
 from shardlm.plan.traffic import GATHER, RAGGED, Sent, training_traffic
 from shardlm.plan.validate import configuration, predict
 
@@ -65,8 +79,21 @@ def test_other_balanced_tokens_draw_their_experts(published):
     assert found.nbytes == pytest.approx(hosts, rel=0.02) and found.beside
     before = published.points["bridge-qwen3-30b-a3b-h100x16-bf16-26.06"]
     assert not next(experts_sent([sent], before, model.experts, 8)).beside
-    plain = published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02"]
+    plain = published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11"]
     assert list(experts_sent([sent], plain, model.experts, 8)) == [sent]
+    (inside,) = experts_sent([sent], published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02"], model.experts, 8)
+    hosts = places_of([[draw.randrange(128) for _ in range(8)] for _ in range(4000)], 128, 8) / 8
+    assert inside.nbytes == pytest.approx(8 * hosts * NVLINK.bandwidth / HYBRID_SHARE, rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "received"), [(8, 734), (16, 659), (24, 617), (32, 606), (36, 596)])
+def test_hybrid_exchanges_reach_what_their_authors_measured_on_gb200(published, ranks, received):
+    """GB/s that a device receives in dispatch and combine in BF16, with 16 and 32 multiprocessors: what comes from
+    itself is counted too (Hybrid-EP_Intra-node_Implementation.md, kernels alone)."""
+    assert HYBRID_SHARE * 900 * ranks / (ranks - 1) == pytest.approx(received, rel=0.07)
+    sent = Sent(("expert",), "tokens sent", 8.0, RAGGED, 3)
+    point, model, _ = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02")
+    assert next(experts_sent([sent], point, model.experts, 8)).host == CALL
 
 
 def test_other_systems_send_tokens_where_ours_would_gather_them(published):
@@ -89,17 +116,64 @@ def test_experts_split_over_tensor_exchange_each_token_as_often_as_it_has_expert
 def test_the_all_to_all_dispatcher_sorts_twice_and_gpt_oss_adds_biases(published):
     point, model, sketch = of(published, "bridge-gpt-oss-120b-h100x64-bf16-26.02")
     rows, layers = 4096 * 4, 36 / 4 * 80  # of one microbatch; of one stage in a step
-    sorting, biases, clamps = experts_ops(point, model.experts, sketch, again=1.0)
+    routing, sorting, biases, clamps = experts_ops(point, model.experts, sketch, again=1.0)
+    assert (routing.host, routing.hbm_bytes, routing.count) == (SMALL * SMALL_SECONDS, 0, layers)
     assert sorting.hbm_bytes == 2 * rows * 2880 * 2.5 and (sorting.forward, sorting.again) == (layers, 0)
     assert (biases.hbm_bytes, biases.count) == (20 * rows * 2880, 3 * layers)
     assert (clamps.hbm_bytes, clamps.again, clamps.count) == (16 * rows * 2880, layers, 4 * layers)
     assert all(op.in_stages for op in (sorting, biases, clamps))
     automodel, small, here = of(published, "automodel-gpt-oss-20b-h100x8")
-    assert [op.what for op in experts_ops(automodel, small.experts, here, 0)] == ["biases", "before the activation"]
+    gate, *added = experts_ops(automodel, small.experts, here, 0)
+    assert gate.host == SMALL_BALANCED * SMALL_SECONDS
+    assert [op.what for op in added] == ["biases", "before the activation"]
     qwen, other, there = of(published, "bridge-qwen3-235b-a22b-b200x256-mxfp8-26.02")
-    assert [op.what for op in experts_ops(qwen, other.experts, there, 0)] == ["rows sorted twice"]
-    captured, third, here = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-26.02")
-    assert not list(experts_ops(captured, third.experts, here, 0))
+    assert [op.what for op in experts_ops(qwen, other.experts, there, 0)] == [
+        "routing",
+        "rows padded",
+        "casts of each expert",
+        "rows sorted twice",
+    ]
+
+
+def test_eight_bits_pad_rows_where_the_exchange_does_not(published):
+    point, model, sketch = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11")
+    _, padded, casts = experts_ops(point, model.experts, sketch, 0)
+    assert casts.host == 4 * (16 - 1) * GAP  # of two products, inputs and gradients, but for what is counted anyway
+    rows = 4 * 4096 * 8
+    # Copied to where there is room and back, forward and backward.
+    assert padded.hbm_bytes == padded.gradient_bytes == 2 * 2 * 2 * rows * 2048
+    assert (padded.count, padded.forward) == (2 * 48 * 16, 48 * 16)
+    hybrid = dataclasses.replace(point, note="HybridEP")
+    wide = dataclasses.replace(point, precision="bf16")
+    assert [op.what for op in experts_ops(hybrid, model.experts, sketch, 0)] == ["routing", "casts of each expert"]
+    assert [op.what for op in experts_ops(wide, model.experts, sketch, 0)] == ["routing"]
+
+
+def test_rows_that_are_drawn_fill_more_tiles_and_all_wait_for_the_fullest_device(published):
+    point, _, sketch = of(published, "bridge-deepseek-v3-mtp-b200x256-mxfp8-25.11")
+    ops = operations(sketch, ours=False)
+    grouped = [op for op in ops if op.grouped]
+    drawn = [op for op in as_drawn(ops, point) if op.grouped]
+    draw = random.Random(0)
+    devices = 8
+    counts = [collections.Counter(draw.randrange(devices) for _ in range(32768)) for _ in range(100)]
+    fullest = statistics.mean(max(one.values()) for one in counts) / (32768 / devices)
+    # 32 experts of 1,024 rows each: eight times the rows of this simulation, and spread by the root of eight less.
+    for before, after in zip(grouped, drawn, strict=True):
+        assert after.drawn and after.flops / before.flops == after.dims[0] / before.dims[0]
+        assert after.flops / before.flops - 1 == pytest.approx((fullest - 1) / math.sqrt(8), rel=0.1)
+    turn, _, there = of(published, "automodel-qwen3-30b-a3b-h100x8")
+    even = operations(there, ours=False)
+    assert list(as_drawn(even, turn)) == even
+
+
+def test_the_all_to_all_dispatcher_sends_counts_before_rows_and_weights_with_them(published):
+    point, _, sketch = of(published, "bridge-qwen3-235b-a22b-b200x256-mxfp8-26.02")
+    counts, weights = counts_sent(point, sketch)
+    layers = 256 * 96 / 8
+    assert (counts.kind, counts.count, weights.kind, weights.count) == (GATHER, layers, RAGGED, 2 * layers)
+    plain, _, there = of(published, "bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11")
+    assert not list(counts_sent(plain, there))
 
 
 def test_a_layer_takes_what_its_host_takes_at_least(published):
@@ -107,8 +181,17 @@ def test_a_layer_takes_what_its_host_takes_at_least(published):
     with_host = predict(point, published).cost
     calm = dataclasses.replace(point, note=point.note.replace("no CUDA graphs", "CUDA graphs"))
     without = predict(calm, published).cost
-    host = 256 * 12 * (310 + 30 * 16) * MODULE  # 96 layers over 8 stages, 256 microbatches, 16 experts a device
-    assert without.step_seconds < host < with_host.step_seconds < 1.2 * host
+    layers = 256 * 12  # 96 over 8 stages, 256 microbatches
+    host = (310 + 30 * 16) * MODULE  # 16 experts a device
+    assert without.step_seconds < layers * host < with_host.step_seconds < 1.25 * layers * host
+    # Forward the host takes longer, backward the device: longer than either alone.
+    device = sum(without.compute[kind] for kind in ("attention", "moe", "norm"))
+    device += sum(one.exposed_seconds for one in without.comms if one.sent.axes == ("expert",))
+    waits = waiting(point, model, sketch, without).host
+    assert host / 2 > device / layers / 3 and host / 2 < device / layers * 2 / 3
+    assert waits == pytest.approx(host / 2 - device / layers / 3)
+    behind = dataclasses.replace(point, note=point.note + "; expert exchange behind another microbatch")
+    assert waiting(behind, model, sketch, without).host == pytest.approx(max(0, host - device / layers))
     biased, oss, there = of(published, "bridge-gpt-oss-120b-gb200x64-bf16-26.02")
     assert waiting(biased, oss, there, without).host == pytest.approx((310 + 6 * 2) * MODULE)  # waits in every layer
     assert waiting(calm, model, sketch, without) is None

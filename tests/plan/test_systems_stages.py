@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from shardlm.plan import systems, validate
+from shardlm.plan import systems, systems_passes, validate
 from shardlm.plan.compute import operations
 from shardlm.plan.cost import kernel_seconds
 from shardlm.plan.kernels import Kernels
@@ -71,9 +71,9 @@ def test_all_wait_for_the_longest_stage_in_every_microbatch():
 def test_a_full_last_stage_makes_the_others_wait_for_the_whole_head(published, name):
     point = published.points[name]
     model, gpu = published.model_of(point), published.gpu_of(point)
-    ops = list(
-        systems.as_run(operations(Sketch.of(configuration(point, model), gpu), ours=False), systems.POLICIES["none"])
-    )
+    sketch = Sketch.of(configuration(point, model), gpu)
+    ops = list(systems.as_run(operations(sketch, ours=False), systems.POLICIES["none"]))
+    ops = [*systems_passes.as_multiplied(ops, point), systems_passes.loss_op(point, sketch)]
     last = at_the_end(ops, ops)
     assert {op.layer for op in last} == {"head"}
     head = point.mesh.pipeline * kernel_seconds(last, Kernels.of(gpu))  # formulas deal it out over all stages

@@ -29,20 +29,22 @@ def median(rows, belongs) -> float:
 
 def test_medians_are_within_ten_per_cent(rows):
     dense, experts = ([row for row in rows if row.experts == of] for of in (False, True))
-    assert len([row for row in dense if row.cost]) >= 120 and len([row for row in experts if row.cost]) >= 35
+    assert len([row for row in dense if row.cost]) >= 135 and len([row for row in experts if row.cost]) >= 55
+    before, last = (lambda row: not row.point.last), (lambda row: row.point.last)
+    assert median(rows, before) < 0.06
     assert median(dense, lambda row: row.chosen) < 0.06
     assert median(dense, lambda row: not row.chosen) < 0.06
     assert median(dense, lambda row: not row.assumed) < 0.10
-    assert median(experts, lambda row: row.chosen) < 0.13
-    assert median(experts, lambda row: not row.chosen) < 0.16
-    # Nothing was looked for with these; mixtures on Hopper are the worst of them.
-    assert median(dense, lambda row: row.point.last) < 0.10
-    assert median(experts, lambda row: row.point.last) < 0.21
+    assert median(experts, before) < 0.11
+    # Most are of GPUs that no constant was chosen with. Before anything was changed: 8.1% and 13.9%.
+    assert median(dense, last) < 0.10
+    assert median(experts, last) < 0.16
 
 
-def test_few_are_beyond_a_quarter_and_the_table_says_why(rows):
+def test_none_is_beyond_a_quarter_but_for_few_that_came_last_and_the_table_says_why(rows):
     far = [row for row in rows if row.cost and abs(row.error) > validation.FAR]
-    assert len([row for row in far if not row.later]) <= 0.02 * sum(row.cost is not None for row in rows)
+    unexplained = [row for row in far if not row.later]
+    assert all(row.point.last for row in unexplained) and len(unexplained) <= 5
     table = format_validation(rows)
     for row in far:
         assert f"{row.point.name}, {row.error:+.1%}: {'superseded by' if row.later else 'not known why'}" in table

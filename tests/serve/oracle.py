@@ -131,14 +131,14 @@ class Oracle:
         return last / np.linalg.norm(last)
 
     def reply(self, prompt, params: SamplingParams, index: int = 0) -> Said:
-        """The `index`-th reply; of structured outputs it knows choices."""
-        said = Said([], [])
-        choices = params.structured_outputs.choice if params.structured_outputs else ()
-        while len(said.tokens) < params.max_tokens and TOKENIZER.decode(said.tokens) not in choices:
+        """The `index`-th reply; of structured outputs it knows choices, also after one text."""
+        said, form = Said([], []), params.structured_outputs
+        choices, after = (form.choice, "".join(form.after)) if form else ((), "")
+        while len(said.tokens) < params.max_tokens and _held(said.tokens, after) not in choices:
             before = [*prompt, *said.tokens]
             scores = _penalised(self.forward(before)[0][-1], prompt, said.tokens, params)
             if choices:
-                scores = np.where(_allowed(said.tokens, choices, len(scores)), scores, -np.inf)
+                scores = np.where(_allowed(said.tokens, choices, after, len(scores)), scores, -np.inf)
             said.tokens.append(_chosen(scores, params, len(prompt) + len(said.tokens), index))
             said.logprobs.append(self.logprobs(before)[-1])
         return said
@@ -154,11 +154,25 @@ def _penalised(scores: np.ndarray, prompt, reply, params: SamplingParams) -> np.
     return scores
 
 
-def _allowed(tokens: list[int], choices, vocab: int) -> np.ndarray:
-    """Tokens with which the text, of ASCII, still begins one of the choices."""
+def _held(tokens: list[int], after: str) -> str | None:
+    """What stands after the text; None where that has not come."""
     text = TOKENIZER.decode(tokens)
+    return text.partition(after)[2] if after and after in text else None if after else text
+
+
+def _allowed(tokens: list[int], choices, after: str, vocab: int) -> np.ndarray:
+    """Tokens with which what is held, of ASCII, still begins one of the choices; before, all that do not go beyond."""
+    text = _held(tokens, after)
+    if text is None:
+        free = TOKENIZER.decode(tokens)
+        new = [TOKENIZER.decode([t], skip_special=False) if t < TOKENIZER.vocab_size else "" for t in range(vocab)]
+        return np.array([not _held_text(free + one, after) for one in new])
     new = [TOKENIZER.decode([t]) if t < TOKENIZER.vocab_size else "" for t in range(vocab)]
     return np.array([bool(one) and any(choice.startswith(text + one) for choice in choices) for one in new])
+
+
+def _held_text(text: str, after: str) -> str:
+    return text.partition(after)[2]
 
 
 def _chosen(scores: np.ndarray, params: SamplingParams, position: int, index: int) -> int:

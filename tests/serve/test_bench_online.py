@@ -27,11 +27,11 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 JOBS = {"prompt": Job({"prompt": "a", "max_tokens": 5}), "chat": Job(CHAT | {"max_tokens": 5})}
 
 
-def served(work, **settings):
+def served(work, reply="quick" * 5, template="qwen25", **settings):
     """What `work(url)` returns, a coroutine, while a server listens whose reply of 5 tokens takes 5 * DELAY."""
 
     async def both():
-        llm = FakeLLM(reply="quick" * 5, delay=DELAY)
+        llm = FakeLLM(reply=reply, delay=DELAY, template_name=template)
         server = Server(make_app(llm, Settings(api_keys=("key",), **settings)), Listen())
         sock = listening(Listen(port=0), 60)
         serving = asyncio.create_task(server.serve([sock]))
@@ -67,6 +67,19 @@ def test_times_are_those_of_the_server():
         assert report["tpot_seconds"]["mean"] >= 0.8 * DELAY and report["itl_seconds"]["p99"] >= 0.8 * DELAY
         assert report["goodput"]["share"] == 0  # 5 tokens take longer than e2e's limit
     assert at_once["seconds"] < three["seconds"] and three["seconds"] >= 2 * 5 * DELAY
+
+
+def test_thoughts_count_as_text():
+    async def work(url):
+        client = Client(url, "key")
+        await client.find_model()
+        job = Job({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40})
+        return [event async for event in client.stream(job)]
+
+    events, _ = served(work, "<think>" + "quick" * 3, "qwen3")
+    texts = [has for has, _ in events]
+    assert sum(texts) > 2 and texts[0] is False  # the mark brings none; without thoughts none would
+    assert events[-1][1] > 3
 
 
 def test_requests_that_fail_are_counted_and_the_others_go_on():

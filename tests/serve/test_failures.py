@@ -171,7 +171,7 @@ def test_a_replica_that_ends_hands_its_requests_over_and_returns(runners, expect
     monkeypatch.setattr(replicas_module, "RETRY", (500.0, 2000.0))
     group = EngineGroup(engines_of(runners))
     for n in range(2):  # a grammar that one replica compiled serves the other, and one that has compiled none
-        group.add(f"g{n}", PROMPTS[5], CHOICE, grammar=group.compile_grammar(CHOICE))
+        group.add(f"g{n}", PROMPTS[5], CHOICE, form=group.compile_form(CHOICE))
     assert [output.outputs[0].token_ids for output in finished(group).values()] == [expected[5]] * 2
     faults = Faults(monkeypatch, runners[0], range(4, 99), read=read)
     add_all(group, 14)

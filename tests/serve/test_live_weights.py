@@ -129,3 +129,22 @@ def test_over_http_while_requests_run(llm, folders, expected):
     # What "long" recomputed after the swap may be cached, so the tokens alone tell which weights these are.
     assert after.outputs[0].token_ids == expected["second"] and text == after.outputs[0].text
     assert "SHARDLM_ADMIN_KEY" in error(Client().post("/update_weights", second), 403)["message"]
+
+
+def test_the_answer_counts_the_replies_that_go_on(llm, folders, monkeypatch):
+    """They wait at that moment, since their pages hold what the old weights made."""
+    served, swap = AsyncLLM(llm.engine, model_name="tiny", template=None), llm.engine.update_weights
+
+    def with_two(params, draft):
+        for name in "ab":
+            llm.engine.add(name, [5, 6, 7], dataclasses.replace(GREEDY, max_tokens=40))
+        llm.engine.step()
+        assert llm.engine.stats().num_running == 2
+        swap(params, draft)
+
+    monkeypatch.setattr(llm.engine, "update_weights", with_two)
+    client = Client(served, admin_keys=("admin",))
+    answer = client.post("/update_weights", {"path": str(folders["first"])}, headers=KEY).json()
+    asyncio.run(served.drain())
+    served.shutdown()
+    assert answer["num_running"] == 2 and "2 requests go on" in answer["message"]

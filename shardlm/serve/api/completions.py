@@ -1,10 +1,10 @@
 """/v1/completions: text that goes on, with the log-probabilities that evaluations read."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from shardlm.serve.api import logprobs
+from shardlm.serve.api.conversation import tokens
 from shardlm.serve.api.endpoint import Events, events_of
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Progress, Usage
@@ -19,11 +19,10 @@ async def completions(call: Call, request: CompletionRequest) -> dict[str, Any] 
     prompts = prompts_of(request.prompt, "prompt")
     params = _params(call, request)
     writer = _Writer(call, request, params.n, prompts)
-    given = prompts if request.add_special_tokens is not False else await asyncio.to_thread(_plain, call, prompts)
-    replies = await call.replies(given, params, request.priority or 0)
+    given = prompts if request.add_special_tokens is not False else await _plain(call, prompts, params)
+    replies = await call.replies(given, params, request.priority or 0, request.cache_salt or "")
     if request.stream:
-        wants_usage = bool(request.stream_options and request.stream_options.include_usage)
-        return Events(events_of(writer.stream(replies, wants_usage)))
+        return Events(events_of(writer.stream(replies)))
     last: dict[int, RequestOutput] = {}
     async for i, output in replies:
         last[i] = output
@@ -44,9 +43,11 @@ def _params(call: Call, request: CompletionRequest) -> SamplingParams:
     return sampling_params(request, call.service.llm.max_model_len, call.service.settings.sampling, **given)
 
 
-def _plain(call: Call, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+async def _plain(call: Call, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[list[int]]:
     """Without what the tokenizer puts at the ends of a text."""
-    return [call.service.llm.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+    llm, truncates = call.service.llm, params.truncate_prompt_tokens is not None
+    encode = llm.tokenizer.encode
+    return [await tokens(llm, one, encode, truncates) if isinstance(one, str) else one for one in prompts]
 
 
 class _Writer:
@@ -56,7 +57,8 @@ class _Writer:
         self._request, self._n, self._prompts = request, n, prompts
         self._tokenizer = call.service.llm.tokenizer
         model = request.model or call.service.names[0]
-        self._head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": model}
+        id = f"cmpl-{request.request_id or call.id}"
+        self._head = {"id": id, "object": "text_completion", "created": call.created, "model": model}
 
     def body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         return {**self._head, "choices": choices, "usage": usage}
@@ -67,7 +69,10 @@ class _Writer:
         text, places = progress.advance(reply)
         return self._part(i, output, reply, text, places, True, 0)
 
-    async def stream(self, replies: AsyncIterator[tuple[int, RequestOutput]], wants_usage: bool):
+    async def stream(self, replies: AsyncIterator[tuple[int, RequestOutput]]):
+        options = self._request.stream_options
+        wants_usage = bool(options and options.include_usage)
+        always = wants_usage and bool(options.continuous_usage_stats)
         progress: dict[int, Progress] = {}
         usage = Usage()
         async for i, output in replies:
@@ -80,8 +85,11 @@ class _Writer:
                     continue
                 before = one.token_chars
                 text, places = one.advance(reply)
-                if text or places or one.ended or (first and self._request.echo):
-                    yield self.body([self._part(i, output, reply, text, places, first, before)], None)
+                new = len(reply.token_ids) > one.ids if self._request.return_token_ids else False
+                if text or places or new or one.ended or (first and self._request.echo):
+                    part = self._part(i, output, reply, text, places, first, before, one.ids)
+                    one.ids = len(reply.token_ids)
+                    yield self.body([part], usage.body() if always else None)
         if wants_usage:
             yield self.body([], usage.body())
 
@@ -94,8 +102,10 @@ class _Writer:
         places: Sequence[Place],
         first: bool,
         before: int,
+        sent: int = 0,
     ) -> dict[str, Any]:
-        """`before`: characters of tokens that were sent, which the text's offsets count from."""
+        """`before`: characters of tokens that were sent, which the text's offsets count from; `sent`: these tokens,
+        where they are asked for."""
         echo = first and self._request.echo
         echoed = self._prompt_text(i, output) if self._request.echo else ""
         scores = None
@@ -111,17 +121,22 @@ class _Writer:
         }
         if first and self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
+        if self._request.return_token_ids:
+            choice["token_ids"] = reply.token_ids[sent:]
+            if first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
     def _scores(self, echoed: RequestOutput | None, places: Sequence[Place], offset: int):
-        texts = [place.chosen.decoded_token for place in places]
+        texts, ids = [place.chosen.decoded_token for place in places], [place.chosen.token_id for place in places]
         if echoed is not None:
             prompt = echoed.prompt_logprobs or [None] * len(echoed.prompt_token_ids)
             pairs = zip(prompt, echoed.prompt_token_ids, strict=True)
             texts = [place.chosen.decoded_token if place else self._text(token) for place, token in pairs]
             texts += [place.chosen.decoded_token for place in places]
-            places = [*prompt, *places]
-        return logprobs.legacy(places, self._request.logprobs, texts, offset)
+            places, ids = [*prompt, *places], [*echoed.prompt_token_ids, *ids]
+        ids = ids if self._request.return_tokens_as_token_ids else []
+        return logprobs.legacy(places, self._request.logprobs, texts, offset, ids)
 
     def _text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special=False)

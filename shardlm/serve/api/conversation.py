@@ -1,12 +1,13 @@
 """From the messages of a request to the text of a prompt, by the model's chat template."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
-from shardlm.serve.messages import BadMessage, Message, rendered
+from shardlm.serve.messages import BadMessage, Message, plain_text, rendered
+from shardlm.serve.prompts import check_length
 
 
 async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **form: Any) -> str:
@@ -22,6 +23,22 @@ async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, 
         raise ApiError(str(error), param=error.param) from None
     except ShardlmError as error:
         raise ApiError(str(error), param="messages") from None
+
+
+async def tokens(llm, text: str, encode: Callable[[str], list[int]], truncates: bool) -> list[int]:
+    """Beside the event loop: a long text takes a while. Raises PromptTooLong for one that is far too long."""
+
+    def counted() -> list[int]:
+        check_length(text, llm.tokenizer, llm.max_model_len, truncates)
+        return encode(text)
+
+    return await asyncio.to_thread(counted)
+
+
+def text_of(message: Message) -> str:
+    """Of a message that was rendered: its content, in parts or not."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else plain_text(content, "messages")
 
 
 def form_of(request) -> dict[str, bool]:

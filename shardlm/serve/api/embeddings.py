@@ -22,7 +22,9 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     prompts = prompts_of(request.input, "input")
     call.service.admit(len(prompts), 1)
     keep = _kept(request.truncate_prompt_tokens, llm.max_model_len)
-    ids = [(await _tokens(llm, one) if isinstance(one, str) else one)[-keep:] for one in prompts]
+    encode = llm.tokenizer.encode_prompt
+    read = [await conversation.tokens(llm, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts]
+    ids = [one[-keep:] for one in read]
     for one in ids:
         check_prompt(one, llm.tokenizer.vocab_size)
     tasks = [asyncio.ensure_future(llm.embed(one)) for one in ids]

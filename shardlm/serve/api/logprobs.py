@@ -1,6 +1,6 @@
 """Log-probabilities in the three shapes that clients know: chat, legacy completions, and vLLM's for prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardlm.serve.outputs import Place, TokenLogprob
@@ -12,41 +12,65 @@ def _value(token: TokenLogprob) -> float:
     return max(token.logprob, _LEAST)
 
 
-def _entry(token: TokenLogprob) -> dict[str, Any]:
-    text = token.decoded_token
+Named = Callable[[TokenLogprob], str]
+
+
+def _text(token: TokenLogprob) -> str:
+    return token.decoded_token
+
+
+def named(as_ids: bool | None) -> Named:
+    """What a token is called: its text, or vLLM's token_id:ID, as several tokens may have one text."""
+    return (lambda token: f"token_id:{token.token_id}") if as_ids else _text
+
+
+def _entry(token: TokenLogprob, name: Named) -> dict[str, Any]:
+    text = name(token)
     return {"token": text, "logprob": _value(token), "bytes": list(text.encode())}
 
 
-def chat(places: Sequence[Place], top: int) -> list[dict[str, Any]]:
+def chat(places: Sequence[Place], top: int, name: Named = _text) -> list[dict[str, Any]]:
     """Of each place the token and the `top` likeliest ones, itself among them if it is one."""
-    return [{**_entry(place.chosen), "top_logprobs": [_entry(t) for t in place.likeliest(top)]} for place in places]
+    return [
+        {**_entry(place.chosen, name), "top_logprobs": [_entry(t, name) for t in place.likeliest(top)]}
+        for place in places
+    ]
 
 
-def legacy(places: Sequence[Place | None], top: int, texts: Sequence[str], offset: int) -> dict[str, list]:
+def legacy(
+    places: Sequence[Place | None],
+    top: int,
+    texts: Sequence[str],
+    offset: int,
+    ids: Sequence[int] = (),
+) -> dict[str, list]:
     """Of each place the token's text, log-probability, {text: log-probability} of the likeliest ones and of itself, and
     where it begins in the text. None for the first token of a prompt.
 
     Args:
       texts: of the tokens.
       offset: characters before the first.
+      ids: of the tokens, where they are to be called by them.
     """
     offsets = []
     for text in texts:
         offsets.append(offset)
         offset += len(text)
     return {
-        "tokens": list(texts),
+        "tokens": [f"token_id:{id}" for id in ids] if ids else list(texts),
         "token_logprobs": [place and _value(place.chosen) for place in places],
-        "top_logprobs": [place and _by_text([*place.likeliest(top), place.chosen]) for place in places],
+        "top_logprobs": [
+            place and _by_name([*place.likeliest(top), place.chosen], named(bool(ids))) for place in places
+        ],
         "text_offset": offsets,
     }
 
 
-def _by_text(tokens: Sequence[TokenLogprob]) -> dict[str, float]:
+def _by_name(tokens: Sequence[TokenLogprob], name: Named) -> dict[str, float]:
     """Different tokens may have one text: it gets the likeliest one's."""
     found: dict[str, float] = {}
     for token in tokens:
-        text = token.decoded_token
+        text = name(token)
         found[text] = max(found.get(text, _LEAST), _value(token))
     return found
 

@@ -7,10 +7,11 @@ from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 
 
 class Progress:
-    """How much of one reply was seen. token_chars: characters of its tokens' texts. ended: its last part was seen."""
+    """How much of one reply was seen. token_chars: characters of its tokens' texts. ids: tokens whose ids were sent.
+    ended: its last part was seen."""
 
     def __init__(self):
-        self.chars = self.tokens = self.token_chars = 0
+        self.chars = self.tokens = self.token_chars = self.ids = 0
         self.ended = False
 
     def advance(self, reply: CompletionOutput) -> tuple[str, Sequence[Place]]:
@@ -42,11 +43,14 @@ class Usage:
             sum(len(reply.token_ids) for output in outputs for reply in output.outputs),
         )
 
-    def body(self) -> dict[str, Any]:
+    def body(self, thoughts: int | None = None) -> dict[str, Any]:
+        """`thoughts`: tokens of replies that are thought; None: nobody told them apart."""
         prompt, cached, generated = self.counts()
+        details = {} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **details,
         }

@@ -27,6 +27,7 @@ class StructuredWish(msgspec.Struct, kw_only=True):
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -65,6 +66,11 @@ class Sampled(Common, kw_only=True):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
     structured_outputs: StructuredWish | None = None
     guided_json: str | Json | None = None
     guided_regex: str | None = None
@@ -87,6 +93,10 @@ class ChatRequest(Sampled, kw_only=True):
     tools: list[Json] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    documents: list[Json] | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: Json | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -123,10 +133,24 @@ class ResponsesRequest(Common, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    chat_template_kwargs: Json | None = None
     prompt: Json | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: str | Json | None = None
+    # vLLM's, which mean what they mean in a chat.
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredWish | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 class EmbeddingsRequest(Common, kw_only=True):

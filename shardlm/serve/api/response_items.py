@@ -7,6 +7,12 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
 
 LOGPROBS = "message.output_text.logprobs"
+_THOUGHTS = "reasoning_content"  # of a message, as templates know them
+_SAME = (
+    *("chat_template_kwargs", "temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *("structured_outputs", "priority", "cache_salt"),
+)
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 
 
@@ -27,8 +33,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         top_logprobs=request.top_logprobs if logprobs else None,
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=request.reasoning and request.reasoning.effort,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in _SAME},
     )
 
 
@@ -44,21 +49,50 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": item.get("content")})
+        last = messages[-1] if messages else {}
+        if item.get("role") == "assistant" and _only_thought(last):
+            last["content"] = item.get("content")
+        else:
+            messages.append({"role": item.get("role"), "content": item.get("content")})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last = messages[-1] if messages else {}
-        if last.get("role") != "assistant":
-            messages.append(last := {"role": "assistant", "content": ""})
-        last.setdefault("tool_calls", []).append(call)
+        _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-    elif kind != "reasoning":  # another model's thoughts are not shown to this one
+    elif kind == "reasoning":
+        _think(messages, item, param)
+    else:
         raise ApiError(
             f"{param}.type={kind!r} must be one of message, function_call, function_call_output and reasoning",
             param=f"{param}.type",
         )
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message, if it is the assistant's, or a new one of its."""
+    if not messages or messages[-1].get("role") != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _think(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
+    """What the assistant thought before what follows. Summaries and what is encrypted are another model's."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise ApiError(f"{param}.content is a list of parts, each of type reasoning_text", param=f"{param}.content")
+    texts = [part.get("text") for part in parts if part.get("type") == "reasoning_text"]
+    if any(not isinstance(text, str) for text in texts):
+        raise ApiError(f"{param}.content has a reasoning_text without text", param=f"{param}.content")
+    if texts and messages and _only_thought(messages[-1]):
+        messages[-1][_THOUGHTS] += "".join(texts)
+    elif texts:
+        messages.append({"role": "assistant", "content": "", _THOUGHTS: "".join(texts)})
+
+
+def _only_thought(message: Mapping[str, Any]) -> bool:
+    """Of the assistant, with nothing else so far."""
+    return _THOUGHTS in message and message["content"] == "" and "tool_calls" not in message
 
 
 def _tool(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
@@ -78,14 +112,14 @@ def _choice(choice: Any) -> Any:
     return choice
 
 
-def usage(counts: tuple[int, int, int]) -> dict[str, Any]:
-    """`counts`: tokens of the prompt, those of them found in the cache, tokens of the reply."""
+def usage(counts: tuple[int, int, int], thoughts: int) -> dict[str, Any]:
+    """`counts`: tokens of the prompt, those of them found in the cache, tokens of the reply, `thoughts` among them."""
     prompt, cached, generated = counts
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": prompt + generated,
     }
 
@@ -102,6 +136,15 @@ def message(id: str, text: str, logprobs: Sequence[Any], status: str) -> dict[st
 
 def text_part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def reasoning(id: str, text: str, status: str) -> dict[str, Any]:
+    content = [] if status == "in_progress" else [thought_part(text)]
+    return {"type": "reasoning", "id": id, "status": status, "summary": [], "content": content}
+
+
+def thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def function_call(id: str, name: str, arguments: str, status: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""/v1/responses, as far as a server that remembers nothing can answer it: text and calls of functions.
+"""/v1/responses, as far as a server that remembers nothing can answer it: text, thoughts and calls of functions.
 
 The answer is a list of items. Streamed, each is announced, grows, and is told again when it is done.
 """
@@ -12,19 +12,19 @@ from shardlm.serve.api.endpoint import Events, encode
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ResponsesRequest
+from shardlm.serve.api.reasoning.marks import Thought
 from shardlm.serve.api.service import Call
-from shardlm.serve.api.tools.choose import Tools
 from shardlm.serve.api.tools.reader import CallDelta
-from shardlm.serve.api.turns import Part, Turn, begin
+from shardlm.serve.api.turns import Asked, Part, Turn, begin
 from shardlm.serve.outputs import RequestOutput
 
 Event = dict[str, Any]
 
 
 async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | Events:
-    tools, replies = await begin(call, items.chat_request(request))
+    asked, replies = await begin(call, items.chat_request(request))
     writer = _Writer(call, request)
-    turn = _turn(writer, replies, tools)
+    turn = _turn(writer, replies, asked)
     if request.stream:
         return _Events(turn)
     async for event in turn:
@@ -32,14 +32,15 @@ async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | E
     return last["response"]
 
 
-async def _turn(writer: "_Writer", replies: AsyncIterator[RequestOutput], tools: Tools) -> AsyncIterator[Event]:
+async def _turn(writer: "_Writer", replies: AsyncIterator[RequestOutput], asked: Asked) -> AsyncIterator[Event]:
     """All events of one response; the last holds the whole."""
     yield {"type": "response.created", "response": writer.response("in_progress")}
     yield {"type": "response.in_progress", "response": writer.response("in_progress")}
-    turn = Turn(tools)
+    turn = Turn(asked)
     async for output in replies:
         writer.usage.saw(0, output)
         part = turn.advance(output.outputs[0])
+        writer.thoughts = turn.thoughts
         for event in writer.part(part):
             yield event
     status = "incomplete" if part.finish_reason in ("length", "abort") else "completed"
@@ -80,18 +81,24 @@ class _Writer:
         self._items: list[dict[str, Any]] = []  # those that are done
         self._open: CallDelta | None = None  # the call that grows
         self._text: str | None = None  # the message that grows
-        self._scores: list[dict[str, Any]] = []
-        self.usage = Usage()
+        self._thought: str | None = None  # the thought that grows
+        self._space = ""  # of a message that may begin
+        self._scores: list[dict[str, Any]] = []  # of the message
+        self._told = 0  # of these
+        self.usage, self.thoughts = Usage(), 0
 
     def part(self, part: Part) -> Iterator[Event]:
         """What is new of the reply."""
-        scores = logprobs.chat(part.places, self._top) if self._scored else []
+        if self._scored:
+            answer = [token.place for token in part.tokens if token.place is not None and not token.thought]
+            self._scores += logprobs.chat(answer, self._top)
         for piece in part.pieces:
             if isinstance(piece, CallDelta):
                 yield from self._call_grows(piece)
+            elif isinstance(piece, Thought):
+                yield from self._thought_grows(piece.text)
             else:
-                yield from self._text_grows(piece, scores)
-                scores = []
+                yield from self._text_grows(piece)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """The item that grew is done."""
@@ -100,6 +107,12 @@ class _Writer:
             item = items.message(where["item_id"], self._text, self._scores, status)
             done = {"text": self._text, "logprobs": self._scores}
             yield {"type": "response.output_text.done", **where, **done}
+            yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
+            self._scores, self._told = [], 0
+        elif self._thought is not None:
+            where = self._where("rs") | {"content_index": 0}
+            item = items.reasoning(where["item_id"], self._thought, status)
+            yield {"type": "response.reasoning_text.done", **where, "text": self._thought}
             yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
         elif self._open is not None:
             item = items.function_call(self._number(), self._open.name, self._open.arguments, status)
@@ -110,13 +123,14 @@ class _Writer:
             return
         yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
         self._items.append(item)
-        self._text = self._open = None
-        self._scores = []
+        self._text = self._open = self._thought = None
 
-    def _text_grows(self, text: str, scores: list[dict[str, Any]]) -> Iterator[Event]:
-        if self._text is None and self._items and not text.strip():
-            return  # space between two calls
+    def _text_grows(self, text: str) -> Iterator[Event]:
         begins = self._text is None
+        text = self._space + text
+        self._space = text if begins and (self._items or self._growing) and not text.strip() else ""
+        if self._space:
+            return  # between two calls, or before a message
         if begins:
             yield from self.close()
             self._text = ""
@@ -126,18 +140,36 @@ class _Writer:
             yield {"type": "response.output_item.added", "output_index": where["output_index"], "item": item}
             yield {"type": "response.content_part.added", **where, "part": items.text_part("", ())}
         self._text += text
-        self._scores += scores
-        yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": scores}
+        new, self._told = self._scores[self._told :], len(self._scores)
+        yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": new}
+
+    def _thought_grows(self, text: str) -> Iterator[Event]:
+        begins = self._thought is None
+        if begins:
+            yield from self.close()
+            self._thought = ""
+        where = self._where("rs") | {"content_index": 0}
+        if begins:
+            item = items.reasoning(where["item_id"], "", "in_progress")
+            yield {"type": "response.output_item.added", "output_index": where["output_index"], "item": item}
+            yield {"type": "response.content_part.added", **where, "part": items.thought_part("")}
+        self._thought += text
+        yield {"type": "response.reasoning_text.delta", **where, "delta": text}
 
     def _call_grows(self, piece: CallDelta) -> Iterator[Event]:
         if piece.name is not None:
             yield from self.close()
+            self._space, self._scores, self._told = "", [], 0
             self._open = CallDelta(piece.index, piece.name, "")
             item = items.function_call(self._number(), piece.name, "", "in_progress")
             yield {"type": "response.output_item.added", "output_index": len(self._items), "item": item}
         self._open.arguments += piece.arguments
         where = self._where("fc")
         yield {"type": "response.function_call_arguments.delta", **where, "delta": piece.arguments}
+
+    @property
+    def _growing(self) -> bool:
+        return self._open is not None or self._thought is not None
 
     def _number(self) -> str:
         return f"{self._call.id}_{len(self._items)}"
@@ -156,7 +188,7 @@ class _Writer:
             "status": status,
             "model": self._model,
             "output": list(self._items),
-            "usage": None if going else items.usage(self.usage.counts()),
+            "usage": None if going else items.usage(self.usage.counts(), self.thoughts),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,

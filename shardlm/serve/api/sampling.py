@@ -16,6 +16,7 @@ _SAME = (
     *("include_stop_str_in_output", "skip_special_tokens", "max_tokens", "min_tokens", "prompt_logprobs"),
     "truncate_prompt_tokens",
 )
+_SALT = 1024  # characters, which are hashed with each prompt; of ids, which are in each chunk
 _LARGEST = 2**31 - 1  # what an integer on the device holds; no count of tokens is above it
 
 
@@ -39,6 +40,13 @@ def sampling_params(
     wishes |= {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _SALT:
+        length = len(request.cache_salt)
+        raise ApiError(f"cache_salt has {length} characters; it needs 1 to {_SALT}", param="cache_salt")
+    if request.request_id is not None and len(request.request_id) > _SALT:
+        raise ApiError(f"request_id has {len(request.request_id)} characters, above {_SALT}", param="request_id")
+    if request.use_beam_search:
+        raise ApiError("use_beam_search is not supported; ask for n replies and choose", param="use_beam_search")
     if wishes.get("truncate_prompt_tokens") == -1:  # vLLM's word for what the model has room for
         wanted = wishes.get("max_tokens", SamplingParams.max_tokens)
         room = 1 if wanted is None or wanted >= max_model_len else wanted  # such a wish is for as many as fit

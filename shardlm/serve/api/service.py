@@ -5,10 +5,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
+from shardlm.serve.api.reasoning.choose import choose
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ class Service(Serving):
         super().__init__()
         self.llm, self.settings = llm, settings
         self.names = settings.model_names or (llm.model_name,)
+        self.reasoning = choose(settings.reasoning_parser, llm.template, llm.tokenizer)
         self.root = llm.model_name  # where the weights are from
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
@@ -68,10 +71,10 @@ class Call:
         self.stack = contextlib.AsyncExitStack()
 
     async def replies(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int = 0
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int = 0, salt: str = ""
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, its replies so far), as they come. Returns when the first is there, so that what the
-        engine refuses can still be answered with a status.
+        engine refuses can still be answered with a status. `priority` and `salt`: as AsyncLLM's.
 
         Raises: ApiError, ShardlmError, EngineError.
         """
@@ -79,7 +82,10 @@ class Call:
         waiting = set(range(len(prompts)))
         self.service.unanswered += len(waiting)
         self.stack.callback(lambda: self._forget(waiting))
-        streams = [self._one(i, prompt, params, priority, waiting) for i, prompt in enumerate(prompts)]
+        streams = [
+            self._one(i, prompt, params, {"priority": priority, "salt": salt}, waiting)
+            for i, prompt in enumerate(prompts)
+        ]
         outputs = _merged(streams)
         self.stack.push_async_callback(outputs.aclose)
         return _chained(await anext(outputs), outputs)
@@ -87,10 +93,10 @@ class Call:
     def _forget(self, waiting: set[int]) -> None:
         self.service.unanswered -= len(waiting)
 
-    async def _one(self, i: int, prompt, params: SamplingParams, priority: int, waiting: set[int]) -> Outputs:
+    async def _one(self, i: int, prompt, params: SamplingParams, options: dict[str, Any], waiting: set[int]) -> Outputs:
         clock = Clock(self.service.metrics, time.perf_counter())
         reason = "abort"
-        stream = self.service.llm.generate(prompt, params, request_id=f"{self.id}-{i}", priority=priority)
+        stream = self.service.llm.generate(prompt, params, request_id=f"{self.id}-{i}", **options)
         try:
             async with contextlib.aclosing(stream):
                 async for output in stream:

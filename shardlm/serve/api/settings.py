@@ -37,6 +37,7 @@ class Settings(HttpSettings):
     """
     model_names      what clients may call the model, the first for answers; (): the engine's name
     tool_style       how the model writes its calls of tools; auto: what its chat template tells
+    reasoning_parser how replies mark their thoughts, by vLLM's names; auto: what its chat template tells, if it does
     max_queue        requests without their first token at which further ones are refused (429)
     max_replies      prompts times n, of one request
     request_seconds  a request is ended after so long; None: never
@@ -45,6 +46,7 @@ class Settings(HttpSettings):
 
     model_names: tuple[str, ...] = ()
     tool_style: ToolStyle = "auto"
+    reasoning_parser: str = "auto"
     max_queue: int = 1024
     max_replies: int = 1024
     request_seconds: float | None = None

@@ -1,6 +1,5 @@
 """The model's turn in a conversation, without its shape in an answer: what chat and responses have in common."""
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
@@ -8,76 +7,170 @@ from shardlm.serve.api import conversation
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Progress
 from shardlm.serve.api.protocol import ChatRequest
+from shardlm.serve.api.reasoning.choose import HARMONY, Thinking
+from shardlm.serve.api.reasoning.marks import Thought
+from shardlm.serve.api.reasoning.tokens import Said, ThoughtTokens
 from shardlm.serve.api.sampling import sampling_params
 from shardlm.serve.api.service import Call
-from shardlm.serve.api.tools.choose import Tools, choose, style_of
+from shardlm.serve.api.tools.choose import PlainParser, Tools, choose, style_of
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.tokenizer import Tokenizer
+
+Piece = str | Thought | CallDelta
 
 
 @dataclasses.dataclass
 class Part:
-    """What is new of one reply. pieces: texts, and parts of calls. finish_reason: with the last part."""
+    """What is new of one reply. pieces: contents, thoughts, and parts of calls. tokens: of which it is known whether
+    they are thought. finish_reason: with the last part."""
 
-    pieces: list[str | CallDelta]
-    places: Sequence[Place]
+    pieces: list[Piece]
+    tokens: Sequence[Said]
     finish_reason: str | None
+
+    @property
+    def places(self) -> list[Place]:
+        """Of the tokens, where log-probabilities are asked for."""
+        return [token.place for token in self.tokens if token.place is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request's replies mean. thinking: how their thoughts are told apart; None: they are not. skip_special:
+    their texts are without special tokens. shows_thoughts: whether the client wants thoughts."""
+
+    tools: Tools
+    thinking: Thinking | None
+    tokenizer: Tokenizer
+    skip_special: bool
+    shows_thoughts: bool = True
 
 
 class Turn:
     """One reply, part by part. The pieces of all parts, joined, do not depend on how the reply was cut into parts."""
 
-    def __init__(self, tools: Tools):
-        self._tools = tools
-        self._parser = tools.parser()
+    def __init__(self, asked: Asked):
+        self._asked, self._tools = asked, asked.tools
+        self._parser = asked.tools.parser()
+        make = asked.thinking.splitter if asked.thinking else lambda: None
+        self._splitter = make()
+        self._tokens = ThoughtTokens(make(), asked.tokenizer, asked.skip_special)
         self._progress = Progress()
+        self._seen = 0  # tokens
 
     @property
     def ended(self) -> bool:
         return self._progress.ended
 
+    @property
+    def thoughts(self) -> int:
+        """Tokens of thought so far."""
+        return self._tokens.thoughts
+
     def advance(self, reply: CompletionOutput) -> Part:
         text, places = self._progress.advance(reply)
-        pieces = self._parser.push(text)
+        new = reply.token_ids[self._seen :]
+        self._seen += len(new)
+        tokens = self._tokens.push(new, places, self.ended)
+        pieces = self._read(self._splitter.push(text) if self._splitter else [text])
         reason = reply.finish_reason
         if self.ended:
-            pieces += self._parser.finish()
-            if reason == "stop" and self._parser.calls and not self._tools.named:
+            pieces += self._read(self._splitter.finish() if self._splitter else [])
+            pieces += self._numbered(self._parser.finish())
+            if reason == "stop" and self._calls and not self._tools.named:
                 reason = "tool_calls"
         most = self._tools.most
         if most is not None:
-            pieces = [piece for piece in pieces if isinstance(piece, str) or piece.index < most]
-        return Part(pieces, places, reason)
+            pieces = [piece for piece in pieces if not isinstance(piece, CallDelta) or piece.index < most]
+        if not self._asked.shows_thoughts:
+            pieces = [piece for piece in pieces if not isinstance(piece, Thought)]
+            tokens = [token for token in tokens if not token.thought]
+        return Part(pieces, tokens, reason)
+
+    @property
+    def _calls(self) -> int:
+        return self._parser.calls + (self._splitter.calls if self._splitter else 0)
+
+    def _read(self, split: Sequence[Piece]) -> list[Piece]:
+        """Contents may be calls of tools."""
+        found: list[Piece] = []
+        for piece in split:
+            found += self._numbered(self._parser.push(piece)) if isinstance(piece, str) else [piece]
+        return found
+
+    def _numbered(self, pieces: Sequence[str | CallDelta]) -> list[Piece]:
+        """After the calls that stood elsewhere than in contents."""
+        before = self._splitter.calls if self._splitter else 0
+        return [
+            dataclasses.replace(piece, index=piece.index + before) if isinstance(piece, CallDelta) else piece
+            for piece in pieces
+        ]
 
 
-async def begin(call: Call, request: ChatRequest) -> tuple[Tools, AsyncIterator[RequestOutput]]:
-    """(what the tools mean, the replies as they come). Raises ApiError, ShardlmError, EngineError."""
+async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[RequestOutput]]:
+    """(what the replies mean, the replies as they come). Raises ApiError, ShardlmError, EngineError."""
+    _check(request)
+    service, llm = call.service, call.service.llm
+    style = style_of(llm.template.source if llm.template else "", service.settings.tool_style)
+    tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
+    params = _params(call, request, tools)
+    text = await conversation.prompt(
+        llm, request.messages, tools.shown, options=_options(request), **conversation.form_of(request)
+    )
+    thinking = None
+    if service.reasoning is not None:
+        begun = conversation.text_of(request.messages[-1]) if request.continue_final_message else None
+        names = {tool["function"]["name"] for tool in tools.shown}
+        thinking = service.reasoning.of(text, begun, names)
+        params = _with_thoughts(params, thinking, service.reasoning.special)
+        if service.reasoning.style is HARMONY and tools.structured is None:
+            tools = dataclasses.replace(tools, parser=PlainParser)  # calls are on a channel of their own
+    # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
+    encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
+    tokens = await conversation.tokens(llm, text, encode, params.truncate_prompt_tokens is not None)
+    replies = await call.replies([tokens], params, request.priority or 0, request.cache_salt or "")
+    shows = request.include_reasoning is not False
+    asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, shows)
+    return asked, (output async for _, output in replies)
+
+
+def _check(request: ChatRequest) -> None:
+    """Raises ApiError for wishes that are not supported, or need others."""
     for name in ("chat_template", "functions", "function_call"):
         if getattr(request, name) is not None:
             instead = {"chat_template": "the model's own is used"}.get(name, "give tools and tool_choice")
             raise ApiError(f"{name} is not supported; {instead}", param=name)
     if set(request.modalities or ()) - {"text"}:
         raise ApiError(f"modalities={request.modalities} must be text alone", param="modalities")
-    llm = call.service.llm
-    style = style_of(llm.template.source if llm.template else "", call.service.settings.tool_style)
-    tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(f"top_logprobs={request.top_logprobs} needs logprobs=true", param="top_logprobs")
+
+
+def _params(call: Call, request: ChatRequest, tools: Tools) -> SamplingParams:
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    params = sampling_params(
+    return sampling_params(
         request,
-        llm.max_model_len,
+        call.service.llm.max_model_len,
         call.service.settings.sampling,
         structured=tools.structured,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         max_tokens=most,
     )
+
+
+def _options(request: ChatRequest) -> dict:
+    """What goes to the template."""
     options = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
-    form = conversation.form_of(request)
-    text = await conversation.prompt(llm, request.messages, tools.shown, options=options, **form)
-    # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
-    tokens = await asyncio.to_thread(llm.tokenizer.encode, text)
-    replies = await call.replies([tokens], params, request.priority or 0)
-    return tools, (output async for _, output in replies)
+    for name in ("reasoning_effort", "documents"):
+        if (value := getattr(request, name)) is not None:
+            options.setdefault(name, value)
+    return options
+
+
+def _with_thoughts(params: SamplingParams, thinking: Thinking, special: bool) -> SamplingParams:
+    """The answer's form does not hold for the thoughts before it, and marks are to be seen."""
+    structured = thinking.hold(params.structured_outputs)
+    skips = params.skip_special_tokens and not special
+    return dataclasses.replace(params, structured_outputs=structured, skip_special_tokens=skips)

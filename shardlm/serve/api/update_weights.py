@@ -18,13 +18,14 @@ async def update_weights(call: Call, request: UpdateWeightsRequest) -> dict[str,
         raise ApiError("other weights are being read; ask again when that has ended", 409, code="update_under_way")
     started = time.perf_counter()
     service.updating = asyncio.ensure_future(_swap(service, path, request.draft))
-    await asyncio.shield(service.updating)
-    seconds, running = time.perf_counter() - started, service.llm.stats().num_running
+    running = await asyncio.shield(service.updating)
+    seconds = time.perf_counter() - started
     drafts = f", its drafts come from {request.draft}" if request.draft else ""
     message = f"{path} is served{drafts}; the prefix cache is empty and {running} requests go on with the new weights"
     return {"success": True, "message": message, "path": path, "seconds": seconds, "num_running": running}
 
 
-async def _swap(service: Service, path: str, draft: str | None) -> None:
-    await service.llm.update_weights(path, draft)
+async def _swap(service: Service, path: str, draft: str | None) -> int:
+    running = await service.llm.update_weights(path, draft)
     service.root = path
+    return running

@@ -85,7 +85,9 @@ class Client:
 
 
 def _has_text(value: dict[str, Any]) -> bool:
-    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in value.get("choices", ()))
+    """Of an answer or of thoughts before it, under vLLM's names."""
+    parts = [part for choice in value.get("choices", ()) for part in (choice, choice.get("delta", {}))]
+    return any(part.get(name) for part in parts for name in ("text", "content", "reasoning", "reasoning_content"))
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

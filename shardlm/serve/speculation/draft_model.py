@@ -42,7 +42,7 @@ class DraftModelProposer:
         """One pass more than drafts, for the keys and values of the last one: if it is accepted, the next step begins
         after it."""
         last = jnp.minimum(self.drafts, rows.room - 1)
-        own = dataclasses.replace(rows.own, top=jnp.zeros_like(rows.own.top))
+        own = dataclasses.replace(rows.own, told=jnp.zeros_like(rows.own.told))
 
         def draft(i, carry: tuple[Any, Any, jax.Array]):
             pages, own, found = carry

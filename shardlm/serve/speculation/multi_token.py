@@ -96,7 +96,7 @@ class MultiTokenProposer:
             sampled, own = sampled_of(logits, own, rows.position + i + 1, active)
             return pages, [jax.reshard(x, WHOLE) for x in made], own, found.at[:, i].set(sampled.token, mode="drop")
 
-        pages, own = state.pages, dataclasses.replace(rows.own, top=jnp.zeros_like(rows.own.top))
+        pages, own = state.pages, dataclasses.replace(rows.own, told=jnp.zeros_like(rows.own.told))
         found, hidden = jnp.zeros((rows.slot.shape[0], self.drafts), jnp.int32), state.hidden
         for i in range(self.modules - 1):
             pages, made, own, found = one(i, range(i, self.modules), pages, inputs, own, found)

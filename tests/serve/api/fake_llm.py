@@ -9,8 +9,8 @@ import pathlib
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.grammar import GrammarCompiler
 from shardlm.serve.outputs import CompletionOutput, EngineError, Place, RequestOutput, Stats, TokenLogprob
+from shardlm.serve.reply_form import FormCompiler
 from shardlm.serve.request import PromptTooLong, check_prompt
 from shardlm.tokenizer import train_bpe
 
@@ -41,19 +41,21 @@ class FakeLLM:
         source = (TEMPLATES / f"{self.template_name}.jinja").read_text() if self.template_name else ""
         self.template = ChatTemplate(source) if source else None
         self.seen = []  # (prompt as text, params, priority) of each request
+        self.salts = []
         self.running = set()
         self.aborted = []
         self.died = ""
         self._counts = [0, 0]
         self._end = self.tokenizer.end_of_document_id
-        self._grammars = GrammarCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
+        self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
 
-    async def generate(self, prompt, params, *, request_id, priority=0):
+    async def generate(self, prompt, params, *, request_id, priority=0, salt=""):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
         self._check(kept, params)
         text = self.tokenizer.decode(kept, skip_special=False)
         self.seen.append((text, params, priority))
+        self.salts.append(salt)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, kept, None, [], False)
         output.truncated, output.num_cached_tokens = len(ids) - len(kept), 3
         output.prompt_logprobs = self._prompt_logprobs(kept, params.prompt_logprobs)
@@ -95,9 +97,7 @@ class FakeLLM:
         if len(ids) > self.max_model_len:
             raise PromptTooLong(f"the prompt has {len(ids)} tokens, above the model's {self.max_model_len}; shorten it")
         if (wish := params.structured_outputs) is not None:
-            kind = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-            name = next(name for name in kind if getattr(wish, name) is not None)
-            return self._grammars.compile(kind[name], getattr(wish, name))
+            return self._forms.wanted(wish)
         return None
 
     def _prompt_logprobs(self, ids, top):
@@ -141,9 +141,9 @@ class _Reply:
     def __init__(self, llm, index, text, params, space):
         self._llm, self._params = llm, params
         self._ids = llm.tokenizer.encode(text, parse_special=False)
-        if grammar := llm._check([0], params):
-            grammar.consume(self._ids)
-            assert grammar.may_stop, f"{text!r} is no whole text of the grammar"
+        if form := llm._check([0], params):
+            form.consume(self._ids, [llm._text(id) for id in self._ids])
+            assert form.grammar and form.grammar.may_stop, f"{text!r} is no whole text of the form"
         self._most = min(space, space if params.max_tokens is None else params.max_tokens)
         self._detokenizer = Detokenizer(
             llm.tokenizer,

@@ -337,3 +337,24 @@ def test_a_handler_that_is_cancelled_leaves_nothing():
         assert not client.llm.running and client.service.active == client.service.unanswered == 0
 
     asyncio.run(scenario())
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_counted(monkeypatch):
+    """Counting these 4 million characters would take seconds."""
+    client, text, encoded = Client(), "the quick " * 400_000, []
+    kind = type(client.llm.tokenizer)
+    plain = kind.encode_batch
+    monkeypatch.setattr(
+        kind, "encode_batch", lambda self, texts, **how: encoded.extend(texts) or plain(self, texts, **how)
+    )
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/completions", {"prompt": ["a", text], "add_special_tokens": False}),
+        ("/v1/embeddings", {"input": text}),
+    ):
+        told = error(client.post(path, body), 400)
+        assert told["code"] == "context_length_exceeded" and "at least" in told["message"], path
+    assert all(len(one) < 100 for one in encoded)
+    short = {"messages": [{"role": "user", "content": text[:60_000]}], "truncate_prompt_tokens": 5, "max_tokens": 1}
+    assert client.post("/v1/chat/completions", short).status_code == 200

@@ -27,6 +27,19 @@ def serving(llm, **settings):
     thread.join()
 
 
+def test_thoughts_are_shown_apart_and_not_said_again(tmp_path):
+    llm = FakeLLM(reply="<think>I look.</think>the fox", template_name="qwen3")
+    with serving(llm) as address, chromium.browser(BROWSER, tmp_path) as page:
+        page.call("Page.navigate", url=address)
+        for count in (1, 2):
+            page.type("text", "hello")
+            page.press_enter()
+            page.until(f"document.querySelectorAll('.user').length == {count} && {LAST}.textContent == 'the fox'")
+            page.until("document.getElementById('send').textContent == 'Send'")
+        assert page.value("document.querySelector('.thought').textContent") == "I look." and page.errors == []
+    assert "the fox" in llm.seen[-1][0] and "I look." not in llm.seen[-1][0]
+
+
 def test_a_person_chats_and_watches(tmp_path):
     llm = FakeLLM(reply=REPLY, delay=0.15)
     with serving(llm, api_keys=("secret",)) as address, chromium.browser(BROWSER, tmp_path) as page:

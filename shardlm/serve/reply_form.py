@@ -1,0 +1,203 @@
+"""What a reply is held to, and from where on: a grammar, after a part that is free, as thoughts before an answer are.
+
+The free part ends with given texts, which tokens need not respect: a token that would end it and go on is forbidden, so
+that the grammar begins with a token. Where only a reply with a certain beginning is free, its first tokens may be that
+beginning or what the grammar allows. No jax.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardlm.serve.grammar import Grammar, GrammarCompiler, Kind
+from shardlm.serve.sampling_params import StructuredOutputs
+from shardlm.serve.text_progress import TextProgress
+from shardlm.tokenizer import Tokenizer
+
+SPACE = 4  # characters at most before a beginning
+FREE_PARTS = 16  # that are remembered; a server has two
+
+
+class FreePart:
+    """What all replies with the same free part share: which tokens begin it, and which end it and go on.
+
+    Place is where a reply stands in it: the number of the text in `after` that comes next, and how many of its
+    characters are there.
+    """
+
+    def __init__(self, token_texts: Sequence[str], after: Sequence[str], opening: str):
+        self.after, self.opening = tuple(after), opening
+        self._texts = token_texts
+        last = self.after[-1]
+        self._ending = [id for id, text in enumerate(token_texts) if last[-1] in text[:-1]]  # that may end it and go on
+        self._whole = [id for id in self._ending if last in token_texts[id][:-1]]
+        self._first = opening[:1]
+        self._beyond: dict[tuple[int, int], np.ndarray] = {}
+        self._openers: dict[tuple[int, str], np.ndarray] = {}
+        self.beyond((0, 0))  # now, and not while others wait for the engine's thread
+        if opening:
+            self.openers("")
+
+    def follow(self, place: tuple[int, int], text: str) -> tuple[tuple[int, int], int | None]:
+        """(the place after the text, the characters of it up to the end; None where that has not come)."""
+        number, matched = place
+        progress = TextProgress(self.after[number], matched)
+        for count, char in enumerate(text, 1):
+            if progress.advance(char):
+                number += 1
+                if number == len(self.after):
+                    return (number, 0), count
+                progress = TextProgress(self.after[number])
+        return (number, progress.matched), None
+
+    def beyond(self, place: tuple[int, int]) -> np.ndarray:
+        """Tokens that would end it with their first characters, and go on."""
+        if place not in self._beyond:
+            near = {*self._whole, *self._finishing(*place)}  # following all that may end it takes 0.1 s
+            found = [id for id in sorted(near) if self.follow(place, self._texts[id][:-1])[1] is not None]
+            self._beyond[place] = np.array(found, np.int64)
+        return self._beyond[place]
+
+    def _finishing(self, number: int, matched: int) -> list[int]:
+        """Tokens that go on from here to the end of the last text."""
+        if number + 1 < len(self.after):
+            return []
+        last = self.after[-1]
+        begun = [n for n in range(1, matched + 1) if last[:matched].endswith(last[:n])]
+        rests = tuple(last[n:] for n in begun)
+        return [id for id in self._ending if self._texts[id].startswith(rests)]
+
+    def opens(self, said: str) -> bool | None:
+        """Whether a reply that has said this is free; None where that is open."""
+        words = said.lstrip()
+        if words.startswith(self.opening):
+            return True
+        return None if self.opening.startswith(words) and len(said) - len(words) <= SPACE else False
+
+    def openers(self, said: str) -> np.ndarray:
+        """Tokens after which that is so or open."""
+        words = said.lstrip()
+        space = 0 if words else len(said)  # which one it is does not matter: few keys
+        if (space, words) not in self._openers:
+            if words:
+                rest = self.opening[len(words) :]
+                near = [id for id, text in enumerate(self._texts) if text and text[0] == rest[0]]
+            else:
+                near = [id for id, text in enumerate(self._texts) if not text.lstrip()[:1].strip(self._first)]
+            found = [id for id in near if self._texts[id] and self.opens(said + self._texts[id]) is not False]
+            self._openers[space, words] = np.array(found, np.int64)
+        return self._openers[space, words]
+
+
+class ReplyForm:
+    """Where one reply stands. Made by `FormCompiler.wanted`."""
+
+    def __init__(self, grammar: Grammar, free: FreePart | None = None):
+        self._grammar, self._free = grammar, free
+        self._place: tuple[int, int] | None = (0, 0) if free else None  # in the free part; None: it is over, or none
+        self._said: str | None = "" if free and free.opening else None  # while it may be one that is free
+        self._instead: Grammar | None = grammar.copy() if self._said is not None else None  # if it is none
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """That the next token is held to; None: to none."""
+        return self._grammar if self._place is None else self._instead
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow but a stop token."""
+        return self._place is None and self._grammar.complete
+
+    def copy(self) -> "ReplyForm":
+        """The same place, for another reply to the same request."""
+        own = ReplyForm(self._grammar.copy(), self._free)
+        own._place, own._said = self._place, self._said
+        own._instead = self._instead and self._instead.copy()
+        return own
+
+    def adjust(self, mask: np.ndarray) -> None:
+        """Of what the grammar allows, or of everything, int32 [ceil(V / 32)], what may come next here."""
+        if self._place is None:
+            return
+        bits = mask.view(np.uint32)
+        if self._said is None:
+            bits &= ~_bits(self._free.beyond(self._place), bits)
+            return
+        if self._instead is None:
+            bits[:] = 0
+        bits |= _bits(self._free.openers(self._said), bits)
+
+    def consume(self, tokens: Sequence[int], texts: Sequence[str]) -> None:
+        """Moves on by tokens of the reply, and the text that each completed; a stop token may be the last, without
+        text. Raises ShardlmError for a token that is not allowed."""
+        for i, token in enumerate(tokens):
+            if self._place is None:
+                self._grammar.consume(tokens[i:])
+                return
+            text = texts[i] if i < len(texts) else ""
+            if self._said is None:
+                self._go_on(text)
+            else:
+                self._open(token, text)
+
+    def _open(self, token: int, text: str) -> None:
+        said = self._said + text
+        opens = self._free.opens(said) if text else False
+        if opens:
+            self._said = self._instead = None
+            self._go_on(said)
+        elif opens is None:
+            self._said = said
+            if self._instead and not self._instead.follows(token):
+                self._instead = None
+        else:
+            self._place = self._said = None
+            self._grammar, self._instead = self._instead or self._grammar, None
+            self._grammar.consume([token])
+
+    def _go_on(self, text: str) -> None:
+        self._place, end = self._free.follow(self._place, text)
+        if end is not None:
+            self._place = None
+
+
+def _bits(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(like)
+    np.bitwise_or.at(found, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+    return found
+
+
+class FormCompiler:
+    """Makes forms over one tokenizer, and fills masks for a batch; arguments and errors as GrammarCompiler's."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, stop_ids)
+        self._tokenizer = tokenizer
+        self._free_parts: dict[tuple, FreePart] = {}
+
+    def wanted(self, params: StructuredOutputs) -> ReplyForm:
+        """What a request asks for. Raises ShardlmError, for the client, for what cannot be compiled."""
+        kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+        name = next(name for name in kinds if getattr(params, name) is not None)
+        grammar = self._grammars.compile(kinds[name], getattr(params, name))
+        return ReplyForm(grammar, self._free_part(params) if params.after else None)
+
+    def fill(self, masks: np.ndarray, forms: Sequence[tuple[int, ReplyForm]]) -> None:
+        """Writes what may come next into rows of masks int32 [B, ceil(V / 32)]."""
+        if held := [(row, form.grammar) for row, form in forms if form.grammar]:
+            self._grammars.fill(masks, held)
+        for row, form in forms:
+            form.adjust(masks[row])
+
+    def _free_part(self, params: StructuredOutputs) -> FreePart:
+        key = (params.after, params.opening)
+        if key not in self._free_parts:
+            if len(self._free_parts) >= FREE_PARTS:
+                self._free_parts.clear()
+            self._free_parts[key] = FreePart(self._token_texts, *key)
+        return self._free_parts[key]
+
+    @functools.cached_property
+    def _token_texts(self) -> list[str]:
+        return self._tokenizer.token_texts()

@@ -1,0 +1,138 @@
+"""Fields that vLLM has beside OpenAI's: ids of tokens, usage in each chunk, what is echoed, salts, documents."""
+
+import dataclasses
+
+import pytest
+from client import Client, error
+from fake_llm import FakeLLM
+
+from shardlm.chat import ChatTemplate
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("logprobs", (None, 1))
+def test_ids_of_tokens_whole_and_streamed(logprobs):
+    client = Client(FakeLLM(chunk=2))
+    encode, decode = client.llm.tokenizer.encode, client.llm.tokenizer.decode
+    reply = encode("the quick brown fox")
+    body = {"prompt": [encode("the fox"), encode("dog")], "n": 2, "return_token_ids": True, "logprobs": logprobs}
+    choices = client.post(TEXT, body).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [reply] * 4
+    assert [decode(choice["prompt_token_ids"]) for choice in choices] == ["the fox"] * 2 + ["dog"] * 2
+    found, prompts = {}, {}
+    for event in client.events(TEXT, body):
+        for choice in event["choices"]:
+            index = choice["index"]
+            assert ("prompt_token_ids" in choice) == (index not in found)
+            prompts.setdefault(index, choice.get("prompt_token_ids"))
+            found[index] = found.get(index, []) + choice["token_ids"]
+    assert found == dict.fromkeys(range(4), reply) and [decode(prompts[i]) for i in (0, 3)] == ["the fox", "dog"]
+    first, *rest = client.events(CHAT, {"messages": USER, "return_token_ids": True})
+    assert decode(first["prompt_token_ids"], skip_special=False) == client.llm.seen[-1][0]
+    assert [id for one in rest for id in one["choices"][0].get("token_ids", ())] == reply
+    assert "token_ids" not in str(client.post(CHAT, {"messages": USER}).json())
+
+
+def test_tokens_by_their_ids_in_log_probabilities():
+    client = Client()
+    reply = [f"token_id:{token}" for token in client.llm.tokenizer.encode("the quick brown fox")]
+    wish = {"return_tokens_as_token_ids": True}
+    body = {"messages": USER, "logprobs": True, "top_logprobs": 2, **wish}
+    told = client.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in told] == reply and told[0]["bytes"] == list(reply[0].encode())
+    assert told[1]["top_logprobs"][0]["token"] == "token_id:60"
+    legacy = client.post(TEXT, {"prompt": "dog", "logprobs": 1, "echo": True, **wish}).json()["choices"][0]["logprobs"]
+    dog = [f"token_id:{token}" for token in client.llm.tokenizer.encode("dog")]
+    assert legacy["tokens"] == dog + reply and set(legacy["top_logprobs"][-1]) <= {"token_id:60", reply[-1]}
+    assert legacy["text_offset"][len(dog)] == len("dog")
+
+
+@pytest.mark.parametrize("path", (CHAT, TEXT))
+def test_usage_in_each_chunk(path):
+    client = Client(FakeLLM(chunk=2))
+    body = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.events(path, {**body, "stream_options": options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and len(set(counts)) >= 2 and chunks[-1]["usage"] == last["usage"]
+    for without in ({"include_usage": True}, {"continuous_usage_stats": True}):
+        some = client.events(path, {**body, "stream_options": without})
+        assert not any(chunk.get("usage") for chunk in some[:-1])
+
+
+def test_chats_echo_what_the_reply_goes_on_with():
+    client = Client()
+    parts = [{"type": "text", "text": "The"}, {"type": "text", "text": "lazy"}]
+    for content, shown in (("The lazy", "The lazy"), (parts, "The\nlazy")):
+        body = {"messages": [*USER, {"role": "assistant", "content": content}], "echo": True}
+        body |= {"continue_final_message": True, "n": 2}
+        for choice in client.post(CHAT, body).json()["choices"]:
+            assert choice["message"]["content"] == f"{shown}the quick brown fox"
+        events = client.events(CHAT, body)
+        texts = {0: "", 1: ""}
+        for choice in (choice for event in events for choice in event["choices"]):
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+        assert set(texts.values()) == {f"{shown}the quick brown fox"}
+    plain = client.post(CHAT, {"messages": USER, "echo": True}).json()
+    assert plain["choices"][0]["message"]["content"] == "the quick brown fox"  # the last message is not its own
+
+
+def test_what_goes_to_the_template_and_the_engine():
+    client = Client()
+    client.llm.template = ChatTemplate(
+        "{% for d in documents or [] %}{{ d.text }}{% endfor %}!{{ messages[0].content }}"
+    )
+    documents = [{"title": "T", "text": "rain"}]
+    client.post(CHAT, {"messages": USER, "documents": documents, "cache_salt": "secret"})
+    assert client.llm.seen[-1][0] == "rain!hi" and client.llm.salts == ["secret"]
+    client.post(TEXT, {"prompt": "a", "cache_salt": "other"})
+    client.post(TEXT, {"prompt": "a"})
+    assert client.llm.salts == ["secret", "other", ""] and client.service.metrics.ignored_fields == 0
+    starts = []
+    plain = client.llm.tokenizer
+    client.llm.tokenizer = Starting(plain, starts)
+    for wish in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        assert client.post(CHAT, {"messages": USER, **wish}).status_code == 200
+    assert starts == ["!hi"]
+
+
+@dataclasses.dataclass
+class Starting:
+    """A tokenizer that says when it puts something at the ends."""
+
+    plain: object
+    starts: list
+
+    def __getattr__(self, name):
+        return getattr(self.plain, name)
+
+    def encode_prompt(self, text):
+        self.starts.append(text)
+        return self.plain.encode_prompt(text)
+
+
+def test_ids_that_the_client_gives_and_fields_of_responses():
+    client = Client()
+    for path, body, head in ((CHAT, {"messages": USER}, "chatcmpl"), (TEXT, {"prompt": "a"}, "cmpl")):
+        body["request_id"] = "mine"
+        answers = [client.post(path, body).json(), *client.events(path, body)]  # in use twice at once would do, too
+        assert {answer["id"] for answer in answers} == {f"{head}-mine"}
+        assert error(client.post(path, {**body, "request_id": "a" * 10**5}), 400)["param"] == "request_id"
+    wishes = {"top_k": 3, "seed": 7, "stop": ["fox"], "priority": 2, "cache_salt": "s", "repetition_penalty": 1.5}
+    body = client.post("/v1/responses", {"input": "hi", **wishes, "ignore_eos": True}).json()
+    _, params, priority = client.llm.seen[-1]
+    assert (params.top_k, params.seed, params.stop, params.repetition_penalty) == (3, 7, ("fox",), 1.5)
+    assert params.ignore_eos and priority == 2 and client.llm.salts[-1] == "s"
+    assert body["output"][0]["content"][0]["text"] == "the quick brown "
+    assert client.service.metrics.ignored_fields == 0
+
+
+def test_what_would_change_the_answer_is_refused():
+    for name, value in (("use_beam_search", True), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
+        assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name
+    client = Client()
+    wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
+    assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200
+    assert client.service.metrics.ignored_fields == 2
