@@ -4,6 +4,10 @@ Gathers of weights run behind the layer before, forward and backward; scatters o
 backward pass does next; sums over replicas behind the backward pass of the last microbatch. The first gather and the
 last scatter of a pass find nothing to hide behind. What a layer waits for (sequences over tensor, tokens to experts, a
 microbatch from the stage before) is exposed in full.
+
+In pipeline stages beside tensor it hides too much: of Llama 3 70B on 256 H100 as pipeline=4 x fsdp=4 x context=2 x
+tensor=8, remat=none, the compiled program hides 0.14 of 1.29 s of gathers and scatters, as XLA starts a layer's gathers
+after the kernels of the one before; here it is 0.49 of 1.13 (2.09 s a step, estimated 1.43).
 """
 
 import dataclasses
