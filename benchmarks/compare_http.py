@@ -7,6 +7,7 @@ python benchmarks/compare_http.py --weights=runs/served --llama=llama.cpp/build/
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -22,8 +23,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 CONCURRENCY = (1, 8, 32)
 PROMPT, NEW = 128, 64
 SLOT = 256  # tokens of a request at most: prompt and reply, and something over
-# llama.cpp keeps keys and values in float16 unless told otherwise, shardlm in the dtype that it computes in.
-CACHES = {"own": [], "float32": ["-ctk", "f32", "-ctv", "f32"]}
+# llama.cpp keeps keys and values in float16 unless told otherwise, shardlm in the dtype that it computes in. With 16bit
+# it is float16 there and bfloat16 here. (options of llama.cpp, options of shardlm)
+CACHES = {
+    "own": ([], []),
+    "float32": (["-ctk", "f32", "-ctv", "f32"], []),
+    "16bit": ([], ["--kv_cache_dtype=bfloat16"]),
+}
 PORTS = {"shardlm": 8461, "llama.cpp": 8462}
 
 
@@ -42,7 +48,7 @@ def serving(side: str, weights: pathlib.Path, llama: pathlib.Path, threads: int,
         ],
     }
     with tempfile.TemporaryFile() as log:
-        words = list(map(str, [*commands[side], *(CACHES[cache] if side == "llama.cpp" else [])]))
+        words = list(map(str, [*commands[side], *CACHES[cache][side == "shardlm"]]))
         process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         try:
             url = f"http://127.0.0.1:{port}"
@@ -97,13 +103,13 @@ def offline_of_llama(weights: pathlib.Path, llama: pathlib.Path, threads: int, c
     """{batch: tokens a second while decoding}, by llama.cpp's own benchmark."""
     command = [llama / "llama-batched-bench", "-m", weights / "model.gguf", "-t", threads, "-tb", threads]
     command += ["-c", max(CONCURRENCY) * SLOT, "-npp", PROMPT, "-ntg", NEW, "-npl", ",".join(map(str, CONCURRENCY))]
-    words = [*map(str, command), *CACHES[cache], "--output-format", "jsonl"]
+    words = [*map(str, command), *CACHES[cache][0], "--output-format", "jsonl"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {str(row["pl"]): row["speed_tg"] for row in rows}
 
 
-def offline_of_shardlm() -> dict[str, float]:
+def offline_of_shardlm(cache: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "offline.json")
         words = [
@@ -112,6 +118,7 @@ def offline_of_shardlm() -> dict[str, float]:
             f"--prompt_len={PROMPT}",
             f"--output_len={NEW}",
             "--quiet",
+            *CACHES[cache][1],
         ]
         subprocess.run([sys.executable, "-m", "launch.bench", *words, f"--output={file}"], cwd=ROOT, check=True)
         rows = json.loads(file.read_text())["offline"]
@@ -125,7 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64, help="of each concurrency")
     parser.add_argument("--threads", type=int, default=2, help="cores for each side, its client included")
-    parser.add_argument("--cache", choices=list(CACHES), default="own", help="numbers in llama.cpp's cache")
+    parser.add_argument("--cache", choices=list(CACHES), default="own", help="of both; own: as by default")
     parser.add_argument("--output", type=pathlib.Path, help="file for the JSON")
     parser.add_argument("--only", choices=["http", "offline"], help="by default both")
     args = parser.parse_args()
@@ -142,8 +149,8 @@ def main() -> None:
                     said[side] = greedy(url)
                     found[side]["http"] = under_load(url, args.requests)
             if args.only != "http":
-                ours = side == "shardlm"
-                decode = offline_of_shardlm() if ours else offline_of_llama(weights, llama, args.threads, args.cache)
+                peer = functools.partial(offline_of_llama, weights, llama, args.threads)
+                decode = (offline_of_shardlm if side == "shardlm" else peer)(args.cache)
                 found[side]["offline"] = {n: {"decode_tokens_per_second": rate} for n, rate in decode.items()}
         found["same_greedy_text"] = len(set(said.values())) == 1 if said else None
         rounds.append(found)

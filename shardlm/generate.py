@@ -41,14 +41,15 @@ class Sampling:
 def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) -> Pages:
     """An empty cache in what the execution says, split as the heads are; call inside jit."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
-    act = model.execution.rules.act
+    execution = model.execution
+    act, how = execution.rules.act, (execution.kv_cache, execution.dtype, execution.paged_attention)
     return {
         name: jnp.zeros(
             (layout.layers * layout.num_pages, page_size, *shape),
             dtype,
             out_sharding=act.spec("pages", None, kv_name, "head_dim"),
         )
-        for name, (shape, kv_name, dtype) in held(entries, model.execution.kv_cache, model.execution.dtype).items()
+        for name, (shape, kv_name, dtype) in held(entries, *how).items()
     }
 
 

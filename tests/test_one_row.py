@@ -7,7 +7,7 @@ from shardlm.ops.one_row import einsum_of_one_row
 
 CASES = [  # letters, shapes of x and w, whether the weight is cut into parts
     ("btd,dnh->btnh", (1, 1, 16), (16, 3, 5), True),
-    ("btnh,nhd->btd", (1, 1, 4, 5), (4, 5, 7), True),
+    ("btnv,nvd->btd", (1, 1, 4, 5), (4, 5, 7), True),
     ("btd,vd->btv", (1, 1, 10), (12, 10), True),
     ("btnh,rnh->btnr", (1, 1, 4, 6), (8, 4, 6), False),  # heads are not summed over
     ("btd,df->btf", (2, 1, 16), (16, 7), False),

@@ -113,7 +113,8 @@ class Attention(nnx.Module):
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         stream = rules.act.spec("batch", "seq", "embed")
-        out = project("btnh,nhd->btd", out, self, "wo", execution, stream)
+        # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
+        out = project("btnv,nvd->btd", out, self, "wo", execution, stream)
         return out + in_use(self.bo, execution) if config.out_bias else out, pages
 
     def _projected(self, x: jax.Array, execution: Execution):

@@ -109,7 +109,7 @@ class Mla(nnx.Module):
             q = jnp.concatenate([q, q_rope], axis=-1)
             out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
         stream = act.spec("batch", "seq", "embed")
-        return project("btnh,nhd->btd", out, self, "wo", execution, stream), pages
+        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages
 
     def _queries(self, x, positions, execution: Execution):
         """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""

@@ -6,6 +6,9 @@ int8  with a scale for each token and head, in pages of their own: the entry's n
 Two 8-bit numbers are held as one int16. Pallas's Triton lowering counts elements in signed 32 bits in arrays of up to
 4 GiB, so that of a pool of bytes it would read what lies beyond 2 GiB from wrong places; and Triton converts no fp8 on
 an A100, where its bits are taken apart instead (paged_kernel.py).
+
+Where XLA itself gathers and scatters pages (`blocked`), bfloat16 is held as its bits, uint16: XLA:CPU scatters no
+bfloat16 and converted the whole pool to float32 and back in every layer.
 """
 
 from typing import Literal
@@ -22,13 +25,17 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0}
 Entry = tuple[tuple[int, int], str, jnp.dtype]  # (K, numbers a head), name of the K dimension, dtype
 
 
-def held(entries: dict[str, tuple[tuple[int, int], str]], how: KvFormat, dtype: jnp.dtype) -> dict[str, Entry]:
-    """The pools of a layer's cache entries ({name: ((K, H), name of the K dimension)}). Raises ShardlmError for heads
-    that cannot be held so."""
+def held(
+    entries: dict[str, tuple[tuple[int, int], str]], how: KvFormat, dtype: jnp.dtype, paged_attention: str
+) -> dict[str, Entry]:
+    """The pools of a layer's cache entries ({name: ((K, H), name of the K dimension)}), as this implementation of
+    attention over pages reads them. Raises ShardlmError for heads that cannot be held so."""
     found: dict[str, Entry] = {}
     for name, ((heads, width), kv_name) in entries.items():
         if how in ("auto", "bfloat16"):
-            found[name] = (heads, width), kv_name, jnp.dtype(dtype if how == "auto" else jnp.bfloat16)
+            own = jnp.dtype(dtype if how == "auto" else jnp.bfloat16)
+            as_bits = own == jnp.bfloat16 and paged_attention == "blocked"
+            found[name] = (heads, width), kv_name, jnp.dtype(jnp.uint16) if as_bits else own
             continue
         if width % 2:
             raise ShardlmError(f"kv_cache_dtype={how}: heads of {width} numbers are not in pairs; choose auto")
@@ -41,6 +48,19 @@ def held(entries: dict[str, tuple[tuple[int, int], str]], how: KvFormat, dtype: 
 def numbers_each(pool: jax.Array) -> int:
     """Numbers in one element of a pool."""
     return 2 if pool.dtype == jnp.int16 else 1
+
+
+def to_bits(new: jax.Array) -> jax.Array:
+    """Numbers rounded to bfloat16, as uint16."""
+    return jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16)
+
+
+def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `to_bits` took, rounded. They are the upper half of a float32's bits: a shift, which XLA:CPU fuses with
+    the gather before it."""
+    if dtype == jnp.bfloat16:
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
 
 
 def packed(new: jax.Array, how: KvFormat) -> tuple[jax.Array, jax.Array | None]:

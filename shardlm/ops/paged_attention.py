@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from shardlm.ops.attention import MASKED, attend
-from shardlm.ops.kv_format import SCALE, numbers_each, packed, unpacked
+from shardlm.ops.kv_format import SCALE, from_bits, numbers_each, packed, to_bits, unpacked
 
 PagedAttention = Literal["blocked", "pallas"]
 
@@ -47,6 +47,8 @@ def write(pages: Mapping[str, jax.Array], new: Mapping[str, jax.Array], *where: 
             numbers, scale = packed(numbers, "int8" if scaled else "fp8")
             if scaled:
                 found[name + SCALE] = write_pages(pages[name + SCALE], scale, *where)
+        elif pages[name].dtype == jnp.uint16:
+            numbers = to_bits(numbers)
         found[name] = write_pages(pages[name], numbers, *where)
     return found
 
@@ -100,6 +102,8 @@ def reference(
 
 def _numbers(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """Pages [..., K, H], as a pool holds them, in the dtype that is computed in."""
+    if held.dtype == jnp.uint16:
+        return from_bits(held, dtype)
     return held.astype(dtype) if numbers_each(held) == 1 else unpacked(held, scale, dtype)
 
 

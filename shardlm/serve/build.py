@@ -233,7 +233,8 @@ def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     """Of one page in the layers that it has room for, over all devices of a stage: those over which the heads of a pool
     are not split have a copy each."""
     entries = model.outline().segments[0].blocks[0].attention.cache_entries()
-    pools = held(entries, model.execution.kv_cache, model.execution.dtype).values()
+    execution = model.execution
+    pools = held(entries, execution.kv_cache, execution.dtype, execution.paged_attention).values()
     rules = model.execution.rules
     devices = rules.mesh.size(*STAGE_AXES)
     position = sum(

@@ -161,7 +161,7 @@ def test_on_a_mesh_each_device_multiplies_its_part(how, monkeypatch):
         of_rows = rules.act.spec("batch", "seq", "embed")
         cases = [
             ("wq", "btd,dnh->btnh", (3, 1, 64), ("embed",), None),
-            ("wo", "btnh,nhd->btd", (3, 1, 8, 16), ("heads", "head_dim"), of_rows),
+            ("wo", "btnv,nvd->btd", (3, 1, 8, 16), ("heads", "head_dim"), of_rows),
             ("down", "btf,fd->btd", (3, 1, 256), ("mlp",), of_rows),
         ]
         for name, letters, shape, names, out in cases:

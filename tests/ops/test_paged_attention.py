@@ -69,6 +69,28 @@ def test_implementations_equal_the_reference(shape, name):
     np.testing.assert_allclose(found, expected, atol=2e-6)  # sums in another order
 
 
+@pytest.mark.parametrize("length", [1, 17])
+def test_bits_of_bfloat16_are_bfloat16(length):
+    """Written and read: the same numbers, bit for bit, as pools of bfloat16."""
+    q, k, v, table, positions, first = map(jnp.asarray, inputs(4, 2, length, (640, 20, 300, 30)))
+    rng = np.random.default_rng(1)
+    new = {name: jnp.asarray(rng.normal(size=(4, length, 2, 8)), jnp.float32) for name in ("k", "v")}
+    where = (table, positions, jnp.arange(4)[:, None] + jnp.arange(length) < length + 2, first)
+
+    def attended(dtype: type, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pools = {"k": k.astype(jnp.bfloat16), "v": v.astype(jnp.bfloat16)}
+        pools = {name: pool.view(dtype) for name, pool in pools.items()}
+        pools = write(pools, new, *where)
+        assert pools["k"].dtype == dtype
+        out = blocked(q, pools["k"], pools["v"], table, positions, first, 0.3)
+        return out, pools["v"].view(jnp.bfloat16)
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        asked = q.astype(dtype)
+        for found, expected in zip(attended(jnp.uint16, asked), attended(jnp.bfloat16, asked), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
 def test_what_is_chosen():
     assert choose("cpu") == "blocked" and choose("cuda") == choose("gpu") == "pallas"
     assert implementation("blocked") is blocked and implementation("pallas") is pallas

@@ -81,7 +81,7 @@ def run(spec: MeshSpec, matmul: str, dtype: str, text: bool = False):
 
     def layer(x, wide, narrow):
         heads = project("btd,dnh->btnh", jax.reshard(x, inside), wide, WIDEN)
-        return project("btnh,nhd->btd", heads, narrow, NARROW, stream)
+        return project("btnv,nvd->btd", heads, narrow, NARROW, stream)
 
     def both(x, wide, narrow, dy):
         y, pull = jax.vjp(layer, x, wide, narrow)

@@ -1,0 +1,54 @@
+"""The program that decodes on a CPU: what it copies, and what a cache of 16 bits holds."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.serve import programs
+from shardlm.serve.layers import apart
+from shardlm.serve.state import empty_state
+from shardlm.serving_rules import serving_rules
+from shardlm.state import ModelDef, at_rest
+
+PAGES, PAGE, ROWS = 4096, 16, 2
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    embed_dim=40,
+    num_layers=1,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_dim=80,
+    tie_embeddings=False,
+)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_decoding_on_a_cpu_copies_neither_the_output_projection_nor_pages(tensor):
+    spec = MeshSpec(tensor=tensor)
+    mesh = spec.build(jax.devices()[:tensor])
+    with jax.set_mesh(mesh):
+        shape = apart(LLAMA.transformer())
+        rules = serving_rules(shape, spec, "dtype")
+        model = ModelDef.make(shape, Execution(rules, jnp.float32, kv_cache="bfloat16"))
+        layout = PageLayout.whole(1, PAGES)
+        state = jax.eval_shape(lambda: empty_state(model, layout, PAGE, ROWS))
+        state = jax.tree.map(lambda s: at_rest(s, mesh), state)
+        rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 8), jnp.int32))
+        decode = functools.partial(programs.decode, model, layout, 8)
+        arguments = (model.held_at_rest(mesh), state, rows, jax.ShapeDtypeStruct((), jnp.int32))
+        compiled = jax.jit(decode, donate_argnums=1).lower(*arguments).compile()
+    assert {pool.dtype for pool in state.pages.values()} == {jnp.dtype("uint16")}
+    pool = PAGES * PAGE * LLAMA.num_kv_heads * LLAMA.head_dim * 2 // tensor
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * pool > 4 * memory.temp_size_in_bytes
+    heads = LLAMA.num_heads * LLAMA.head_dim // tensor
+    made = re.findall(rf" = f32\[{heads},{LLAMA.embed_dim}\]\S* ([\w-]+)\(", compiled.as_text())
+    assert made and set(made) <= {"bitcast", "parameter"}  # the weight "wo" as it lies
