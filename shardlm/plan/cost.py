@@ -13,7 +13,7 @@ from shardlm.plan.compute import Op, operations
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
-from shardlm.plan.overlap import Timed, overlapped
+from shardlm.plan.overlap import IN_STAGES, Timed, overlapped
 from shardlm.plan.program_traffic import program_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
@@ -140,13 +140,20 @@ class StepCost:
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
     """The estimate for a step."""
     kernels = kernels_of(cluster, sketch.execution.attention)
-    return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels)
+    return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels, IN_STAGES)
 
 
-def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
-    """The same of these operations, this traffic and these kernels."""
+def cost_of(
+    sketch: Sketch,
+    cluster: Cluster,
+    ops: Iterable[Op],
+    sent: list[Sent],
+    kernels: Kernels,
+    hidden_in_stages: float = 1.0,
+) -> StepCost:
+    """The same of these operations, this traffic and these kernels; `hidden_in_stages` as in overlap.py."""
     times = _Times.of(ops, kernels)
-    comms = overlapped(sent, sketch, cluster, times.forward, times.backward)
+    comms = overlapped(sent, sketch, cluster, times.forward, times.backward, hidden_in_stages)
     timeline = _timeline(times, comms)
     passes = times.forward + times.backward
     slower = 1 + sum(phase.contention for phase in timeline) / passes if passes else 1.0
@@ -224,8 +231,8 @@ def _model_flops(shape, rows: int, length: int) -> float:
 
 
 def _in_stages(sent: Sent) -> bool:
-    """Whether stages that fill or drain wait for it too."""
-    return not sent.beside and "pipeline" not in sent.axes
+    """Whether stages that fill or drain wait for it too: our programs' gather weights in every tick."""
+    return "pipeline" not in sent.axes and (not sent.beside or sent.idle_bytes > 0)
 
 
 def _timeline(times: _Times, comms: tuple[Timed, ...]) -> tuple[Phase, ...]:

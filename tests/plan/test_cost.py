@@ -14,7 +14,7 @@ from shardlm.models.mixtral import MixtralConfig
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.cost import StepCost, step_cost
-from shardlm.plan.overlap import overlapped
+from shardlm.plan.overlap import IN_STAGES, overlapped
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import GATHER, PERMUTE, REDUCE, SCATTER, Sent
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
@@ -42,12 +42,40 @@ def test_the_parts_of_a_step_add_up():
     assert [phase.name for phase in found.timeline] == ["forward", "backward", "optimizer"]
     assert sum(phase.compute for phase in found.timeline) == pytest.approx(found.compute_seconds)
     assert sum(phase.exposed for phase in found.timeline) == pytest.approx(found.exposed_seconds)
-    assert set(found.compute) == {"attention", "mlp", "norm", "head", "embedding", "optimizer"}
+    assert set(found.compute) == {"attention", "mlp", "norm", "head", "embedding", "optimizer", "other"}
     by_axes = {one.axes: one for one in found.by_axes}
     assert set(by_axes) == {("tensor",), ("fsdp",), ("pipeline",), ("pipeline", "fsdp")}  # together: the embedding's
     assert by_axes[("tensor",)].link == "NVLink" and by_axes[("fsdp",)].link == "network"
     assert by_axes[("tensor",)].exposed_seconds == by_axes[("tensor",)].seconds > 0
     assert found.tokens_per_second == 64 * 8192 / found.step_seconds
+
+
+def test_stages_hide_few_of_their_gathers_and_no_moves_of_weights_to_them():
+    found = cost(meshed(256, accumulation=8, pipeline=2, fsdp=32))
+    hidden = dict.fromkeys((("fsdp",), ("pipeline", "fsdp")), 0.0)
+    whole = dict.fromkeys(hidden, 0.0)
+    for one in found.comms:
+        if one.sent.beside and one.sent.axes in hidden and one.sent.why.startswith("segments"):
+            hidden[one.sent.axes] += one.hidden_seconds
+            whole[one.sent.axes] += one.seconds
+    assert 0 < hidden["fsdp",] <= IN_STAGES * whole["fsdp",]
+    assert hidden["pipeline", "fsdp"] == 0 < whole["pipeline", "fsdp"]
+
+
+@pytest.mark.parametrize("schedule,rounds", [("gpipe", 1), ("circular", 2), ("1f1b", 1)])
+def test_what_a_tick_does_to_the_weights_of_its_stage_by_hand(schedule, rounds):
+    config = meshed(accumulation=4, pipeline=2, data=4, batch=16, rules="replicated")
+    config = dataclasses.replace(config, pipeline=PipelineConfig(schedule, rounds), remat="full")
+    sketch = Sketch.of(config, H100)
+    (op,) = [op for op in operations(sketch) if op.what == "weights of a stage"]
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096  # attention, MLP and norms of Llama 3 8B
+    stage = 16 * layer * 4  # float32
+    one = stage / rounds
+    copied, zeros = (2 * one, stage + one) if rounds > 1 else (0, 0)
+    assert op.hbm_bytes == pytest.approx(copied + 1.5 * one)  # float32 read, bfloat16 written
+    assert op.gradient_bytes == pytest.approx(op.hbm_bytes + 1.5 * one + zeros + 3 * stage)
+    assert (op.forward, op.count, op.in_stages) == (4 * rounds, 8 * rounds, True)
+    assert not [op for op in operations(sketch, ours=False) if op.what == "weights of a stage"]
 
 
 def test_remat_repeats_the_forward_pass_but_its_last_product():
