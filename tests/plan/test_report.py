@@ -300,6 +300,8 @@ def test_every_kind_of_memory_has_a_look_and_a_name_of_its_own():
     for bar in drawn["bars"]:
         assert all(part["tip"].startswith(f"{looks[part['look']]}: ") for part in bar["parts"])
     assert looks["c0"] == "weights" and looks["c0 part1"].startswith("weights ")
+    four = ("weights", "weights turned", "weights in use", "weights gathered")  # of several plans
+    assert len({*pictures.kind_looks(four).values()}) == len(four)
 
 
 def test_short_steps_have_three_digits_too():

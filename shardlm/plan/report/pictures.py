@@ -43,13 +43,13 @@ def memory(answer: Data) -> Data:
 
 def kind_looks(kinds: Sequence[str]) -> dict[str, str]:
     """A look of its own for each kind of memory: what begins with the same word ("weights", "weights in use"), and the
-    head with its logits, has one colour: whole, lighter and hatched. Up to COLOURS such groups of three."""
+    head with its logits, has one colour: whole, lighter and hatched either way. Up to COLOURS such groups of four."""
     hues: dict[str, int] = {}
     looks: dict[str, str] = {}
     for kind in kinds:
         word = kind.split()[0]
         hue = hues.setdefault("head" if word == "logits" else word, len(hues))
-        variants = (f"c{hue}", f"c{hue} part1", f"c{hue} part2")
+        variants = (f"c{hue}", *(f"c{hue} part{n}" for n in (1, 2, 3)))
         looks[kind] = next(look for look in variants if look not in looks.values())
     return looks
 
