@@ -23,6 +23,9 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         "remat=none in pipeline stages is up to 8% off (8 layers in 2 stages; 70B in 4 and in 16: 1%)": (
             config.remat == "none" and sketch.mesh.pipeline > 1
         ),
+        "remat=none keeps copies of few heads of keys over context: 13% more (70B, fsdp=8 x context=4 x tensor=8)": (
+            config.remat == "none" and not ring and _copies(sketch) > 2
+        ),
         "adapters were not compared": config.lora.rank > 0,
         "preference training was not compared": config.preference.beta > 0,
         "modules that predict further tokens were not compared": shape.mtp is not None,
@@ -31,3 +34,9 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _copies(sketch: Sketch) -> float:
+    """How many devices of the context axis have the same head of keys (ops/ulysses.py), of the layers with most."""
+    heads = min(block.attention.num_kv_heads for block in sketch.shape.all_blocks())
+    return sketch.mesh.context / max(1, heads / sketch.mesh.tensor)

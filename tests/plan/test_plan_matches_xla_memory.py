@@ -50,6 +50,7 @@ def test_what_is_not_known_is_said():
         ("optim.name=muon", "muon's temporaries"),
         ("remat=none train.global_batch=16", "more than the GPU has"),
         ("attention=xla train.seq_len=16384 train.global_batch=8", "XLA's attention"),
+        ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4", "copies of few heads of keys"),
         ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
         ("", ""),
     ):
