@@ -11,6 +11,7 @@ from flax import nnx
 
 from shardlm.layers.lora import A, B, LoraConfig
 from shardlm.mesh import shard_map
+from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.grouped_weights import (
     FEW_ROWS,
     GROUP,
@@ -24,9 +25,10 @@ from shardlm.ops.grouped_weights import (
     scale_shape,
 )
 from shardlm.ops.kv_format import KvFormat
-from shardlm.ops.one_row import einsum_of_one_row
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
 from shardlm.rules import Rules
+
+MADE_FIRST = "_made_first"  # after the name of a weight that lies so
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jax.sharding.PartitionSpec], jax.Array]
 
@@ -48,7 +50,7 @@ class Execution:
     weights    what projections and experts are held in (ops/grouped_weights.py)
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
-    one_row    whether projections and head multiply a single row in parts (ops/one_row.py)
+    made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
     few_bits   implementation of products with weights in few bits, resolved: "dequantised" or "pallas"
                (ops/grouped_weights.py)
     """
@@ -67,7 +69,7 @@ class Execution:
     weights: WeightFormat = "dtype"
     paged_attention: str = "blocked"
     kv_cache: KvFormat = "auto"
-    one_row: bool = False
+    made_first: bool = False
     few_bits: GroupedProducts = "dequantised"
 
 
@@ -96,12 +98,13 @@ def _zeros(dtype) -> Initializer:
 @dataclasses.dataclass(frozen=True)
 class Params:
     """Makes the parameters of one module: carries the random stream, the rules, the leading stack dimensions, and what
-    projections are held in and have beside them."""
+    projections are held in, how they lie, and what they have beside them."""
 
     rngs: nnx.Rngs
     rules: Rules
     lora: LoraConfig = LoraConfig()
     weights: WeightFormat = "dtype"
+    made_first: bool = False
     stack: tuple[int, ...] = ()
 
     def projection(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
@@ -113,13 +116,24 @@ class Params:
             divides = scale[into - 1] % self.rules.mesh.size(*self.rules.rest.axes(names[into - 1])) == 0
             of_scale = names if divides else (*names[: into - 1], "groups", *names[into:])
             setattr(module, f"{name}_scale", self(scale, of_scale, _zeros(jnp.bfloat16)))
-        else:
+        elif names[0] == "experts":
             setattr(module, name, self(shape, names, init, into))
+        else:
+            self.weight(module, name, shape, names, init, into=into)
         if self.lora.adapts(name) and names[0] != "experts":
             rank, width = self.lora.rank, math.prod(shape[:into])
             a = self((*shape[:into], rank), (*names[:into], "rank"), normal(width**-0.5))
             setattr(module, name + A, a)
             setattr(module, name + B, self((rank, *shape[into:]), ("rank", *names[into:]), constant(0.0)))
+
+    def weight(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
+        """Sets module.`name`, a weight as in `projection` in the compute dtype; or, where they lie made first, one of that
+        name and MADE_FIRST [*shape[into:], *shape[:into]]."""
+        if self.made_first:
+            turned = (*shape[into:], *shape[:into]), (*names[into:], *names[:into])
+            setattr(module, name + MADE_FIRST, self(*turned, init, into))
+        else:
+            setattr(module, name, self(shape, names, init, into))
 
     def __call__(self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer, into: int = 0) -> nnx.Param:
         """A float32 parameter [*stack, *shape], at rest where the rules put it.
@@ -145,10 +159,12 @@ def project(
     """x times module.`name`, by einsum letters, and its adapter's part; where the weight's sharded dimension is summed
     over, `out_sharding` says where the sum goes. Every projection of a block passes here; embedding, router, experts
     and head do not."""
-    if few_rows(letters, x.shape, module, name, execution):
+    if hasattr(module, name + MADE_FIRST):
+        y = einsum_made_first(letters, x, getattr(module, name + MADE_FIRST), execution)
+    elif few_rows(letters, x.shape, module, name, execution):
         y = _by_kernel(x, module, name, execution, out_sharding)
     elif execution.matmul == "dtype":
-        y = einsum_of(execution)(letters, x, use_weight(module, name, execution), out_sharding=out_sharding)
+        y = jnp.einsum(letters, x, use_weight(module, name, execution), out_sharding=out_sharding)
     else:
         param = getattr(module, name)
         use = execution.rules.use.spec(*param.get_metadata("names"))
@@ -156,10 +172,14 @@ def project(
     return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
 
 
-def einsum_of(execution: Execution) -> Callable[..., jax.Array]:
-    """`jnp.einsum`, or what takes its arguments and is faster for one row. Not a call of it: a bill names the
-    function that calls einsum."""
-    return einsum_of_one_row if execution.one_row else jnp.einsum
+def einsum_made_first(
+    letters: str, x: jax.Array, param: nnx.Param, execution: Execution, dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """The einsum of x and a weight [*summed, *made] that lies made first; the sum is taken in `dtype`."""
+    into, (inputs, y) = param.get_metadata("into"), letters.split("->")
+    xs, ws = inputs.split(",")
+    turned = f"{xs},{ws[into:]}{ws[:into]}->{y}"
+    return cpu_einsum(turned, x, in_use(param, execution), preferred_element_type=dtype)
 
 
 def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:
@@ -212,7 +232,7 @@ def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> ja
     middle is as narrow as the rank, so a sum over devices happens there."""
     inputs, y = letters.split("->")
     xs, ws = inputs.split(",")
-    into = getattr(module, name).get_metadata("into")
+    into = len(getattr(module, name + A).get_metadata("names")) - 1
     summed = set(xs) & set(ws) - set(y)
     factors = [(name + A, ws[:into] + "z"), (name + B, "z" + ws[into:])]
     (first, of_first), (second, of_second) = factors if summed <= set(ws[:into]) else factors[::-1]

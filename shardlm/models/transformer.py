@@ -13,7 +13,7 @@ from shardlm.layers.context import Context, Pages
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import Execution, Params, einsum_of, in_use, normal
+from shardlm.layers.param import MADE_FIRST, Execution, Params, einsum_made_first, in_use, normal
 from shardlm.layers.stack import Segment, Stack
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
 
@@ -95,7 +95,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
         lora = execution.lora.of_model(any(block.mlp.num_experts for block in config.all_blocks()))
-        params = Params(rngs, execution.rules, lora, execution.weights)
+        params = Params(rngs, execution.rules, lora, execution.weights, execution.made_first)
         self.config, self.execution = config, execution
         # Unit-variance logits at the start need D**-0.5 in the head; a tied embedding is that head.
         self.embedding = params((V, D), ("vocab", "embed"), normal(D**-0.5))
@@ -109,7 +109,7 @@ class Transformer(nnx.Module):
         )
         self.final_norm = Norm(config.norm, D, params)
         if not config.tie_embeddings:
-            self.head = params((D, V), ("embed", "vocab"), normal(D**-0.5))
+            params.weight(self, "head", (D, V), ("embed", "vocab"), normal(D**-0.5), into=1)
         if config.mtp:
             self.mtp = Mtp(config.mtp, D, out_scale, config.norm, params)
 
@@ -182,14 +182,19 @@ class Transformer(nnx.Module):
         return self.logits(self.mtp.head_norm(depth, hidden, self.execution))
 
     def head_param(self) -> nnx.Param:
-        """The output head at rest: (D, V), or (V, D) when it is the embedding."""
-        return self.embedding if self.config.tie_embeddings else self.head
+        """The output head at rest: (D, V), or (V, D) when it is the embedding or lies so."""
+        if self.config.tie_embeddings:
+            return self.embedding
+        return getattr(self, "head" + MADE_FIRST) if self.execution.made_first else self.head
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [B, T, D] -> float32 [B, T, V]. For few tokens: training uses ops/cross_entropy.py instead."""
         act = self.execution.rules.act
         letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
         hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
-        weight = in_use(self.head_param(), self.execution)
-        logits = einsum_of(self.execution)(letters, hidden, weight, preferred_element_type=jnp.float32)
+        head = self.head_param()
+        if self.execution.made_first:
+            logits = einsum_made_first("btd,dv->btv", hidden, head, self.execution, jnp.float32)
+        else:
+            logits = jnp.einsum(letters, hidden, in_use(head, self.execution), preferred_element_type=jnp.float32)
         return shaped(logits, self.config.logits)

@@ -7,7 +7,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from shardlm.layers.param import MADE_FIRST
 from shardlm.layers.stack import Segment
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.kv_format import KvFormat
@@ -26,10 +30,48 @@ def taken_apart(model: ModelDef, params: Tree, kv_cache: KvFormat = "auto") -> t
     under the mesh. Each stacked parameter is let go of once its layers are copied, so that the device holds one
     parameter twice at most."""
     mesh = jax.sharding.get_mesh()
-    one_row = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache, one_row=one_row)
+    cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    made_first = cpu and model.execution.weights == "dtype"
+    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache, made_first=made_first)
     segments = split(params["segments"], release=True)
-    return ModelDef.make(apart(model.config), execution), {**params, "segments": segments}
+    model = ModelDef.make(apart(model.config), execution)
+    return model, lying(model, {**params, "segments": segments}, release=True)
+
+
+def lying(model: ModelDef, params: Tree, *, release: bool = False) -> Tree:
+    """Parameters with layers apart, whose weights lie as the model has them (Params.weight); call under the mesh. Those
+    that do already are left as they are. With `release` a weight is let go of once it is turned."""
+    flat = flatten_dict(params)
+    for path, (plain, names, into) in _made_first(model).items():
+        if plain not in flat:
+            continue
+        weight = flat.pop(plain)
+        flat[path] = jnp.moveaxis(weight, range(-names, into - names), range(-into, 0))
+        if release:
+            weight.delete()
+    return unflatten_dict(flat)
+
+
+def plain_shapes(model: ModelDef, params: Tree) -> dict[tuple, jax.ShapeDtypeStruct]:
+    """{path: shape and dtype} of parameters with layers apart, by the names and in the order that training has."""
+    found = {path: jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in flatten_dict(params).items()}
+    for path, (plain, names, into) in _made_first(model).items():
+        if path in found:
+            held = found.pop(path)
+            *stack, made, summed = *held.shape[:-names], held.shape[-names:-into], held.shape[-into:]
+            found[plain] = jax.ShapeDtypeStruct((*stack, *summed, *made), held.dtype)
+    return found
+
+
+def _made_first(model: ModelDef) -> dict[tuple, tuple[tuple, int, int]]:
+    """{path of each weight that lies made first: (its path in training, its dimensions in a layer, how many of them are
+    summed over)}."""
+    params = nnx.to_flat_state(nnx.state(model.outline(), nnx.Param))
+    return {
+        path: ((*path[:-1], path[-1].removesuffix(MADE_FIRST)), len(p.get_metadata("names")), p.get_metadata("into"))
+        for path, p in params
+        if str(path[-1]).endswith(MADE_FIRST)
+    }
 
 
 def split(segments: Tree, *, release: bool = False) -> Tree:

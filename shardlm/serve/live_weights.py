@@ -14,7 +14,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
-from shardlm.serve.layers import apart, split
+from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.state import ModelDef
@@ -65,8 +65,8 @@ def new_draft(weights: Tree | str | os.PathLike | None, runner: Runner) -> Tree 
 def _replacing(weights: Tree | str | os.PathLike, served: Served) -> Tree:
     try:
         if isinstance(weights, str | os.PathLike):
-            return fitted(read(weights, served), served.params, release=True)
-        return fitted(weights, served.params)
+            return fitted(read(weights, served), served, release=True)
+        return fitted(weights, served)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -101,12 +101,12 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
     ).params
 
 
-def fitted(tree: Tree, like: Tree, *, release: bool = False) -> Tree:
-    """A tree of parameters with its layers apart, in the dtypes and at the places of `like`: copies, which whoever gave
+def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
+    """A tree of parameters with its layers apart, in the dtypes and at the places of those that are served: copies, which whoever gave
     the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do. Raises ShardlmError
     where names or shapes differ, with both shapes."""
-    given, wanted = _apart(tree, release), flatten_dict(like)
-    given = flatten_dict({name: part for name, part in given.items() if name != "mtp" or name in like})
+    tree = {name: part for name, part in _apart(tree, release).items() if name != "mtp" or name in served.params}
+    given, wanted = (plain_shapes(served.model, params) for params in (tree, served.params))
     wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]
     wrong += [f"{_name(path)} is not known" for path in given.keys() - wanted.keys()]
     both = [(path, given[path], wanted[path]) for path in wanted.keys() & given.keys()]
@@ -117,9 +117,12 @@ def fitted(tree: Tree, like: Tree, *, release: bool = False) -> Tree:
     wrong += [f"{_name(path)} is {a.dtype}, served is {b.dtype}" for path, a, b in kinds]
     if wrong:
         raise ShardlmError(f"these weights do not fit the model that is served: {_some(sorted(wrong))}")
+    with jax.set_mesh(jax.tree.leaves(tree)[0].sharding.mesh):
+        ours = flatten_dict(lying(served.model, tree, release=release))
+    theirs = set() if release else set(flatten_dict(tree))
     placed = {
-        path: jax.device_put(_cast(given[path], old.dtype), old.sharding, may_alias=release)
-        for path, old in wanted.items()
+        path: jax.device_put(_cast(ours[path], old.dtype), old.sharding, may_alias=path not in theirs)
+        for path, old in flatten_dict(served.params).items()
     }
     jax.block_until_ready(placed)
     return unflatten_dict(placed)
