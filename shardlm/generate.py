@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Paged, Pages
 from shardlm.layers.page_layout import PageLayout
-from shardlm.ops.kv_format import held
+from shardlm.ops.kv_format import held, order_of, pool_names, pool_shape
 from shardlm.ops.sampling import sample
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
@@ -45,11 +45,12 @@ def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) 
     act, how = execution.rules.act, (execution.kv_cache, execution.dtype, execution.paged_attention)
     return {
         name: jnp.zeros(
-            (layout.layers * layout.num_pages, page_size, *shape),
+            pool_shape(order, layout.layers * layout.num_pages, page_size, *shape),
             dtype,
-            out_sharding=act.spec("pages", None, kv_name, "head_dim"),
+            out_sharding=act.spec(*pool_names(order, kv_name)),
         )
         for name, (shape, kv_name, dtype) in held(entries, *how).items()
+        for order in [order_of(name, dtype, execution.paged_attention)]
     }
 
 

@@ -12,10 +12,10 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import of_rows, packed_attention
-from shardlm.ops.kv_format import SCALE
+from shardlm.ops.kv_format import SCALE, order_of, pool_names
 from shardlm.rules import Rules
 
-Pages = dict[str, jax.Array]  # entry name -> [layers of a page * num_pages, page_size, K, H]
+Pages = dict[str, jax.Array]  # entry name -> [layers of a page * num_pages, page_size, K, H] (kv_format.order_of)
 
 
 class Context(Protocol):
@@ -145,7 +145,8 @@ class Paged:
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
         kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
-        pool = act.spec("pages", None, kv_name, "head_dim")
+        orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
+        pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
         new = {"k": k} if v is None else {"k": k, "v": v}
         page_table, place = self._of_layer(layer)
@@ -153,7 +154,7 @@ class Paged:
         def local(q, new, pages, page_table, positions, valid, place, sinks):
             first = place * self.layout.num_pages
             where = (page_table, positions, valid, first)
-            pages = paged_attention.write(pages, new, *where)
+            pages = paged_attention.write(pages, new, *where, implementation=self.implementation)
             if self.whole:
                 assert not softcap and sinks is None and not value_dim, "checked before (serve/prefill.py)"
                 if kv_name == "kv_heads_whole":
@@ -163,7 +164,7 @@ class Paged:
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
             options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
-                options["head"] = self._own_head(pages["k"].shape[2], q.shape[2])
+                options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
             where = (page_table, positions, first)
             attend = paged_attention.implementation(self.implementation)
             return attend(q, pages["k"], pages.get("v"), *where, **options), pages
@@ -173,14 +174,14 @@ class Paged:
             in_specs=(
                 heads,
                 dict.fromkeys(new, kv),
-                dict.fromkeys(pages, pool),
+                pools,
                 tokens,
                 tokens,
                 tokens,
                 scalar,
                 act.spec("heads"),
             ),
-            out_specs=(heads, dict.fromkeys(pages, pool)),
+            out_specs=(heads, pools),
         )(q, new, pages, page_table, positions, self.valid, place, sinks)
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:

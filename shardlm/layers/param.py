@@ -127,8 +127,8 @@ class Params:
             setattr(module, name + B, self((rank, *shape[into:]), ("rank", *names[into:]), constant(0.0)))
 
     def weight(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
-        """Sets module.`name`, a weight as in `projection` in the compute dtype; or, where they lie made first, one of that
-        name and MADE_FIRST [*shape[into:], *shape[:into]]."""
+        """Sets module.`name`, a weight as in `projection` in the compute dtype; where weights lie made first, one of
+        that name and MADE_FIRST [*shape[into:], *shape[:into]]."""
         if self.made_first:
             turned = (*shape[into:], *shape[:into]), (*names[into:], *names[:into])
             setattr(module, name + MADE_FIRST, self(*turned, init, into))

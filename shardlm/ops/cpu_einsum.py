@@ -1,14 +1,14 @@
-"""Products of few rows with a weight, for a CPU: what decoding is made of. Weights lie with what they make first, [made,
-summed], so that a row of one is read as it is multiplied.
+"""Products of few rows with a weight, for a CPU: what decoding is made of. Weights lie with what they make first,
+[made, summed].
 
 What XLA:CPU does with them, all products of a step of 768 x 12 layers in float32, two cores, ms:
 
 - x [B, summed] times a weight [summed, made]: 30.5 and 53.2 with 8 and 32 rows, on a machine whose memory allows 22
-- the weight [made, summed] as the first operand: 24.8 and 36.2; with 64 rows 49.6 of 57.5, with 128 the same. XLA turns a
-  product around whose result is transposed next: a barrier between them keeps it
+- the weight [made, summed] as the first operand: 24.8 and 36.2; with 64 rows 49.6 of 57.5, with 128 the same. XLA
+  turns a product around whose result is transposed next: a barrier between them keeps it
 - with 512 rows the weight is better second: 303 of 395
-- of a single row it makes a loop of one thread, which reads 28 to 35 GB/s where two threads read 50. As products in a batch
-  it is given to all threads: in 4 parts 8.7 ms became 6.6; in 2 or 8 parts no more.
+- of a single row it makes a loop of one thread, which reads 28 to 35 GB/s where two threads read 50. As products in a
+  batch it is given to all threads: in 4 parts 8.7 ms became 6.6; in 2 or 8 parts no more
 """
 
 import functools

@@ -8,7 +8,9 @@ Two 8-bit numbers are held as one int16. Pallas's Triton lowering counts element
 an A100, where its bits are taken apart instead (paged_kernel.py).
 
 Where XLA itself gathers and scatters pages (`blocked`), bfloat16 is held as its bits, uint16: XLA:CPU scatters no
-bfloat16 and converted the whole pool to float32 and back in every layer.
+bfloat16 and converted the whole pool to float32 and back in every layer. And heads stand before positions, of keys
+their numbers too, so that neither product of attention has an operand to turn around: 32 rows of 161 positions, 12
+layers, two busy cores, 54 ms became 30, in pages of 64 positions 23.
 """
 
 from typing import Literal
@@ -43,6 +45,25 @@ def held(
         if how == "int8":
             found[name + SCALE] = (heads, 1), kv_name, jnp.dtype(jnp.float32)
     return found
+
+
+def order_of(name: str, dtype: jnp.dtype, paged_attention: str) -> str:
+    """The dimensions of a pool in their order: p pages, s positions of a page, k kv heads, h numbers of a head."""
+    if paged_attention != "blocked":
+        return "pskh"
+    return "pkhs" if name == "k" and dtype != jnp.int16 else "pksh"  # packed numbers are unpacked along the last
+
+
+def pool_shape(order: str, pages: int, page_size: int, heads: int, width: int) -> tuple[int, ...]:
+    """Of a pool with its dimensions in this order."""
+    sizes = {"p": pages, "s": page_size, "k": heads, "h": width}
+    return tuple(sizes[letter] for letter in order)
+
+
+def pool_names(order: str, kv_name: str) -> tuple[str | None, ...]:
+    """The names of its dimensions (rules.py); `kv_name` is the heads'."""
+    names = {"p": "pages", "s": None, "k": kv_name, "h": "head_dim"}
+    return tuple(names[letter] for letter in order)
 
 
 def numbers_each(pool: jax.Array) -> int:

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from absl import logging
 
 from shardlm.ops.attention import MASKED, attend
-from shardlm.ops.kv_format import SCALE, from_bits, numbers_each, packed, to_bits, unpacked
+from shardlm.ops.kv_format import SCALE, from_bits, numbers_each, order_of, packed, to_bits, unpacked
 
 PagedAttention = Literal["blocked", "pallas"]
 
 # Positions that are gathered and attended to at a time: of chunks, and of rows that decode, so many of them together.
-# 32 rows of 768 x 12 layers, two quiet cores, ms a step at position 150 and 500: 44.2 and 64.1 with all rows and 128,
-# 44.2 and 63.8 with 8 rows and 128, 41.9 and 62.8 with 8 and 256.
-CHUNK_BLOCK, DECODE_BLOCK, DECODE_ROWS = 128, 256, 8
+# Fewer leave less over beyond a row's end; with 1 to 8 rows together a step took the same time.
+CHUNK_BLOCK, DECODE_BLOCK, DECODE_ROWS = 128, 64, 8
 
 
 def choose(platform: str) -> PagedAttention:
@@ -37,19 +36,25 @@ def implementation(name: PagedAttention) -> Callable[..., jax.Array]:
     return pallas
 
 
-def write(pages: Mapping[str, jax.Array], new: Mapping[str, jax.Array], *where: jax.Array) -> dict[str, jax.Array]:
-    """The pools with each entry of `new` [B, T, K, H] written as they hold it (kv_format.py); `where` are the last four
-    arguments of `write_pages`."""
+def write(
+    pages: Mapping[str, jax.Array],
+    new: Mapping[str, jax.Array],
+    *where: jax.Array,
+    implementation: PagedAttention = "blocked",
+) -> dict[str, jax.Array]:
+    """The pools with each entry of `new` [B, T, K, H] written as this implementation holds it (kv_format.py); `where`
+    are the next four arguments of `write_pages`."""
+    order = lambda name: order_of(name, pages[name].dtype, implementation)  # noqa: E731
     found = dict(pages)
     for name, numbers in new.items():
         if numbers_each(pages[name]) > 1:
             scaled = name + SCALE in pages
             numbers, scale = packed(numbers, "int8" if scaled else "fp8")
             if scaled:
-                found[name + SCALE] = write_pages(pages[name + SCALE], scale, *where)
+                found[name + SCALE] = write_pages(pages[name + SCALE], scale, *where, order(name + SCALE))
         elif pages[name].dtype == jnp.uint16:
             numbers = to_bits(numbers)
-        found[name] = write_pages(pages[name], numbers, *where)
+        found[name] = write_pages(pages[name], numbers, *where, order(name))
     return found
 
 
@@ -60,16 +65,19 @@ def write_pages(
     positions: jax.Array,
     valid: jax.Array,
     first_page: jax.Array,
+    order: str = "pskh",
 ) -> jax.Array:
     """Stores new [B, T, K, H] at `positions` int32 [B, T] of each row.
 
-    pool [pages, page_size, K, H] holds the pages of all layers, this layer's from `first_page` on; page_table int32
-    [B, pages_per_row] counts from there. Rows of `valid` bool [B, T] that are False go to the scrap page.
+    pool [pages, page_size, K, H], its dimensions in the `order` of kv_format.order_of, holds the pages of all layers,
+    this layer's from `first_page` on; page_table int32 [B, pages_per_row] counts from there. Rows of `valid` bool [B,
+    T] that are False go to the scrap page.
     """
-    page_size = pool.shape[1]
+    page_size = pool.shape[order.index("s")]
     page = jnp.take_along_axis(page_table, positions // page_size, axis=1)  # [B, T]
     page = first_page + jnp.where(valid, page, 0)
-    return pool.at[page, positions % page_size].set(new.astype(pool.dtype))
+    at = {"p": page, "s": positions % page_size}
+    return pool.at[tuple(at.get(letter, slice(None)) for letter in order)].set(new.astype(pool.dtype))
 
 
 def reference(
@@ -88,6 +96,7 @@ def reference(
     v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Each query attends to the positions up to its own, of which it sees the last `window` (0: all). q [B, T, N, H],
+    pools [pages, page_size, K, H],
     positions int32 [B, T]; `softcap` and `sinks` as in `attend`; the scales are those of pools of int8; returns q's
     shape."""
     B = q.shape[0]
@@ -124,9 +133,10 @@ def blocked(
     value_dim: int = 0,
     head: jax.Array | None = None,
 ) -> jax.Array:
-    """As the reference, a block of pages at a time with a running softmax (https://arxiv.org/abs/2205.14135), up to the
-    last position of a group of rows: the cost follows the rows' lengths and not the page table's width. Blocks beyond a
-    row's own positions change nothing of its output, bit for bit.
+    """As the reference, over pools in an order of its own (kv_format.order_of), a block of pages at a time with a
+    running softmax (https://arxiv.org/abs/2205.14135), up to the last position of a group of rows: the cost follows the
+    rows' lengths and not the page table's width. Blocks beyond a row's own positions change nothing of its output, bit
+    for bit.
 
     Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
     from gathered pages, as a slice of a pool would be a copy of it.
@@ -166,28 +176,41 @@ def _blocked(
 ) -> jax.Array:
     """All rows at once."""
     B, T, N, _ = q.shape
-    page_size, width = k_pool.shape[1], page_table.shape[1]
+    turned = order_of("k", k_pool.dtype, "blocked").endswith("hs")
+    page_size, width = k_pool.shape[3 if turned else 2], page_table.shape[1]
     block_size = DECODE_BLOCK if T == 1 else CHUNK_BLOCK
     per_block = min(width, max(1, block_size // page_size))
     size = per_block * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
-    K = 1 if head is not None else k_pool.shape[2]
+    K = 1 if head is not None else k_pool.shape[1]
     Hv = value_dim if v_pool is None else v_pool.shape[3] * numbers_each(v_pool)
-    grouped = q.reshape(B, T, K, N // K, q.shape[3])
+    # XLA:CPU has no product of bfloat16 for every order of dimensions; in float32 it is the same one, exact.
+    grouped = q.reshape(B, T, K, N // K, q.shape[3]).astype(jnp.float32)
+    of_k = "bkhs" if turned else "bksh"
+    of_v = of_k if v_pool is None else "bksh"
 
     def taken(pool, pages):
-        return pool[pages] if head is None else jnp.take(pool[pages], head[None], axis=3)
+        return pool[pages] if head is None else jnp.take(pool[pages], head[None], axis=2)
 
     def gathered(pool, scale, pages):
+        """[B, pages, K, H, page_size] -> [B, K, H, S], and [B, pages, K, page_size, H] -> [B, K, S, H]."""
         found = _numbers(taken(pool, pages), None if scale is None else taken(scale, pages), q.dtype)
-        return found.reshape(B, size, K, found.shape[-1])
+        found = found.astype(jnp.float32)
+        if turned and pool is k_pool:
+            return jnp.einsum("bpkhs->bkhps", found).reshape(B, K, -1, size)
+        return jnp.einsum("bpksh->bkpsh", found).reshape(B, K, size, -1)
+
+    def values(k, pages):
+        if v_pool is None:
+            return k[:, :, :value_dim] if turned else k[..., :value_dim]
+        return gathered(v_pool, v_scale, pages)
 
     def block(i, carry):
         largest, total, out = carry
         pages = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
         k = gathered(k_pool, k_scale, pages)
-        v = k[..., :value_dim] if v_pool is None else gathered(v_pool, v_scale, pages)
-        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+        v = values(k, pages)
+        scores = jnp.einsum(f"btkgh,{of_k}->bkgts", grouped, k) * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
         distance = positions[:, :, None] - (i * size + jnp.arange(size))  # [B, T, S]
@@ -195,7 +218,7 @@ def _blocked(
         new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0)
         keep = jnp.exp(largest - new)
-        update = jnp.einsum("bkgts,bskh->bkgth", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        update = jnp.einsum(f"bkgts,{of_v}->bkgth", weights.astype(q.dtype).astype(jnp.float32), v)
         return new, total * keep + weights.sum(axis=-1), out * keep[..., None] + update
 
     shape = (B, K, N // K, T)

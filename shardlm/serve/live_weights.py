@@ -102,9 +102,9 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
 
 
 def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
-    """A tree of parameters with its layers apart, in the dtypes and at the places of those that are served: copies, which whoever gave
-    the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do. Raises ShardlmError
-    where names or shapes differ, with both shapes."""
+    """A tree of parameters with its layers apart, in the dtypes and at the places of those that are served: copies,
+    which whoever gave the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do.
+    Raises ShardlmError where names or shapes differ, with both shapes."""
     tree = {name: part for name, part in _apart(tree, release).items() if name != "mtp" or name in served.params}
     given, wanted = (plain_shapes(served.model, params) for params in (tree, served.params))
     wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]

@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.ops.kv_format import packed, unpacked
+from shardlm.ops.kv_format import order_of, packed, unpacked
 from shardlm.ops.paged_attention import blocked, choose, implementation, reference, write, write_pages
 from shardlm.ops.paged_kernel import pallas
 
 PAGE, WIDTH = 4, 160  # 640 positions: five blocks of a loop, two parts of the kernel's
 IMPLEMENTATIONS = {"blocked": blocked, "pallas": functools.partial(pallas, interpret=True)}
+
+
+def laid(pools: dict, name: str) -> dict:
+    """Pools [pages, page_size, K, H] as an implementation holds them."""
+    return {entry: jnp.einsum(f"pskh->{order_of(entry, pool.dtype, name)}", pool) for entry, pool in pools.items()}
 
 
 def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], width: int = 8, seed: int = 0):
@@ -55,7 +60,8 @@ def test_implementations_equal_the_reference(shape, name):
     held = {"k": k} if value_dim else {"k": k, "v": v}
     if how:
         for entry, pool in held.items():
-            held[entry], scales[f"{entry}_scale"] = packed(pool, how)
+            held[entry], scale = packed(pool, how)
+            scales |= {} if scale is None else {f"{entry}_scale": scale}
         k, v = (unpacked(*packed(pool, how), jnp.float32) for pool in (k, v))
     if value_dim:
         v = k[..., :value_dim]
@@ -63,6 +69,8 @@ def test_implementations_equal_the_reference(shape, name):
     expected = reference(q, k[:, :, own], v[:, :, own], *rest, 0.3, **options)
     if head is not None:
         options["head"] = jnp.int32(head)
+    held = laid(held | scales, name)
+    scales = {entry: held.pop(entry) for entry in scales}
     options |= scales | ({"value_dim": value_dim} if value_dim else {})
     found = jax.jit(lambda q, held: IMPLEMENTATIONS[name](q, held["k"], held.get("v"), *rest, 0.3, **options))(q, held)
     assert found.shape == expected.shape
@@ -79,7 +87,7 @@ def test_bits_of_bfloat16_are_bfloat16(length):
 
     def attended(dtype: type, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         pools = {"k": k.astype(jnp.bfloat16), "v": v.astype(jnp.bfloat16)}
-        pools = {name: pool.view(dtype) for name, pool in pools.items()}
+        pools = {name: pool.view(dtype) for name, pool in laid(pools, "blocked").items()}
         pools = write(pools, new, *where)
         assert pools["k"].dtype == dtype
         out = blocked(q, pools["k"], pools["v"], table, positions, first, 0.3)
@@ -101,6 +109,7 @@ def test_a_row_does_not_depend_on_the_others(name):
     """Bit for bit: beside longer rows, in another place of the batch, over other pages; the kernel's also in a batch of
     another size."""
     q, k, v, table, positions, first = inputs(4, 2, 3, (20, 21, 22, 23))
+    k, v = laid({"k": k, "v": v}, name).values()
     run = jax.jit(lambda *a: IMPLEMENTATIONS[name](*a, 0.3))
     alone = run(q, k, v, table, positions, first)
     longer = positions.copy()
@@ -139,6 +148,6 @@ def test_eight_bits(how):
     if how == "int8":
         pages["k_scale"] = jnp.zeros((2, PAGE, 3, 1))
     where = (np.array([[1]], np.int32), np.array([[0, 2]], np.int32), np.ones((1, 2), bool), jnp.int32(0))
-    pages = write(pages, {"k": new}, *where)
+    pages = write(pages, {"k": new}, *where, implementation="pallas")
     found = unpacked(pages["k"], pages.get("k_scale"), jnp.float32)
     np.testing.assert_array_equal(found[1, jnp.array([0, 2])], numbers[0])
