@@ -30,14 +30,14 @@ LLAMA = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_decoding_on_a_cpu_copies_neither_the_output_projection_nor_pages(tensor):
+@pytest.mark.parametrize("tensor, made_first", [(1, True), (2, False)])
+def test_decoding_on_a_cpu_copies_neither_weights_nor_pages(tensor, made_first):
     spec = MeshSpec(tensor=tensor)
     mesh = spec.build(jax.devices()[:tensor])
     with jax.set_mesh(mesh):
         shape = apart(LLAMA.transformer())
         rules = serving_rules(shape, spec, "dtype")
-        model = ModelDef.make(shape, Execution(rules, jnp.float32, kv_cache="bfloat16"))
+        model = ModelDef.make(shape, Execution(rules, jnp.float32, kv_cache="bfloat16", made_first=made_first))
         layout = PageLayout.whole(1, PAGES)
         state = jax.eval_shape(lambda: empty_state(model, layout, PAGE, ROWS))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
@@ -49,6 +49,12 @@ def test_decoding_on_a_cpu_copies_neither_the_output_projection_nor_pages(tensor
     pool = PAGES * PAGE * LLAMA.num_kv_heads * LLAMA.head_dim * 2 // tensor
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool > 4 * memory.temp_size_in_bytes
-    heads = LLAMA.num_heads * LLAMA.head_dim // tensor
-    made = re.findall(rf" = f32\[{heads},{LLAMA.embed_dim}\]\S* ([\w-]+)\(", compiled.as_text())
-    assert made and set(made) <= {"bitcast", "parameter"}  # the weight "wo" as it lies
+    program, heads = compiled.as_text(), LLAMA.num_heads * LLAMA.head_dim // tensor
+    if made_first:  # the weights of queries, the output and the head's as they lie: the first operands of products
+        for made, summed in ((heads, LLAMA.embed_dim), (LLAMA.embed_dim, heads), (LLAMA.vocab_size, LLAMA.embed_dim)):
+            how = re.findall(rf" = f32\[{made},{summed}\]\S* ([\w-]+)\(", program)
+            assert how and set(how) <= {"bitcast", "parameter", "get-tuple-element"}
+            assert re.search(rf" = f32\[{made},{ROWS}\]\S* (dot|fusion)\(", program)
+    else:
+        how = re.findall(rf" = f32\[{heads},{LLAMA.embed_dim}\]\S* ([\w-]+)\(", program)
+        assert how and set(how) <= {"bitcast", "parameter"}  # the weight "wo"
