@@ -160,7 +160,7 @@ def project(
     over, `out_sharding` says where the sum goes. Every projection of a block passes here; embedding, router, experts
     and head do not."""
     if hasattr(module, name + MADE_FIRST):
-        y = einsum_made_first(letters, x, getattr(module, name + MADE_FIRST), execution)
+        y = _made_first(letters, x, getattr(module, name + MADE_FIRST), execution)
     elif few_rows(letters, x.shape, module, name, execution):
         y = _by_kernel(x, module, name, execution, out_sharding)
     elif execution.matmul == "dtype":
@@ -172,14 +172,11 @@ def project(
     return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
 
 
-def einsum_made_first(
-    letters: str, x: jax.Array, param: nnx.Param, execution: Execution, dtype: jnp.dtype | None = None
-) -> jax.Array:
-    """The einsum of x and a weight [*summed, *made] that lies made first; the sum is taken in `dtype`."""
+def _made_first(letters: str, x: jax.Array, param: nnx.Param, execution: Execution) -> jax.Array:
+    """The einsum of x and a weight [*summed, *made] that lies made first."""
     into, (inputs, y) = param.get_metadata("into"), letters.split("->")
     xs, ws = inputs.split(",")
-    turned = f"{xs},{ws[into:]}{ws[:into]}->{y}"
-    return cpu_einsum(turned, x, in_use(param, execution), preferred_element_type=dtype)
+    return cpu_einsum(f"{xs},{ws[into:]}{ws[:into]}->{y}", x, in_use(param, execution))
 
 
 def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:

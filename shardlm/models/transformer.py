@@ -13,8 +13,9 @@ from shardlm.layers.context import Context, Pages
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import MADE_FIRST, Execution, Params, einsum_made_first, in_use, normal
+from shardlm.layers.param import MADE_FIRST, Execution, Params, in_use, normal
 from shardlm.layers.stack import Segment, Stack
+from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
 
 
@@ -192,9 +193,9 @@ class Transformer(nnx.Module):
         act = self.execution.rules.act
         letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
         hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
-        head = self.head_param()
+        weight = in_use(self.head_param(), self.execution)
         if self.execution.made_first:
-            logits = einsum_made_first("btd,dv->btv", hidden, head, self.execution, jnp.float32)
+            logits = cpu_einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
         else:
-            logits = jnp.einsum(letters, hidden, in_use(head, self.execution), preferred_element_type=jnp.float32)
+            logits = jnp.einsum(letters, hidden, weight, preferred_element_type=jnp.float32)
         return shaped(logits, self.config.logits)
