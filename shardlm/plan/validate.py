@@ -11,7 +11,8 @@ Megatron Bridge's points in view. Waits for the last stage were found with its D
 experts in turn with NeMo AutoModel's DeepSeek V3 on H100, biases with its GPT-OSS 20B. Points `added last` came after
 all of these, and of what follows: what systems_passes.py counts, drawn and padded rows, small kernels of routers and
 HybridEP's rate were looked for because mixtures were predicted too fast; that a forward pass waits for the host layer
-by layer was settled with Megatron Bridge's runs on B200 in view.
+by layer was settled with Megatron Bridge's runs on B200 in view, and that it waits in the midst of a layer, with how
+many of its operations lie on either side and in each expert, with its Qwen3 30B, also of those added last.
 """
 
 import dataclasses
