@@ -1,5 +1,7 @@
 """The GPU table: what jax calls each GPU, figures that must agree with one another, and sources."""
 
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -46,6 +48,12 @@ def test_device_kinds_of_jax_are_found(device_kind, name):
 
 def test_the_kinds_above_are_the_whole_table():
     assert set(DEVICE_KINDS.values()) == set(hardware.GPUS)
+
+
+def test_the_readme_names_the_whole_table():
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    said = re.search(r"`--gpu` is one of ([^(]+) \(`shardlm/hardware.py`", text)[1]
+    assert set(re.split(r",\s|\sand\s", said)) == set(hardware.GPUS)
 
 
 @pytest.mark.parametrize("device_kind", OTHERS)

@@ -123,6 +123,9 @@ HOST = 5e-6
 # bits and with nothing captured takes 9.2 ms a layer, of which kernels are a quarter: 790 operations. Megatron Bridge's
 # table of 25.11, 9,299 tokens/s a GPU; no point of benchmarks/published.json.
 MODULE = 11.6e-6
+# A Grace is taken as those Xeons. Its clock is 1.16 times as slow (3.44 GHz for 4.0), and PyTorch's Linear took one 37
+# us and a DGX H100's Xeon 13 (https://github.com/NVIDIA/TransformerEngine/issues/2053, 2025-08), but Megatron Bridge's
+# runs on GB200 and GB300 fit 1.0 and 1.25 alike.
 
 # Where the mask's edge crosses a tile, what is masked is computed all the same, and cores idle at the ends of short
 # rows: keys / (keys + 256), and by the width of a head width / (width + 64). H100 forward by FlashAttention-3, causal

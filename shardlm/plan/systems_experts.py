@@ -65,19 +65,30 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) 
     """What layers exchange, as their system does, in bytes as NCCL would send them at its rate; `inside` devices of the
     expert axis are joined by NVLink."""
     for one in sent:
-        if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
-            one = dataclasses.replace(one, beside=True)
         if one.axes == ("expert",) and one.kind == RAGGED and any(words in point.note for words in ONCE):
             ranks = point.mesh.expert
             places = ranks // inside if inside < ranks else ranks
             copies = _in_turn(places, experts) if IN_TURN in point.note else _drawn(places, experts.top_k)
             slower = NVLINK.bandwidth / HYBRID_SHARE if HYBRID in point.note and inside >= ranks else 1.0
             one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k * slower, host=CALL)
+        if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
+            share = beside_another(point)
+            yield dataclasses.replace(one, nbytes=one.nbytes * share, count=one.count * share, beside=True)
+            one = dataclasses.replace(one, nbytes=one.nbytes * (1 - share), count=one.count * (1 - share))
         if one.axes == ("tensor",) and SPLIT in point.note:
             # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
             yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
             one = dataclasses.replace(one, nbytes=one.nbytes / 2 * experts.top_k, count=one.count / 2, beside=False)
         yield one
+
+
+def beside_another(point: Point) -> float:
+    """Share of a step's passes that run beside one of another microbatch (megatron/core/pipeline_parallel,
+    combined_1f1b.py): forward passes that fill the pipeline, one more than without, have none to run beside, nor have
+    the backward ones that empty it."""
+    stages, parts = point.mesh.pipeline, point.virtual_stages or 1
+    alone = (stages - 1) + (parts - 1) * stages + 1  # the mean of all stages
+    return max(0.0, 1 - alone / (point.microbatches * parts))
 
 
 def counts_sent(point: Point, sketch: Sketch) -> Iterator[Sent]:
@@ -158,8 +169,8 @@ def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | 
     for nothing: the longer of both counts, as it does for passes of two microbatches beside each other. In the forward
     pass the host asks in each layer how many rows there are, and starts neither experts nor the next layer's attention
     before it knows; by then the device has nothing left to do. What graphs capture costs the host nothing. Where each
-    layer waits for a constant too, its forward pass begins again in the midst of the experts: the device is taken to
-    work only when all is started."""
+    layer waits for a constant too, its forward pass begins again in the midst of the experts, beside another microbatch
+    or not: the device is taken to work only when all is started."""
     if not model.experts or point.framework not in MEGATRON:
         return None
     if not any(words in point.note for words in (ALL_TO_ALL, *ONCE)):
@@ -170,13 +181,14 @@ def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | 
     exchange = sum(one.exposed_seconds for one in cost.comms if one.sent.axes == ("expert",)) / passes
     experts = cost.compute.get("moe", 0.0) / passes + exchange
     host, device = before + after, attention + experts
-    if BEHIND in point.note:
+    if BIASED in point.model:
+        seconds = FORWARD * host + max(0.0, (1 - FORWARD) * host - device * 2 / 3)
+    elif BEHIND in point.note:
         seconds = max(0.0, host - device)
     else:
-        backward = max(0.0, (1 - FORWARD) * host - device * 2 / 3)
         started = max(FORWARD * after, experts / 3) + attention / 3
-        forward = FORWARD * host if BIASED in point.model else max(FORWARD * host, started) - device / 3
-        seconds = forward + backward
+        forward = max(FORWARD * host, started) - device / 3
+        seconds = forward + max(0.0, (1 - FORWARD) * host - device * 2 / 3)
     staged = sketch.mesh.pipeline > 1
     return Op("other", "waits for the host", "memory", 0, 0, passes, passes, in_stages=staged, host=seconds)
 
@@ -187,4 +199,5 @@ def _host_seconds(point: Point, experts: float) -> tuple[float, float]:
     router = 0.0 if captured else ROUTER
     attention = 0.0 if any(words in point.note for words in ATTENTION_CAPTURED) else 1 - ROUTER
     each = EXPERT_8BIT if point.precision in EIGHT_BITS else EXPERT
-    return LAYER * BEFORE * (attention + router) * MODULE, (LAYER * (1 - BEFORE) + each * experts) * MODULE
+    before, after = LAYER * BEFORE * (attention + router), LAYER * (1 - BEFORE) + each * experts
+    return before * MODULE, after * MODULE

@@ -20,6 +20,7 @@ from shardlm.plan.systems_experts import (
     SMALL_BALANCED,
     SMALL_SECONDS,
     as_drawn,
+    beside_another,
     counts_sent,
     experts_ops,
     experts_sent,
@@ -68,10 +69,11 @@ def test_other_balanced_tokens_draw_their_experts(published):
     """HybridEP over two hosts, against tokens that choose eight of 128 experts at random; behind another microbatch."""
     sent = Sent(("expert",), "tokens sent", 8.0, RAGGED, 3)
     point, model, _ = of(published, "bridge-qwen3-30b-a3b-h100x16-bf16-26.07")
-    (found,) = experts_sent([sent], point, model.experts, 8)
+    found, alone = experts_sent([sent], point, model.experts, 8)
     draw = random.Random(0)
     hosts = places_of([[draw.randrange(128) for _ in range(8)] for _ in range(4000)], 128, 2)
-    assert found.nbytes == pytest.approx(hosts, rel=0.02) and found.beside
+    assert found.nbytes + alone.nbytes == pytest.approx(hosts, rel=0.02) and found.beside and not alone.beside
+    assert (found.count, alone.count) == (3 * 63 / 64, 3 / 64)  # of 64 microbatches the first pass and the last
     before = published.points["bridge-qwen3-30b-a3b-h100x16-bf16-26.06"]
     assert not next(experts_sent([sent], before, model.experts, 8)).beside
     plain = published.points["bridge-qwen3-30b-a3b-gb200x8-mxfp8-25.11"]
@@ -106,6 +108,16 @@ def test_experts_split_over_tensor_exchange_each_token_as_often_as_it_has_expert
     hidden = Sent(("tensor",), "the sequence: gathers", 8.0, count=4, beside=True)
     attention, experts = experts_sent([hidden], point, model.experts, 1)
     assert (attention.nbytes, attention.beside, experts.nbytes, experts.beside) == (4, True, 8, False)
+
+
+@pytest.mark.parametrize(("stages", "parts", "microbatches"), [(1, 1, 5), (1, 1, 64), (8, 2, 128), (8, 4, 256)])
+def test_passes_that_fill_a_pipeline_have_none_to_run_beside(published, stages, parts, microbatches):
+    """Megatron's interleaved schedule: how many forward passes each stage makes before its first backward one."""
+    point = published.points["bridge-qwen3-235b-a22b-b300x256-mxfp8-26.02"]
+    mesh = dataclasses.replace(point.mesh, pipeline=stages)
+    point = dataclasses.replace(point, mesh=mesh, virtual_stages=parts, microbatches=microbatches)
+    first = [2 * (stages - rank - 1) + (parts - 1) * stages + 1 for rank in range(stages)]
+    assert beside_another(point) == pytest.approx(1 - statistics.mean(first) / (microbatches * parts))
 
 
 def test_the_all_to_all_dispatcher_sorts_twice_and_gpt_oss_adds_biases(published):
@@ -241,5 +253,7 @@ def test_two_microbatches_beside_each_other_wait_for_the_longer_and_constants_fo
     assert waits(published, name, 10e-3, 20e-3, note=behind) == 0
     oss = "bridge-gpt-oss-120b-gb200x64-bf16-26.02"
     assert waits(published, oss, 50e-3, 60e-3) == pytest.approx((550 + 3 * 2) * MODULE / 2)
+    assert waits(published, oss, 50e-3, 60e-3, note=behind) == pytest.approx((550 + 3 * 2) * MODULE / 2)
     graphs = waits(published, "bridge-gpt-oss-120b-gb300x64-bf16-26.02", 50e-3, 60e-3)
     assert graphs == pytest.approx((275 + 3 * 2) * MODULE / 2)
+    assert waits(published, "bridge-gpt-oss-120b-b300x64-bf16-26.02", 50e-3, 60e-3) == pytest.approx(graphs)
