@@ -42,8 +42,8 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         "h200": _HOPPER,
         "b200": Chip((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 132_644_864, 233_472, 232_448, 18),
         "gb200": Chip((10, 0), "ACCELERATED_FEATURES", 152, 128, 2.062, 135_528_448, 233_472, 232_448, 18),
-        # XLA's table says 158 cores; the device reports 148, and 2,032 MHz
-        # (https://github.com/sgl-project/sglang/pull/28460), with which its peak rates agree.
+        # XLA's table says 158 cores and 1,965 MHz; kernels find 148, with which the peak rates agree, and 2,032 MHz
+        # (https://github.com/sgl-project/sglang/pull/28460).
         "b300": Chip((10, 3), "ACCELERATED_FEATURES", 148, 128, 2.032, 135_528_448, 233_472, 232_448, 18),
         "gb300": Chip((10, 3), "ACCELERATED_FEATURES", 152, 128, 2.07, 135_528_448, 233_472, 232_448, 18),
     }
