@@ -49,6 +49,8 @@ _GB200_RACK = (
     "https://github.com/mlcommons/inference_results_v6.1/blob/main/closed/Crusoe/systems/"
     "GB200-NVL72_GB200-186GB_aarch64x16_Dynamo.json"
 )
+_DGX_B300 = "https://dev.to/aicplight/b300-architecture-and-infiniband-xdr-networking-explained-5645"
+_GB300_RACK = "https://docs.nvidia.com/enterprise-reference-architectures/nvl72-ai-factory/latest/components.html"
 _MOSAIC = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
 _TRAINY = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 _META = "https://arxiv.org/abs/2407.21783"
@@ -60,12 +62,14 @@ _OCI = "https://docs.oracle.com/en-us/iaas/Content/Compute/References/computesha
 _GBIT = 1e9 / 8
 
 _ALL = (
-    # NVIDIA's own: one adapter a GPU, 200 or 400 Gb/s.
+    # NVIDIA's own: one adapter a GPU, 200, 400 or 800 Gb/s.
     ClusterKind("dgx-a100", "a100", 8, 200 * _GBIT, "infiniband", _DGX_A100),
     ClusterKind("dgx-h100", "h100", 8, 400 * _GBIT, "infiniband", _BASEPOD),
     ClusterKind("dgx-h200", "h200", 8, 400 * _GBIT, "infiniband", _BASEPOD),
     ClusterKind("dgx-b200", "b200", 8, 400 * _GBIT, "infiniband", _BASEPOD),
     ClusterKind("gb200-nvl72", "gb200", 4, 400 * _GBIT, "infiniband", _GB200_RACK),
+    ClusterKind("dgx-b300", "b300", 8, 800 * _GBIT, "infiniband", _DGX_B300),
+    ClusterKind("gb300-nvl72", "gb300", 4, 800 * _GBIT, "infiniband", _GB300_RACK),
     # Of published measurements.
     ClusterKind("a100-roce", "a100", 8, 200 * _GBIT, "roce", _MOSAIC),
     ClusterKind("a100-40gb-roce", "a100-40gb", 8, 200 * _GBIT, "roce", _MOSAIC),

@@ -70,7 +70,7 @@ class Gpu:
     hbm_bytes                memory that CUDA reports in all: a few per cent less than the name on the box
     nvlink_bytes_per_second  per direction and GPU; for PCIe cards, with the optional bridge between two
     nvlink_domain            how many GPUs reach each other over NVLink
-    pcie_bytes_per_second    to the host, per direction
+    pcie_bytes_per_second    to the host, per direction; over NVLink-C2C where that is how the host is joined
     nic_bytes_per_second     network per direction and GPU in NVIDIA's own systems; None: the host decides
     gpus_per_host            of NVIDIA's own systems
     watts                    the limit the GPU is sold with (TDP); it draws less where memory or links limit it
@@ -106,6 +106,8 @@ _A100_SHEET = (
 _HOPPER_PAPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
 _H200_PAGE = "https://www.nvidia.com/en-us/data-center/h200/"
 _BLACKWELL_SHEET = "https://resources.nvidia.com/en-us-blackwell-architecture/datasheet"
+# Of each GPU, without sparsity.
+_ULTRA_PAGE = "https://verda.com/blog/gb300-nvl72-architecture"
 _L40S_SHEET = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
 _A40_SHEET = "https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf"
 _ADA_PAPER = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
@@ -126,7 +128,15 @@ _GB200_RACK = (
     "GB200-NVL72_GB200-186GB_aarch64x16_Dynamo.json"
 )
 
+_GB300_RACK = (
+    "https://docs.nvidia.com/enterprise-reference-architectures/nvl72-ai-factory/latest/components.html"  # ConnectX-8
+)
+_DGX_B300 = "https://dev.to/aicplight/b300-architecture-and-infiniband-xdr-networking-explained-5645"  # XDR, 800 Gb/s
+
 _PCIE4, _PCIE5 = 32e9, 64e9  # 16 lanes, one direction
+# NVLink-C2C, 900 GB/s of a Grace both ways, for two GPUs. Azure's ND GB200 v6 copies 201 GB/s to a GPU and 193 back
+# (https://github.com/Azure/AI-benchmarking-guide/blob/main/Azure_Results/ND_GB200_v6_results.md).
+_GRACE = 225e9
 
 _A100 = Gpu(
     name="a100",
@@ -231,8 +241,34 @@ _GB200 = replace(
     hbm_bytes_per_second=7.928e12,
     watts=1200,
     nvlink_domain=72,
+    pcie_bytes_per_second=_GRACE,
     gpus_per_host=4,
     nic_source=_GB200_RACK,
+)
+# Blackwell Ultra: more memory and fp4, hardly any int8. Of fp4 HGX B300 has 105 PFLOP/s without sparsity
+# (https://glennklockwood.com/garden/processors/B300); others round it to 14 a GPU.
+_B300 = replace(
+    _B200,
+    name="b300",
+    device_kinds=("NVIDIA B300 SXM6 AC", "NVIDIA B300"),
+    peak=Peak(fp32=75e12, tf32=1125e12, bf16=2250e12, fp16=2250e12, int8=150e12, fp8=4500e12, fp4=13_125e12),
+    hbm_bytes=297_021_865_984,
+    hbm_bytes_per_second=7.936e12,
+    nic_bytes_per_second=100e9,
+    watts=1100,
+    datasheet=_ULTRA_PAGE,
+    nic_source=_DGX_B300,
+)
+_GB300 = replace(
+    _GB200,
+    name="gb300",
+    device_kinds=("NVIDIA GB300",),
+    peak=Peak(fp32=80e12, tf32=1250e12, bf16=2500e12, fp16=2500e12, int8=165e12, fp8=5000e12, fp4=15_000e12),
+    hbm_bytes=297_021_079_552,
+    nic_bytes_per_second=100e9,
+    watts=1400,
+    datasheet=_ULTRA_PAGE,
+    nic_source=_GB300_RACK,
 )
 _L40S = Gpu(
     name="l40s",
@@ -303,7 +339,7 @@ _RTX_PRO_6000 = replace(
 _ALL = (
     *(_A100, _A100_40GB, _A100_PCIE, _A100_PCIE_40GB, _A40),
     *(_H100, _H100_PCIE, _H200),
-    *(_B200, _GB200, _RTX_5090, _RTX_PRO_6000),
+    *(_B200, _GB200, _B300, _GB300, _RTX_5090, _RTX_PRO_6000),
     *(_L40S, _RTX_4090),
 )
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})

@@ -21,7 +21,7 @@ class Chip:
     """What XLA's compiler asks about a GPU beyond hardware.py. Source: XLA's device tables,
     https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"""
 
-    compute_capability: int
+    compute_capability: tuple[int, int]
     extension: str  # ACCELERATED_FEATURES compiles for sm_90a or sm_100a: WGMMA, TMA, tcgen05
     cores: int
     fpus_per_core: int
@@ -32,16 +32,20 @@ class Chip:
     nvlinks: int
 
 
-_HOPPER = Chip(9, "ACCELERATED_FEATURES", 132, 128, 1.98, 52_428_800, 233_472, 232_448, 18)
-_AMPERE = Chip(8, "NONE", 108, 64, 1.41, 41_943_040, 167_936, 166_912, 12)
+_HOPPER = Chip((9, 0), "ACCELERATED_FEATURES", 132, 128, 1.98, 52_428_800, 233_472, 232_448, 18)
+_AMPERE = Chip((8, 0), "NONE", 108, 64, 1.41, 41_943_040, 167_936, 166_912, 12)
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "a100": _AMPERE,
         "a100-40gb": _AMPERE,
         "h100": _HOPPER,
         "h200": _HOPPER,
-        "b200": Chip(10, "ACCELERATED_FEATURES", 148, 128, 1.965, 132_644_864, 233_472, 232_448, 18),
-        "gb200": Chip(10, "ACCELERATED_FEATURES", 152, 128, 2.062, 135_528_448, 233_472, 232_448, 18),
+        "b200": Chip((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 132_644_864, 233_472, 232_448, 18),
+        "gb200": Chip((10, 0), "ACCELERATED_FEATURES", 152, 128, 2.062, 135_528_448, 233_472, 232_448, 18),
+        # XLA's table says 158 cores and 1,965 MHz; kernels find 148, with which the peak rates agree, and 2,032 MHz
+        # (https://github.com/sgl-project/sglang/pull/28460).
+        "b300": Chip((10, 3), "ACCELERATED_FEATURES", 148, 128, 2.032, 135_528_448, 233_472, 232_448, 18),
+        "gb300": Chip((10, 3), "ACCELERATED_FEATURES", 152, 128, 2.07, 135_528_448, 233_472, 232_448, 18),
     }
 )
 
@@ -52,8 +56,10 @@ _TARGET = """
 gpu_device_info {{
   name: "{name}"
   device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability {chip.compute_capability}.0"
-  cuda_compute_capability {{ major: {chip.compute_capability} feature_extension: {chip.extension} }}
+  platform_version: "Compute Capability {chip.compute_capability[0]}.{chip.compute_capability[1]}"
+  cuda_compute_capability {{
+    major: {chip.compute_capability[0]} minor: {chip.compute_capability[1]} feature_extension: {chip.extension}
+  }}
   core_count: {chip.cores}
   fpus_per_core: {chip.fpus_per_core}
   clock_rate_ghz: {chip.clock_ghz}

@@ -61,7 +61,7 @@ def test_collectives_grow_with_size_and_stay_near_their_links():
 
 
 def test_each_generation_is_covered():
-    assert {"a100", "h100", "h200", "b200", "gb200"} <= {row["gpu"] for row in DATA["matmul"]}
+    assert {"a100", "h100", "h200", "b200", "gb200", "b300"} <= {row["gpu"] for row in DATA["matmul"]}
     both = {(row["gpu"], row["direction"]) for row in DATA["attention"]}
     assert {(gpu, way) for gpu in ("a100", "h100", "b200") for way in ("forward", "backward")} <= both
     assert {"a100", "h100", "h200", "b200", "gb200"} <= {row["gpu"] for row in DATA["collectives"]}

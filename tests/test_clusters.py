@@ -36,7 +36,7 @@ def test_every_cluster_has_known_gpus_a_sane_network_and_a_source():
 
 
 def test_nvidias_systems_agree_with_the_gpu_table():
-    for name in ("dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72"):
+    for name in ("dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "dgx-b300", "gb300-nvl72"):
         kind = CLUSTERS[name]
         assert kind.nic_bytes_per_second == hardware.GPUS[kind.gpu].nic_bytes_per_second
 

@@ -1,5 +1,7 @@
 """The GPU table: what jax calls each GPU, figures that must agree with one another, and sources."""
 
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -18,6 +20,8 @@ DEVICE_KINDS = {
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA GB200": "gb200",
+    "NVIDIA B300 SXM6 AC": "b300",
+    "NVIDIA GB300": "gb300",
     "NVIDIA L40S": "l40s",
     "NVIDIA A40": "a40",
     "NVIDIA GeForce RTX 4090": "rtx4090",
@@ -32,6 +36,7 @@ OTHERS = [
     "NVIDIA GeForce RTX 4090 D",
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
 ]
+ULTRA = ("b300", "gb300")  # which gave up int8 for fp4
 each_gpu = pytest.mark.parametrize("gpu", hardware.GPUS.values(), ids=lambda gpu: gpu.name)
 
 
@@ -43,6 +48,12 @@ def test_device_kinds_of_jax_are_found(device_kind, name):
 
 def test_the_kinds_above_are_the_whole_table():
     assert set(DEVICE_KINDS.values()) == set(hardware.GPUS)
+
+
+def test_the_readme_names_the_whole_table():
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    said = re.search(r"`--gpu` is one of ([^(]+) \(`shardlm/hardware.py`", text)[1]
+    assert set(re.split(r",\s|\sand\s", said)) == set(hardware.GPUS)
 
 
 @pytest.mark.parametrize("device_kind", OTHERS)
@@ -71,12 +82,14 @@ def test_figures_agree_with_one_another(gpu):
     assert peak.bf16 == peak.fp16
     assert peak.bf16 == pytest.approx(2 * peak.tf32, rel=0.03)
     assert peak.fp32 <= peak.tf32
-    if not gpu.device_kinds[0].startswith("NVIDIA GeForce"):
+    if gpu.name in ULTRA:
+        assert peak.int8 < peak.tf32 / 5
+    elif not gpu.device_kinds[0].startswith("NVIDIA GeForce"):
         assert peak.int8 == pytest.approx(2 * peak.bf16, rel=0.03)
     if peak.fp8:
         assert peak.fp8 == pytest.approx(2 * peak.bf16, rel=0.03)
     if peak.fp4 and peak.fp8:
-        assert peak.fp4 == pytest.approx(2 * peak.fp8, rel=0.03)
+        assert peak.fp4 == pytest.approx((3 if gpu.name in ULTRA else 2) * peak.fp8, rel=0.03)
 
 
 @each_gpu
@@ -84,7 +97,7 @@ def test_formats_and_links_are_those_of_the_generation(gpu):
     assert gpu.peak.fp8 is None or gpu.generation != "ampere"
     assert gpu.peak.fp4 is None or gpu.generation == "blackwell"
     assert (gpu.nvlink_bytes_per_second == 0) == (gpu.nvlink_domain == 1)
-    assert 20e9 < gpu.hbm_bytes < 200e9
+    assert 20e9 < gpu.hbm_bytes < 300e9
 
 
 @each_gpu
@@ -92,6 +105,20 @@ def test_every_figure_has_a_source(gpu):
     assert gpu.datasheet.startswith("https://")
     assert gpu.memory_source.startswith("https://")
     assert (gpu.nic_bytes_per_second is None) == (gpu.nic_source is None)
+
+
+def test_blackwells_differ_in_what_their_systems_give_them():
+    """Clocks and power of B200 and B300 by those of the same chip in a rack, with the host on NVLink-C2C."""
+    for plain, rack in (("b200", "gb200"), ("b300", "gb300")):
+        one, other = hardware.GPUS[plain], hardware.GPUS[rack]
+        assert other.peak.bf16 == pytest.approx(one.peak.bf16 * 10 / 9) and other.watts > one.watts
+        assert (one.nvlink_domain, other.nvlink_domain) == (8, 72) and other.gpus_per_host == 4
+        assert other.nvlink_bytes_per_second == one.nvlink_bytes_per_second == 900e9
+        # NVLink-C2C: 201 GB/s measured (Azure ND GB200 v6)
+        assert one.pcie_bytes_per_second == 64e9 < 201e9 < other.pcie_bytes_per_second < 250e9
+    for old, ultra in (("b200", "b300"), ("gb200", "gb300")):
+        assert hardware.GPUS[ultra].hbm_bytes == pytest.approx(1.5 * hardware.GPUS[old].hbm_bytes, rel=0.04)
+        assert hardware.GPUS[ultra].nic_bytes_per_second == 2 * hardware.GPUS[old].nic_bytes_per_second
 
 
 def test_a_peak_is_found_by_the_names_of_jax():

@@ -24,7 +24,7 @@ class Achieved:
     memory               a kernel that only moves memory
     sustained            what of these rates a training step holds: power and clocks under load on all GPUs of a host,
                          operands' layouts, jitter
-    watts_per_peak       of the GPUs that the figures were measured on, by 1e12 FLOP/s of 16-bit peak
+    watts_per_peak       of the GPUs that `sustained` is of, by 1e12 FLOP/s of 16-bit peak
     """
 
     matmul: float
@@ -38,6 +38,11 @@ class Achieved:
     def watts(self, gpu: Gpu) -> float:
         """The power at which a GPU of this generation runs as those that were measured."""
         return self.watts_per_peak * gpu.peak.bf16 / 1e12
+
+    def lifted(self, watts_per_peak: float) -> "Achieved":
+        """Of the same chip with more power: what it sustains rises as it falls with less (POWER)."""
+        sustained = self.sustained * (watts_per_peak / self.watts_per_peak) ** POWER
+        return dataclasses.replace(self, sustained=min(1.0, sustained), watts_per_peak=watts_per_peak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +75,27 @@ class Link:
     protocols: Mapping[str, Protocol]
 
 
+POWER = 0.5  # rates fall as the root of the power limit: power goes with the clock and the square of the voltage
+
 # Matmul: the best of many shapes: A100 271 of 312 TFLOP/s, H100 794.5 of 989, fp8 1,403 to 1,453 of 1,979; B200 1,745
-# of 2,250, fp8 3,433 of 4,500; GB200 1,822 of 2,500, fp8 3,616 of 5,000. Large products of random operands are within
-# 5% of that on A100 and Hopper, and 0.80 of it on GB200. Ada is taken as Ampere; A100's int8 and Ada's fp8 have no
-# source.
+# of 2,250, fp8 3,433 of 4,500; B300 1,769 and 3,353 of the same; GB200 1,822 of 2,500, fp8 3,616 of 5,000. Large
+# products of random operands are within 5% of that on A100 and Hopper, and 0.80 of it on GB200. Ada is taken as Ampere,
+# GB300 as B300, which its chip is; A100's int8 and Ada's fp8 have no source. B300 and GB300 sustain more than B200 by
+# the power that they are sold with (POWER): 1,100 W of 2,250 TFLOP/s, 1,400 W of 2,500.
 # Attention, heads of 128, on long rows: H100 616 TFLOP/s forward (FlashAttention-3; cuDNN of that time 539), 518
 # backward (cuDNN); A100 228 and 197 (FlashAttention-2); B200 1,418 and 1,209 (FlashAttention-4). Ada: no source.
 # Memory: copies and triads, A100 1,610 to 1,700 GB/s of 2,039, H100 2,900 to 2,970 of 3,350, B200 6,000 of 7,672.
 _BLACKWELL = Achieved(0.776, 0.763, 0.66, 0.56, 0.80, 0.70, 1000 / 2250)
+_B300 = dataclasses.replace(_BLACKWELL, matmul=0.786, matmul_8bit=0.745).lifted(1100 / 2250)
 ACHIEVED: Mapping[str, Achieved] = MappingProxyType(
     {
         "ampere": Achieved(0.869, 0.80, 0.73, 0.63, 0.82, 0.85, 400 / 312),
         "ada": Achieved(0.869, 0.75, 0.60, 0.50, 0.87, 0.85, 350 / 362.05),
         "hopper": Achieved(0.803, 0.72, 0.64, 0.53, 0.87, 0.80, 700 / 989.4),
         "blackwell": _BLACKWELL,
-        "gb200": dataclasses.replace(_BLACKWELL, matmul=0.729, matmul_8bit=0.723),
+        "gb200": dataclasses.replace(_BLACKWELL, matmul=0.729, matmul_8bit=0.723, watts_per_peak=1200 / 2500),
+        "b300": _B300,
+        "gb300": _B300.lifted(1400 / 2500),
     }
 )
 # FlashAttention-2, forward and backward, where newer kernels exist: 335 and 322 on an H100, about 380 and 334 (heads of
@@ -104,7 +115,6 @@ def achieved_by(gpu: Gpu) -> Achieved:
     return ACHIEVED.get(gpu.name) or ACHIEVED[gpu.generation]
 
 
-POWER = 0.5  # rates fall as the root of the power limit: power goes with the clock and the square of the voltage
 GAP = 2e-6  # seconds between kernels: the last blocks of one, the first loads of the next
 # Seconds of the host for an operation that PyTorch runs by itself, the least of 5 to 25 us from Python to the launch
 # (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
@@ -113,6 +123,9 @@ HOST = 5e-6
 # bits and with nothing captured takes 9.2 ms a layer, of which kernels are a quarter: 790 operations. Megatron Bridge's
 # table of 25.11, 9,299 tokens/s a GPU; no point of benchmarks/published.json.
 MODULE = 11.6e-6
+# A Grace is taken as those Xeons. Its clock is 1.16 times as slow (3.44 GHz for 4.0), and PyTorch's Linear took one 37
+# us and a DGX H100's Xeon 13 (https://github.com/NVIDIA/TransformerEngine/issues/2053, 2025-08), but Megatron Bridge's
+# runs on GB200 and GB300 fit 1.0 and 1.25 alike.
 
 # Where the mask's edge crosses a tile, what is masked is computed all the same, and cores idle at the ends of short
 # rows: keys / (keys + 256), and by the width of a head width / (width + 64). H100 forward by FlashAttention-3, causal

@@ -116,7 +116,7 @@ class Point:
     virtual_stages  parts of each pipeline stage
     rounds          times that the pipeline fills and drains in one update
     released        version of the framework, by year and month; "": not stated, or of no importance
-    last            added when all constants and rules of the prediction were there
+    last            which lot, added when all constants and rules of the prediction were there; 0: before
     source, at      where, and which table or line there
     None            the source does not say
     """
@@ -146,7 +146,7 @@ class Point:
     note: str = ""
     rounds: int = 1
     released: str = ""
-    last: bool = False
+    last: int = 0
 
     @property
     def tokens(self) -> int:
@@ -205,7 +205,7 @@ def _published(data: Any) -> Published:
     seen: dict[Any, str] = {}
     for point in points.values():
         check(point, hardware, models)
-        same = dataclasses.replace(point, name="", at="", note="", source="", memory_gib=None, counted=None, last=False)
+        same = dataclasses.replace(point, name="", at="", note="", source="", memory_gib=None, counted=None, last=0)
         if first := seen.get(same):
             raise ShardlmError(f"points {first} and {point.name} are the same measurement; keep one")
         seen[same] = point.name

@@ -17,8 +17,10 @@ from shardlm.plan.traffic import GATHER, RAGGED, Sent
 
 EIGHT_BITS = ("fp8", "mxfp8")
 # Words in Point.note.
-# Megatron's moe_token_dispatcher_type=alltoall, and no layer captured
-ALL_TO_ALL = "all-to-all dispatcher, no CUDA graphs"
+ALL_TO_ALL = "all-to-all dispatcher"  # Megatron's moe_token_dispatcher_type=alltoall
+# What recipes capture of a layer (cuda_graph_scope): its operations cost the host one.
+ATTENTION_CAPTURED = ("attention and router in CUDA graphs",)
+ROUTER_CAPTURED = (*ATTENTION_CAPTURED, "router in CUDA graphs", "CUDA graphs of the router")
 # A token goes once to each device that has experts for it, and not once to each of them; over a network once to each
 # host, whose NVLink hands it on meanwhile (https://github.com/deepseek-ai/DeepEP, README of 2025-02: 153 to 158 GB/s of
 # 160 inside a host, 43 to 58 of 50 between hosts).
@@ -44,9 +46,13 @@ SPLIT = "experts are split over tensor too"
 BIASED = "gpt-oss"
 ADDED, BIASES = 16, 20  # bytes of each number, forward: of an expert's width, and of what it gives
 # Operations that PyTorch starts for a layer, forward and backward, and for each of a device's experts: a product by
-# itself, and in 8 bits its operands' casts and scales. Estimates.
-LAYER, EXPERT, EXPERT_8BIT = 310, 6, 30
+# itself, and in 8 bits its operands' casts and scales, which C++ starts in a loop, each counted half. Together with 16
+# experts the 790 that constants.MODULE was measured with. Estimates.
+LAYER, EXPERT, EXPERT_8BIT = 550, 3, 15
 FORWARD = 1 / 2  # of them: half as many kernels, and twice as much Python. An estimate
+# Of LAYER, what comes before the device has counted the rows of each expert: attention, norms and the router with what
+# it prepares; and of these the router's part. Estimates.
+BEFORE, ROUTER = 1 / 2, 1 / 5
 # Kernels that hardly move anything, forward and backward, and what each takes with its gap. Megatron's router draws
 # logits where it forces a balance, takes the best and makes a loss (transformer/moe/router.py, with moe_router_fusion);
 # counts, splits and maps of rows follow (token_dispatcher.py, TransformerEngine's permutation.py). AutoModel's balanced
@@ -59,19 +65,30 @@ def experts_sent(sent: list[Sent], point: Point, experts: Experts, inside: int) 
     """What layers exchange, as their system does, in bytes as NCCL would send them at its rate; `inside` devices of the
     expert axis are joined by NVLink."""
     for one in sent:
-        if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
-            one = dataclasses.replace(one, beside=True)
         if one.axes == ("expert",) and one.kind == RAGGED and any(words in point.note for words in ONCE):
             ranks = point.mesh.expert
             places = ranks // inside if inside < ranks else ranks
             copies = _in_turn(places, experts) if IN_TURN in point.note else _drawn(places, experts.top_k)
             slower = NVLINK.bandwidth / HYBRID_SHARE if HYBRID in point.note and inside >= ranks else 1.0
             one = dataclasses.replace(one, nbytes=one.nbytes * copies / experts.top_k * slower, host=CALL)
+        if one.axes == ("expert",) and one.kind == RAGGED and BEHIND in point.note:
+            share = beside_another(point)
+            yield dataclasses.replace(one, nbytes=one.nbytes * share, count=one.count * share, beside=True)
+            one = dataclasses.replace(one, nbytes=one.nbytes * (1 - share), count=one.count * (1 - share))
         if one.axes == ("tensor",) and SPLIT in point.note:
             # Attention's half, which its matmuls hide, and the experts', of each token as often as it has experts.
             yield dataclasses.replace(one, nbytes=one.nbytes / 2, count=one.count / 2)
             one = dataclasses.replace(one, nbytes=one.nbytes / 2 * experts.top_k, count=one.count / 2, beside=False)
         yield one
+
+
+def beside_another(point: Point) -> float:
+    """Share of a step's passes that run beside one of another microbatch (megatron/core/pipeline_parallel,
+    combined_1f1b.py): forward passes that fill the pipeline, one more than without, have none to run beside, nor have
+    the backward ones that empty it."""
+    stages, parts = point.mesh.pipeline, point.virtual_stages or 1
+    alone = (stages - 1) + (parts - 1) * stages + 1  # the mean of all stages
+    return max(0.0, 1 - alone / (point.microbatches * parts))
 
 
 def counts_sent(point: Point, sketch: Sketch) -> Iterator[Sent]:
@@ -148,24 +165,39 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
 
 
 def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | None:
-    """A device waits for its host where layers take the host longer than the device. In the forward pass the host asks
-    in each layer how many rows there are, and starts nothing of the next before it knows: layer by layer the longer of
-    both counts. The backward pass asks for nothing, nor do passes of two microbatches beside each other. Where each
-    layer waits for a constant too, the host starts all of it only then."""
-    if not model.experts or ALL_TO_ALL not in point.note:
+    """A device waits for its host where layers take the host longer than the device. The backward pass asks the device
+    for nothing: the longer of both counts, as it does for passes of two microbatches beside each other. In the forward
+    pass the host asks in each layer how many rows there are, and starts neither experts nor the next layer's attention
+    before it knows; by then the device has nothing left to do. What graphs capture costs the host nothing. Where each
+    layer waits for a constant too, its forward pass begins again in the midst of the experts, beside another microbatch
+    or not: the device is taken to work only when all is started."""
+    if not model.experts or point.framework not in MEGATRON:
         return None
+    if not any(words in point.note for words in (ALL_TO_ALL, *ONCE)):
+        return None  # the source does not say what the host does
     passes = sketch.passes * sketch.shape.cached_layers / sketch.mesh.pipeline
-    each = EXPERT if point.precision in ("bf16", "fp16") else EXPERT_8BIT
-    host = (LAYER + each * model.experts.num_experts / sketch.mesh.expert) * MODULE
-    layers = sum(cost.compute.get(kind, 0.0) for kind in ("attention", "mlp", "moe", "norm"))
-    layers += sum(one.exposed_seconds for one in cost.comms if one.sent.axes == ("expert",))
-    device = layers / passes
+    before, after = _host_seconds(point, model.experts.num_experts / sketch.mesh.expert)
+    attention = sum(cost.compute.get(kind, 0.0) for kind in ("attention", "mlp", "norm")) / passes
+    exchange = sum(one.exposed_seconds for one in cost.comms if one.sent.axes == ("expert",)) / passes
+    experts = cost.compute.get("moe", 0.0) / passes + exchange
+    host, device = before + after, attention + experts
     if BIASED in point.model:
-        seconds = host
+        seconds = FORWARD * host + max(0.0, (1 - FORWARD) * host - device * 2 / 3)
     elif BEHIND in point.note:
         seconds = max(0.0, host - device)
     else:
-        forward, backward = FORWARD * host - device / 3, (1 - FORWARD) * host - device * 2 / 3
-        seconds = max(0.0, forward) + max(0.0, backward)
+        started = max(FORWARD * after, experts / 3) + attention / 3
+        forward = max(FORWARD * host, started) - device / 3
+        seconds = forward + max(0.0, (1 - FORWARD) * host - device * 2 / 3)
     staged = sketch.mesh.pipeline > 1
     return Op("other", "waits for the host", "memory", 0, 0, passes, passes, in_stages=staged, host=seconds)
+
+
+def _host_seconds(point: Point, experts: float) -> tuple[float, float]:
+    """(up to where a device has counted the rows of its `experts`, from there on) that a layer takes its host."""
+    captured = any(words in point.note for words in ROUTER_CAPTURED)
+    router = 0.0 if captured else ROUTER
+    attention = 0.0 if any(words in point.note for words in ATTENTION_CAPTURED) else 1 - ROUTER
+    each = EXPERT_8BIT if point.precision in EIGHT_BITS else EXPERT
+    before, after = LAYER * BEFORE * (attention + router), LAYER * (1 - BEFORE) + each * experts
+    return before * MODULE, after * MODULE

@@ -11,7 +11,10 @@ Megatron Bridge's points in view. Waits for the last stage were found with its D
 experts in turn with NeMo AutoModel's DeepSeek V3 on H100, biases with its GPT-OSS 20B. Points `added last` came after
 all of these, and of what follows: what systems_passes.py counts, drawn and padded rows, small kernels of routers and
 HybridEP's rate were looked for because mixtures were predicted too fast; that a forward pass waits for the host layer
-by layer was settled with Megatron Bridge's runs on B200 in view.
+by layer was settled with Megatron Bridge's runs on B200 in view, and that it waits in the midst of a layer, with how
+many of its operations lie on either side and in each expert, with its Qwen3 30B, also of those added last. A second lot
+came after that, of newer releases; since then, only that GPT-OSS waits for its constant beside another microbatch too,
+and that the first and the last pass of a step have none to run beside.
 """
 
 import dataclasses
@@ -200,8 +203,10 @@ def summary(rows: list[Row]) -> list[str]:
         "dense, held out": lambda row: not row.chosen and not row.experts,
         "experts, chosen with": lambda row: row.chosen and row.experts,
         "experts, held out": lambda row: not row.chosen and row.experts,
-        "dense, added last": lambda row: row.point.last and not row.experts,
-        "experts, added last": lambda row: row.point.last and row.experts,
+        "dense, added last": lambda row: bool(row.point.last) and not row.experts,
+        "experts, added last": lambda row: bool(row.point.last) and row.experts,
+        "dense, second lot of these": lambda row: row.point.last == 2 and not row.experts,
+        "experts, second lot of these": lambda row: row.point.last == 2 and row.experts,
         "nothing assumed": lambda row: not row.assumed,
     }
     lines = []

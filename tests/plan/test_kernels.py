@@ -39,6 +39,19 @@ def test_large_products_run_at_the_rate_and_thin_ones_at_memory():
     assert H100.forward_seconds(thin) == pytest.approx(thin.hbm_bytes / (3.35e12 * 0.87) + GAP)
 
 
+def test_ultras_hold_more_of_their_rates_by_the_power_they_are_sold_with():
+    clocks = {name: Kernels.of(GPUS[name]).clock for name in ("b200", "gb200", "b300", "gb300")}
+    assert clocks["b200"] == clocks["gb200"] == 0.70  # what `sustained` was chosen with
+    assert clocks["b300"] == pytest.approx(0.70 * (1100 / 1000) ** 0.5)
+    assert clocks["gb300"] == pytest.approx(0.70 * ((1400 / 2500) / (1000 / 2250)) ** 0.5)
+    assert Kernels.of(GPUS["gb300"]).achieved.matmul == Kernels.of(GPUS["b300"]).achieved.matmul == 0.786
+    capped = dataclasses.replace(GPUS["gb300"], watts=1200)  # a limit below what it is sold with
+    assert Kernels.of(capped).clock == pytest.approx(clocks["gb300"] * (1200 / 1400) ** 0.5)
+    more = dataclasses.replace(GPUS["h100"], watts=1000)  # not known to run faster
+    assert Kernels.of(more).clock == H100.clock
+    assert Kernels.of(GPUS["b300"]).matmul_rate("int8") < Kernels.of(GPUS["b300"]).matmul_rate("fp8") / 20
+
+
 def test_a_wave_that_is_hardly_begun_costs_a_whole_one():
     whole = H100.tiled_seconds(132 * 256, 128, 4096, 1, "bf16")
     assert H100.tiled_seconds(132 * 256 + 1, 128, 4096, 1, "bf16") > 1.2 * whole

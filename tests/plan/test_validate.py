@@ -23,22 +23,25 @@ def median(rows, belongs) -> float:
 
 def test_medians_are_within_ten_per_cent(rows):
     dense, experts = ([row for row in rows if row.experts == of] for of in (False, True))
-    assert len([row for row in dense if row.cost]) >= 135 and len([row for row in experts if row.cost]) >= 55
+    assert len([row for row in dense if row.cost]) >= 145 and len([row for row in experts if row.cost]) >= 80
     before, last = (lambda row: not row.point.last), (lambda row: row.point.last)
-    assert median(rows, before) < 0.06
-    assert median(dense, lambda row: row.chosen) < 0.06
-    assert median(dense, lambda row: not row.chosen) < 0.06
+    assert median(rows, before) < 0.055
+    assert median(dense, lambda row: row.chosen) < 0.05
+    assert median(dense, lambda row: not row.chosen) < 0.05
     assert median(dense, lambda row: not row.assumed) < 0.10
-    assert median(experts, before) < 0.11
-    # Most are of GPUs that no constant was chosen with. Before anything was changed: 8.1% and 13.9%.
-    assert median(dense, last) < 0.10
-    assert median(experts, last) < 0.16
+    assert median(experts, before) < 0.08
+    # Most are of GPUs that no constant was chosen with. Of the first lot 8.1% and 13.9% before anything was changed.
+    assert median(dense, last) < 0.05
+    assert median(experts, last) < 0.11
+    # Of the second 3.7% and 9.6%, and so they were before anything was changed.
+    assert median(dense, lambda row: row.point.last == 2) < 0.05
+    assert median(experts, lambda row: row.point.last == 2) < 0.11
 
 
 def test_none_is_beyond_a_quarter_but_for_few_that_came_last_and_the_table_says_why(rows):
     far = [row for row in rows if row.cost and abs(row.error) > validation.FAR]
     unexplained = [row for row in far if not row.later]
-    assert all(row.point.last for row in unexplained) and len(unexplained) <= 5
+    assert all(row.point.last for row in unexplained) and len(unexplained) <= 4
     table = format_validation(rows)
     for row in far:
         assert f"{row.point.name}, {row.error:+.1%}: {'superseded by' if row.later else 'not known why'}" in table
@@ -84,6 +87,8 @@ def test_the_table_names_systems_sets_and_medians(rows):
         "experts, held out",
         "dense, added last",
         "experts, added last",
+        "dense, second lot of these",
+        "experts, second lot of these",
         "nothing assumed",
     ]
 
