@@ -2,7 +2,7 @@
 
 Hardware: 1,024 x H100 80 GB in 128 hosts: 8 pipeline stages, the 256 experts over 64 GPUs, fsdp=2. Needs the extra
 `experts`. A GPU takes at most twice an even share of another's tokens; the rest is dropped and counted.
-Expected: compiled without a GPU, not measured: 9.6 GiB of state and 33.9 GiB of temporaries a GPU, with cuDNN's
+Expected: compiled without a GPU, not measured: 9.6 GiB of state and 24.9 GiB of temporaries a GPU, with cuDNN's
 attention; no speed is known yet. The pipeline idles for 18.3% of the layers' time (computed).
 Data: your own text or shards, and DeepSeek V3's tokenizer.json in data.tokenizer.
 """

@@ -1,7 +1,7 @@
 """python -m launch.train --config=configs/llama3_70b_256.py --config.data.train=TEXT --config.data.validation=TEXT
 
 Hardware: 256 x H100 80 GB in 32 hosts, tensor=8 inside a host, 4 pipeline stages, 8 replicas (fsdp, ZeRO-1).
-Expected: compiled without a GPU, not measured: 10.3 GiB of state and 48.6 GiB of temporaries a GPU; no speed is known
+Expected: compiled without a GPU, not measured: 10.3 GiB of state and 36.0 GiB of temporaries a GPU; no speed is known
 yet. The pipeline idles for 2.3% of the layers' time (computed).
 Data: your own text or shards, and Llama 3's tokenizer.json in data.tokenizer.
 """

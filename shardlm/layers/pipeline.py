@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardlm.layers.stage_weights import cast_ahead
 from shardlm.mesh import manual_with_gradient, shard_map, without_axes
 from shardlm.rules import Rules
 
@@ -78,20 +79,25 @@ class Schedule:
         return (j % lap) // self.stages, j // lap * self.stages + j % self.stages, inside
 
 
-Stage = Callable[[Tree, jax.Array, Tree, jax.Array | None], tuple[jax.Array, Tree]]
-"""(weights [slots, ...], x [B, T, D], what else belongs to the microbatch, which slots hold a layer, bool [slots], or
-None for all) -> (x, sums to add up [slots, ...])."""
+Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree, jax.Array | None], tuple[jax.Array, Tree, Tree]]
+"""(held and masters [rounds * slots, ...] as stage_weights.py has them, the first slot, int32 scalar, x [B, T, D], what
+else belongs to the microbatch, which slots hold a layer, bool [slots], or None for all) -> (x, masters, sums to add up
+[slots, ...])."""
 
 
-def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy):
-    """x [B, T, D] through all layers; `extra` is a tree of [B, T] that goes along with its rows.
+def pipelined(
+    stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy, dtype
+):
+    """x [B, T, D] through all layers, which compute in the type `dtype`; `extra` is a tree of [B, T] that goes along
+    with its rows.
 
     weights are stacked [L, ...] at rest, "pipeline" in their specs; x and extra are split over the batch axes, the
     pipeline one among them. `stage` runs under `stage_rules(rules)`, and gets a zeroed `extra` while the pipeline fills
     and drains. `policy` says what of a stage the backward pass keeps (jax.checkpoint). Returns (x, the stage's sums
     over microbatches, stacked [L, ...]).
     """
-    weights = jax.tree.map(lambda a: to_stages(a, schedule), weights)
+    lay_out = functools.partial(jax.tree.map, lambda a: to_stages(a, schedule))
+    held = lay_out(cast_ahead(jax.lax.stop_gradient(weights), dtype))
     stream = split_rows(x, schedule.microbatches, rules, "seq", "embed")
     extra = jax.tree.map(lambda a: split_rows(a, schedule.microbatches, rules, "whole_seq"), extra)
     # Manual over the replicas too: they meet once, when the gradients leave, and not in every layer of every tick.
@@ -102,44 +108,45 @@ def pipelined(stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: 
         functools.partial(_run, stage, schedule, policy, replicas),
         in_specs=(own, shared),
         out_specs=(shared, own),
-        fixed_specs=shared,
+        fixed_specs=(shared, own),
     )
-    stream, sums = run(extra, weights, stream)
+    stream, sums = run((extra, held), lay_out(weights), stream)
     sums = jax.tree.map(lambda a: to_layers(a, schedule), sums)
     return join_rows(stream, rules, "seq", "embed"), sums
 
 
-def _run(stage: Stage, schedule: Schedule, policy, replicas, extra, weights, stream):
-    """One stage: weights [rounds, 1, slots, ...], stream [M / stages, B, T, D], extra of the same leading dimensions.
+def _run(stage: Stage, schedule: Schedule, policy, replicas, fixed, masters, stream):
+    """One stage: masters [rounds, 1, slots, ...], stream [M / stages, B, T, D]; fixed are (extra, held), of the leading
+    dimensions of stream and masters.
 
     Microbatch g * stages + p waits in slot g on stage p. It moves one stage down a tick until stage 0 takes it, and
     from the last stage the same way back to where it waited. These moves are linear, so that differentiating the scan
     keeps nothing of them.
     """
     S, R, slots = schedule.stages, schedule.rounds, schedule.slots
-    weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), weights)
+    extra, held = fixed
+    held, masters = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), (held, masters))
     share = stream.shape[0]
     extra = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), extra)  # [M, ...]
     me = jax.lax.axis_index("pipeline")
     up = [(s, (s + 1) % S) for s in range(S)]
     down = [((s + 1) % S, s) for s in range(S)]
 
-    # Taking a round's layers is part of what is recomputed: kept, they would be a copy of the weights for every tick
+    # Taking a layer's weights is part of what is recomputed: kept, they would be a copy of the weights for every tick
     # (Llama 3 8B in 4 stages and 2 rounds: 135 GiB a GPU instead of 28, compiled).
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def lap_of(weights, lap_round, x, mine):
-        own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, lap_round * slots, slots), weights)
-        held = schedule.held(lap_round * S + me) if schedule.short else None
-        return stage(weights if R == 1 else own, x, mine, held)
+    def lap_of(held, masters, lap_round, x, mine):
+        full = schedule.held(lap_round * S + me) if schedule.short else None
+        return stage(held, masters, lap_round * slots, x, mine, full)
 
     def tick(carry, i):
-        state, arriving, leaving, done, sums = carry
+        state, arriving, leaving, done, sums, masters = carry
         lap, last = i % (S * R), i - (S - 1)
         arriving = jnp.where(lap == 0, stream[jnp.minimum(i // (S * R), share - 1)], arriving)
         lap_round, microbatch, busy = schedule.job(i, me)
         x = jnp.where((me == 0) & (lap_round == 0), arriving, state)
         mine = jax.tree.map(lambda a: jnp.where(busy, a[microbatch % S * share + microbatch // S], 0), extra)
-        x, new = lap_of(weights, lap_round, x, mine)
+        x, masters, new = lap_of(held, masters, lap_round, x, mine)
         sums = jax.tree.map(lambda total, a: _add_at(total, a, lap_round), sums, new)
         leaving = jnp.where(me == S - 1, x, leaving)
         finished = (last >= 0) & (last % (S * R) == S * R - 1)
@@ -152,13 +159,13 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, extra, weights, str
         if R > 1:
             leaving = after(arriving, leaving)
         leaving = _while_in(last % (S * R) >= S * (R - 1), lambda a: jax.lax.ppermute(a, "pipeline", down), leaving, R)
-        return (state, arriving, leaving, done, sums), None
+        return (state, arriving, leaving, done, sums, masters), None
 
-    shapes = jax.eval_shape(lap_of, weights, 0, stream[0], jax.tree.map(lambda a: a[0], extra))[1]
+    shapes = jax.eval_shape(lap_of, held, masters, 0, stream[0], jax.tree.map(lambda a: a[0], extra))[2]
     sums = jax.tree.map(lambda s: jnp.zeros((R, *s.shape), s.dtype), shapes)
     empty = jnp.zeros_like(stream[0])
-    start = (empty, empty, empty, jnp.zeros_like(stream), sums)
-    (_, _, _, done, sums), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
+    start = (empty, empty, empty, jnp.zeros_like(stream), sums, masters)
+    (_, _, _, done, sums, _), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
     sums = jax.lax.psum(sums, replicas) if replicas else sums
     return done, jax.tree.map(lambda a: a[:, None], sums)
 

@@ -17,6 +17,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.param import Execution, Params
 from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
+from shardlm.layers.stage_weights import layer_of
 
 Aux = dict[str, jax.Array]
 Remat = Literal["none", "full", "dots", "names", "offload"]
@@ -86,16 +87,16 @@ class Stack(nnx.Module):
             return scan_blocks(graph, stacked, x, positions, ctx, pages, first_layer, execution)
         inside = dataclasses.replace(execution, rules=stage_rules(execution.rules))
 
-        def stage(state, x, rows, held):
+        def stage(held, masters, first, x, rows, full):
             own = {name: rows[name] for name in ("segment_ids", "weights")}
-            stage_ctx = dataclasses.replace(ctx, rules=inside.rules, held=held, **own)
-            x, _, aux = scan_blocks(graph, state, x, rows["positions"], stage_ctx, None, 0, inside)
-            return x, jax.tree.map(lambda a: a.reshape(-1, a.shape[0] // slots, *a.shape[1:]), aux)
+            stage_ctx = dataclasses.replace(ctx, rules=inside.rules, held=full, **own)
+            own = held, masters, first, schedule.slots
+            return scan_stage(graph, *own, x, rows["positions"], stage_ctx, inside)
 
         schedule = self.schedule(execution)
-        slots = schedule.slots
         rows = {"segment_ids": ctx.segment_ids, "positions": positions, "weights": ctx.weights}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
+        how["dtype"] = execution.dtype
         x, aux = run_stages(stage, stacked, x, rows, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
@@ -118,6 +119,22 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     unroll = execution.unroll or repeats
     (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)
     return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+
+
+def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Context, execution: Execution):
+    """One scan over the blocks of a pipeline's stage in a tick, under the remat policy: `slots` from `first` on, of
+    weights [n, ...] that stage_weights.py describes. Returns (x, masters, auxiliary values [slots, blocks that have
+    them, ...])."""
+
+    def layer(carry, index):
+        x, masters = carry
+        state, masters = layer_of(held, masters, first + index)
+        x, _, aux = run_repeat(graph, state, x, positions, ctx, None, 0, index, execution)
+        return (x, masters), aux
+
+    body = rematerialised(layer, execution.remat, held)
+    (x, masters), aux = jax.lax.scan(body, (x, masters), jnp.arange(slots), unroll=execution.unroll or slots)
+    return x, masters, aux
 
 
 def run_repeat(graph, state, x, positions, ctx: Context, pages: Pages | None, first_layer, index, execution: Execution):
@@ -167,11 +184,14 @@ def _all_but_weights(stacked):
     3 8B, 2 stages x 2 rounds, tensor=2, 4 microbatches: 28.4 GiB of temporaries, 20.0 without and without masks). Nor
     numbers of fp8: jax rounds what a policy keeps as if the largest exponent stood for infinity, so that e4m3's numbers
     above 240 become NaN (jax 0.10.2 and 0.11.2)."""
-    shapes = {a.shape[1:] for a in jax.tree.leaves(stacked)}
+    each = [a.shape[1:] for a in jax.tree.leaves(stacked)]
+    shapes = set(each)
 
     def policy(primitive, *avals, **params):
         if primitive.name == "dynamic_slice":
             return avals[0].shape[1:] not in shapes
+        if [a.shape[1:] for a in avals[: len(each)]] == each:
+            return False  # layer_of: a stage's layer
         if primitive.name not in ("convert_element_type", "reshard"):
             return True
         made = jnp.dtype(params.get("new_dtype", avals[0].dtype))

@@ -140,7 +140,8 @@ class StepCost:
 def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
     """The estimate for a step."""
     kernels = kernels_of(cluster, sketch.execution.attention)
-    return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels, IN_STAGES)
+    hidden = IN_STAGES[sketch.config.pipeline.schedule]
+    return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels, hidden)
 
 
 def cost_of(

@@ -20,9 +20,6 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         > SCORES * nbytes,
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
         "muon's temporaries are unknown (Llama 3 8B on 8 H100: 43 GiB)": config.optim.name == "muon",
-        "remat=none in pipeline stages is up to 8% off (8 layers in 2 stages; 70B in 4 and in 16: 1%)": (
-            config.remat == "none" and sketch.mesh.pipeline > 1
-        ),
         "remat=none keeps copies of few heads of keys over context: 13% more (70B, fsdp=8 x context=4 x tensor=8)": (
             config.remat == "none" and not ring and _copies(sketch) > 2
         ),

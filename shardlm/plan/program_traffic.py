@@ -179,22 +179,24 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
 
 
 def _to_stages(sketch: Sketch, moved: _Moved, held: float) -> Iterator[Sent]:
-    """`held` numbers of each device. Where the dimension that the stages take is split further, places are exchanged
-    first among as many neighbours as there are stages, and then all devices permute."""
+    """`held` numbers of each device, there as layers use them and back as float32 gradients. Where the dimension that
+    the stages take is split further, places are exchanged first among as many neighbours as there are stages, and then
+    all devices permute."""
     mesh, S = sketch.mesh, sketch.mesh.pipeline
     if not moved.staged:  # each has its layers among all, and all get the gradients of all
         yield moved.sent(("pipeline",), "from its stage", S * held * MASTER * share(S), GATHER)
         return
     if not moved.gathered:
-        yield moved.sent(("pipeline",), "to its stage", held * MASTER * share(S), EXCHANGE)
+        yield moved.sent(("pipeline",), "to its stage", held * moved.itemsize * share(S), EXCHANGE)
         yield moved.sent(("pipeline",), "from its stage", held * MASTER * share(S), EXCHANGE)
         return
     order = ("pipeline", *moved.gathered)
     innermost = next(order[i:] for i in reversed(range(len(order))) if mesh.size(*order[i:]) >= S)
     axes = ordered(mesh, set(innermost))
-    yield moved.sent(axes, "to its stage", held * MASTER * share(mesh.size(*axes)), EXCHANGE)
+    yield moved.sent(axes, "to its stage", held * moved.itemsize * share(mesh.size(*axes)), EXCHANGE)
     yield moved.sent(("pipeline",), "from its stage", held * MASTER * share(S), EXCHANGE)
-    yield moved.sent(ordered(mesh, set(order)), "to its stage and back: order", 2 * held * MASTER, PERMUTE, 2)
+    both = held * (moved.itemsize + MASTER)
+    yield moved.sent(ordered(mesh, set(order)), "to its stage and back: order", both, PERMUTE, 2)
 
 
 def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:

@@ -138,6 +138,8 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
     found["weights turned"] = parts.turned
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
+    if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and _sends_tokens(sketch):
+        zeros = max(one.rows for pattern in parts.layers for one in pattern)  # those of one buffer serve all
     found["experts"] = 3 * zeros if _moves_early(sketch) else zeros
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch; with gathers ahead, of two, as the loop is unrolled twice.
@@ -176,22 +178,28 @@ def _gathers_ahead(sketch: Sketch) -> bool:
 
 def _moves_early(sketch: Sketch) -> bool:
     """Whether what the next microbatch's rows are received in is made in this one, as its weights are gathered."""
-    exchanges = {
-        choose(sketch.mesh.expert, block.mlp.top_k) for block in sketch.shape.all_blocks() if block.mlp.num_experts
-    }
-    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and "all_to_all" in exchanges and _gathers_ahead(sketch)
+    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and _sends_tokens(sketch) and _gathers_ahead(sketch)
+
+
+def _sends_tokens(sketch: Sketch) -> bool:
+    """Whether tokens go to the devices of their experts, each to its own."""
+    moes = [block.mlp for block in sketch.shape.all_blocks() if block.mlp.num_experts]
+    return any(choose(sketch.mesh.expert, moe.top_k) == "all_to_all" for moe in moes)
 
 
 def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
     """What stages hold throughout."""
     if sketch.mesh.pipeline == 1:
         return {}
+    held = parts.resting * itemsize(sketch) / MASTER  # a stage's, cast once a step
     if sketch.schedule.both_ways:
         # Each stage has embedding and head whole over the axis.
         around = parts.around * (sketch.mesh.pipeline if "pipeline" in sketch.rules.rest.axes("embed") else 1)
-        return {"weights in use": parts.resting + around, "gradients": 2 * parts.resting + around}
+        # Sums over context, XLA makes of all the stage's layers at once, behind its loop over them.
+        summed = parts.whole if sketch.mesh.context > 1 else 0
+        return {"weights in use": held + around, "gradients": parts.resting + summed + around}
     rows = parts.layers[0][0].stream * sketch.passes / sketch.mesh.pipeline  # of all microbatches, outside the stages
-    return {"weights in use": parts.resting, "streams": 4 * rows}
+    return {"weights in use": held, "streams": 4 * rows}
 
 
 def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
@@ -204,7 +212,7 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
     # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
     extra = _begins_early(sketch) or size == WIDE
-    # In a pipeline of one round gradients of the first tick are begun.
+    # In a pipeline of one round half of the gradients' sums are begun.
     begun = mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
@@ -212,7 +220,7 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     again = one.queries + one.keys + one.output if both else 0
     return {
         "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
-        "gradients": parts.resting if begun else 0,
+        "gradients": parts.resting / 2 if begun else 0,
         "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
         "attention": one.mask + again,
         "streams": (5 * outside + 3.5 * ahead + 3.5 * both) * one.stream,
@@ -223,7 +231,8 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
 def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = _fullest(sketch, parts.layers)
-    found |= {"weights in use": parts.largest * (3 if parts.gathers else 1), "head": parts.around / 2}
+    many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
+    found |= {"weights in use": parts.largest * many, "head": parts.around / 2}
     found["attention"] += _scores_of_others(sketch, parts)
     if _moves_early(sketch):
         found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
@@ -233,14 +242,13 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1 and sketch.passes > 1 and _gathers_ahead(sketch):
         # Embedding and head of the next microbatch, and the embedding's gradient.
         found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
-    laps = sketch.config.pipeline.laps
     if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
-        # Gradients of a stage, and of a tick or of two rounds; where layers gather, a round's weights are copied first.
+        # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
         # The head's gradient waits whole; layers outside are made again meanwhile.
-        found["gradients"] = 2 * parts.resting
+        stacked = parts.resting * itemsize(sketch) / MASTER if sketch.config.pipeline.laps == 1 else 0
+        found["gradients"] = parts.resting + stacked
         found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
         found = _joined(found, _made_again_outside(sketch, parts))
-        found["weights in use"] += parts.resting / laps if laps > 1 and parts.gathers else 0
     return found
 
 

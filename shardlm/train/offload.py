@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.stage_weights import computed_in
 from shardlm.mesh import MeshSpec
 from shardlm.state import TrainState, on_device, on_host
 from shardlm.train.config import LocalSgdConfig, OffloadConfig
@@ -84,9 +85,8 @@ def _copy(path, a: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _copy_dtype(path, a: jax.Array, dtype: jnp.dtype) -> jnp.dtype:
-    """Layers cast their matrices to `dtype` first thing; embedding, head, norms and router count on float32."""
-    names = [str(getattr(part, "key", part)) for part in path]
-    return jnp.dtype(dtype if names[0] == "segments" and a.ndim > 2 and "router" not in names else a.dtype)
+    """As layers compute with it; embedding and head count on float32."""
+    return computed_in(path, a, dtype) if getattr(path[0], "key", path[0]) == "segments" else a.dtype
 
 
 def update(change: Callable, parts: tuple[Tree, ...], grads: Tree, *, by_layer: bool) -> tuple[Tree, ...]:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from shardlm.layers.context import Packed
 from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
 from shardlm.layers.stack import run_repeat
+from shardlm.layers.stage_weights import add_at, cast_ahead
 from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
 from shardlm.train.mtp import together
@@ -72,7 +73,8 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
         in_specs=(staged, whole, PartitionSpec("pipeline", replicas or None)),
         out_specs=((whole, whole, (whole, staged, whole)), (staged, whole)),
     )
-    (total, parts, (before, inside, behind)), (d_own, d_shared) = run(lay_out(own), everywhere, rows)
+    held = lay_out(cast_ahead(own, execution.dtype))
+    (total, parts, (before, inside, behind)), (d_own, d_shared) = run(held, everywhere, rows)
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
     inside = jax.tree.map(lambda a: to_layers(a, schedule), inside)
     inside = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), inside)
@@ -80,7 +82,8 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
 
 
 def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
-    """One stage: own [1, 1, slots, ...], shared in use on every stage, rows [M / stages, B, T]."""
+    """One stage: own [1, 1, slots, ...] as its layers compute with it, shared in use on every stage, rows [M / stages,
+    B, T]. Gradients are summed in float32."""
     S, M = stages.schedule.stages, stages.schedule.microbatches
     me = jax.lax.axis_index("pipeline")
     own = jax.tree.map(lambda a: a[0, 0], own)
@@ -93,30 +96,31 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
         return jax.tree.map(lambda a: jnp.where(real, a[jnp.clip(m, 0, M - 1)], 0), rows)
 
     def tick(carry, i):
-        arriving, d_arriving, kept, sums, grads = carry
+        arriving, d_arriving, kept, sums, d_own, d_shared = carry
         there, back = i - me, i - (2 * S - 2 - me)  # on the last stage the same
         leaving, inputs = forward(arriving, take(there))
         kept = jax.lax.dynamic_update_index_in_dim(kept, inputs, there % len(kept), 0)
         inputs, d_arriving, mine = after(leaving, (kept[back % len(kept)], d_arriving, take(back)))
-        found, new, d_leaving = backward(inputs, leaving, d_arriving, mine)
-        sums, grads = jax.tree.map(jnp.add, (sums, grads), (found, new))
+        found, d_own, new, d_leaving = backward(inputs, leaving, d_arriving, mine, d_own)
+        sums, d_shared = jax.tree.map(jnp.add, (sums, d_shared), (found, new))
         leaving = after(d_leaving, leaving)
         moved = jax.lax.ppermute(leaving, "pipeline", up), jax.lax.ppermute(d_leaving, "pipeline", down)
-        return (*moved, kept, sums, grads), None
+        return (*moved, kept, sums, d_own, d_shared), None
 
     x = jax.eval_shape(lambda s, r: _model(stages, own, s).embed(r["tokens"], r["positions"]), shared, take(0))
     empty = jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec)
     inputs = jnp.zeros((stages.schedule.slots, *x.shape), x.dtype, out_sharding=PartitionSpec(None, *x.sharding.spec))
-    found, *_ = jax.eval_shape(backward, inputs, empty, empty, take(0))
+    d_own = _zeros(jax.tree.map(lambda a: jax.typeof(a).update(dtype=jnp.promote_types(a.dtype, jnp.float32)), own))
+    found, *_ = jax.eval_shape(backward, inputs, empty, empty, take(0), d_own)
     kept = (2 * S - 1, *inputs.shape)
     kept = jnp.zeros(kept, x.dtype, out_sharding=PartitionSpec(None, None, *x.sharding.spec))
-    start = (empty, empty, kept, _zeros(found), _zeros((own, shared)))
-    (*_, sums, grads), _ = jax.lax.scan(tick, start, jnp.arange(stages.schedule.ticks))
+    start = (empty, empty, kept, _zeros(found), d_own, _zeros(shared))
+    (*_, sums, d_own, d_shared), _ = jax.lax.scan(tick, start, jnp.arange(stages.schedule.ticks))
     total, parts, (before, inside, behind) = sums
     inside = jax.lax.psum(inside, replicas) if replicas else inside
     sums = jax.lax.psum((total, parts, (before, behind)), ("pipeline", *replicas))
-    d_own = jax.lax.psum(grads[0], replicas) if replicas else grads[0]
-    d_shared = jax.lax.psum(grads[1], ("pipeline", *replicas))
+    d_own = jax.lax.psum(d_own, replicas) if replicas else d_own
+    d_shared = jax.lax.psum(d_shared, ("pipeline", *replicas))
     stacked = functools.partial(jax.tree.map, lambda a: a[None, None])
     return (sums[0], sums[1], (sums[2][0], stacked(inside), sums[2][1])), (stacked(d_own), d_shared)
 
@@ -132,9 +136,9 @@ def _forward(stages: Stages, me, own, shared, x, rows):
     return jax.lax.scan(lambda x, slot: (layer(slot[1], x, slot[0])[0][0], x), x, (slots, own), unroll=stages.unroll)
 
 
-def _backward(stages: Stages, me, own, shared, inputs, leaving, d_leaving, rows):
-    """Of one microbatch that has gone forward: (the stage's share of (total, parts, aux), gradients of (own, shared),
-    that of what came from the stage before, zero on the first one).
+def _backward(stages: Stages, me, own, shared, inputs, leaving, d_leaving, rows, d_own):
+    """Of one microbatch that has gone forward: (the stage's share of (total, parts, aux), d_own with its gradients of
+    `own`, its gradients of `shared`, that of what came from the stage before, zero on the first one).
 
     inputs   [slots, B, T, D], what `_forward` kept
     leaving  [B, T, D], what it returned; read by the last stage, whose two microbatches of a tick are the same
@@ -148,11 +152,11 @@ def _backward(stages: Stages, me, own, shared, inputs, leaving, d_leaving, rows)
         return d_x, total, found, d_shared
 
     def slot(carry, at):
-        d_x, total = carry
+        d_x, total, d_own = carry
         index, weights, x = at
         (_, own_total), back, aux = jax.vjp(lambda weights, x: layer(weights, x, index), weights, x, has_aux=True)
         d_weights, d_x = back((d_x, jnp.ones_like(own_total)))
-        return (d_x, total + own_total), (d_weights, aux)
+        return (d_x, total + own_total, add_at(d_own, d_weights, index)), aux
 
     def first(d_x):
         (_, total), back, before = jax.vjp(lambda shared: _before(stages, own, shared, rows), shared, has_aux=True)
@@ -164,12 +168,12 @@ def _backward(stages: Stages, me, own, shared, inputs, leaving, d_leaving, rows)
     d_x, total, (parts, behind), d_last = _only_if(me == S - 1, last, skip, leaving, d_leaving)
     inputs, rows = after(d_x, (inputs, rows))
     layer = _layer(stages, me, shared, rows)
-    start = d_x, jnp.zeros_like(total)
+    start = d_x, jnp.zeros_like(total), d_own
     how = {"reverse": True, "unroll": stages.unroll}
-    (d_x, inside_total), (d_own, inside) = jax.lax.scan(slot, start, (slots, own, inputs), **how)
+    (d_x, inside_total, d_own), inside = jax.lax.scan(slot, start, (slots, own, inputs), **how)
     d_x, before_total, before, d_first = _only_if(me == 0, first, lambda d_x: d_x, d_x)
     d_shared = jax.tree.map(jnp.add, d_first, d_last)
-    return (before_total + inside_total + total, parts, (before, inside, behind)), (d_own, d_shared), d_x
+    return (before_total + inside_total + total, parts, (before, inside, behind)), d_own, d_shared, d_x
 
 
 def _layer(stages: Stages, me, shared, rows):

@@ -14,7 +14,7 @@ from shardlm.models.mixtral import MixtralConfig
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.cost import StepCost, step_cost
-from shardlm.plan.overlap import IN_STAGES, overlapped
+from shardlm.plan.overlap import IN_STAGES, SUMS_IN_STAGES, overlapped
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import GATHER, PERMUTE, REDUCE, SCATTER, Sent
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
@@ -58,24 +58,41 @@ def test_stages_hide_few_of_their_gathers_and_no_moves_of_weights_to_them():
         if one.sent.beside and one.sent.axes in hidden and one.sent.why.startswith("segments"):
             hidden[one.sent.axes] += one.hidden_seconds
             whole[one.sent.axes] += one.seconds
-    assert 0 < hidden["fsdp",] <= IN_STAGES * whole["fsdp",]
+    assert 0 < hidden["fsdp",] <= IN_STAGES["circular"] * whole["fsdp",]
     assert hidden["pipeline", "fsdp"] == 0 < whole["pipeline", "fsdp"]
 
 
 @pytest.mark.parametrize("schedule,rounds", [("gpipe", 1), ("circular", 2), ("1f1b", 1)])
-def test_what_a_tick_does_to_the_weights_of_its_stage_by_hand(schedule, rounds):
+def test_what_a_tick_does_to_the_weights_of_its_stage_and_to_what_it_keeps_by_hand(schedule, rounds):
     config = meshed(accumulation=4, pipeline=2, data=4, batch=16, rules="replicated")
     config = dataclasses.replace(config, pipeline=PipelineConfig(schedule, rounds), remat="full")
     sketch = Sketch.of(config, H100)
-    (op,) = [op for op in operations(sketch) if op.what == "weights of a stage"]
+    op, kept = (op for op in operations(sketch) if op.what.endswith("of a stage"))
+    assert (op.what, kept.what) == ("weights of a stage", "stacks of a stage")
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096  # attention, MLP and norms of Llama 3 8B
-    stage = 16 * layer * 4  # float32
-    one = stage / rounds
-    copied, zeros = (2 * one, stage + one) if rounds > 1 else (0, 0)
-    assert op.hbm_bytes == pytest.approx(copied + 1.5 * one)  # float32 read, bfloat16 written
-    assert op.gradient_bytes == pytest.approx(op.hbm_bytes + 1.5 * one + zeros + 3 * stage)
-    assert (op.forward, op.count, op.in_stages) == (4 * rounds, 8 * rounds, True)
-    assert not [op for op in operations(sketch, ours=False) if op.what == "weights of a stage"]
+    one = 16 * layer / rounds
+    assert op.hbm_bytes == pytest.approx(4 * one)  # bfloat16 read and written
+    # Of the float32 sum, copied out and then added to.
+    assert op.gradient_bytes == pytest.approx(4 * one + (8 + 2 + 8) * one)
+    stream = 2 * sketch.tokens * 4096  # each layer's input, in bfloat16
+    assert kept.hbm_bytes == kept.gradient_bytes == pytest.approx(4 * stream * 16 / rounds)
+    for found in (op, kept):
+        assert (found.forward, found.count, found.in_stages) == (4 * rounds, 8 * rounds, True)
+    assert not [op for op in operations(sketch, ours=False) if op.what.endswith("of a stage")]
+
+
+def test_stages_of_one_f_one_b_hide_more_and_sums_in_every_tick_are_hidden_by_the_tick():
+    circular = meshed(256, accumulation=8, pipeline=2, fsdp=32)
+    shares = []
+    for schedule in ("circular", "1f1b"):
+        config = dataclasses.replace(circular, pipeline=PipelineConfig(schedule, 1))
+        gathers = [one for one in cost(config).comms if one.sent.kind == GATHER and one.sent.count > 1]
+        staged = [one for one in gathers if one.sent.axes == ("fsdp",) and one.sent.why.startswith("segments")]
+        shares.append(sum(one.hidden_seconds for one in staged) / sum(one.seconds for one in staged))
+    assert 0 < shares[0] <= IN_STAGES["circular"] < shares[1] <= IN_STAGES["1f1b"]
+    comms = cost(meshed(64, accumulation=8, pipeline=2, context=32, rules="zero1")).comms
+    sums = [one for one in comms if one.sent.axes == ("context",) and one.sent.why.endswith("sum of gradients")]
+    assert sums and all(one.hidden_seconds == pytest.approx(SUMS_IN_STAGES * one.seconds) for one in sums)
 
 
 def test_remat_repeats_the_forward_pass_but_its_last_product():
