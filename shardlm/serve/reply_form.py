@@ -3,19 +3,23 @@
 The free part ends with given texts, which tokens need not respect: a token that would end it and go on is forbidden, so
 that the grammar begins with a token. Where only a reply with a certain beginning is free, its first tokens may be that
 beginning or what the grammar allows. No jax.
+
+A form says how long the same rule holds: tokens that are free alike may be sampled several at a time, and are dropped
+from the one on that is not (scheduler.py). In its free part a form seldom changes the rule before its end.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
 from shardlm.serve.grammar import Grammar, GrammarCompiler, Kind
-from shardlm.serve.sampling_params import StructuredOutputs
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.text_progress import TextProgress
-from shardlm.tokenizer import Tokenizer
+from shardlm.tokenizer import DecodeStream, Tokenizer
 
 SPACE = 4  # characters at most before a beginning
+FREE = 0  # the rule that forbids nothing
 FREE_PARTS = 16  # that are remembered; a server has two
 
 
@@ -34,6 +38,8 @@ class FreePart:
         self._whole = [id for id in self._ending if last in token_texts[id][:-1]]
         self._first = opening[:1]
         self._beyond: dict[tuple[int, int], np.ndarray] = {}
+        self._rules: dict[tuple[int, int], int] = {}
+        self._numbers: dict[bytes, int] = {b"": FREE}
         self._openers: dict[tuple[int, str], np.ndarray] = {}
         self.beyond((0, 0))  # now, and not while others wait for the engine's thread
         if opening:
@@ -58,6 +64,12 @@ class FreePart:
             found = [id for id in sorted(near) if self.follow(place, self._texts[id][:-1])[1] is not None]
             self._beyond[place] = np.array(found, np.int64)
         return self._beyond[place]
+
+    def rule(self, place: tuple[int, int]) -> int:
+        """A number for what is forbidden here, equal where the same is."""
+        if place not in self._rules:
+            self._rules[place] = self._numbers.setdefault(self.beyond(place).tobytes(), len(self._numbers))
+        return self._rules[place]
 
     def _finishing(self, number: int, matched: int) -> list[int]:
         """Tokens that go on from here to the end of the last text."""
@@ -100,9 +112,21 @@ class ReplyForm:
         self._instead: Grammar | None = grammar.copy() if self._said is not None else None  # if it is none
 
     @property
+    def rule(self) -> Hashable | None:
+        """What the next token is held to, equal where it is the same; None: another one for each token."""
+        if self._place is None or self._said is not None:
+            return None
+        return self._free.rule(self._place)
+
+    @property
     def grammar(self) -> Grammar | None:
         """That the next token is held to; None: to none."""
         return self._grammar if self._place is None else self._instead
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it follows the reply's text, up to the end of the free part."""
+        return self._place is not None
 
     @property
     def complete(self) -> bool:
@@ -128,18 +152,22 @@ class ReplyForm:
             bits[:] = 0
         bits |= _bits(self._free.openers(self._said), bits)
 
-    def consume(self, tokens: Sequence[int], texts: Sequence[str]) -> None:
-        """Moves on by tokens of the reply, and the text that each completed; a stop token may be the last, without
-        text. Raises ShardlmError for a token that is not allowed."""
-        for i, token in enumerate(tokens):
+    def read(self, tokens: Iterable[int], texts: Iterable[str]) -> int:
+        """Moves on by tokens of the reply that were sampled under one rule, and the text that each completed; a stop
+        token may be the last. Returns how many count: up to the one after which another rule holds. No text after that
+        one's is taken. Raises ShardlmError for a token that is not allowed."""
+        before, count = self.rule, 0
+        for token, text in zip(tokens, texts, strict=False):
+            count += 1
             if self._place is None:
-                self._grammar.consume(tokens[i:])
-                return
-            text = texts[i] if i < len(texts) else ""
-            if self._said is None:
+                self._grammar.consume([token])
+            elif self._said is None:
                 self._go_on(text)
             else:
                 self._open(token, text)
+            if before is None or self.rule != before:
+                break
+        return count
 
     def _open(self, token: int, text: str) -> None:
         said = self._said + text
@@ -182,6 +210,10 @@ class FormCompiler:
         name = next(name for name in kinds if getattr(params, name) is not None)
         grammar = self._grammars.compile(kinds[name], getattr(params, name))
         return ReplyForm(grammar, self._free_part(params) if params.after else None)
+
+    def stream(self, form: ReplyForm, params: SamplingParams) -> DecodeStream | None:
+        """What the form reads the text of its reply from; None where it reads none."""
+        return self._tokenizer.stream(skip_special=params.skip_special_tokens) if form.reads_text else None
 
     def fill(self, masks: np.ndarray, forms: Sequence[tuple[int, ReplyForm]]) -> None:
         """Writes what may come next into rows of masks int32 [B, ceil(V / 32)]."""
