@@ -113,9 +113,17 @@ class Engine:
         self._prompt_tokens += len(group.output.prompt_token_ids)
 
     def compile_form(self, params: SamplingParams) -> ReplyForm | None:
-        """Of params.structured_outputs; slow for large ones, and safe on another thread. Raises ShardlmError."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self._forms.wanted(wanted)
+        """Of params.structured_outputs and thinking_token_budget; slow for large grammars, and safe on another thread.
+        Raises ShardlmError."""
+        wanted, budget = params.structured_outputs, params.thinking_token_budget
+        if budget is not None and params.thoughts is None:
+            raise ShardlmError(
+                f"thinking_token_budget={budget}, and it is not known how this model marks its thoughts; give "
+                "SamplingParams(thoughts=Thoughts(...)) too, as LLM(reasoning_parser=...) does"
+            )
+        if budget is None:
+            return None if wanted is None else self._forms.wanted(wanted)
+        return self._forms.wanted(wanted, params.thoughts, budget)
 
     @functools.cached_property
     def _forms(self) -> FormCompiler:
@@ -269,7 +277,8 @@ class Engine:
                 continue
             kept = reply.read(tokens[n, : counts[n]].tolist())
             later = request.most_in_flight - row.samples
-            if kept < counts[n] or (later and reply.rule != reply.sent):
+            ahead = reply.form.ahead
+            if kept < counts[n] or (later and (reply.rule != reply.sent or (ahead is not None and later > ahead))):
                 back.add(n)
             counts[n] = kept
         return counts, back

@@ -58,11 +58,14 @@ class Reply:
     @property
     def bound(self) -> int:
         """Of Request.bound."""
-        return 0 if self.rule is None else UNBOUNDED
+        if self.rule is None:
+            return 0
+        ahead = self.form and self.form.ahead
+        return UNBOUNDED if ahead is None else len(self.request.tokens) + ahead
 
     def read(self, tokens: Sequence[int]) -> int:
         """How many of the tokens that were sampled under the rule `sent` count; the form moves on by them."""
-        texts = map(self.stream.step, tokens) if self.stream else itertools.repeat("")
+        texts = map(self.stream.step, tokens) if self.form.reads_text else itertools.repeat("")
         try:
             return self.form.read(tokens, texts)
         except Exception as error:  # told when they have landed

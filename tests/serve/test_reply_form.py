@@ -120,7 +120,7 @@ def test_no_token_that_goes_on_is_overlooked():
     rng = np.random.default_rng(1)
     texts = ["".join(rng.choice(list("aab"), rng.integers(0, 7))) for _ in range(3000)]
     for after in (("aabaa",), ("a",), ("ab", "ba"), ("aa", "a")):
-        free, places = FreePart(texts, after, ""), 0
+        free, places = FreePart(texts, after), 0
         for number, text in enumerate(after):
             for matched in range(len(text)):
                 place, places = (number, matched), places + 1
