@@ -12,6 +12,7 @@ from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class Service(Serving):
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.unanswered = 0  # prompts in the engine that have had no output yet
+        self.long_texts = LongTexts()
         self.updating: asyncio.Future | None = None  # the last reading of other weights
 
     async def drain(self) -> None:

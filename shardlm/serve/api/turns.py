@@ -133,7 +133,7 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
             tools = dataclasses.replace(tools, parser=PlainParser)  # calls are on a channel of their own
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
-    tokens = await conversation.tokens(llm, text, encode, params.truncate_prompt_tokens is not None)
+    tokens = await conversation.tokens(service, text, encode, params.truncate_prompt_tokens is not None)
     replies = await call.replies([tokens], params, request.priority or 0, request.cache_salt or "")
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
