@@ -17,6 +17,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.serve.build import build, template_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
+from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
 from shardlm.serve.prompts import Prompt, check_length, read
@@ -60,6 +61,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer = engine.tokenizer
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._long_texts = LongTexts()
         self._dead: BaseException | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -87,7 +89,9 @@ class AsyncLLM:
         params = sampling_params
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
         form = None
-        if params.structured_outputs is not None:  # a large grammar takes a second: not on the engine's thread
+        if (
+            params.structured_outputs or params.thinking_token_budget is not None
+        ):  # a large grammar takes a second: not on the engine's thread
             form = await asyncio.to_thread(self._engine.compile_form, params)
         stream = _Stream(asyncio.get_running_loop())
         options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt}
@@ -169,7 +173,7 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > SHORT:
             await asyncio.to_thread(check_length, text, self.tokenizer, self.max_model_len, truncates)
-            return await asyncio.to_thread(read, prompt, self.tokenizer)
+            return await self._long_texts.run(len(text) * truncates, read, prompt, self.tokenizer)
         return read(prompt, self.tokenizer)
 
     # On the engine's thread.

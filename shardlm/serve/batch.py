@@ -26,6 +26,7 @@ class Row(NamedTuple):
     samples: int
     tokens: array | None
     fresh: bool  # the first row of this request in this slot: the slot's state on the device starts anew
+    again: bool = False  # a decode from the tokens that are known: what the slot sampled after them is dropped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -83,8 +83,7 @@ class DeterministicRunner(Runner):
         return {
             "tokens": (run, (TokenRows(self._where()), np.int32(1))),
             "begin": (lambda params, *rest: (token_rows.begin(*rest),), settings),
-            "counts": shared["counts"],
-            "allowed": shared["allowed"],
+            **{key: shared[key] for key in ("counts", "allowed", "last")},
         }
 
     def start(
@@ -95,8 +94,7 @@ class DeterministicRunner(Runner):
     ) -> Started:
         """As Runner.start."""
         for row in batch.rows:
-            if row.fresh:
-                self._begin(row, settings[row.request.id])
+            self._prepare(row, settings[row.request.id])
         self._allow(masks)
         parts = _in_parts(_tokens(batch), self._part)
         described = [self._where(batch, tokens) for tokens in parts]

@@ -22,7 +22,7 @@ from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
-from shardlm.serve.reply_form import FormCompiler, ReplyForm
+from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner, Started
 from shardlm.serve.sampling_params import SamplingParams
@@ -113,9 +113,17 @@ class Engine:
         self._prompt_tokens += len(group.output.prompt_token_ids)
 
     def compile_form(self, params: SamplingParams) -> ReplyForm | None:
-        """Of params.structured_outputs; slow for large ones, and safe on another thread. Raises ShardlmError."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self._forms.wanted(wanted)
+        """Of params.structured_outputs and thinking_token_budget; slow for large grammars, and safe on another thread.
+        Raises ShardlmError."""
+        wanted, budget = params.structured_outputs, params.thinking_token_budget
+        if budget is not None and params.thoughts is None:
+            raise ShardlmError(
+                f"thinking_token_budget={budget}, and it is not known how this model marks its thoughts; give "
+                "SamplingParams(thoughts=Thoughts(...)) too, as LLM(reasoning_parser=...) does"
+            )
+        if budget is None:
+            return None if wanted is None else self._forms.wanted(wanted)
+        return self._forms.wanted(wanted, params.thoughts, budget)
 
     @functools.cached_property
     def _forms(self) -> FormCompiler:
@@ -123,8 +131,7 @@ class Engine:
 
     def _reply(self, id, prompt, params, form, index: int, priority: int, salt: str, group: Group) -> Reply:
         words = BadWords.make(params.bad_words, self.tokenizer)
-        lockstep = bool(words.several) or params.allowed_token_ids is not None
-        request = Request(id, prompt, params, self.stop_ids, priority=priority, salt=salt, lockstep=lockstep)
+        request = Request(id, prompt, params, self.stop_ids, priority=priority, salt=salt)
         settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, words.single, index)
         detokenizer = Detokenizer(
             self.tokenizer,
@@ -135,7 +142,10 @@ class Engine:
         )
         output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
         own = form.copy() if form and params.n > 1 else form
-        return Reply(request, settings, detokenizer, own, words, output, group)
+        stream = self._forms.stream(form, params) if form else None
+        reply = Reply(request, settings, detokenizer, own, words, output, group, stream)
+        request.bound, request.revocable = reply.bound, form is not None
+        return reply
 
     def abort(self, id: str) -> RequestOutput | None:
         """Ends a request with the reason "abort" and frees its pages at once; None where there is none."""
@@ -205,10 +215,16 @@ class Engine:
 
     def _start(self, batch: ScheduledBatch) -> None:
         settings = {row.request.id: self._replies[row.request.id].settings for row in batch.rows}
-        held = [row for row in batch.rows if row.request.lockstep and row.samples]
-        replies = [self._replies[row.request.id] for row in held]
+        replies, slots = [], []
+        for row in batch.rows:
+            reply = self._replies[row.request.id]
+            if row.fresh:
+                reply.sent = FREE
+            if row.samples and reply.masked and ((rule := reply.rule) is None or rule != reply.sent):
+                replies.append(reply)
+                slots.append(row.slot)
+                reply.sent = rule
         masks = allowed_next(replies, self._vocab, lambda masks, forms: self._forms.fill(masks, forms))
-        slots = [row.slot for row in held]
         self._started.append(self.runner.start(batch, settings, list(zip(slots, masks, strict=True))))
 
     def collect(self) -> list[RequestOutput]:
@@ -232,12 +248,14 @@ class Engine:
         sampled = started.sampled()
         collect_scores(started, self._replies, self.tokenizer)
         collect_embeddings(started, self._replies)
-        for request, row, tokens in self.scheduler.land(started.batch, sampled.token, self._counts(started)):
+        counts, back = self._read(started.batch, sampled.token, self._counts(started))
+        for request, row, tokens in self.scheduler.land(started.batch, sampled.token, counts, back):
             reply = self._replies.get(request.id)
             if reply is None:  # aborted while the batch was under way
                 continue
             moved[reply.group.output.request_id] = reply.group.output
             try:
+                request.bound = reply.bound
                 self._generated_tokens += take(reply, tokens, sampled, row, self.scheduler, self.tokenizer)
                 if request.finished:
                     self._close(reply)
@@ -248,6 +266,22 @@ class Engine:
         for output in moved.values():
             if not output.finished:
                 self._finish(self._groups[output.request_id])
+
+    def _read(self, batch: ScheduledBatch, tokens: np.ndarray, counts: np.ndarray | None) -> tuple:
+        """(how many tokens of each row count, which rows' later ones are taken back), as forms say what may follow."""
+        counts = np.array([row.samples for row in batch.rows]) if counts is None else counts
+        back = set()
+        for n, row in enumerate(batch.rows):
+            reply, request = self._replies.get(row.request.id), row.request
+            if not row.samples or reply is None or reply.form is None or not self.scheduler.awaits(batch, request):
+                continue
+            kept = reply.read(tokens[n, : counts[n]].tolist())
+            later = request.most_in_flight - row.samples
+            ahead = reply.form.ahead
+            if kept < counts[n] or (later and (reply.rule != reply.sent or (ahead is not None and later > ahead))):
+                back.add(n)
+            counts[n] = kept
+        return counts, back
 
     def _recover(self, error: Exception, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """After `error` at a batch, or before there was one: the request that has ended with it, if it is known. The
@@ -331,7 +365,7 @@ class Engine:
         tally = started.tally() if self._speculation else None
         if tally is None:
             return None
-        live = [not row.request.finished for row in started.batch.rows[: len(tally.made)]]
+        live = [self.scheduler.awaits(started.batch, row.request) for row in started.batch.rows[: len(tally.made)]]
         steps, drafted, accepted = (a[live].sum(axis=0) for a in (tally.steps, tally.drafted, tally.accepted))
         new = (int(steps), int(drafted), tuple(accepted.tolist()))
         self._speculation = self._speculation.plus(SpeculationStats(*new))

@@ -61,11 +61,11 @@ class Holdings:
 
     def drop(self, request: Request) -> None:
         """Gives on the pages that only tokens before the next one to run can see; the next batch may write them."""
-        if self.pages.drops(request.id, request.start):
+        if self.pages.drops(request.id, request.least_start):
             self._remember(request)
-            self.pages.drop(request.id, request.start)
+            self.pages.drop(request.id, request.least_start)
             for group, row in enumerate(self._table[request.slot]):
-                row[: self.pages.first(group, request.start)] = 0
+                row[: self.pages.first(group, request.least_start)] = 0
 
     def release(self, request: Request) -> None:
         """Gives the slot and the pages on; full pages of known tokens stay cached."""

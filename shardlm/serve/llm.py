@@ -5,21 +5,23 @@ import functools
 import itertools
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.mesh import MeshSpec
 from shardlm.progress_bar import count_bar
 from shardlm.serve import prompts as prompt_forms
-from shardlm.serve.build import build
+from shardlm.serve.api.reasoning.choose import bounded, choose
+from shardlm.serve.build import build, template_of
 from shardlm.serve.defaults import recommended
 from shardlm.serve.live_weights import new_draft, new_weights
-from shardlm.serve.messages import rendered
+from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.thoughts import Thoughts
 from shardlm.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -37,12 +39,14 @@ class LLM:
         data_parallel_size: int = 1,
         mesh: MeshSpec | None = None,
         seed: int | None = None,
+        reasoning_parser: str = "auto",
         **options,
     ):
         """Loads a Hugging Face folder, adapters or a run, and compiles its programs.
 
         Args:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
+          reasoning_parser: how replies mark their thoughts, for thinking_token_budget, as of launch.serve.
           options: fields of EngineConfig (build.py): max_model_len, block_size, quantization, ...
 
         Raises: ShardlmError for what does not fit or is not there.
@@ -53,6 +57,7 @@ class LLM:
         self._usual = recommended(self._opened.generation)
         self._ids = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)
+        self._reasoning = choose(reasoning_parser, template_of(self._opened), self.tokenizer)
 
     def generate(
         self,
@@ -68,7 +73,12 @@ class LLM:
         that cannot be served, and EngineError where the engine ended."""
         every = prompt_forms.several(prompts)
         texts = [prompt_forms.read(one, self.tokenizer) for one in every]
-        return self._run(texts, sampling_params, use_tqdm, priority, _embed)
+
+        def of_text(prompt: int) -> Thoughts:
+            ids, text = texts[prompt]
+            return self._reasoning.of_text(self.tokenizer.decode(ids, skip_special=False) if text is None else text)
+
+        return self._run(texts, sampling_params, use_tqdm, of_text, priority, _embed)
 
     def chat(
         self,
@@ -86,8 +96,15 @@ class LLM:
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
-        texts = [write(one) for one in ([messages] if messages and isinstance(messages[0], Mapping) else messages)]
-        return self._run([(self.tokenizer.encode(text), text) for text in texts], sampling_params, use_tqdm)
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [write(one) for one in chats]
+
+        def of_chat(prompt: int) -> Thoughts | None:
+            last = chats[prompt][-1].get("content") if continue_final_message else None
+            begun = plain_text(last, "messages") or "" if continue_final_message else None
+            return self._reasoning.of(texts[prompt], begun, ()).thoughts
+
+        return self._run([(self.tokenizer.encode(text), text) for text in texts], sampling_params, use_tqdm, of_chat)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each prompt but the first, given those before it. Raises EngineError
@@ -121,11 +138,14 @@ class LLM:
         texts: Sequence[tuple[Sequence[int], str | None]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         shown: bool,
+        thoughts: Callable[[int], Thoughts | None],
         priority: Sequence[int] | None = None,
         embed: bool = False,
     ) -> list[RequestOutput]:
+        """`thoughts`: of the replies to a prompt, by its number."""
         each = [
-            self._seeded(one) for one in prompt_forms.params_of(params, self.get_default_sampling_params(), len(texts))
+            bounded(self._reasoning, self._seeded(one), lambda _, number=number: thoughts(number))
+            for number, one in enumerate(prompt_forms.params_of(params, self.get_default_sampling_params(), len(texts)))
         ]
         turns = prompt_forms.priorities_of(priority, len(texts))
         ids = [f"request-{next(self._ids)}" for _ in texts]

@@ -214,6 +214,15 @@ def set_allowed(state: ServeState, slot: jax.Array, allowed: jax.Array) -> Serve
     return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=new))
 
 
+def set_last(state: ServeState, slot: jax.Array, token: jax.Array, position: jax.Array) -> ServeState:
+    """The last tokens of slots and their positions, int32 [R] each, where what was sampled after them is dropped."""
+    slots = state.slots
+    new = dataclasses.replace(
+        slots, last=slots.last.at[slot].set(token), position=slots.position.at[slot].set(position)
+    )
+    return dataclasses.replace(state, slots=new)
+
+
 def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)

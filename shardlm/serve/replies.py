@@ -2,7 +2,8 @@
 which is log-probabilities and embeddings."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,22 @@ from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
 from shardlm.serve.programs import Ranked
-from shardlm.serve.reply_form import ReplyForm
-from shardlm.serve.request import Request
+from shardlm.serve.reply_form import FREE, ReplyForm
+from shardlm.serve.request import UNBOUNDED, Request
 from shardlm.serve.runner import Started
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
-from shardlm.tokenizer import Tokenizer
+from shardlm.tokenizer import DecodeStream, Tokenizer
 
 
 @dataclasses.dataclass
 class Reply:
-    """One reply under way: what the scheduler, the device and the text know of it."""
+    """One reply under way: what the scheduler, the device and the text know of it.
+
+    stream   the text of its tokens for the form, which reads them before the detokenizer
+    sent     the rule of the mask that its slot has
+    failed   why the form could not go on
+    """
 
     request: Request
     settings: RequestSettings
@@ -31,6 +37,40 @@ class Reply:
     bad_words: BadWords
     output: CompletionOutput
     group: "Group"
+    stream: DecodeStream | None = None
+    sent: Hashable = FREE
+    failed: Exception | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether tokens may be forbidden by what was said before."""
+        allowed = self.request.params.allowed_token_ids
+        return self.form is not None or allowed is not None or bool(self.bad_words.several)
+
+    @property
+    def rule(self) -> Hashable | None:
+        """What the next token is held to, equal where it is the same; None: another one for each token."""
+        own = FREE if self.form is None else self.form.rule
+        if self.bad_words.several or own is None:
+            return None
+        return own if self.request.params.allowed_token_ids is None else (own, "allowed_token_ids")
+
+    @property
+    def bound(self) -> int:
+        """Of Request.bound."""
+        if self.rule is None:
+            return 0
+        ahead = self.form and self.form.ahead
+        return UNBOUNDED if ahead is None else len(self.request.tokens) + ahead
+
+    def read(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens that were sampled under the rule `sent` count; the form moves on by them."""
+        texts = map(self.stream.step, tokens) if self.form.reads_text else itertools.repeat("")
+        try:
+            return self.form.read(tokens, texts)
+        except Exception as error:  # told when they have landed
+            self.failed = error
+            return len(tokens)
 
 
 @dataclasses.dataclass
@@ -61,7 +101,6 @@ def take(reply: Reply, tokens: list[int], sampled: Ranked, row: int, scheduler: 
     grammar ends it, its end. Returns how many of them belong to it."""
     request, output = reply.request, reply.output
     ended_by_token = request.finish_reason == "stop"
-    before = reply.detokenizer.num_tokens
     output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
     kept = len(tokens)
     if reply.detokenizer.stopped is not None:
@@ -69,7 +108,7 @@ def take(reply: Reply, tokens: list[int], sampled: Ranked, row: int, scheduler: 
         kept = count - len(output.token_ids)
         scheduler.finish(request, "stop", stop_reason=reply.detokenizer.stopped, num_generated=count)
     elif reply.form is not None and tokens:
-        _follow_form(reply, tokens, reply.detokenizer.pieces[before:], scheduler)
+        _end_with_form(reply, scheduler)
     logprobs = sampled.logprob[row, :kept].tolist()
     output.token_ids += tokens[:kept]
     output.cumulative_logprob += sum(logprobs)
@@ -84,13 +123,12 @@ def take(reply: Reply, tokens: list[int], sampled: Ranked, row: int, scheduler: 
     return kept
 
 
-def _follow_form(reply: Reply, tokens: list[int], texts: list[str], scheduler: Scheduler) -> None:
-    try:
-        reply.form.consume(tokens, texts)
-    except ShardlmError:  # too complex to go on (grammar.py): what there is stands
+def _end_with_form(reply: Reply, scheduler: Scheduler) -> None:
+    if isinstance(reply.failed, ShardlmError):  # too complex to go on (grammar.py): what there is stands
         scheduler.finish(reply.request, "abort")
-        return
-    if reply.form.complete and not reply.request.finished:
+    elif reply.failed is not None:
+        raise reply.failed
+    elif reply.form.complete and not reply.request.finished:
         scheduler.finish(reply.request, "stop")
 
 

@@ -1,21 +1,32 @@
-"""What a reply is held to, and from where on: a grammar, after a part that is free, as thoughts before an answer are.
+"""What a reply is held to, and from where on: a grammar or none, after a part that is free, as thoughts before an
+answer are.
 
 The free part ends with given texts, which tokens need not respect: a token that would end it and go on is forbidden, so
 that the grammar begins with a token. Where only a reply with a certain beginning is free, its first tokens may be that
 beginning or what the grammar allows. No jax.
+
+Free parts may have a limit: so many tokens, after which those of the text that ends them are the only ones allowed.
+
+A form says how long the same rule holds: tokens that are free alike may be sampled several at a time, and are dropped
+from the one on that is not (scheduler.py). In its free part a form seldom changes the rule before its end.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
+from shardlm.errors import ShardlmError
 from shardlm.serve.grammar import Grammar, GrammarCompiler, Kind
-from shardlm.serve.sampling_params import StructuredOutputs
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.text_progress import TextProgress
-from shardlm.tokenizer import Tokenizer
+from shardlm.serve.thoughts import Thoughts
+from shardlm.tokenizer import DecodeStream, Tokenizer
 
-SPACE = 4  # characters at most before a beginning
+SPACE = 4  # characters at most before a beginning, where a grammar may follow instead
+FREE = 0  # the rule that forbids nothing
 FREE_PARTS = 16  # that are remembered; a server has two
 
 
@@ -26,17 +37,21 @@ class FreePart:
     characters are there.
     """
 
-    def __init__(self, token_texts: Sequence[str], after: Sequence[str], opening: str):
-        self.after, self.opening = tuple(after), opening
+    def __init__(self, token_texts: Sequence[str], after: Sequence[str], openings: Sequence[str] = ()):
+        """Without texts of tokens nothing is forbidden: for what no grammar follows."""
+        self.after, self.openings = tuple(after), tuple(openings)
         self._texts = token_texts
+        self._space = SPACE if token_texts else sys.maxsize
         last = self.after[-1]
         self._ending = [id for id, text in enumerate(token_texts) if last[-1] in text[:-1]]  # that may end it and go on
         self._whole = [id for id in self._ending if last in token_texts[id][:-1]]
-        self._first = opening[:1]
+        self._first = "".join({opening[0] for opening in self.openings})
         self._beyond: dict[tuple[int, int], np.ndarray] = {}
+        self._rules: dict[tuple[int, int], int] = {}
+        self._numbers: dict[bytes, int] = {b"": FREE}
         self._openers: dict[tuple[int, str], np.ndarray] = {}
         self.beyond((0, 0))  # now, and not while others wait for the engine's thread
-        if opening:
+        if self.openings:
             self.openers("")
 
     def follow(self, place: tuple[int, int], text: str) -> tuple[tuple[int, int], int | None]:
@@ -59,6 +74,12 @@ class FreePart:
             self._beyond[place] = np.array(found, np.int64)
         return self._beyond[place]
 
+    def rule(self, place: tuple[int, int]) -> int:
+        """A number for what is forbidden here, equal where the same is."""
+        if place not in self._rules:
+            self._rules[place] = self._numbers.setdefault(self.beyond(place).tobytes(), len(self._numbers))
+        return self._rules[place]
+
     def _finishing(self, number: int, matched: int) -> list[int]:
         """Tokens that go on from here to the end of the last text."""
         if number + 1 < len(self.after):
@@ -71,9 +92,10 @@ class FreePart:
     def opens(self, said: str) -> bool | None:
         """Whether a reply that has said this is free; None where that is open."""
         words = said.lstrip()
-        if words.startswith(self.opening):
+        if words.startswith(self.openings):
             return True
-        return None if self.opening.startswith(words) and len(said) - len(words) <= SPACE else False
+        near = any(opening.startswith(words) for opening in self.openings)
+        return None if near and len(said) - len(words) <= self._space else False
 
     def openers(self, said: str) -> np.ndarray:
         """Tokens after which that is so or open."""
@@ -81,8 +103,8 @@ class FreePart:
         space = 0 if words else len(said)  # which one it is does not matter: few keys
         if (space, words) not in self._openers:
             if words:
-                rest = self.opening[len(words) :]
-                near = [id for id, text in enumerate(self._texts) if text and text[0] == rest[0]]
+                rests = {opening[len(words)] for opening in self.openings if opening.startswith(words)}
+                near = [id for id, text in enumerate(self._texts) if text[:1] in rests]
             else:
                 near = [id for id, text in enumerate(self._texts) if not text.lstrip()[:1].strip(self._first)]
             found = [id for id in near if self._texts[id] and self.opens(said + self._texts[id]) is not False]
@@ -90,14 +112,41 @@ class FreePart:
         return self._openers[space, words]
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """Tokens that a free part has at most, after its beginning, and those that end it."""
+
+    count: int
+    end: tuple[int, ...]
+
+
 class ReplyForm:
     """Where one reply stands. Made by `FormCompiler.wanted`."""
 
-    def __init__(self, grammar: Grammar, free: FreePart | None = None):
-        self._grammar, self._free = grammar, free
+    def __init__(self, grammar: Grammar | None, free: FreePart | None = None, limit: Limit | None = None):
+        self._grammar, self._free, self._limit = grammar, free, limit
         self._place: tuple[int, int] | None = (0, 0) if free else None  # in the free part; None: it is over, or none
-        self._said: str | None = "" if free and free.opening else None  # while it may be one that is free
-        self._instead: Grammar | None = grammar.copy() if self._said is not None else None  # if it is none
+        self._said: str | None = "" if free and free.openings else None  # while it may be one that is free
+        self._instead: Grammar | None = grammar and grammar.copy() if self._said is not None else None  # if it is none
+        self._left = limit.count if limit else None
+        self._ending = 0  # tokens of the limit's end that were said
+
+    @property
+    def rule(self) -> Hashable | None:
+        """What the next token is held to, equal where it is the same; None: another one for each token."""
+        if self._place is None or self._said is not None:
+            return None if self._grammar else FREE
+        return None if self._must is not None else self._free.rule(self._place)
+
+    @property
+    def ahead(self) -> int | None:
+        """So many tokens can be held to the same rule, as far as a limit is known; None: any number."""
+        return self._left if self._place is not None and self._said is None else None
+
+    @property
+    def _must(self) -> int | None:
+        """The only token that may come next, where the limit says so."""
+        return self._limit.end[self._ending] if self.ahead == 0 else None
 
     @property
     def grammar(self) -> Grammar | None:
@@ -105,14 +154,24 @@ class ReplyForm:
         return self._grammar if self._place is None else self._instead
 
     @property
+    def reads_text(self) -> bool:
+        """Whether it follows the reply's text, up to the end of the free part."""
+        return self._place is not None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What it looks for in the reply's text."""
+        return (*self._free.after, *self._free.openings) if self._free else ()
+
+    @property
     def complete(self) -> bool:
         """Nothing can follow but a stop token."""
-        return self._place is None and self._grammar.complete
+        return self._place is None and self._grammar is not None and self._grammar.complete
 
     def copy(self) -> "ReplyForm":
         """The same place, for another reply to the same request."""
-        own = ReplyForm(self._grammar.copy(), self._free)
-        own._place, own._said = self._place, self._said
+        own = ReplyForm(self._grammar and self._grammar.copy(), self._free, self._limit)
+        own._place, own._said, own._left, own._ending = self._place, self._said, self._left, self._ending
         own._instead = self._instead and self._instead.copy()
         return own
 
@@ -121,32 +180,42 @@ class ReplyForm:
         if self._place is None:
             return
         bits = mask.view(np.uint32)
+        if (token := self._must) is not None:
+            bits[:] = _bits(np.array([token]), bits)
+            return
         if self._said is None:
             bits &= ~_bits(self._free.beyond(self._place), bits)
+            return
+        if self._grammar is None:
             return
         if self._instead is None:
             bits[:] = 0
         bits |= _bits(self._free.openers(self._said), bits)
 
-    def consume(self, tokens: Sequence[int], texts: Sequence[str]) -> None:
-        """Moves on by tokens of the reply, and the text that each completed; a stop token may be the last, without
-        text. Raises ShardlmError for a token that is not allowed."""
-        for i, token in enumerate(tokens):
+    def read(self, tokens: Iterable[int], texts: Iterable[str]) -> int:
+        """Moves on by tokens of the reply that were sampled under one rule, and the text that each completed; a stop
+        token may be the last. Returns how many count: up to the one after which another rule holds. No text after that
+        one's is taken. Raises ShardlmError for a token that is not allowed."""
+        before, count = self.rule, 0
+        for token, text in zip(tokens, texts, strict=False):
+            count += 1
             if self._place is None:
-                self._grammar.consume(tokens[i:])
-                return
-            text = texts[i] if i < len(texts) else ""
-            if self._said is None:
+                if self._grammar:
+                    self._grammar.consume([token])
+            elif self._said is None:
                 self._go_on(text)
             else:
                 self._open(token, text)
+            if before is None or self.rule != before:
+                break
+        return count
 
     def _open(self, token: int, text: str) -> None:
         said = self._said + text
-        opens = self._free.opens(said) if text else False
+        opens = self._free.opens(said) if text or not self._grammar else False
         if opens:
             self._said = self._instead = None
-            self._go_on(said)
+            self._follow(said)
         elif opens is None:
             self._said = said
             if self._instead and not self._instead.follows(token):
@@ -154,9 +223,20 @@ class ReplyForm:
         else:
             self._place = self._said = None
             self._grammar, self._instead = self._instead or self._grammar, None
-            self._grammar.consume([token])
+            if self._grammar:
+                self._grammar.consume([token])
 
     def _go_on(self, text: str) -> None:
+        must = self._must
+        self._follow(text)
+        if must is not None:
+            self._ending += 1
+            if self._ending == len(self._limit.end):
+                self._place = None
+        elif self._left:
+            self._left -= 1
+
+    def _follow(self, text: str) -> None:
         self._place, end = self._free.follow(self._place, text)
         if end is not None:
             self._place = None
@@ -172,16 +252,40 @@ class FormCompiler:
     """Makes forms over one tokenizer, and fills masks for a batch; arguments and errors as GrammarCompiler's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, stop_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._sizes = tokenizer, (vocab_size, stop_ids)
         self._free_parts: dict[tuple, FreePart] = {}
 
-    def wanted(self, params: StructuredOutputs) -> ReplyForm:
-        """What a request asks for. Raises ShardlmError, for the client, for what cannot be compiled."""
+    def wanted(self, wish: StructuredOutputs | None, thoughts: Thoughts | None = None, budget: int = 0) -> ReplyForm:
+        """What a request asks for; `budget` of `thoughts` where those are given. Raises ShardlmError, for the client,
+        for what cannot be compiled."""
+        grammar = self._grammar(wish) if wish else None
+        after, openings = (wish.after, (wish.opening,) if wish.opening else ()) if wish else ((), ())
+        limit = None
+        if thoughts:
+            if not after:
+                after, openings = (thoughts.over,), thoughts.begins if thoughts.said is None else ()
+            said = self._tokenizer.encode(thoughts.said or "")
+            end = tuple(self._tokenizer.encode(thoughts.end))
+            if not end:
+                raise ShardlmError(f"the tokenizer has no token for {thoughts.end!r}, with which thoughts are to end")
+            limit = Limit(max(0, budget - len(said)), end)
+        return ReplyForm(grammar, self._free_part(after, openings, grammar is not None) if after else None, limit)
+
+    def _grammar(self, wish: StructuredOutputs) -> Grammar:
         kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-        name = next(name for name in kinds if getattr(params, name) is not None)
-        grammar = self._grammars.compile(kinds[name], getattr(params, name))
-        return ReplyForm(grammar, self._free_part(params) if params.after else None)
+        name = next(name for name in kinds if getattr(wish, name) is not None)
+        return self._grammars.compile(kinds[name], getattr(wish, name))
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._tokenizer, *self._sizes)
+
+    def stream(self, form: ReplyForm, params: SamplingParams) -> DecodeStream | None:
+        """What the form reads the text of its reply from; None where it reads none."""
+        if not form.marks:
+            return None
+        skips = params.skip_special_tokens and not any(map(self._tokenizer.is_special, form.marks))
+        return self._tokenizer.stream(skip_special=skips)
 
     def fill(self, masks: np.ndarray, forms: Sequence[tuple[int, ReplyForm]]) -> None:
         """Writes what may come next into rows of masks int32 [B, ceil(V / 32)]."""
@@ -190,12 +294,13 @@ class FormCompiler:
         for row, form in forms:
             form.adjust(masks[row])
 
-    def _free_part(self, params: StructuredOutputs) -> FreePart:
-        key = (params.after, params.opening)
+    def _free_part(self, after: Sequence[str], openings: Sequence[str], held: bool) -> FreePart:
+        """`held`: a grammar follows."""
+        key = (tuple(after), tuple(openings), held)
         if key not in self._free_parts:
             if len(self._free_parts) >= FREE_PARTS:
                 self._free_parts.clear()
-            self._free_parts[key] = FreePart(self._token_texts, *key)
+            self._free_parts[key] = FreePart(self._token_texts if held else (), after, openings)
         return self._free_parts[key]
 
     @functools.cached_property

@@ -2,11 +2,14 @@
 
 import enum
 import numbers
+import sys
 from array import array
 from collections.abc import Collection, Sequence
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.sampling_params import SamplingParams
+
+UNBOUNDED = sys.maxsize
 
 
 class PromptTooLong(ShardlmError):
@@ -28,14 +31,19 @@ class Request:
 
     Where drafts are verified, `in_flight` is the fewest that can come, unless the reply ends with fewer, and
     `most_in_flight` the most; `computed` is where it will be if all drafts are right.
+
+    `bound`: as long as prompt and reply are shorter, tokens are sampled that follow others which the host has not seen;
+    from there on it sees each before the next. `revocable`: what was sampled after a token may turn out not to count;
+    batches before the one numbered `heard` have nothing more for it.
     """
 
     __slots__ = (
         # What was asked for.
-        *("id", "params", "priority", "salt", "tokens", "prompt_len", "truncated", "eos_ids", "stop_ids", "lockstep"),
+        *("id", "params", "priority", "salt", "tokens", "prompt_len", "truncated", "eos_ids", "stop_ids"),
         # Where it stands.
         *("turn", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh", "computed", "prefill_end"),
         *("in_flight", "most_in_flight", "batches_in_flight", "page_hashes", "cached_tokens", "preemptions"),
+        *("bound", "revocable", "heard", "again"),
     )
 
     def __init__(
@@ -50,8 +58,8 @@ class Request:
         lockstep: bool = False,
     ):
         """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
-        `salt` share pages. With `lockstep` the host sees each token before the next is sampled. Raises ShardlmError for
-        an empty prompt."""
+        `salt` share pages. With `lockstep` the host sees each token before the next is sampled, unless it sets `bound`.
+        Raises ShardlmError for an empty prompt."""
         if not len(prompt):
             raise ShardlmError("the prompt has no tokens; give at least one")
         self.id, self.params, self.priority, self.salt = id, params, priority, salt
@@ -60,7 +68,8 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
-        self.lockstep = lockstep or params.structured_outputs is not None  # a grammar's mask depends on each token
+        # A grammar's mask depends on each token.
+        self.bound = 0 if lockstep or params.structured_outputs is not None else UNBOUNDED
         self.turn = (priority, -1)  # the order of service, the smallest first: priority, then arrival, set by `add`
         self.max_len = self.prompt_len  # of prompt and reply; the scheduler knows what the model can hold
         self.status = Status.WAITING
@@ -68,6 +77,8 @@ class Request:
         self.stop_reason: int | str | None = None  # the stop token or text; None for end of text
         self.slot = -1
         self.fresh = False  # the device has not heard of it in this slot
+        self.revocable = self.again = False  # its slot has sampled what is dropped
+        self.heard = 0
         self.computed = self.preemptions = 0
         self.in_flight = self.most_in_flight = self.batches_in_flight = 0
         self.prefill_end = 0  # tokens known when it was admitted: up to here it is prefilled, from here it decodes
@@ -91,6 +102,11 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be scheduled for sampling."""
         return self.max_len - len(self.tokens) - self.in_flight
+
+    @property
+    def least_start(self) -> int:
+        """The first position that any further row may write."""
+        return min(self.computed, len(self.tokens) - 1) if self.revocable else self.start
 
     def __repr__(self) -> str:
         known = f"{self.prompt_len}+{len(self.tokens) - self.prompt_len} tokens"

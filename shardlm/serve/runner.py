@@ -220,6 +220,8 @@ class Runner:
         words = -(-vocab // 32)
         counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
         work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
+        one = (np.zeros(1, np.int32),) * 3
+        work["last"] = (lambda params, *rest: programs.set_last(*rest), one)
         masks = (np.zeros(MASKS, np.int32), np.zeros((MASKS, words), np.int32))
         work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
         return work
@@ -250,8 +252,7 @@ class Runner:
         """Starts the programs of a batch; `settings` of its requests by id, and what grammars allow next by slot,
         int32 [ceil(V / 32)]."""
         for row in batch.rows:
-            if row.fresh:
-                self._begin(row, settings[row.request.id])
+            self._prepare(row, settings[row.request.id])
         self._allow(masks)
         numbered = list(enumerate(batch.rows))
         decodes = [(n, row) for n, row in numbered if row.tokens is None]
@@ -295,18 +296,32 @@ class Runner:
         self._state, *found = made if isinstance(made, tuple) else (made,)
         return found
 
+    def _prepare(self, row: Row, settings: RequestSettings) -> None:
+        """Makes a slot know what the row goes on from, where that is not what it sampled last."""
+        if row.fresh:
+            self._begin(row, settings)
+        if row.again:
+            self._count(row, settings)
+            last = (row.slot, row.request.tokens[-1], len(row.request.tokens) - 1)
+            self._run("last", *(np.array([number], np.int32) for number in last))
+
+    def _count(self, row: Row, settings: RequestSettings) -> None:
+        """What the request in a slot has said up to this row, where that matters."""
+        if not settings.penalised:
+            return
+        request: Request = row.request
+        prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len : row.end]
+        said = counts_of(prompt, reply, self.model.config.vocab_size)
+        one = (np.array([row.slot], np.int32), *(a[None] for a in said))
+        self._run("counts", *one)
+
     def _begin(self, row: Row, settings: RequestSettings) -> None:
         """Makes a slot forget the request before, as far as the chunk program does not."""
         if row.slot in self._masked:
             words = -(-self.model.config.vocab_size // 32)
             self._allow([(row.slot, np.full(words, -1, np.int32))])
             self._masked.discard(row.slot)
-        if settings.penalised:
-            request: Request = row.request
-            prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len : row.end]
-            said = counts_of(prompt, reply, self.model.config.vocab_size)
-            one = (np.array([row.slot], np.int32), *(a[None] for a in said))
-            self._run("counts", *one)
+        self._count(row, settings)
         if self.proposer and self.proposer.reads_text:
             text = np.zeros((1, self.config.max_model_len), np.int32)
             text[0, : len(row.request.tokens)] = row.request.tokens

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.thoughts import Thoughts
 
 MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so somebody pays for the largest
 # Each text is followed by the engine's one thread, character by character, while all others wait: 10,000 stop texts of
@@ -69,6 +70,8 @@ class SamplingParams:
     max_tokens: None to the end of the model's length; 0 only reads the prompt. min_tokens: no stop text, stop token or
     end of text counts among so many. logprobs, prompt_logprobs: alternatives to report for each token beside the one
     that is there, None for no report. truncate_prompt_tokens: of a longer prompt, only these last tokens.
+    thinking_token_budget: tokens of thought at most, then the mark that ends them is written; None, -1 for any number.
+    thoughts: what those marks are, which LLM and the server fill in.
 
     Raises: ShardlmError for a value of a wrong type or out of its range.
     """
@@ -96,6 +99,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    thoughts: Thoughts | None = None
 
     def __post_init__(self):
         for name, limits in _NUMBERS.items():
@@ -131,6 +136,10 @@ class SamplingParams:
             )
         if isinstance(self.structured_outputs, Mapping):
             self._set("structured_outputs", _structured(self.structured_outputs))
+        if self.thinking_token_budget == -1:  # vLLM's word for any number
+            self._set("thinking_token_budget", None)
+        if not isinstance(self.thoughts, Thoughts | None):
+            raise _wrong("thoughts", self.thoughts, "a Thoughts or None")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise _wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs or None")
 
@@ -171,6 +180,7 @@ _OPTIONAL_INTEGERS = {
     "logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     "truncate_prompt_tokens": (1, math.inf, "at least 1"),
+    "thinking_token_budget": (-1, math.inf, "at least 0, or -1 for any number"),
 }
 
 

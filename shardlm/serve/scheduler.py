@@ -12,6 +12,10 @@ and nobody passes another in the queue. So the first of all unfinished requests 
 token it needs is in flight) and ends; then the next one is first. Nothing starves but behind an endless stream of
 better priority, as asked for.
 
+A request whose next token is held to what those before say, as a grammar's is, runs a token at a time and waits for
+each (`bound`). Where that begins within what landed, the tokens after it are taken back, here and in flight: the
+request goes on from those it has, in its slot and its pages.
+
 Where drafts are verified (speculation/), how many tokens a decode brings is known when it lands, and the device alone
 knows where the next one begins: it holds pages as if all drafts before it and its own were right, for as many batches
 ahead as DRAFTS_AHEAD says. Nobody loses pages to what may not be needed: if they lack, it waits for what is in flight.
@@ -57,7 +61,8 @@ class Scheduler:
         self._holdings = Holdings(config, pages)
         self._in_flight: collections.deque[ScheduledBatch] = collections.deque()
         self._only: Collection[Request] | None = None  # that may run; None: all
-        self._arrivals, self._numbers = itertools.count(), itertools.count()
+        self._arrivals = itertools.count()
+        self._batches = 0  # so many were scheduled
 
     @property
     def num_waiting(self) -> int:
@@ -91,6 +96,7 @@ class Scheduler:
         if request.id in self._requests:
             raise ShardlmError(f"there is an unfinished request with the id {request.id!r}; give each its own")
         request.max_len = limit if wanted is None else min(limit, request.prompt_len + wanted)
+        request.heard = 0  # another scheduler's numbers mean nothing here
         request.turn = (request.priority, next(self._arrivals))
         self._requests[request.id] = request
         bisect.insort(self._waiting, request, key=_turn)
@@ -172,7 +178,8 @@ class Scheduler:
             for row in rows:
                 if row.tokens is not None or not self.config.drafts:  # else where it ends is known when it lands
                     self._holdings.drop(row.request)
-        batch = ScheduledBatch(kind, next(self._numbers), steps, tuple(rows), table)
+        batch = ScheduledBatch(kind, self._batches, steps, tuple(rows), table)
+        self._batches += 1
         self._in_flight.append(batch)
         return batch
 
@@ -205,7 +212,7 @@ class Scheduler:
 
     def _must_land(self, request: Request) -> bool:
         """Whether the request's next row waits for what is in flight."""
-        if request.lockstep:
+        if self._most_ahead(request) <= 0:
             return request.in_flight > 0
         return self.config.drafts > 0 and request.batches_in_flight >= DRAFTS_AHEAD
 
@@ -222,10 +229,19 @@ class Scheduler:
         samples = self._samples(request, most)
         end = self._end(request, samples)
         self._holdings.grow(request, end)
-        return Row(request, request.slot, request.start, end, samples, None, False)
+        row = Row(request, request.slot, request.start, end, samples, None, False, request.again)
+        request.again = False
+        return row
 
     def _samples(self, request: Request, most: int) -> int:
-        return 1 if request.lockstep else min(most, request.remaining)
+        return min(most, request.remaining, max(1, self._most_ahead(request)))
+
+    def _most_ahead(self, request: Request) -> int:
+        """Tokens that may be scheduled now without a look at those before."""
+        bound = request.bound - len(request.tokens)
+        if request.revocable:  # it keeps the pages that its last known token sees
+            bound = min(bound, self.config.longest_step)
+        return bound - request.most_in_flight
 
     def _end(self, request: Request, samples: int) -> int:
         """One past the last position that so many more samples may write; a reply's last token is never written."""
@@ -303,13 +319,20 @@ class Scheduler:
         self._holdings.release(request)
         self._running.remove(request)
         request.computed = request.prefill_end = 0
+        request.again = False
 
     # What came of it.
 
-    def land(self, batch: ScheduledBatch, tokens: np.ndarray, counts: np.ndarray | None = None) -> list[Landed]:
+    def land(
+        self,
+        batch: ScheduledBatch,
+        tokens: np.ndarray,
+        counts: np.ndarray | None = None,
+        back: Collection[int] = (),
+    ) -> list[Landed]:
         """Takes the sampled tokens of the oldest batch in flight: integers [rows or more, width or more], of which
-        each row's first `counts` count, by default all its `samples`. Returns what new tokens came to which requests,
-        and which requests ended.
+        each row's first `counts` count, by default all its `samples`. What was sampled after those of the rows `back`
+        is dropped, here and in flight. Returns what new tokens came to which requests, and which requests ended.
 
         Raises ValueError where the batch is not the oldest in flight, or tokens are missing.
         """
@@ -323,13 +346,15 @@ class Scheduler:
         landed = []
         for index, (row, sampled) in enumerate(zip(batch.rows, tokens[: len(batch.rows)].tolist(), strict=True)):
             request = row.request
-            if request.finished:
+            if not self.awaits(batch, request):
                 continue
             request.in_flight -= min(batch.steps, row.samples)
             request.most_in_flight -= row.samples
             request.batches_in_flight -= 1
             count = row.samples if counts is None else int(counts[index])
             new = self._take(request, sampled[:count])
+            if index in back and not request.finished:
+                self._take_back(request)
             # Else it was preempted and is computed anew.
             if row.tokens is None and self.config.drafts and request.status is Status.RUNNING:
                 request.computed = min(len(request.tokens) - 1 + request.most_in_flight, request.max_len - 1)
@@ -339,6 +364,17 @@ class Scheduler:
             if new or request.finished:
                 landed.append(Landed(request, index, new))
         return landed
+
+    def awaits(self, batch: ScheduledBatch, request: Request) -> bool:
+        """Whether what the batch sampled for a request of it counts: not where that ended, or took it back."""
+        return not request.finished and batch.number >= request.heard
+
+    def _take_back(self, request: Request) -> None:
+        """A request goes on from the tokens it has. What is in flight may still write after them, before it does."""
+        request.heard = self._batches
+        request.in_flight = request.most_in_flight = request.batches_in_flight = 0
+        if request.status is Status.RUNNING:
+            request.computed, request.again = len(request.tokens) - 1, True
 
     def _take(self, request: Request, sampled: list[int]) -> list[int]:
         """Adds sampled tokens to the reply, up to its end; returns those that were added."""

@@ -17,7 +17,7 @@ class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         last, own = len(self.stages) - 1, DeterministicRunner._shapes(self)
-        edits = {key: own[key] for key in ("begin", "counts", "allowed")}
+        edits = {key: own[key] for key in ("begin", "counts", "allowed", "last")}
         work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
         begin = functools.partial(stage_rows.begin, self.config.decode_steps, self.model.config.embed_dim)
         steps = stage_programs.Steps(begin, stage_rows.step, stage_rows.last_step, stage_rows.end)

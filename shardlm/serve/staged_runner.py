@@ -107,7 +107,7 @@ class StagedRunner(Runner):
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, its arguments)."""
         last = len(self.stages) - 1
-        edits = {key: what for key, what in super()._shapes().items() if key in ("counts", "allowed", "text")}
+        edits = {key: what for key, what in super()._shapes().items() if key in ("counts", "allowed", "last", "text")}
         work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
         for rows in self.group_sizes:
             work |= self._step_shapes(self._decoding, np.zeros((rows, 3 + self.config.row_pages), np.int32))

@@ -45,7 +45,8 @@ class FakeDevice:
         self.check_owners(batch)
         # What the host may change before the device gets to it is taken now, as a runner would.
         known = [None if row.tokens is None else list(row.request.tokens[: row.end]) for row in batch.rows]
-        attempts = [(row.request.id, row.request.preemptions) for row in batch.rows]
+        known = [list(row.request.tokens) if row.again else now for row, now in zip(batch.rows, known, strict=True)]
+        attempts = [(row.request.id, row.request.preemptions, row.request.heard) for row in batch.rows]
         self.queue.append((batch, known, attempts))
 
     def check_owners(self, batch) -> None:
@@ -76,6 +77,9 @@ class FakeDevice:
                 assert list(row.tokens) == known[index][row.start :]
                 if row.fresh:
                     self.slots[row.slot] = []
+                self.slots[row.slot] = known[index]
+            if row.again:
+                assert self.slots[row.slot][: len(known[index])] == known[index], "only what follows is dropped"
                 self.slots[row.slot] = known[index]
             length = len(self.slots[row.slot])
             assert row.tokens is None or length == row.end, f"{row}: the slot has {length} tokens"

@@ -108,7 +108,7 @@ def test_stages_say_the_same_bits_whatever_else_runs():
     sizes = EngineConfig(mesh=MeshSpec(pipeline=2), deterministic=True, max_num_seqs=5, block_size=4, decode_steps=4)
     opened = opened_of(WIDE.transformer(), sizes.mesh)
     runner = assemble(opened, TOKENIZER, [END], 64, sizes).runner
-    assert runner.num_programs == 2 + 2 + 3  # a step of each stage, before and after it, and what sets slots
+    assert runner.num_programs == 2 + 2 + 4  # a step of each stage, before and after it, and what sets slots
 
     def engine(tokens: int, pages: int, caching: bool) -> Engine:
         layout = dataclasses.replace(runner.config.layout, num_pages=pages)

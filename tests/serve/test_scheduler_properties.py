@@ -1,6 +1,8 @@
 """Any order of arrivals, ends, dispatches and landings: no page leaks or is shared wrongly, nothing starves, and every
 reply is the one that the request would get alone."""
 
+import random
+
 import hypothesis.strategies as st
 from fake_device import EOS, VOCAB, FakeDevice, reply
 from hypothesis import settings
@@ -8,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.page_table import PageTable
-from shardlm.serve.request import Request, Status
+from shardlm.serve.request import UNBOUNDED, Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD
@@ -47,8 +49,9 @@ class Serving(RuleBasedStateMachine):
         caching=st.sampled_from((True, True, True, False)),
         windows=st.sampled_from(((0,), (0,), (0, 3), (5,), (0, 2, 2, 7))),
         drafts=st.sampled_from((0, 0, 1, 3)),
+        seed=st.integers(0, 100),
     )
-    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts):
+    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts, seed):
         tokens = max_rows * (1 + drafts) + budget
         config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts)
         step = config.longest_step
@@ -58,7 +61,8 @@ class Serving(RuleBasedStateMachine):
         self.device = FakeDevice(self.pages, max_rows, drafts)
         self.wanted: dict[Request, tuple[list[int], str]] = {}  # of those that nobody ends early
         self.streamed: dict[Request, list[int]] = {}
-        self.count = 0
+        self.count, self.rng = 0, random.Random(seed)
+        self.taken_back: set[Request] = set()  # whose tokens may be, as forms do it
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -73,6 +77,9 @@ class Serving(RuleBasedStateMachine):
     def ask(self, prompt, params, priority, salt):
         request = Request(str(self.count), prompt, params, eos_ids=(EOS,), priority=priority, salt=salt)
         self.count += 1
+        if self.rng.random() < 0.3:
+            self.taken_back.add(request)
+            request.revocable = True
         self.scheduler.add(request)
         self.wanted[request] = reply(prompt, params, salt, MAX_MODEL_LEN)
         self.streamed[request] = []
@@ -122,7 +129,10 @@ class Serving(RuleBasedStateMachine):
 
     def check_the_first_moves(self, first, batch):
         waits_for_a_token = first.batches_in_flight and (
-            first.status is Status.WAITING or first.lockstep or first.remaining <= 0 or self.scheduler.config.drafts > 0
+            first.status is Status.WAITING
+            or self.scheduler._most_ahead(first) <= 0
+            or first.remaining <= 0
+            or self.scheduler.config.drafts > 0
         )
         rows = batch.rows if batch else ()
         assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"
@@ -139,7 +149,8 @@ class Serving(RuleBasedStateMachine):
             assert batch.steps <= batch.width <= batch.steps * (1 + config.drafts)
         for row in rows:
             assert row.end > row.start and row.samples <= batch.steps * (1 + config.drafts)
-            assert not row.request.lockstep or row.request.in_flight == row.samples <= 1, "a mask needs every token"
+            ahead = row.request.bound - len(row.request.tokens)
+            assert row.request.most_in_flight <= max(1, ahead), "a mask needs every token"
             assert not config.drafts or row.tokens or row.request.batches_in_flight <= DRAFTS_AHEAD
             assert config.drafts or row.tokens or row.end == row.start + row.samples, "what is ahead is known"
             assert not row.fresh or row.start == 0 or row.request.params.prompt_logprobs is None
@@ -152,8 +163,21 @@ class Serving(RuleBasedStateMachine):
             self.schedule()
 
     def land(self):
+        """Where the host may run ahead for now, a random number of tokens counts, and the rest is taken back."""
         batch, tokens, counts = self.device.run()
-        for request, index, new in self.scheduler.land(batch, tokens, counts):
+        back = []
+        for index, row in enumerate(batch.rows):
+            if row.request in self.taken_back and row.samples and self.rng.random() < 0.4:
+                back.append(index)
+                counts[index] = self.rng.randint(1, max(1, counts[index]))
+        for row in batch.rows:
+            if row.request in self.taken_back and not row.request.finished:
+                bound = self.rng.choice((0, len(row.request.tokens) + self.rng.randint(0, 9), UNBOUNDED))
+                # What is in flight goes on.
+                row.request.bound = (
+                    bound if bound - len(row.request.tokens) >= row.request.most_in_flight else UNBOUNDED
+                )
+        for request, index, new in self.scheduler.land(batch, tokens, counts, back):
             assert batch.rows[index].request is request and (new or request.finished)
             self.streamed[request] += new
 

@@ -55,6 +55,8 @@ class _Writer:
             body["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs)
         if self._request.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
+        if self._request.return_prompt_text:
+            body["prompt_text"] = self._asked.prompt
         return body
 
     def _choice(self, reply: CompletionOutput) -> dict[str, Any]:
@@ -108,6 +110,8 @@ class _Writer:
         first = self._chunk(index, {"role": "assistant", "content": ""})
         if self._request.return_token_ids:
             first["prompt_token_ids"] = output.prompt_token_ids
+        if self._request.return_prompt_text:
+            first["prompt_text"] = self._asked.prompt
         return [first, self._chunk(index, {"content": self._echo})] if self._echo else [first]
 
     def _chunks(self, reply: CompletionOutput, part: Part) -> list[dict[str, Any]]:

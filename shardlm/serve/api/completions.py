@@ -47,7 +47,7 @@ async def _plain(call: Call, prompts: Sequence[str | list[int]], params: Samplin
     """Without what the tokenizer puts at the ends of a text."""
     llm, truncates = call.service.llm, params.truncate_prompt_tokens is not None
     encode = llm.tokenizer.encode
-    return [await tokens(llm, one, encode, truncates) if isinstance(one, str) else one for one in prompts]
+    return [await tokens(call.service, one, encode, truncates) if isinstance(one, str) else one for one in prompts]
 
 
 class _Writer:

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.service import Service
 from shardlm.serve.messages import BadMessage, Message, plain_text, rendered
 from shardlm.serve.prompts import check_length
 
@@ -25,14 +26,15 @@ async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, 
         raise ApiError(str(error), param="messages") from None
 
 
-async def tokens(llm, text: str, encode: Callable[[str], list[int]], truncates: bool) -> list[int]:
+async def tokens(service: Service, text: str, encode: Callable[[str], list[int]], truncates: bool) -> list[int]:
     """Beside the event loop: a long text takes a while. Raises PromptTooLong for one that is far too long."""
+    llm = service.llm
 
     def counted() -> list[int]:
         check_length(text, llm.tokenizer, llm.max_model_len, truncates)
         return encode(text)
 
-    return await asyncio.to_thread(counted)
+    return await service.long_texts.run(len(text) * truncates, counted)
 
 
 def text_of(message: Message) -> str:

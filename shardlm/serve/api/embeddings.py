@@ -12,7 +12,6 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest, prompts_of
 from shardlm.serve.api.service import Call
 from shardlm.serve.request import check_prompt
-from shardlm.tokenizer import Tokenizer
 
 
 async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
@@ -23,7 +22,10 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     call.service.admit(len(prompts), 1)
     keep = _kept(request.truncate_prompt_tokens, llm.max_model_len)
     encode = llm.tokenizer.encode_prompt
-    read = [await conversation.tokens(llm, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts]
+    service = call.service
+    read = [
+        await conversation.tokens(service, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts
+    ]
     ids = [one[-keep:] for one in read]
     for one in ids:
         check_prompt(one, llm.tokenizer.vocab_size)
@@ -60,15 +62,15 @@ async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
     llm = call.service.llm
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("give a prompt, or messages for the chat template, and not both", param="prompt")
-    if request.prompt is not None and request.add_special_tokens is False:
-        ids = await asyncio.to_thread(llm.tokenizer.encode, request.prompt)
-    elif request.prompt is not None:
-        ids = await _tokens(llm, request.prompt)
-    else:
+    encode, text = llm.tokenizer.encode, request.prompt
+    if text is None:
         form = {"options": request.chat_template_kwargs, **conversation.form_of(request)}
         text = await conversation.prompt(llm, request.messages, request.tools, **form)
-        ids = await asyncio.to_thread(llm.tokenizer.encode, text)  # templates write what stands at the beginning
-    texts = await asyncio.to_thread(_texts, llm.tokenizer, ids) if request.return_token_strs else None
+    elif request.add_special_tokens is not False:
+        encode = llm.tokenizer.encode_prompt  # where templates do not write what stands at the beginning
+    run = call.service.long_texts.run
+    ids = await run(len(text), encode, text)
+    texts = await run(len(ids), llm.tokenizer.texts, ids) if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
 
 
@@ -87,13 +89,5 @@ def tokenizer_info(llm) -> dict[str, Any]:
 async def detokenize(call: Call, request: DetokenizeRequest) -> dict[str, Any]:
     tokenizer = call.service.llm.tokenizer
     check_prompt(request.tokens, tokenizer.vocab_size)
-    return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special=False)}
-
-
-def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    return [tokenizer.decode([token], skip_special=False) for token in ids]
-
-
-async def _tokens(llm, text: str) -> list[int]:
-    """Beside the event loop: a long text takes a while."""
-    return await asyncio.to_thread(llm.tokenizer.encode_prompt, text)
+    run = call.service.long_texts.run
+    return {"prompt": await run(len(request.tokens), tokenizer.decode, request.tokens, skip_special=False)}

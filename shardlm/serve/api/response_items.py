@@ -11,7 +11,7 @@ _THOUGHTS = "reasoning_content"  # of a message, as templates know them
 _SAME = (
     *("chat_template_kwargs", "temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-    *("structured_outputs", "priority", "cache_salt"),
+    *("structured_outputs", "thinking_token_budget", "priority", "cache_salt"),
 )
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 

@@ -14,7 +14,7 @@ _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "max_tokens", "min_tokens", "prompt_logprobs"),
-    "truncate_prompt_tokens",
+    *("truncate_prompt_tokens", "thinking_token_budget"),
 )
 _SALT = 1024  # characters, which are hashed with each prompt; of ids, which are in each chunk
 _LARGEST = 2**31 - 1  # what an integer on the device holds; no count of tokens is above it
@@ -51,7 +51,7 @@ def sampling_params(
         wanted = wishes.get("max_tokens", SamplingParams.max_tokens)
         room = 1 if wanted is None or wanted >= max_model_len else wanted  # such a wish is for as many as fit
         wishes["truncate_prompt_tokens"] = max_model_len - room
-    for name in ("top_k", "max_tokens", "min_tokens", "truncate_prompt_tokens"):
+    for name in ("top_k", "max_tokens", "min_tokens", "truncate_prompt_tokens", "thinking_token_budget"):
         if (value := wishes.get(name)) is not None:
             wishes[name] = min(value, _LARGEST)
     if not -_LARGEST <= (request.priority or 0) <= _LARGEST:

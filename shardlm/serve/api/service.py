@@ -10,9 +10,11 @@ from typing import Any
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
-from shardlm.serve.api.reasoning.choose import choose
+from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.outputs import RequestOutput
+from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
@@ -30,6 +32,7 @@ class Service(Serving):
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.unanswered = 0  # prompts in the engine that have had no output yet
+        self.long_texts = LongTexts()
         self.updating: asyncio.Future | None = None  # the last reading of other weights
 
     async def drain(self) -> None:
@@ -93,9 +96,20 @@ class Call:
     def _forget(self, waiting: set[int]) -> None:
         self.service.unanswered -= len(waiting)
 
+    async def _bounded(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
+        """With what a budget of thoughts must know of the prompt, where a chat has not said so."""
+        if params.thinking_token_budget is None or params.thoughts:
+            return params
+        decode, reasoning = self.service.llm.tokenizer.decode, self.service.reasoning
+        if not isinstance(prompt, str) and reasoning:
+            check_prompt(prompt, self.service.llm.tokenizer.vocab_size)
+            prompt = await asyncio.to_thread(decode, prompt, skip_special=False)
+        return bounded(reasoning, params, lambda own: own.of_text(prompt))
+
     async def _one(self, i: int, prompt, params: SamplingParams, options: dict[str, Any], waiting: set[int]) -> Outputs:
         clock = Clock(self.service.metrics, time.perf_counter())
         reason = "abort"
+        params = await self._bounded(prompt, params)
         stream = self.service.llm.generate(prompt, params, request_id=f"{self.id}-{i}", **options)
         try:
             async with contextlib.aclosing(stream):

@@ -7,7 +7,7 @@ from shardlm.serve.api import conversation
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Progress
 from shardlm.serve.api.protocol import ChatRequest
-from shardlm.serve.api.reasoning.choose import HARMONY, Thinking
+from shardlm.serve.api.reasoning.choose import HARMONY, Reasoning, Thinking, bounded
 from shardlm.serve.api.reasoning.marks import Thought
 from shardlm.serve.api.reasoning.tokens import Said, ThoughtTokens
 from shardlm.serve.api.sampling import sampling_params
@@ -39,12 +39,14 @@ class Part:
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a request's replies mean. thinking: how their thoughts are told apart; None: they are not. skip_special:
-    their texts are without special tokens. shows_thoughts: whether the client wants thoughts."""
+    their texts are without special tokens. prompt: the text they follow. shows_thoughts: whether the client wants
+    thoughts."""
 
     tools: Tools
     thinking: Thinking | None
     tokenizer: Tokenizer
     skip_special: bool
+    prompt: str
     shows_thoughts: bool = True
 
 
@@ -120,19 +122,21 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
         llm, request.messages, tools.shown, options=_options(request), **conversation.form_of(request)
     )
     thinking = None
-    if service.reasoning is not None:
+    if service.reasoning is None:
+        bounded(None, params, lambda _: None)
+    else:
         begun = conversation.text_of(request.messages[-1]) if request.continue_final_message else None
         names = {tool["function"]["name"] for tool in tools.shown}
         thinking = service.reasoning.of(text, begun, names)
-        params = _with_thoughts(params, thinking, service.reasoning.special)
+        params = _with_thoughts(params, thinking, service.reasoning)
         if service.reasoning.style is HARMONY and tools.structured is None:
             tools = dataclasses.replace(tools, parser=PlainParser)  # calls are on a channel of their own
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
-    tokens = await conversation.tokens(llm, text, encode, params.truncate_prompt_tokens is not None)
+    tokens = await conversation.tokens(service, text, encode, params.truncate_prompt_tokens is not None)
     replies = await call.replies([tokens], params, request.priority or 0, request.cache_salt or "")
     shows = request.include_reasoning is not False
-    asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, shows)
+    asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
     return asked, (output async for _, output in replies)
 
 
@@ -169,8 +173,9 @@ def _options(request: ChatRequest) -> dict:
     return options
 
 
-def _with_thoughts(params: SamplingParams, thinking: Thinking, special: bool) -> SamplingParams:
-    """The answer's form does not hold for the thoughts before it, and marks are to be seen."""
+def _with_thoughts(params: SamplingParams, thinking: Thinking, reasoning: Reasoning) -> SamplingParams:
+    """The answer's form does not hold for the thoughts before it, marks are to be seen, and a budget knows them."""
+    params = bounded(reasoning, params, lambda _: thinking.thoughts)
     structured = thinking.hold(params.structured_outputs)
-    skips = params.skip_special_tokens and not special
+    skips = params.skip_special_tokens and not reasoning.special
     return dataclasses.replace(params, structured_outputs=structured, skip_special_tokens=skips)

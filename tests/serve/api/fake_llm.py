@@ -142,7 +142,9 @@ class _Reply:
         self._llm, self._params = llm, params
         self._ids = llm.tokenizer.encode(text, parse_special=False)
         if form := llm._check([0], params):
-            form.consume(self._ids, [llm._text(id) for id in self._ids])
+            read = 0
+            while read < len(self._ids):
+                read += form.read(self._ids[read:], map(llm._text, self._ids[read:]))
             assert form.grammar and form.grammar.may_stop, f"{text!r} is no whole text of the form"
         self._most = min(space, space if params.max_tokens is None else params.max_tokens)
         self._detokenizer = Detokenizer(

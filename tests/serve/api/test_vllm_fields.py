@@ -136,3 +136,69 @@ def test_what_would_change_the_answer_is_refused():
     wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
     assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200
     assert client.service.metrics.ignored_fields == 2
+
+
+BUDGETS = {  # template: (wishes, what thoughts the prompt has begun; None: the reply shows it; "": it does not think)
+    "qwen3": ({}, None),
+    "qwen3 off": ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+    "deepseek": ({}, "\n"),
+    "deepseek goes on": (
+        {
+            "messages": [*USER, {"role": "assistant", "content": "<think>\nHm"}],
+            "continue_final_message": True,
+        },
+        "\nHm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_budget_of_thoughts_knows_where_they_begin(name):
+    wishes, said = BUDGETS[name]
+    client = Client(FakeLLM(reply="x</think>y", template_name=name.split()[0]))
+    for body in ({"stream": False}, {"n": 2}):
+        client.post(CHAT, {"messages": USER, "thinking_token_budget": 7, **body, **wishes})
+        params = client.llm.seen[-1][1]
+        if said is False:
+            assert params.thinking_token_budget is params.thoughts is None
+            continue
+        assert params.thinking_token_budget == 7 and params.thoughts.end == params.thoughts.over == "</think>"
+        assert params.thoughts.said == said and params.thoughts.begins == ("<think>",)
+    assert client.service.metrics.ignored_fields == 0
+
+
+def test_a_budget_of_thoughts_elsewhere_than_in_chats():
+    client = Client(FakeLLM(template_name="qwen3"))
+    prompts = {"a": None, "a<think>b": "b", "<think>a</think>b": None}
+    client.post(TEXT, {"prompt": list(prompts), "thinking_token_budget": 7})
+    assert {text: params.thoughts.said for text, params, _ in client.llm.seen} == prompts
+    client.post(TEXT, {"prompt": client.llm.tokenizer.encode("a<think>b"), "thinking_token_budget": 0})
+    params = client.llm.seen[-1][1]
+    assert (params.thoughts.said, params.thinking_token_budget) == ("b", 0)
+    client.post("/v1/responses", {"input": "hi", "thinking_token_budget": 3})
+    assert client.llm.seen[-1][1].thinking_token_budget == 3
+    client.post(TEXT, {"prompt": "a", "thinking_token_budget": -1})
+    assert client.llm.seen[-1][1].thinking_token_budget is None
+    for wish in (-2, 1.5, "4"):
+        refused = error(client.post(CHAT, {"messages": USER, "thinking_token_budget": wish}), 400)
+        assert refused["param"] == "thinking_token_budget"
+    assert client.service.metrics.ignored_fields == 0
+
+
+@pytest.mark.parametrize("parser, why", (("none", "no reasoning parser is chosen"), ("openai_gptoss", "no one mark")))
+def test_a_budget_of_thoughts_needs_a_parser(parser, why):
+    client = Client(FakeLLM(template_name="gpt_oss"), reasoning_parser=parser)
+    for path, body in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+        refused = error(client.post(path, {**body, "thinking_token_budget": 3}), 400)
+        assert refused["param"] == "thinking_token_budget" and why in refused["message"]
+        assert client.post(path, {**body, "thinking_token_budget": -1}).status_code == 200
+
+
+def test_the_text_of_a_chats_prompt():
+    client = Client(FakeLLM(template_name="qwen3"))
+    body = {"messages": USER, "n": 2, "return_prompt_text": True}
+    answer = client.post(CHAT, body).json()
+    assert answer["prompt_text"] == client.llm.seen[-1][0] and "hi" in answer["prompt_text"]
+    events = client.events(CHAT, body)
+    assert [event.get("prompt_text") for event in events if "prompt_text" in event] == [answer["prompt_text"]] * 2
+    assert "prompt_text" in events[0] and "prompt_text" not in str(client.post(CHAT, {"messages": USER}).json())

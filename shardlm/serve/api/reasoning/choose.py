@@ -12,7 +12,8 @@ from shardlm.serve.api.reasoning import harmony
 from shardlm.serve.api.reasoning.harmony import HarmonyThoughts
 from shardlm.serve.api.reasoning.marks import MarkedThoughts, Thought
 from shardlm.serve.api.tools.reader import CallDelta
-from shardlm.serve.sampling_params import StructuredOutputs
+from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
+from shardlm.serve.thoughts import Thoughts, after_last
 from shardlm.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,11 @@ _FOUND = ("openai_gptoss", "mistral", "granite", "qwen3")  # by a template, in t
 @dataclasses.dataclass(frozen=True)
 class Thinking:
     """Of the replies to one prompt. splitter: makes one for each. free: fields of StructuredOutputs that say where
-    thoughts end."""
+    thoughts end. thoughts: what a budget of them must know; None: there are none."""
 
     splitter: Callable[[], Splitter]
     free: Mapping[str, Any]
+    thoughts: Thoughts | None = None
 
     def hold(self, wish: StructuredOutputs | None) -> StructuredOutputs | None:
         """What the answer is to be, with thoughts before it."""
@@ -91,7 +93,25 @@ class Reasoning:
         free: dict[str, Any] = {} if thinking is False else {"after": self.style.common[1] or ends[0]}
         if thinking is None:
             free["opening"] = self.style.common[0] or begins[0]
-        return Thinking(lambda: MarkedThoughts(begins, ends, thinking), free)
+        thoughts = None if thinking is False else self._thoughts(self._begun(prompt, begun) if thinking else None)
+        return Thinking(lambda: MarkedThoughts(begins, ends, thinking), free, thoughts)
+
+    def of_text(self, prompt: str) -> Thoughts:
+        """Of what goes on from any text, which is thought where its last mark begins thoughts (so does vLLM)."""
+        said, ended = (after_last(prompt, marks) for marks in (self.style.begins, self.style.ends))
+        inside = said is not None and (ended is None or len(said) < len(ended))
+        return self._thoughts(said if inside else None)
+
+    def _thoughts(self, said: str | None) -> Thoughts:
+        style = self.style
+        return Thoughts(style.ends[0], style.common[1] or style.ends[0], style.begins, said)
+
+    def _begun(self, prompt: str, begun: str | None) -> str:
+        """What the prompt of a reply that begins with thought has of it."""
+        own = after_last(begun, self.style.begins) if begun else None
+        if own is None and prompt.rstrip().removesuffix((begun or "").strip()).rstrip().endswith(self.style.begins):
+            own = after_last(prompt, self.style.begins)
+        return own or ""
 
     def _at_the_end(self, prompt: str, begun: str | None) -> bool | None:
         """Whether a reply to this prompt begins with thought; None: it will show that."""
@@ -106,6 +126,28 @@ class Reasoning:
         if prompt.rstrip().endswith(ends):  # as templates do where thinking is turned off
             return False
         return True if self.style.assumed else None
+
+
+def bounded(
+    reasoning: Reasoning | None, params: SamplingParams, thoughts: Callable[[Reasoning], Thoughts | None]
+) -> SamplingParams:
+    """With what thinking_token_budget needs, where that is asked for: `thoughts` of the prompt's replies. Raises
+    ShardlmError where no parser says how thoughts are marked, or one that has no mark for their end."""
+    budget = params.thinking_token_budget
+    if budget is None:
+        return params
+    if reasoning is None:
+        raise ShardlmError(
+            f"thinking_token_budget={budget} needs to know how the model marks its thoughts, and no reasoning parser "
+            "is chosen; start with --reasoning_parser, or LLM(reasoning_parser=...)"
+        )
+    if reasoning.style is HARMONY:
+        raise ShardlmError(
+            f"thinking_token_budget={budget} is not possible with reasoning_parser=openai_gptoss, whose thoughts are "
+            "messages that no one mark ends; ask for a lower reasoning_effort"
+        )
+    found = thoughts(reasoning)
+    return dataclasses.replace(params, thoughts=found, thinking_token_budget=budget if found else None)
 
 
 def choose(asked: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> Reasoning | None:
