@@ -176,9 +176,7 @@ def _gathers_ahead(sketch: Sketch) -> bool:
 
 def _moves_early(sketch: Sketch) -> bool:
     """Whether what the next microbatch's rows are received in is made in this one, as its weights are gathered."""
-    exchanges = {
-        choose(sketch.mesh.expert, block.mlp.top_k) for block in sketch.shape.all_blocks() if block.mlp.num_experts
-    }
+    exchanges = {choose(sketch.mesh.expert, block.mlp.top_k) for block in sketch.shape.kinds if block.mlp.num_experts}
     return sketch.mesh.pipeline == 1 and sketch.passes > 1 and "all_to_all" in exchanges and _gathers_ahead(sketch)
 
 
