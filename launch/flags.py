@@ -2,6 +2,7 @@
 the exit without a traceback for a problem that the user can solve. Imports no jax."""
 
 import contextlib
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,18 @@ def run(main: Callable[..., int | None], *, needs_config: bool = True, arguments
     with _without_traceback():
         plain, overrides = split_overrides(sys.argv)
     app.run(guarded, argv=plain, flags_parser=_parsed)
+
+
+def show_help(flag: str, *modules: str) -> None:
+    """Where the command line asks for help, prints it and ends; with the flags of modules that are there with `flag`
+    alone."""
+    if not {"--help", "-help", "-h", "-?", "--helpshort"} & set(sys.argv):
+        return
+    app.usage(writeto_stdout=True)
+    print(f"\nwith {flag} also:")
+    for module in modules:
+        print(flags.FLAGS.module_help(importlib.import_module(module)))
+    sys.exit(0)
 
 
 def _parsed(argv: Sequence[str]) -> list[str]:

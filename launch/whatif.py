@@ -15,7 +15,7 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import run, split_constraints
+from launch.flags import run, show_help, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -152,6 +152,7 @@ def _advise_serving(resolved, hardware) -> int:
 
 if __name__ == "__main__":
     sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
+    show_help("--serve", "launch.plan_serve_flags", "launch.engine_flags")
     if "--serve" in sys.argv:
         import launch.plan_serve_flags  # noqa: F401  its flags
 

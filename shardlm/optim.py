@@ -2,7 +2,9 @@
 belong to the training step (train/step.py)."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from shardlm import muon
 from shardlm.errors import ShardlmError
 
 Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
@@ -122,40 +125,51 @@ def _optimizer_of_weights(config: OptimConfig, steps: int, names: Any) -> optax.
         return optax.chain(momentum, decayed, optax.scale_by_learning_rate(rate))
     if config.name == "adafactor":
         # optax multiplies weight_decay_rate into the update as it is; times the rate makes it decay like adamw's.
-        return _any_layout(
-            optax.adafactor(rate, weight_decay_rate=decay * config.learning_rate, weight_decay_mask=matrices)
-        )
+        tx = optax.adafactor(rate, weight_decay_rate=decay * config.learning_rate, weight_decay_mask=matrices)
+        return _any_layout(tx.init, lambda specs: tx)
     if config.name == "muon":
-        return _any_layout(_muon(config, rate, names, matrices))
+        make = functools.partial(_muon, config, rate, names, matrices)
+        return _any_layout(lambda params: make(_specs(params)).init(params), make)
     raise ShardlmError(f"unknown optimizer {config.name!r}; choose from {', '.join(get_args(Optimizer))}")
 
 
-def _muon(config: OptimConfig, rate, names, matrices) -> optax.GradientTransformation:
+def _muon(config: OptimConfig, rate, names, matrices, specs) -> optax.GradientTransformation:
+    """With the state of optax.contrib.muon: of matrices MuonState, of the rest adamw's. `specs` as muon.py has them."""
     dimensions = jax.tree.map(_muon_dimensions, names, is_leaf=_is_names)
-    return contrib.muon(
-        rate,
-        beta=0.95,
-        weight_decay=config.weight_decay,
-        weight_decay_mask=matrices,
-        adam_b1=config.b1,
-        adam_b2=config.b2,
-        adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=lambda _: dimensions,
-        consistent_rms=0.2,  # updates as large as adamw's, so that its learning rate serves both (section 2.2 there)
+    masked = jax.tree.map(lambda d: d or optax.MaskedNode(), dimensions, is_leaf=_is_dimensions)
+    labels = jax.tree.map(lambda d: "muon" if d else "adam", dimensions, is_leaf=_is_dimensions)
+    of_matrices = optax.chain(
+        # Updates as large as adamw's, so that its learning rate serves both (section 2.2 there).
+        muon.orthogonalised(masked, specs, scale=0.2),
+        optax.identity(),
+        optax.add_decayed_weights(config.weight_decay, matrices),
+        optax.scale_by_learning_rate(rate),
     )
+    others = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, nesterov=True)
+    return optax.partition({"muon": of_matrices, "adam": others}, labels)
 
 
-def _any_layout(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` with XLA choosing its inner shardings: its matmuls and reductions mix dimensions that are split, which
-    explicit types refuse. What goes in and what comes out keep their explicit shardings."""
+def _is_dimensions(leaf) -> bool:
+    return leaf is None or isinstance(leaf, contrib.MuonDimensionNumbers)
+
+
+def _specs(params: Any) -> Any:
+    return jax.tree.map(lambda a: jax.typeof(a).sharding.spec, params)
+
+
+def _any_layout(
+    init: Callable[[Any], Any], make: Callable[[Any], optax.GradientTransformation]
+) -> optax.GradientTransformation:
+    """What `make` gives for gradients that are split so, with XLA choosing inner shardings: its matmuls and reductions
+    mix dimensions that are split, which explicit types refuse. What goes in and what comes out keep theirs."""
 
     def update(grads, state, params):
         mesh = jax.sharding.get_abstract_mesh()
         axes = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)  # in a replica: all but data
-        out = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, (grads, state))
-        return jax.sharding.auto_axes(tx.update, axes=axes, out_sharding=out)(grads, state, params)
+        out = _specs((grads, state))
+        return jax.sharding.auto_axes(make(out[0]).update, axes=axes, out_sharding=out)(grads, state, params)
 
-    return optax.GradientTransformation(tx.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def _is_names(leaf) -> bool:

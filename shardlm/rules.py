@@ -79,6 +79,27 @@ class Table:
         sizes = self.mesh.sizes()
         return {name: tuple(axis for axis in axes if sizes[axis] > 1) for name, axes in self.entries}
 
+    def split(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Mesh axes larger than 1 that an array with dimensions of these names is split over."""
+        if names not in self._split:
+            self._split[names] = tuple(axis for name in names for axis in self.axes(name))
+        return self._split[names]
+
+    def ways(self, names: tuple[str, ...]) -> int:
+        """How many parts it is in."""
+        if names not in self._ways:
+            self._ways[names] = self.mesh.size(*self.split(names))
+        return self._ways[names]
+
+    @functools.cached_property
+    def _split(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """What was asked before: a planner asks the same few of every parameter, for each way to run on a mesh."""
+        return {}
+
+    @functools.cached_property
+    def _ways(self) -> dict[tuple[str, ...], int]:
+        return {}
+
     def spec(self, *names: str | None, shape: tuple[int, ...] | None = None) -> PartitionSpec:
         """PartitionSpec of an array whose dimensions have these names (None: never split).
 
@@ -107,7 +128,8 @@ class Table:
         if size % self.mesh.size(*axes) == 0:
             return
         what = " x ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
-        divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+        small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+        divisors = ", ".join(map(str, sorted({*small, *(size // d for d in small)})))
         choose = f"{axes[0]} from {divisors}" if len(axes) == 1 else f"{' x '.join(axes)} with product in {divisors}"
         raise ShardlmError(f"{name}={size} cannot be split over {what}; choose {choose}")
 

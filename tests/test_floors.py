@@ -29,6 +29,7 @@ FLOORS = [
     {"models"},
     {
         "state",
+        "muon",
         "optim",
         "precision",
         "checkpoint",

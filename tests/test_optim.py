@@ -7,11 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 from small import LLAMA, init, mesh_of, model_on, relative_error
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.optim import OptimConfig, make_optimizer, make_schedule
+from shardlm.optim import (
+    OptimConfig,
+    _is_matrix,
+    _is_names,
+    _muon_dimensions,
+    make_optimizer,
+    make_schedule,
+)
 
 BASE = OptimConfig(learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
 
@@ -73,6 +81,33 @@ def test_sharded_update_equals_the_whole_one(name, preset):
     whole = updated(MeshSpec(), "replicated", name)
     # Reductions in another order; muon's five Newton-Schulz products amplify it (measured: 2e-6, muon 2e-5).
     assert relative_error(updated(MeshSpec(data=2, fsdp=2, tensor=2), preset, name), whole) < 1e-4
+
+
+def test_muon_is_that_of_optax():
+    config = dataclasses.replace(BASE, name="muon", learning_rate=0.01)
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = model_on(MeshSpec(), "replicated", WIDE)
+        params = init(model)
+        dimensions = jax.tree.map(_muon_dimensions, model.names, is_leaf=_is_names)
+        theirs = contrib.muon(
+            make_schedule(config, 100),
+            weight_decay=config.weight_decay,
+            weight_decay_mask=jax.tree.map(_is_matrix, model.names, is_leaf=_is_names),
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=lambda _: dimensions,
+            consistent_rms=0.2,
+        )
+        found = []
+        for tx in (theirs, make_optimizer(config, 100, model.names)):
+            state = tx.init(params)
+            for scale in (1.0, -0.3):
+                grads = jax.tree.map(lambda p, scale=scale: scale * jnp.sin(40 * p), params)
+                updates, state = jax.jit(tx.update)(grads, state, params)
+            found.append((updates, state))
+    assert jax.tree.structure(found[0]) == jax.tree.structure(found[1])  # a checkpoint of either is one of the other
+    assert relative_error(found[1], found[0]) < 1e-4  # products in another order, as above
 
 
 def test_decay_is_for_matrices_and_muon_for_the_layers():

@@ -1,6 +1,7 @@
 """The decoder that every architecture configures: embedding, segments of blocks, final norm and output head."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from shardlm.flops import attention_width
+from shardlm.layers.block import BlockConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
@@ -53,6 +55,12 @@ class TransformerConfig:
         for segment in self.segments:
             yield from segment.pattern * segment.repeats
 
+    @functools.cached_property
+    def kinds(self) -> tuple[BlockConfig, ...]:
+        """Those that differ, of layers and modules that predict further tokens: of a hundred layers one or a few."""
+        blocks = [block for segment in self.segments for block in segment.pattern]
+        return tuple(dict.fromkeys([*blocks, self.mtp.block] if self.mtp and self.mtp.depth else blocks))
+
     def all_blocks(self):
         """The same, and then of the modules that predict further tokens."""
         yield from self.blocks()
@@ -68,7 +76,7 @@ class TransformerConfig:
 
     def widths(self) -> dict[str, set[int]]:
         """Sizes of the dimensions by which weights are spread over devices that see other tokens (rules.py)."""
-        attentions = {block.attention for block in self.all_blocks()}
+        attentions = {block.attention for block in self.kinds}
         latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
         return {"embed": {self.embed_dim}, "expert_embed": {self.embed_dim}, "latent": latents}
 

@@ -157,7 +157,7 @@ def working(one: Layer, sketch: Sketch) -> Kinds:
     read."""
     wide = WIDE / itemsize(sketch)
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
-    sent = any(_exchange(block, sketch) == "all_to_all" for block in sketch.shape.all_blocks())
+    sent = any(_exchange(block, sketch) == "all_to_all" for block in sketch.shape.kinds)
     experts = 4 * one.expert_hidden + 5 * one.rows + (3 * one.pairs if sent else 2 * one.expert_hidden)
     streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
     found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}

@@ -40,9 +40,9 @@ class Bound:
         if math.isinf(self.seconds):
             return False
         work = COMPUTING * self.computing + WAITING * self.waiting.get(_inner(config), 0.0)
-        return work * (1 + STAGED * self._idle(config)) > self.seconds
+        return work * (1 + STAGED * self.idle(config)) > self.seconds
 
-    def _idle(self, config: RunConfig) -> float:
+    def idle(self, config: RunConfig) -> float:
         """Time in the bubble over time at work."""
         stages, pipeline = config.mesh.pipeline, config.pipeline
         if stages == 1:

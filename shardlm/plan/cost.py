@@ -14,6 +14,7 @@ from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
 from shardlm.plan.overlap import IN_STAGES, Timed, overlapped
+from shardlm.plan.program_layers import activations
 from shardlm.plan.program_traffic import program_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
@@ -58,7 +59,7 @@ class StepCost:
     repeated  of these, the forward pass a second time
     comms     every collective's
     timeline  forward, backward and optimizer
-    bubble    idle while the pipeline fills and drains
+    bubble    idle while the pipeline fills and drains; staged: what waits while it does
     faster_matmul  products in fewer bits that the GPU has and the run does not use, in words; "" where there are none
     """
 
@@ -68,6 +69,7 @@ class StepCost:
     comms: tuple[Timed, ...]
     timeline: tuple[Phase, ...]
     bubble_seconds: float
+    staged_seconds: float
     model_flops: float
     tokens: float
     faster_matmul: str = ""
@@ -91,6 +93,10 @@ class StepCost:
     @property
     def step_seconds(self) -> float:
         return sum(phase.seconds for phase in self.timeline) + self.bubble_seconds
+
+    def seconds_with(self, idle: float) -> float:
+        """The same step where stages are idle so long for each second that they work."""
+        return self.step_seconds - self.bubble_seconds + idle * self.staged_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,6 +150,13 @@ def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
     return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels, hidden)
 
 
+def without_weights(sketch: Sketch, cluster: Cluster) -> StepCost:
+    """The same of a step that moved no weights and no gradients, which no split of them can make faster."""
+    kernels = kernels_of(cluster, sketch.execution.attention)
+    sent = [one for one in activations(sketch) if one.nbytes and one.axes]
+    return cost_of(sketch, cluster, operations(sketch), sent, kernels, IN_STAGES)
+
+
 def cost_of(
     sketch: Sketch,
     cluster: Cluster,
@@ -168,6 +181,7 @@ def cost_of(
         comms=comms,
         timeline=timeline,
         bubble_seconds=staged * bubble / (1 - bubble),
+        staged_seconds=staged,
         model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len),
         tokens=train.global_batch * train.seq_len,
         faster_matmul=_faster_matmul(sketch, cluster),

@@ -35,5 +35,5 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
 
 def _copies(sketch: Sketch) -> float:
     """How many devices of the context axis have the same head of keys (ops/ulysses.py), of the layers with most."""
-    heads = min(block.attention.num_kv_heads for block in sketch.shape.all_blocks())
+    heads = min(block.attention.num_kv_heads for block in sketch.shape.kinds)
     return sketch.mesh.context / max(1, heads / sketch.mesh.tensor)

@@ -6,7 +6,7 @@ import dataclasses
 
 from shardlm.plan.doubt import doubt
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.state import state
+from shardlm.plan.state import State, state
 from shardlm.plan.temporaries import temporaries
 
 RESERVE = 0.08  # of a GPU's memory
@@ -31,9 +31,9 @@ class Memory:
         return sum(self.kinds.values()) + self.reserve
 
 
-def memory(sketch: Sketch) -> Memory:
-    """The estimate for a step."""
-    rests = state(sketch)
+def memory(sketch: Sketch, rests: State | None = None) -> Memory:
+    """The estimate for a step; `rests` is its state, where that is known already."""
+    rests = rests or state(sketch)
     resting = {
         "weights": rests.weights,
         "frozen weights": rests.frozen,

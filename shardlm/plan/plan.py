@@ -10,6 +10,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.cost import StepCost, step_cost
 from shardlm.plan.memory import Memory, memory
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.state import State, state
 from shardlm.train.config import RunConfig
 
 
@@ -27,8 +28,12 @@ class Plan:
         return cls(Sketch.of(config, cluster.gpu, cluster.gpus_per_host), cluster)
 
     @functools.cached_property
+    def state(self) -> State:
+        return state(self.sketch)
+
+    @functools.cached_property
     def memory(self) -> Memory:
-        return memory(self.sketch)
+        return memory(self.sketch, self.state)
 
     @functools.cached_property
     def cost(self) -> StepCost:
@@ -44,7 +49,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.gpu.hbm_bytes
+        return not self.state_too_large and self.memory.total <= self.gpu.hbm_bytes
+
+    @property
+    def state_too_large(self) -> bool:
+        """Whether what rests alone is more than the GPU has, however a step is run."""
+        return self.state.total > self.gpu.hbm_bytes
 
     @property
     def step_seconds(self) -> float:

@@ -208,7 +208,7 @@ def filled(moe: MoeConfig, ranks: int, tokens: float) -> float:
 
 def buffers_filled(sketch: Sketch) -> float:
     """The same of a run; of its mixtures, if they differ, the one that fills least. 1 where there are none."""
-    mixtures = [block.mlp for block in sketch.shape.all_blocks() if isinstance(block.mlp, MoeConfig)]
+    mixtures = [block.mlp for block in sketch.shape.kinds if isinstance(block.mlp, MoeConfig)]
     return min((filled(moe, sketch.mesh.expert, sketch.tokens) for moe in mixtures), default=1.0)
 
 

@@ -13,8 +13,8 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
+from shardlm.plan.least import Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.state import state
 from shardlm.train.config import PipelineConfig, RunConfig
 
 REMATS = ("none", "dots", "full")
@@ -116,14 +116,36 @@ def _search(
 
 
 def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]) -> Found:
-    """Of each mesh, what may be faster than all that was seen before."""
+    """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
+    from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
     tally, bound = _Tally(), Bound(config.model.transformer())
-    for laid in _laid_out(config, cluster, constraints):
-        for plan in _all(laid, cluster, constraints, offload, bound):
+    least, remats = Least(cluster, bound), constraints.choices("remat", REMATS)
+    meshes = list(_laid_out(config, cluster, constraints))
+    seen: dict[int, list[Plan | ShardlmError]] = {}
+    for staged in (False, True):
+        numbers = [i for i, laid in enumerate(meshes) if (laid.mesh.pipeline > 1) == staged]
+        hopes = [(least.seconds(_keeping_most(meshes[i], constraints, remats, offload)), i) for i in numbers]
+        for seconds, i in sorted(hopes):
+            if seconds > bound.seconds:
+                break
+            seen[i] = []
+            for plan in _all(meshes[i], cluster, constraints, offload, bound):
+                seen[i].append(plan)
+                if isinstance(plan, Plan) and plan.fits:
+                    bound.add(plan)
+    for i in sorted(seen):  # as they were laid out: of equals the first is taken
+        for plan in seen[i]:
             tally.add(plan)
-            if isinstance(plan, Plan) and plan.fits:
-                bound.add(plan)
+    tally.considered += least.considered
     return tally.found()
+
+
+def _keeping_most(
+    laid: RunConfig, constraints: Constraints, remats: Sequence[str], offload: Sequence[bool]
+) -> list[list[RunConfig]]:
+    """Of each schedule on a mesh that has any, what keeps most of the forward pass, the most microbatches first."""
+    each = ([next(_kept(one, remats, offload), None) for one in ones] for ones in _by_schedule(laid, constraints))
+    return [ones for found in each if (ones := [one for one in found if one])]
 
 
 class _Tally:
@@ -141,7 +163,8 @@ class _Tally:
             self.refused[str(plan)] += 1
         elif not plan.fits:
             self.too_large += 1
-            self.smallest = min(filter(None, (self.smallest, plan)), key=lambda p: p.memory.total)
+            if not self.best:  # as soon as one fits, nobody asks how large the others are
+                self.smallest = min(filter(None, (self.smallest, plan)), key=lambda p: p.memory.total)
         else:
             key = (plan.config.mesh, plan.config.rules)
             if key not in self.best or plan.step_seconds < self.best[key].step_seconds:
@@ -168,7 +191,7 @@ def _all(
         for candidate in _kept(variant, remats, offload):
             plan = _plan(candidate, cluster)
             yield plan
-            if isinstance(plan, ShardlmError) or plan.fits or state(plan.sketch).total > cluster.gpu.hbm_bytes:
+            if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
                 break
 
 
@@ -178,12 +201,17 @@ def _thrifty(
     """Of one mesh, what needs least memory: the remat policy that keeps least, with the most and the fewest
     microbatches of each schedule."""
     remat = constraints.choices("remat", REMATS)[-1:]
-    by_schedule: dict[tuple, list[RunConfig]] = {}
-    for variant in _variants(laid, constraints):
-        by_schedule.setdefault((variant.pipeline, variant.matmul), []).append(variant)
-    for variants in by_schedule.values():
+    for variants in _by_schedule(laid, constraints):
         for variant in variants if len(variants) == 1 else (variants[0], variants[-1]):
             yield from (_plan(candidate, cluster) for candidate in _kept(variant, remat, offload))
+
+
+def _by_schedule(laid: RunConfig, constraints: Constraints) -> list[list[RunConfig]]:
+    """Variants by their schedule and product, those of the most microbatches first."""
+    found: dict[tuple, list[RunConfig]] = {}
+    for variant in _variants(laid, constraints):
+        found.setdefault((variant.pipeline, variant.matmul), []).append(variant)
+    return list(found.values())
 
 
 def _plan(config: RunConfig, cluster: Cluster) -> Plan | ShardlmError:
@@ -208,9 +236,9 @@ def _inner(
     shape: TransformerConfig, seq_len: int, cluster: Cluster, constraints: Constraints
 ) -> Iterator[tuple[int, int, int, int]]:
     """(tensor, pipeline, context, expert) that the model divides over."""
-    experts = [block.mlp.num_experts for block in shape.all_blocks() if block.mlp.num_experts]
+    experts = [block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts]
     repeats = shape.segments[shape.pipelined_segment()].repeats
-    heads = math.gcd(*(block.attention.num_heads for block in shape.all_blocks()))
+    heads = math.gcd(*(block.attention.num_heads for block in shape.kinds))
     longest = max(1, seq_len // SHORTEST_CHUNK)
     for tensor in divisors(cluster.num_gpus):
         if heads % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):

@@ -45,7 +45,7 @@ class Weight:
 
     def axes(self, table: Table) -> tuple[str, ...]:
         """Mesh axes that it is split over, each larger than 1."""
-        return tuple(axis for name in self.names for axis in table.axes(name))
+        return table.split(self.names)
 
     def numbers(self, table: Table) -> int:
         """How many of its numbers one device holds. Scales of weights in few bits are whole along a dimension that does
@@ -53,14 +53,18 @@ class Weight:
         if self.path.endswith("_scale"):
             sizes = [(n, table.mesh.size(*table.axes(name))) for n, name in zip(self.shape, self.names, strict=True)]
             return math.prod(n if n % ways else n // ways for n, ways in sizes)
-        return math.prod(self.shape) // table.mesh.size(*self.axes(table))
+        return self._all // table.ways(self.names)
 
-    @property
+    @functools.cached_property
+    def _all(self) -> int:
+        return math.prod(self.shape)
+
+    @functools.cached_property
     def is_matrix(self) -> bool:
         """Neither a norm nor a bias."""
         return len(self.names) - self.stacked > 1
 
-    @property
+    @functools.cached_property
     def segment(self) -> int | None:
         """The segment of layers that it belongs to."""
         head, _, rest = self.path.partition(".")
@@ -129,7 +133,7 @@ class Sketch:
         """Of one microbatch on one device inside attention and MLP, where the sequence is whole over tensor."""
         return self.rows * self.config.train.seq_len / self.mesh.context
 
-    @property
+    @functools.cached_property
     def schedule(self) -> Schedule:
         """When the stages of the pipeline run what; one stage where there is none."""
         repeats = self.shape.segments[self.shape.pipelined_segment()].repeats

@@ -6,6 +6,8 @@ from typing import Any
 from shardlm.hardware import GIB
 from shardlm.plan.columns import columns, large, three_digits
 from shardlm.plan.local import provenance
+from shardlm.plan.report.data import device
+from shardlm.plan.report.figures import called
 from shardlm.plan.search import settings
 from shardlm.plan.shares import described, limited_by, shares
 from shardlm.plan.sweep import CLUSTER, GPU, NUM_GPUS, Row, Sweep
@@ -91,7 +93,8 @@ def to_text(sweep: Sweep) -> str:
         lines.append(line)
     table = columns(head, lines, left=(0, len(head) - 2, len(head) - 1))
     said = [*notes, *_footnotes(sweep)]
-    return "\n".join([table, "", *(textwrap.fill(one, WIDTH) for one in said)])
+    told = "\n".join([table, "", *(textwrap.fill(one, WIDTH) for one in said)])
+    return called(told, device(sweep.rows[0].case.cluster))
 
 
 def _line(row: Row) -> list[str]:

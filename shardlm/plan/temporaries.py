@@ -183,7 +183,7 @@ def _moves_early(sketch: Sketch) -> bool:
 
 def _sends_tokens(sketch: Sketch) -> bool:
     """Whether tokens go to the devices of their experts, each to its own."""
-    moes = [block.mlp for block in sketch.shape.all_blocks() if block.mlp.num_experts]
+    moes = [block.mlp for block in sketch.shape.kinds if block.mlp.num_experts]
     return any(choose(sketch.mesh.expert, moe.top_k) == "all_to_all" for moe in moes)
 
 

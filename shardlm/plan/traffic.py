@@ -56,6 +56,8 @@ class Sent:
 
 def idling(sent: Sent, idle: float) -> Sent:
     """The same, of which the share `idle` does no useful work."""
+    if not idle:
+        return sent
     useful = sent.nbytes * (1 - idle)
     return dataclasses.replace(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
 

@@ -101,12 +101,12 @@ def check_remat(remat: str, pipeline: PipelineConfig, mesh: MeshSpec) -> None:
 
 def check_model(model: TransformerConfig, rules: Rules, context_attention: str = "auto") -> None:
     """Refuses a model whose dimensions do not divide over the mesh."""
-    if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.all_blocks()):
+    if rules.mesh.expert > 1 and not any(block.mlp.num_experts for block in model.kinds):
         raise ShardlmError(
             f"mesh.expert={rules.mesh.expert}: the model has no experts to split; set mesh.expert=1 and give its "
             "devices to data, fsdp or tensor"
         )
-    for block in dict.fromkeys(model.all_blocks()):
+    for block in model.kinds:
         kv_heads_name(block.attention.num_kv_heads, block.attention.num_heads, rules.mesh.tensor)
         rules.act.check("heads", block.attention.num_heads)
         if block.attention.soft and rules.mesh.context > 1:

@@ -75,8 +75,8 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_preference(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
-    heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.all_blocks()}
-    plain = not any(block.attention.soft for block in shape.all_blocks())
+    heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.kinds}
+    plain = not any(block.attention.soft for block in shape.kinds)
     execution = Execution(
         rules=rules,
         dtype=dtype,
@@ -96,13 +96,13 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
 
 def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> grouped_matmul.GroupedMatmul:
     """Chosen only where there are experts: a GPU needs an extra package for them."""
-    if not any(block.mlp.num_experts for block in shape.all_blocks()):
+    if not any(block.mlp.num_experts for block in shape.kinds):
         return "blocked"
     return grouped_matmul.choose(platform) if traced or platform == "cpu" else "tokamax"
 
 
 def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
     """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
-    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.all_blocks()}
+    heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.kinds}
     ways = {choose_context(config.context_attention, *pair, config.train.seq_len, mesh) for pair in heads}
     return "ring" if "ring" in ways else "ulysses"

@@ -329,6 +329,7 @@ def test_a_sweep_goes_by_the_profile_too(tmp_path):
         assert row.case.cluster == cluster and row.plan == search(load(BENCH), cluster, held, every=False).plans[0]
     told, text = sweeps.to_json(swept), " ".join(sweeps.to_text(swept).split())
     assert told["measured"] == provenance(cluster) and "Rates as measured on 8 x cpu of 1 host on 2026-11-21" in text
+    assert " a CPU " in text and "GPU" not in text
     assert around(load(BENCH), cluster, held)[0] == (8, told["rows"][-1]["tokens_per_second"], True)
     with pytest.raises(ShardlmError, match="is of one machine, and the sweep varies the gpu"):
         base_cluster(Over.parse("gpu=h100,a100"), None, None, 8, profile=file)
@@ -354,3 +355,4 @@ def test_a_plan_names_the_machine_and_the_date_of_its_rates():
     assert "rates as measured on 8 x cpu of 1 host on 2026-11-21 (jax 0.10.2)" in " ".join(told.split())
     assert impossible(cluster).startswith("these are CPU devices: run the plan's configuration")
     assert "8 x cpu in 1 host of 8; memory 1.00 GB/s" in told and "verified" not in told
+    assert "Memory of a CPU, the first plan" in told and "GPU" not in told

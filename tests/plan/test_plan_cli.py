@@ -51,3 +51,11 @@ def test_what_does_not_fit_and_what_is_wrong_ends_with_a_status_and_a_remedy(wor
     done = run("launch.plan", "--config=configs/llama3_70b.py", *words)
     assert done.returncode == status and message in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["launch.plan", "launch.whatif"])
+def test_help_has_the_flags_of_serving_too(launcher):
+    done = run(launcher, "--help")
+    assert done.returncode == 0, done.stderr
+    of_both, of_serving = done.stdout.split("with --serve also:")
+    assert "--gpu:" in of_both and "--prompt_len:" in of_serving and "--max_num_seqs:" in of_serving

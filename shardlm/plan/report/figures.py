@@ -5,6 +5,11 @@ NONE = "-"
 _NAMES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
+def called(text: str, device: str) -> str:
+    """Sentences and tables that say GPU, of devices that are called otherwise, in as many letters."""
+    return text.replace("GPU", device)
+
+
 def figure(x: float | None) -> str:
     """Three digits, thousands apart; NONE for what is not known."""
     if x is None:

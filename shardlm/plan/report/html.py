@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 
 from shardlm.plan.report import pictures, sentences, tables
-from shardlm.plan.report.figures import gib
+from shardlm.plan.report.figures import called, gib
 
 # Whatever a page may contain, a browser loads nothing for it.
 POLICY = (
@@ -29,7 +29,7 @@ def to_html(answer: dict[str, Any]) -> str:
     if answer["sweep"]:
         shown.append(tables.sweep(answer))
     cluster, name = answer["cluster"], answer["config"] or "Plan"
-    return page(
+    told = page(
         "page.html.jinja",
         title=f"{name} on {cluster['num_gpus']} x {cluster['gpu']}",
         kind="Training plan",
@@ -51,6 +51,7 @@ def to_html(answer: dict[str, Any]) -> str:
         tables={table.key: table for table in shown},
         words=sentences.words(answer),
     )
+    return called(told, cluster["device"])
 
 
 def page(template: str, **values: Any) -> str:

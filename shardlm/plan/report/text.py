@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardlm.plan.report import sentences, tables
-from shardlm.plan.report.figures import figure, gib
+from shardlm.plan.report.figures import called, figure, gib
 from shardlm.plan.report.laid_out import show, wrapped
 
 BILL_ROWS, FRAMES = 12, 2
@@ -23,7 +23,7 @@ def to_text(answer: dict[str, Any]) -> str:
     if answer["unverified"]:
         blocks.append(wrapped(f"Nothing was verified: {answer['unverified']}"))
     blocks += [show(tables.search(answer, REASONS)), "\n".join(map(wrapped, sentences.words(answer)))]
-    return "\n\n".join(blocks) + "\n"
+    return called("\n\n".join(blocks) + "\n", answer["cluster"]["device"])
 
 
 def _first(answer: dict[str, Any]) -> list[str]:
