@@ -79,13 +79,22 @@ def matmul(at: Instruction, computation: Computation) -> Matmul | None:
     return None
 
 
+_FLOATS = ("bf16", "f16", "f32")
+
+
 def grouped_matmul(at: Instruction, computation: Computation) -> Matmul | None:
-    """Of a Mosaic kernel of experts' matmuls: what all rows of its buffers would take. How many are filled, only the
-    running program knows, so that `matmul_flops` does not count it."""
+    """Of a kernel of experts' matmuls, which tokamax writes in Mosaic or, for gradients of weights on Blackwell and for
+    all on Ampere, in Triton: what all rows of its buffers would take. How many are filled, only the running program
+    knows, so that `matmul_flops` does not count it."""
     target = _TARGET.search(at.attributes) if at.opcode == "custom-call" else None
-    if not target or not target[1].startswith("mosaic_gpu") or len(at.operands) < 2:
+    written = target and (target[1].startswith("mosaic_gpu") or target[1] == "__gpu$xla.gpu.triton")
+    if not written or "ragged_dot" not in at.attributes:
         return None
-    left = computation.named[at.operands[-2]].arrays[0]
+    # Rows and weights are its numbers, in this order; sizes of groups stand before them on Hopper, else after them.
+    operands = (computation.named[name].arrays[0] for name in at.operands)
+    left = next((a for a in operands if a.dtype in _FLOATS and len(a.dims) > 1), None)
+    if left is None:
+        return None
     columns = at.arrays[0].dims[-1]
     summed = left.dims[-1]
     return Matmul(2.0 * math.prod(left.dims) * columns, (left.dims[0], columns, summed), _peak(left.dtype))

@@ -154,22 +154,30 @@ ENTRY %main (stack: f32[32,64,64], i: s32[], x: f32[64,64]) -> bf16[64,64] {
   %x = f32[64,64] parameter(2)
   %slice = bf16[64,64] fusion(%stack, %i), kind=kLoop, calls=%sliced
   %update = f32[32,64,64] fusion(%stack, %x, %i), kind=kLoop, calls=%updated
-  %rows = bf16[100,64] custom-call(%i, %slice, %stack), custom_call_target="mosaic_gpu_v2"
+  %rows = bf16[100,64] custom-call(%i, %slice, %stack), MOSAIC
+  %blackwell = bf16[100,48] custom-call(%slice, %stack, %i, %i), MOSAIC
+  %grads = bf16[8,64,64] custom-call(%slice, %x, %i), TRITON, metadata={op_name="a/ragged_dot.x"}
+  %few_bits = bf16[64,64] custom-call(%slice, %x), TRITON
   ROOT %o = bf16[64,64] custom-call(%slice, %slice), custom_call_target="own"
 }
 """
 
 
 def test_what_kernels_read_and_write():
-    module = parse(FUSIONS)
+    of_experts = 'custom_call_target="mosaic_gpu_v2", metadata={op_name="a/ragged_dot.x"}'
+    text = FUSIONS.replace("MOSAIC", of_experts).replace("TRITON", 'custom_call_target="__gpu$xla.gpu.triton"')
+    module = parse(text)
     entry = module.computations[module.entry]
-    found = {name: kernel(module, entry, entry.named[name]) for name in ("slice", "update", "rows", "i")}
+    names = ("slice", "update", "rows", "blackwell", "grads", "few_bits", "i")
+    found = {name: kernel(module, entry, entry.named[name]) for name in names}
     assert found["i"] is None
     assert found["slice"].nbytes == 64 * 64 * (4 + 2) + 4  # a slice of what is stacked, and its index
     assert found["update"].nbytes == 64 * 64 * (4 + 4) + 4  # what is new; the rest stays in its place
     assert found["rows"].grouped and found["rows"].flops == 2 * 64 * 64 * 64
-    step = compiled_step(FUSIONS, CLUSTER, MESH)
-    assert dict(step.unknown) == {"own": 1}
+    assert found["blackwell"].flops == 2 * 64 * 64 * 48 and found["blackwell"].dtype == "bf16"
+    assert found["grads"].grouped and found["grads"].flops == 2 * 64 * 64 * 64 and not found["few_bits"].grouped
+    step = compiled_step(text, CLUSTER, MESH)
+    assert dict(step.unknown) == {"own": 1, "__gpu$xla.gpu.triton": 1}
 
 
 def test_links():
