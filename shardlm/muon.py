@@ -3,6 +3,7 @@ by five Newton-Schulz steps. The matrices of all layers are one array, and devic
 them while it multiplies, by one exchange before and one after. State is optax.contrib.muon's."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,39 +41,61 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, (contrib.MuonDimensionNumbers, optax.MaskedNode))
 
 
-def sharing(stack: int, axes: list[str], sizes: dict[str, int]) -> tuple[str, ...]:
-    """Of the mesh axes that split a matrix those over which so many of them are shared instead: in order, as far as
-    they divide. The devices of the others each make the same."""
-    found: list[str] = []
+def moving(split: Sequence[tuple[str, ...]]) -> list[str]:
+    """The axes that split a matrix's dimensions, of each dimension the last first: what is next to each other moves."""
+    return [axis for axes in split for axis in reversed(axes)]
+
+
+def sharing(batch: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """For each mesh axis that splits matrices over which of the dimensions before them they are shared instead, by how
+    many of them a device holds, [layers] or [layers, experts]: layers where they divide, else experts where those do,
+    else layers, with empty ones in the last places."""
+    left, found = list(batch), []
     for axis in axes:
-        if stack % (math.prod(sizes[name] for name in found) * sizes[axis]) == 0:
-            found.append(axis)
-    return tuple(found)
+        size = sizes[axis]
+        dim = next((i for i, n in enumerate(left) if n % size == 0), 0)
+        left[dim] = -(-left[dim] // size)
+        found.append((axis, dim))
+    return found
 
 
 def _orthogonal(x: jax.Array, dims: contrib.MuonDimensionNumbers, spec: PartitionSpec, scale: float) -> jax.Array:
     """x [layers, experts or none, rows..., columns...], of norm 1 each -> the orthogonal matrices next to them."""
     rows, columns = tuple(dims.reduction_axis), tuple(dims.output_axis)
     batch = tuple(i for i in range(x.ndim) if i not in rows + columns)
+    order = batch + rows + columns
     split = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
-    split += [()] * (x.ndim - len(split))
-    inside = [axis for i in rows + columns for axis in split[i]]
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    shared = sharing(x.shape[batch[0]] // math.prod(sizes[a] for a in split[batch[0]]), inside, sizes)
-    stacked = [split[i] for i in batch]
-    stacked[0] += shared
-    turned = jnp.transpose(x, batch + rows + columns)
-    shape = *turned.shape[: len(batch)], *(math.prod(x.shape[i] for i in of) for of in (rows, columns))
-    whole = PartitionSpec(*(axes or None for axes in stacked), *[None] * (len(rows) + len(columns)))
-    m = jax.lax.with_sharding_constraint(turned, whole).reshape(shape)
-    flip = shape[-2] > shape[-1]
+    split = [(split + [()] * x.ndim)[i] for i in order]
+    turned = jnp.transpose(x, order)
+    stages, layers = _on_the_way(split, len(batch), turned.shape)
+    turned = jnp.pad(turned, [(0, layers - turned.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    for one in stages:
+        turned = jax.lax.with_sharding_constraint(turned, one)
+    lines = turned.shape[: len(batch)], turned.shape[len(batch) : len(batch + rows)], turned.shape[len(batch + rows) :]
+    m = turned.reshape(*lines[0], math.prod(lines[1]), math.prod(lines[2]))
+    flip = m.shape[-2] > m.shape[-1]
     m = jnp.swapaxes(m, -1, -2) if flip else m
     for _ in range(STEPS):
         m = _step(m)
-    m = (jnp.swapaxes(m, -1, -2) if flip else m) * (scale * math.sqrt(max(shape[-2:])))
-    m = jax.lax.with_sharding_constraint(m.reshape(turned.shape), whole)
-    back = sorted(range(x.ndim), key=(batch + rows + columns).__getitem__)
-    return jax.lax.with_sharding_constraint(jnp.transpose(m, back), spec)
+    m = (jnp.swapaxes(m, -1, -2) if flip else m) * (scale * math.sqrt(max(m.shape[-2:])))
+    m = m.reshape(turned.shape)
+    for one in reversed(stages):
+        m = jax.lax.with_sharding_constraint(m, one)
+    m = m[: x.shape[batch[0]]]
+    return jax.lax.with_sharding_constraint(jnp.transpose(m, sorted(range(x.ndim), key=order.__getitem__)), spec)
+
+
+def _on_the_way(split: list[tuple[str, ...]], batch: int, shape: Sequence[int]) -> tuple[list[PartitionSpec], int]:
+    """How arrays whose dimensions are split so are split while the axes of matrices, behind `batch` dimensions, move to
+    those, one exchange each; and how many layers there are with the empty ones."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    own = [n // math.prod(sizes[axis] for axis in axes) for n, axes in zip(shape, split, strict=True)]
+    found = [list(split)]
+    for axis, dim in sharing(own[:batch], moving(split[batch:]), sizes):
+        found.append([tuple(a for a in axes if a != axis) for axes in found[-1]])
+        found[-1][dim] += (axis,)
+    ways = math.prod(sizes[axis] for axis in found[-1][0])
+    return [PartitionSpec(*(axes or None for axes in one)) for one in found], -(-shape[0] // ways) * ways
 
 
 def _step(m: jax.Array) -> jax.Array:

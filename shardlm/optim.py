@@ -180,6 +180,11 @@ def _is_matrix(leaf) -> bool:
     return len(leaf[1]) > 1
 
 
+def muon_rows(names: tuple[str, ...]) -> int:
+    """How many of a matrix's dimensions are its rows."""
+    return 1 if names[0] in ("embed", "expert_embed", "rank") else len(names) - 1
+
+
 def _muon_dimensions(leaf):
     """Which dimensions of a stacked weight are a matrix's rows (inputs) and columns (outputs); None: use adamw."""
     stack, names = leaf
@@ -187,5 +192,5 @@ def _muon_dimensions(leaf):
         return None
     first, last = len(stack) + (names[0] == "experts"), len(stack) + len(names) - 1  # each expert has its own matrices
     dims = range(first, last + 1)
-    rows = (first,) if names[first - len(stack)] in ("embed", "expert_embed", "rank") else tuple(dims[:-1])
+    rows = tuple(dims[: muon_rows(names[first - len(stack) :])])
     return contrib.MuonDimensionNumbers(rows, tuple(d for d in dims if d not in rows))

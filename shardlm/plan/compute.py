@@ -15,6 +15,7 @@ from shardlm.ops.blocked_attention import LEAST_BLOCK
 from shardlm.ops.cudnn_heads import LATENT
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.activations import kept, layer
+from shardlm.plan.muon import newton_schulz
 from shardlm.plan.program_layers import filled
 from shardlm.plan.sketch import Sketch
 
@@ -72,7 +73,7 @@ def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
     """All of a step but what takes no time worth a figure. Without `ours` experts' rows are moved as other systems move
     them, as many as there are, and stages hold their weights in the compute type."""
     of_stages = _of_a_stage(sketch) if ours and sketch.mesh.pipeline > 1 else ()
-    return [*_layers(sketch, ours), *of_stages, *_head(sketch), _optimizer(sketch)]
+    return [*_layers(sketch, ours), *of_stages, *_head(sketch), *_optimizer(sketch)]
 
 
 def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
@@ -275,10 +276,15 @@ def _head(sketch: Sketch) -> Iterator[Op]:
     yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.idle > 1)
 
 
-def _optimizer(sketch: Sketch) -> Op:
-    """AdamW reads weight, gradient and two moments, and writes three."""
+def _optimizer(sketch: Sketch) -> Iterator[Op]:
+    """AdamW reads weight, gradient and two moments, and writes three. Muon multiplies in float32."""
     numbers = sum(w.numbers(sketch.rules.optimizer) for w in sketch.weights if w.trained)
-    return Op("optimizer", "update", "memory", 0, 7 * 4.0 * numbers, 1)
+    yield Op("optimizer", "update", "memory", 0, 7 * 4.0 * numbers, 1)
+    for weight, many, *products in newton_schulz(sketch):
+        for dims in products:
+            rows, n, k = dims
+            moved = 4.0 * (rows * n + rows * k + n * k)
+            yield Op("optimizer", weight.path, "matmul", 2.0 * rows * n * k, moved, many, dims=dims, dtype="fp32")
 
 
 def _of_a_stage(sketch: Sketch) -> Iterator[Op]:

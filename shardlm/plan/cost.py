@@ -247,16 +247,17 @@ def _model_flops(shape, rows: int, length: int) -> float:
 
 def _in_stages(sent: Sent) -> bool:
     """Whether stages that fill or drain wait for it too: our programs' gather weights in every tick."""
-    return "pipeline" not in sent.axes and (not sent.beside or sent.idle_bytes > 0)
+    return "pipeline" not in sent.axes and not sent.update and (not sent.beside or sent.idle_bytes > 0)
 
 
 def _timeline(times: _Times, comms: tuple[Timed, ...]) -> tuple[Phase, ...]:
-    exposed = sum(one.exposed_seconds for one in comms)
+    last = sum(one.exposed_seconds for one in comms if one.sent.update)
+    exposed = sum(one.exposed_seconds for one in comms) - last
     slowed = sum(one.slowing_seconds for one in comms)
     first = sum(one.exposed_seconds * one.forward for one in comms)
     slowed_first = sum(one.slowing_seconds * one.forward for one in comms)
     return (
         Phase("forward", times.forward, slowed_first, first),
         Phase("backward", times.backward, slowed - slowed_first, exposed - first),
-        Phase("optimizer", times.optimizer, 0.0, 0.0),
+        Phase("optimizer", times.optimizer, 0.0, last),
     )

@@ -59,7 +59,7 @@ def overlapped(
     timed = [_timed(one, routes[one.axes], sketch.config.remat) for one in sent]
     # While a layer waits on a link inside the island, weights move over the network.
     for one in timed:
-        if not one.sent.beside and one.link != "network":
+        if not one.sent.beside and not one.sent.update and one.link != "network":
             forward += one.seconds * one.forward
             backward += one.seconds * (1 - one.forward)
     layers = [one for one in timed if one.sent.beside and one.sent.kind != REDUCE]
@@ -103,6 +103,8 @@ def _timed(sent: Sent, route: Route | MeasuredRoute, remat: str) -> Timed:
 
 def _forward_share(sent: Sent, remat: str) -> float:
     """Of gathers half, as the backward pass gathers again; of what layers exchange, one run of all."""
+    if sent.update:
+        return 0.0
     weights = sent.beside and sent.kind in (GATHER, SCATTER, REDUCE) and "tensor" not in sent.axes
     if weights:
         return 0.5 if sent.kind == GATHER else 0.0

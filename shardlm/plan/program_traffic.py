@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from shardlm.plan.muon import muon_traffic
 from shardlm.plan.program_layers import activations
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.traffic import GATHER, MASTER, PERMUTE, REDUCE, SCATTER, Sent, idling, ordered, share
@@ -24,7 +25,7 @@ WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
 
 def program_traffic(sketch: Sketch) -> list[Sent]:
     """All that a step of our program sends, but for norms, scalars and integers."""
-    found = [*_weights(sketch), *activations(sketch)]
+    found = [*_weights(sketch), *activations(sketch), *muon_traffic(sketch)]
     return [sent for sent in found if sent.nbytes and sent.axes]
 
 
