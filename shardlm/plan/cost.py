@@ -151,10 +151,11 @@ def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
 
 
 def without_weights(sketch: Sketch, cluster: Cluster) -> StepCost:
-    """The same of a step that moved no weights and no gradients, which no split of them can make faster."""
+    """The same of a step that moved no weights and no gradients, which no split of them and no schedule can make
+    faster."""
     kernels = kernels_of(cluster, sketch.execution.attention)
     sent = [one for one in activations(sketch) if one.nbytes and one.axes]
-    return cost_of(sketch, cluster, operations(sketch), sent, kernels, IN_STAGES)
+    return cost_of(sketch, cluster, operations(sketch), sent, kernels, max(IN_STAGES.values()))
 
 
 def cost_of(

@@ -143,9 +143,14 @@ def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offl
 def _keeping_most(
     laid: RunConfig, constraints: Constraints, remats: Sequence[str], offload: Sequence[bool]
 ) -> list[list[RunConfig]]:
-    """Of each schedule on a mesh that has any, what keeps most of the forward pass, the most microbatches first."""
-    each = ([next(_kept(one, remats, offload), None) for one in ones] for ones in _by_schedule(laid, constraints))
-    return [ones for found in each if (ones := [one for one in found if one])]
+    """Of each schedule on a mesh that has any, what keeps most of the forward pass, the most microbatches first. In
+    stages also what keeps second most: there remat=none writes and reads again what costs more than it saves."""
+    found = []
+    for ones in _by_schedule(laid, constraints):
+        kept = [tuple(itertools.islice(_kept(one, remats, offload), 2)) for one in ones]
+        for nth in range(2 if laid.mesh.pipeline > 1 else 1):
+            found.append([ways[nth] for ways in kept if len(ways) > nth])
+    return [ones for ones in found if ones]
 
 
 class _Tally:
