@@ -185,7 +185,7 @@ def _blocked(
     K = 1 if head is not None else k_pool.shape[1]
     Hv = value_dim if v_pool is None else v_pool.shape[3] * numbers_each(v_pool)
     # XLA:CPU has no product of bfloat16 for every order of dimensions; in float32 it is the same one, exact.
-    grouped = q.reshape(B, T, K, N // K, q.shape[3]).astype(jnp.float32)
+    grouped = jnp.einsum("btkgh->bkgth", q.reshape(B, T, K, N // K, q.shape[3])).astype(jnp.float32)
     of_k = "bkhs" if turned else "bksh"
     of_v = of_k if v_pool is None else "bksh"
 
@@ -210,7 +210,7 @@ def _blocked(
         pages = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
         k = gathered(k_pool, k_scale, pages)
         v = values(k, pages)
-        scores = jnp.einsum(f"btkgh,{of_k}->bkgts", grouped, k) * scale
+        scores = jnp.einsum(f"bkgth,{of_k}->bkgts", grouped, k) * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
         distance = positions[:, :, None] - (i * size + jnp.arange(size))  # [B, T, S]
