@@ -89,9 +89,8 @@ class AsyncLLM:
         params = sampling_params
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
         form = None
-        if (
-            params.structured_outputs or params.thinking_token_budget is not None
-        ):  # a large grammar takes a second: not on the engine's thread
+        # A large grammar takes a second: not on the engine's thread.
+        if params.structured_outputs or params.thinking_token_budget is not None:
             form = await asyncio.to_thread(self._engine.compile_form, params)
         stream = _Stream(asyncio.get_running_loop())
         options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt}
