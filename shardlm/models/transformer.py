@@ -198,12 +198,10 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [B, T, D] -> float32 [B, T, V]. For few tokens: training uses ops/cross_entropy.py instead."""
-        act = self.execution.rules.act
-        letters = "btd,vd->btv" if self.config.tie_embeddings else "btd,dv->btv"
+        act, made_first = self.execution.rules.act, self.execution.made_first
+        letters = "btd,vd->btv" if self.config.tie_embeddings or made_first else "btd,dv->btv"
         hidden = jax.reshard(hidden, act.spec("batch", "whole_seq", "embed"))
         weight = in_use(self.head_param(), self.execution)
-        if self.execution.made_first:
-            logits = cpu_einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
-        else:
-            logits = jnp.einsum(letters, hidden, weight, preferred_element_type=jnp.float32)
+        einsum = cpu_einsum if made_first else jnp.einsum
+        logits = einsum(letters, hidden, weight, preferred_element_type=jnp.float32)
         return shaped(logits, self.config.logits)

@@ -9,8 +9,8 @@ an A100, where its bits are taken apart instead (paged_kernel.py).
 
 Where XLA itself gathers and scatters pages (`blocked`), bfloat16 is held as its bits, uint16: XLA:CPU scatters no
 bfloat16 and converted the whole pool to float32 and back in every layer. And heads stand before positions, of keys
-their numbers too, so that neither product of attention has an operand to turn around: 32 rows of 161 positions, 12
-layers, two busy cores, 54 ms became 30, in pages of 64 positions 23.
+their numbers too, so that neither product of attention has an operand to turn around. Of 8 and 32 rows of 768 x 12
+layers at position 160 a decode step takes 27.2 and 61.5 ms so, and 28.5 and 62.9 with keys as values (two quiet cores).
 """
 
 from typing import Literal

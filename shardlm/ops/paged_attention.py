@@ -2,6 +2,7 @@
 pages. The reference gathers all pages; page 0 is scrap and takes the writes of padding. Implementations are chosen by
 platform: a block of gathered pages at a time, and a kernel that reads them where they lie (paged_kernel.py)."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
@@ -16,7 +17,8 @@ from shardlm.ops.kv_format import SCALE, from_bits, numbers_each, order_of, pack
 PagedAttention = Literal["blocked", "pallas"]
 
 # Positions that are gathered and attended to at a time: of chunks, and of rows that decode, so many of them together.
-# Fewer leave less over beyond a row's end; with 1 to 8 rows together a step took the same time.
+# 8 and 32 rows of 768 x 12 layers at position 160, two quiet cores, ms a step: 30.1 and 67.2 by 32 positions, 28.2 and
+# 63.0 by 64, 31.8 and 73.7 by 128, of which more lie beyond a row's end. With 1, 2, 4 or 8 rows together the same.
 CHUNK_BLOCK, DECODE_BLOCK, DECODE_ROWS = 128, 64, 8
 
 
@@ -96,9 +98,8 @@ def reference(
     v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Each query attends to the positions up to its own, of which it sees the last `window` (0: all). q [B, T, N, H],
-    pools [pages, page_size, K, H],
-    positions int32 [B, T]; `softcap` and `sinks` as in `attend`; the scales are those of pools of int8; returns q's
-    shape."""
+    pools [pages, page_size, K, H], positions int32 [B, T]; `softcap` and `sinks` as in `attend`; the scales are those
+    of pools of int8; returns q's shape."""
     B = q.shape[0]
     table = page_table + first_page
     pools = ((k_pool, k_scale), (v_pool, v_scale))
@@ -141,9 +142,9 @@ def blocked(
     Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
     from gathered pages, as a slice of a pool would be a copy of it.
     """
-    pools = {"k_pool": k_pool, "v_pool": v_pool, "k_scale": k_scale, "v_scale": v_scale}
+    pools = _Pools(k_pool, v_pool, k_scale, v_scale, value_dim, head)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-    some = partial(_blocked, **pools, **options, first_page=first_page, value_dim=value_dim, head=head)
+    some = partial(_blocked, pools=pools, first_page=first_page, **options)
     B, T = positions.shape
     if T > 1 or B <= DECODE_ROWS:
         return some(q, page_table, positions)
@@ -157,59 +158,85 @@ def blocked(
     return out.reshape(-1, *out.shape[2:])[:B]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pools:
+    """Keys and values as they are held, with the arguments of `blocked` that say which part of them is attended to."""
+
+    k: jax.Array
+    v: jax.Array | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    value_dim: int
+    head: jax.Array | None
+
+    @property
+    def turned(self) -> bool:
+        """Whether keys lie [pages, K, H, page_size]; else they do as values, [pages, K, page_size, H]."""
+        return order_of("k", self.k.dtype, "blocked").endswith("hs")
+
+    @property
+    def letters(self) -> tuple[str, str]:
+        """Of the keys and of the values of a block."""
+        of_k = "bkhs" if self.turned else "bksh"
+        return of_k, of_k if self.v is None else "bksh"
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[3 if self.turned else 2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1] if self.head is None else 1
+
+    @property
+    def width(self) -> int:
+        """Numbers of a value."""
+        return self.value_dim if self.v is None else self.v.shape[3] * numbers_each(self.v)
+
+    def block(self, pages: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """Keys and values at the S positions of pages int32 [B, n], rounded to `dtype`, float32 in the order of
+        `letters`."""
+        k = self._gathered(self.k, self.k_scale, pages, dtype, self.turned)
+        if self.v is not None:
+            return k, self._gathered(self.v, self.v_scale, pages, dtype, False)
+        return k, k[:, :, : self.value_dim] if self.turned else k[..., : self.value_dim]
+
+    def _gathered(self, pool, scale, pages: jax.Array, dtype: jnp.dtype, turned: bool) -> jax.Array:
+        held = _numbers(self._taken(pool, pages), None if scale is None else self._taken(scale, pages), dtype)
+        held = jnp.einsum("bpkhs->bkhps" if turned else "bpksh->bkpsh", held.astype(jnp.float32))
+        return held.reshape(*held.shape[:3], -1) if turned else held.reshape(*held.shape[:2], -1, held.shape[4])
+
+    def _taken(self, pool: jax.Array, pages: jax.Array) -> jax.Array:
+        return pool[pages] if self.head is None else jnp.take(pool[pages], self.head[None], axis=2)
+
+
 def _blocked(
     q: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
     *,
-    k_pool: jax.Array,
-    v_pool: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    pools: _Pools,
     first_page: jax.Array,
     scale: float,
     window: int,
     softcap: float,
     sinks: jax.Array | None,
-    value_dim: int,
-    head: jax.Array | None,
 ) -> jax.Array:
     """All rows at once."""
     B, T, N, _ = q.shape
-    turned = order_of("k", k_pool.dtype, "blocked").endswith("hs")
-    page_size, width = k_pool.shape[3 if turned else 2], page_table.shape[1]
+    page_size, width, K = pools.page_size, page_table.shape[1], pools.num_kv_heads
     block_size = DECODE_BLOCK if T == 1 else CHUNK_BLOCK
     per_block = min(width, max(1, block_size // page_size))
     size = per_block * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
-    K = 1 if head is not None else k_pool.shape[1]
-    Hv = value_dim if v_pool is None else v_pool.shape[3] * numbers_each(v_pool)
-    # XLA:CPU has no product of bfloat16 for every order of dimensions; in float32 it is the same one, exact.
+    # In the order of the scores, or XLA turns their product around; and in float32, which is the same product, exact:
+    # XLA:CPU has none of bfloat16 for every order of dimensions.
     grouped = jnp.einsum("btkgh->bkgth", q.reshape(B, T, K, N // K, q.shape[3])).astype(jnp.float32)
-    of_k = "bkhs" if turned else "bksh"
-    of_v = of_k if v_pool is None else "bksh"
-
-    def taken(pool, pages):
-        return pool[pages] if head is None else jnp.take(pool[pages], head[None], axis=2)
-
-    def gathered(pool, scale, pages):
-        """[B, pages, K, H, page_size] -> [B, K, H, S], and [B, pages, K, page_size, H] -> [B, K, S, H]."""
-        found = _numbers(taken(pool, pages), None if scale is None else taken(scale, pages), q.dtype)
-        found = found.astype(jnp.float32)
-        if turned and pool is k_pool:
-            return jnp.einsum("bpkhs->bkhps", found).reshape(B, K, -1, size)
-        return jnp.einsum("bpksh->bkpsh", found).reshape(B, K, size, -1)
-
-    def values(k, pages):
-        if v_pool is None:
-            return k[:, :, :value_dim] if turned else k[..., :value_dim]
-        return gathered(v_pool, v_scale, pages)
+    of_k, of_v = pools.letters
 
     def block(i, carry):
         largest, total, out = carry
-        pages = jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
-        k = gathered(k_pool, k_scale, pages)
-        v = values(k, pages)
+        k, v = pools.block(jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1), q.dtype)
         scores = jnp.einsum(f"bkgth,{of_k}->bkgts", grouped, k) * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -229,5 +256,5 @@ def _blocked(
         start = (sink, jnp.ones(shape, jnp.float32))
     first = jnp.maximum(jnp.min(positions) - window + 1, 0) // size if window else 0
     stop = jnp.max(positions) // size + 1
-    _, total, out = jax.lax.fori_loop(first, stop, block, (*start, jnp.zeros((*shape, Hv), jnp.float32)))
-    return jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, Hv).astype(q.dtype)
+    _, total, out = jax.lax.fori_loop(first, stop, block, (*start, jnp.zeros((*shape, pools.width), jnp.float32)))
+    return jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, pools.width).astype(q.dtype)

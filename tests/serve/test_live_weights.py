@@ -63,6 +63,8 @@ def test_from_a_path_and_from_what_training_has(llm, folders, expected, tmp_path
     llm.update_weights(trained.params)  # stacked
     jax.tree.map(lambda a: a.delete(), trained.params)  # as a step that donates them does
     assert reply(llm) == expected["second"]
+    llm.update_weights(llm.engine.runner.params)  # as an engine has them
+    assert reply(llm) == expected["second"]
     to_run(folders["first"], tmp_path / "run")
     llm.update_weights(tmp_path / "run")
     assert reply(llm) == expected["first"]
