@@ -56,6 +56,7 @@ class AsyncLLM:
     def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
         """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
         self._engine = engine
+        engine.keep_pace()
         self.model_name, self.template = model_name, template
         self.max_model_len = engine.max_model_len
         self.tokenizer: Tokenizer = engine.tokenizer

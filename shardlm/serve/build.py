@@ -61,7 +61,7 @@ class EngineConfig:
     kv_cache_bytes          of all pages, over all devices; None: what is left of a GPU's memory, 1 GiB on a CPU
     max_num_seqs            requests that run at once, of each replica; None: 256, on a CPU 32
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
-    decode_steps            tokens that a request decodes between two looks of the host
+    decode_steps            tokens that a request decodes between two looks of the host, at most (pace.py)
     enable_prefix_caching   equal beginnings of prompts are computed once
     prefill_attention       of prompts without a cached beginning: "auto" (cuDNN on GPUs where it can, prefill.py) or
                             "pages", so that a hit and a miss of the prefix cache run the same kernel
@@ -217,7 +217,7 @@ def sized(
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     """Of one replica."""
-    layout, steps = sizes.layout, (1, sizes.decode_steps)
+    layout, steps = sizes.layout, tuple(range(1, sizes.decode_steps + 1))
     own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts)
     table = PageTable(
         layout.num_pages,

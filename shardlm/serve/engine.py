@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardlm.errors import ShardlmError
@@ -20,6 +21,7 @@ from shardlm.serve.bad_words import BadWords
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
+from shardlm.serve.pace import Pace
 from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
@@ -48,6 +50,7 @@ class Engine:
         self._started: collections.deque[Started] = collections.deque()
         self._broken: tuple[Exception, ScheduledBatch | None] | None = None  # could not be started, or scheduled
         self._suspects = Suspects()
+        self.pace: Pace | None = None  # where requests come at any time
         self._failures = 0  # since a batch last landed
         self._failed_batches = 0
         self.ended: EngineError | None = None
@@ -183,6 +186,10 @@ class Engine:
 
     # Steps.
 
+    def keep_pace(self) -> None:
+        """From now on requests may come at any time: programs are short (pace.py)."""
+        self.pace = Pace(self.runner.config.decode_steps, jax.default_backend())
+
     def step(self) -> list[RequestOutput]:
         """Starts what can run, waits for the oldest batch, and returns the requests that it moved on, or that ended
         with an error. Raises EngineError where nothing runs any more; the requests are left to be handed over."""
@@ -206,7 +213,7 @@ class Engine:
         while self._broken is None and len(self._started) < AHEAD:
             batch = None
             try:
-                batch = self.scheduler.schedule()
+                batch = self.scheduler.schedule(self.pace and self.pace.steps)
                 if batch is None:
                     break
                 self._start(batch)
@@ -226,6 +233,8 @@ class Engine:
                 reply.sent = rule
         masks = allowed_next(replies, self._vocab, lambda masks, forms: self._forms.fill(masks, forms))
         self._started.append(self.runner.start(batch, settings, list(zip(slots, masks, strict=True))))
+        if self.pace:
+            self.pace.started(batch.number)
 
     def collect(self) -> list[RequestOutput]:
         """Waits for the oldest batch, and returns the requests that it moved on, or that failed. Raises as `step`."""
@@ -246,6 +255,9 @@ class Engine:
     def _land(self, started: Started, moved: dict[str, RequestOutput]) -> None:
         """Waits for a batch, and puts the requests that it moved on into `moved`."""
         sampled = started.sampled()
+        if self.pace:
+            batch = started.batch
+            self.pace.landed(batch.number, len(batch.rows), batch.steps if batch.kind == "decode" else 0)
         collect_scores(started, self._replies, self.tokenizer)
         collect_embeddings(started, self._replies)
         counts, back = self._read(started.batch, sampled.token, self._counts(started))
@@ -290,6 +302,8 @@ class Engine:
         self._failed_batches += 1
         log.error("a batch failed", exc_info=error)
         self._started.clear()
+        if self.pace:
+            self.pace.forget()
         self._broken = None
         self._reset(reason := f"{type(error).__name__}: {error}")
         ran = self.scheduler.lose()

@@ -134,6 +134,11 @@ class EngineGroup:
 
     # Steps.
 
+    def keep_pace(self) -> None:
+        """As Engine.keep_pace."""
+        for engine in self.engines:
+            engine.keep_pace()
+
     def step(self) -> list[RequestOutput]:
         """Starts what can run on every replica before it waits for any; returns the requests that batches which have
         ended moved on, of at least one replica, or that failed. Raises EngineError where no replica is left."""

@@ -25,7 +25,7 @@ import bisect
 import collections
 import itertools
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -160,11 +160,15 @@ class Scheduler:
 
     # What runs next.
 
-    def schedule(self) -> ScheduledBatch | None:
-        """The next batch; None where nothing can run before a batch in flight lands, or nothing is there to run."""
+    def schedule(self, pace: Callable[[int], int] | None = None) -> ScheduledBatch | None:
+        """The next batch; None where nothing can run before a batch in flight lands, or nothing is there to run.
+
+        `pace` says of how many rows decode of how many steps their program may be; None: of as many as there are.
+        """
         decodes, rows = self._serve_in_order()
         kind = "mixed" if rows else "decode"
-        steps, most = self._affordable(decodes, (1,) if rows else self.config.decode_steps)
+        longest = 1 if rows or not decodes else pace(len(decodes)) if pace else self.config.decode_steps[-1]
+        steps, most = self._affordable(decodes, longest)
         rows = [self._decode_row(request, most) for request in decodes] + rows
         if not rows:
             return None
@@ -247,17 +251,19 @@ class Scheduler:
         """One past the last position that so many more samples may write; a reply's last token is never written."""
         return min(request.computed + samples, request.max_len - 1)
 
-    def _affordable(self, decodes: list[Request], choices: tuple[int, ...]) -> tuple[int, int]:
+    def _affordable(self, decodes: list[Request], longest: int) -> tuple[int, int]:
         """(steps, the most tokens of a row) of the largest program that no row's pages are lacking for, and that is not
-        longer than any reply can be. One token a row is always affordable."""
-        for steps in reversed(choices):
+        longer than any reply can be, nor than `longest`. One token a row is always affordable."""
+        for steps in reversed(self.config.decode_steps):
             most = steps * (1 + self.config.drafts)
             samples = [self._samples(request, most) for request in decodes]
+            if steps > longest or steps > max(samples, default=0):
+                continue
             lacking = sum(
                 self.pages.lacking(request.id, self._end(request, new))
                 for request, new in zip(decodes, samples, strict=True)
             )
-            if max(samples, default=0) >= steps and lacking <= self.pages.num_free:
+            if lacking <= self.pages.num_free:
                 return steps, most
         return 1, 1
 

@@ -16,6 +16,7 @@ from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.build import EngineConfig, scheduler_of
 from shardlm.serve.engine import AHEAD
+from shardlm.serve.pace import steps_of
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 
@@ -28,12 +29,14 @@ def simulated(replica: Replica, rate: float, count: int) -> tuple[float, float]:
     came = dict(enumerate(np.cumsum([rng.expovariate(rate) for _ in range(count)])))
     waiting, flying = collections.deque(came.items()), collections.deque()
     first, last, now, free = {}, {}, 0.0, 0.0
+    context = case.prompt_len + case.output_len / 2
+    pace = lambda rows: steps_of(speed.step_seconds(rows, context), speed.memory.sizes.decode_steps)  # noqa: E731
     while waiting or scheduler.has_unfinished:
         while waiting and waiting[0][1] <= now:
             number, _ = waiting.popleft()
             prompt = [rng.randrange(10**6) for _ in range(case.prompt_len)]
             scheduler.add(Request(str(number), prompt, params, eos_ids=[]))
-        while len(flying) < AHEAD and (batch := scheduler.schedule()) is not None:
+        while len(flying) < AHEAD and (batch := scheduler.schedule(pace)) is not None:
             free = max(now, free) + seconds_of(batch, speed)
             flying.append((batch, free))
         if not flying:
@@ -63,6 +66,6 @@ def test_times_are_those_of_the_scheduler(prompt_len, output_len):
     case = ServingCase(model, Cluster.of(GPUS["h100"], 1), EngineConfig(), prompt_len, output_len)
     replica = Replica.of(case, Speed.of(case, serving_memory(case)))
     load = replica.at(0.5 * replica.most().rate)
-    ttft, between = simulated(replica, load.rate, 150)
+    ttft, between = simulated(replica, load.rate, 300)
     assert load.ttft_seconds == pytest.approx(ttft, rel=0.25)
     assert load.itl_seconds == pytest.approx(between, rel=0.2)

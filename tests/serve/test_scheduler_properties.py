@@ -118,7 +118,8 @@ class Serving(RuleBasedStateMachine):
 
     def schedule(self):
         first = next(iter(self.unfinished), None)
-        batch = self.scheduler.schedule()
+        longest = self.rng.choice(self.scheduler.config.decode_steps)
+        batch = self.scheduler.schedule(self.rng.choice((None, lambda rows: longest)))
         if first:
             self.check_the_first_moves(first, batch)
         if batch is None:

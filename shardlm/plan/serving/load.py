@@ -17,6 +17,7 @@ from collections.abc import Callable
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.engine import AHEAD
+from shardlm.serve.pace import steps_of
 
 HEADROOM = 0.8  # of the most that a replica sustains; nearer to it waits grow without bound
 
@@ -87,7 +88,7 @@ class Replica:
         own = prompt + math.ceil(P / budget) * step
         # A request finds a batch under way, on average half done, and those started behind it; with no prompt among
         # them each is a whole decode program.
-        found = (AHEAD - 0.5) * step * (sizes.decode_steps * max(0.0, 1 - busy) + min(1.0, busy))
+        found = (AHEAD - 0.5) * step * (steps_of(step, sizes.decode_steps) * max(0.0, 1 - busy) + min(1.0, busy))
         share = rate * prompt
         return Load(rate, batch, step / made / (1 - share), found + wait + own, share, "")
 
