@@ -14,6 +14,8 @@ import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
 
+from shardlm.hlo.kernels import kernel
+from shardlm.hlo.text import parse
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
@@ -60,6 +62,7 @@ def decoding(
     drafts: str = "",
     expert: int = 1,
     weights: WeightFormat = "dtype",
+    rows: int = ROWS,
 ):
     """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
     by a module of the model's; its state's shapes)."""
@@ -82,19 +85,19 @@ def decoding(
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
         proposer = {
             "draft_model": DraftModelProposer(4, draft, one, 16),
-            "mtp": MultiTokenProposer(4, model, model.model, one, 16, ROWS),
-            "ngram": NgramProposer(4, 4, 2, ROWS, 4096),
+            "mtp": MultiTokenProposer(4, model, model.model, one, 16, rows),
+            "ngram": NgramProposer(4, 4, 2, rows, 4096),
         }.get(drafts)
-        state = jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS, proposer.empty if drafts else tuple))
+        state = jax.eval_shape(lambda: empty_state(model, layout, 16, rows, proposer.empty if drafts else tuple))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         whole = NamedSharding(mesh, jax.P())
-        rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 256), jnp.int32, sharding=whole))
+        where = programs.DecodeRows(jax.ShapeDtypeStruct((rows, 3 + 256), jnp.int32, sharding=whole))
         function, params = functools.partial(programs.decode, model, layout, 8), model.held_at_rest(mesh)
         if drafts:
             function = functools.partial(speculation.decode, model, layout, 8, proposer)
             params = (params, {"draft_model": draft.held_at_rest(mesh), "mtp": None, "ngram": ()}[drafts])
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        return jax.jit(function, donate_argnums=1).lower(params, state, rows, steps).compile(), state
+        return jax.jit(function, donate_argnums=1).lower(params, state, where, steps).compile(), state
 
 
 @pytest.mark.parametrize(("tensor", "drafts"), [(1, ""), (4, ""), (1, "draft_model"), (1, "mtp"), (1, "ngram")])
@@ -110,6 +113,21 @@ def test_decoding_copies_neither_weights_nor_pages(tensor, drafts):
     assert max((math.prod(map(int, shape.split(","))) for shape in moved), default=0) < smallest
     # After attention, after the MLP, and of the embedding; the logits.
     assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1) if tensor > 1 else [])
+
+
+@pytest.mark.parametrize("rows", [2, ROWS])
+def test_a_step_is_few_kernels_and_few_waits(rows):
+    """Of one row XLA makes 20 kernels a layer, so that engines run two at least (serve/build.py). At a conditional a
+    GPU waits until the host has read which branch runs."""
+    module = parse(decoding(1, rows=rows)[0].as_text())
+    (loop,) = (at for at in module.computations[module.entry].instructions if at.opcode == "while")
+    step = module.computations[loop.called("body")[0]]
+    assert [at.opcode for at in step.instructions].count("conditional") == 3
+    kernels = [at.opcode for at in step.instructions if kernel(module, step, at)]
+    attention = [i for i, opcode in enumerate(kernels) if opcode == "custom-call"]  # two kernels a layer
+    assert len(attention) == 2 * LAYERS
+    assert np.diff(attention[::2]).max() <= 15
+    assert len(kernels) - 15 * LAYERS <= 32  # the beginning, the head and sampling
 
 
 def collectives(text: str) -> list[str]:

@@ -7,13 +7,15 @@ temperature; min_p; top_k; top_p of what is left; one token by the Gumbel-max tr
 A row's token and log-probability depend on its logits, history, settings, seed and position alone, bit for bit: noise
 comes from fold_in(key(seed), position), thresholds and sums from `row_search`. What only some rows ask for is under a
 conditional on the whole batch and leaves the bits of the others as they are; a batch of greedy rows makes no noise and
-searches nothing.
+searches nothing. A GPU waits for the host at each conditional: three stand in a row, on whether logits are changed,
+rows drawn, and more than a token told; those on single options are within them.
 
 Memory beside the logits and the counts: 4 arrays of 4 B V bytes, compiled for an H100 (256 rows of 262,144 tokens:
 1 GiB, 64 rows of 131,072: 128 MiB); 7 on a CPU.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +80,7 @@ class Sampled:
     logprob: jax.Array  # float32 [B]; NaN where the logits held one
     top_ids: jax.Array  # int32 [B, n], the most likely first; of equal ones the lower id
     top_logprobs: jax.Array  # float32 [B, n]
+    rank: jax.Array  # int32 [B], of the token in the raw distribution (1: the most likely); 0 where no row wants it
 
 
 def sample_rows(
@@ -88,7 +91,7 @@ def sample_rows(
     edits: Edits | None = None,
     allowed: jax.Array | None = None,
     top_n: int = 0,
-    top_rows: jax.Array | None = None,
+    told: jax.Array | None = None,
 ) -> Sampled:
     """One token per row of logits float32 [B, V], whole on every device.
 
@@ -96,33 +99,41 @@ def sample_rows(
       counts: what the rows have said; without it there are no penalties.
       allowed: int32 [B, ceil(V / 32)], bit t % 32 of word t // 32 set where a grammar allows token t (-1: all 32).
       top_n: how many of the most likely tokens are returned, static; 20 costs a selection over the vocabulary.
-      top_rows: bool [B], the rows that want them: where none does, zeros are returned and nothing is selected.
+      told: int32 [B], of each row 0: neither their ranks nor those are wanted, 1: ranks, 2: both. What no row wants is
+        zeros, and not made; None: nobody wants any.
 
     Every row must keep one allowed token. Ties at the edge of top_k and top_p are kept.
     """
-    edited = _edit(logits, settings, edits, allowed)
-    if counts is not None:
-        penalties = (settings.repetition, settings.frequency, settings.presence)
-        asked = jnp.any((settings.repetition != 1) | (settings.frequency != 0) | (settings.presence != 0))
-        edited = jax.lax.cond(asked, lambda x: penalise(x, counts, *penalties), lambda x: x, edited)
+    edited = _edit(logits, settings, counts, edits, allowed)
     random = settings.temperature >= GREEDY_BELOW
     token = jax.lax.cond(jnp.any(random), lambda x: _draw(x, settings, random), _best, edited)
     normaliser = log_normaliser(logits)[:, None]
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)
+    top_ids, top, rank = _tell(logits, normaliser, chosen, top_n, told)
+    return Sampled(token, (chosen - normaliser)[:, 0], top_ids, top, rank)
+
+
+def _tell(logits: jax.Array, normaliser: jax.Array, chosen: jax.Array, top_n: int, told: jax.Array | None):
+    """(top_ids, top_logprobs, rank) of Sampled; normaliser, chosen float32 [B, 1]."""
+    shape = logits.shape[0], top_n
+    no_top = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
+    no_rank = jnp.zeros(shape[:1], jnp.int32)
+    if told is None:
+        return *no_top, no_rank
 
     def select(x):
         top, ids = jax.lax.top_k(x, top_n)
-        return top - normaliser, ids.astype(jnp.int32)
+        return ids.astype(jnp.int32), top - normaliser
 
-    def nothing(x):
-        shape = (x.shape[0], top_n)
-        return jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
+    def some(x):
+        return *jax.lax.cond(jnp.any(told > 1), select, lambda x: no_top, x), rank_of(x, chosen)
 
-    if top_rows is None:
-        top, top_ids = select(logits)
-    else:
-        top, top_ids = jax.lax.cond(jnp.any(top_rows), select, nothing, logits)
-    return Sampled(token, (chosen - normaliser)[:, 0], top_ids, top)
+    return jax.lax.cond(jnp.any(told > 0), some, lambda x: (*no_top, no_rank), logits)
+
+
+def rank_of(logits: jax.Array, own: jax.Array) -> jax.Array:
+    """int32 [...] of own [..., 1] among logits [..., V], 1 the largest; equal ones share the better rank."""
+    return 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
 
 
 def log_normaliser(logits: jax.Array) -> jax.Array:
@@ -138,23 +149,43 @@ def _best(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(logits >= largest, ids, logits.shape[-1] - 1), axis=-1)
 
 
-def _edit(logits: jax.Array, settings: RowSettings, edits: Edits | None, allowed: jax.Array | None) -> jax.Array:
-    """Logits with forbidden tokens at -inf and biases added."""
+def _edit(
+    logits: jax.Array,
+    settings: RowSettings,
+    counts: TokenCounts | None,
+    edits: Edits | None,
+    allowed: jax.Array | None,
+) -> jax.Array:
+    """Logits with forbidden tokens at -inf, biases added, and penalties."""
     rows, vocab = logits.shape
     row = jnp.arange(rows)[:, None]
-
-    def biased(x):
-        ids = jnp.where(edits.bias_ids < 0, vocab, edits.bias_ids)
-        return x.at[row, ids].add(edits.bias, mode="drop", unique_indices=True)
-
+    changes: list[tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = []  # (whether any row asks for it, it), in turn
     if allowed is not None:
-        masked = lambda x: jnp.where(unpack_bits(allowed, vocab), x, -jnp.inf)  # noqa: E731
-        logits = jax.lax.cond(jnp.any(allowed != -1), masked, lambda x: x, logits)
+        changes.append((jnp.any(allowed != -1), lambda x: jnp.where(unpack_bits(allowed, vocab), x, -jnp.inf)))
     if edits is not None:
-        logits = jax.lax.cond(jnp.any(edits.bias_ids >= 0), biased, lambda x: x, logits)
         banned = (settings.position < settings.banned_until)[:, None] & (edits.banned_ids >= 0)
-        logits = logits.at[row, jnp.where(banned, edits.banned_ids, vocab)].set(-jnp.inf, mode="drop")
-    return logits
+        biased = jnp.where(edits.bias_ids < 0, vocab, edits.bias_ids)
+        gone = jnp.where(banned, edits.banned_ids, vocab)
+        changes += [
+            (
+                jnp.any(edits.bias_ids >= 0),
+                lambda x: x.at[row, biased].add(edits.bias, mode="drop", unique_indices=True),
+            ),
+            (jnp.any(banned), lambda x: x.at[row, gone].set(-jnp.inf, mode="drop")),
+        ]
+    if counts is not None:
+        penalties = (settings.repetition, settings.frequency, settings.presence)
+        asked = (settings.repetition != 1) | (settings.frequency != 0) | (settings.presence != 0)
+        changes.append((jnp.any(asked), lambda x: penalise(x, counts, *penalties)))
+
+    def changed(x):
+        for asked, change in changes:
+            x = jax.lax.cond(asked, change, lambda x: x, x)
+        return x
+
+    if not changes:
+        return logits
+    return jax.lax.cond(jnp.any(jnp.stack([asked for asked, _ in changes])), changed, lambda x: x, logits)
 
 
 def _draw(logits: jax.Array, settings: RowSettings, random: jax.Array) -> jax.Array:

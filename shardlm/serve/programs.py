@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from shardlm.layers.context import Paged, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
-from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, sample_rows
+from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, rank_of, sample_rows
 from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
 from shardlm.serve.sampling_params import MAX_LOGPROBS
 from shardlm.serve.state import ServeState, Slots, put, take
@@ -67,14 +67,6 @@ class Scores:
     top_logprobs: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Ranked(Sampled):
-    """rank: int32 [B], of the token in the raw distribution (1: the most likely); 0 where no row wants it."""
-
-    rank: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """Chunks of prompts that the model has just read, for what else reads them. slot int32 [R]; fresh bool [R], where
@@ -111,10 +103,10 @@ def decode(
     return dataclasses.replace(state, pages=pages, slots=keep_slots(state.slots, slot, own)), found
 
 
-def none_sampled(rows: int, columns: int) -> Ranked:
+def none_sampled(rows: int, columns: int) -> Sampled:
     """Of [rows, columns, ...], to be filled in."""
     shape = (rows, columns)
-    return Ranked(
+    return Sampled(
         jnp.zeros(shape, jnp.int32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32),
@@ -199,7 +191,7 @@ def scores_of(logits: jax.Array, targets: jax.Array) -> Scores:
     normaliser = log_normaliser(logits)[..., None]
     top, ids = jax.lax.top_k(logits, MAX_LOGPROBS)
     own = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    return Scores((own - normaliser)[..., 0], _rank(logits, targets), ids.astype(jnp.int32), top - normaliser)
+    return Scores((own - normaliser)[..., 0], rank_of(logits, own), ids.astype(jnp.int32), top - normaliser)
 
 
 def set_counts(state: ServeState, slot: jax.Array, prompt: jax.Array, reply: jax.Array) -> ServeState:
@@ -232,7 +224,7 @@ def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, tab
     return lm, hidden, pages
 
 
-def sampled_of(logits, own: Slots, position, active) -> tuple[Ranked, Slots]:
+def sampled_of(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:
     """The next token of rows with logits float32 [B, V], and their slots with it where the row is active."""
     settings = dataclasses.replace(own.settings, position=position)
     sampled = sample_rows(
@@ -242,16 +234,8 @@ def sampled_of(logits, own: Slots, position, active) -> tuple[Ranked, Slots]:
         edits=own.edits,
         allowed=own.allowed,
         top_n=MAX_LOGPROBS,
-        top_rows=(own.told > 1) & active,
+        told=jnp.where(active, own.told, 0),
     )
-    rank = jax.lax.cond(jnp.any((own.told > 0) & active), _rank, lambda _, token: token * 0, logits, sampled.token)
     last, at = jnp.where(active, sampled.token, own.last), jnp.where(active, position, own.position)
     counts: TokenCounts = count_tokens(own.counts, sampled.token, active)
-    ranked = Ranked(sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs, rank)
-    return ranked, dataclasses.replace(own, last=last, position=at, counts=counts)
-
-
-def _rank(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """Of token int32 [...] among logits float32 [..., V]; equal ones share the better rank."""
-    own = jnp.take_along_axis(logits, token[..., None], axis=-1)
-    return 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+    return sampled, dataclasses.replace(own, last=last, position=at, counts=counts)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.bad_words import BadWords, allow_only
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
-from shardlm.serve.programs import Ranked
 from shardlm.serve.reply_form import FREE, ReplyForm
 from shardlm.serve.request import UNBOUNDED, Request
 from shardlm.serve.runner import Started
@@ -96,7 +96,9 @@ def allowed_next(
     return masks
 
 
-def take(reply: Reply, tokens: list[int], sampled: Ranked, row: int, scheduler: Scheduler, tokenizer: Tokenizer) -> int:
+def take(
+    reply: Reply, tokens: list[int], sampled: Sampled, row: int, scheduler: Scheduler, tokenizer: Tokenizer
+) -> int:
     """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and where a stop text or the
     grammar ends it, its end. Returns how many of them belong to it."""
     request, output = reply.request, reply.output

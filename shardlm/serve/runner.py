@@ -42,7 +42,8 @@ MASKS = 8  # rows of grammars' masks that one call sets
 @dataclasses.dataclass(frozen=True)
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
-    how chunks attend that begin at position 0, resolved (prefill.py)."""
+    how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
+    """
 
     layout: PageLayout
     page_size: int
@@ -51,6 +52,7 @@ class RunnerConfig:
     max_model_len: int
     decode_steps: int
     prefill: str = "pages"
+    least_rows: int = 1
 
     @property
     def row_pages(self) -> int:
@@ -61,7 +63,7 @@ class RunnerConfig:
     def decode_sizes(self) -> tuple[int, ...]:
         """Rows of the decode programs: powers of two and the most there can be."""
         powers = itertools.takewhile(lambda n: n < self.max_rows, (2**i for i in itertools.count()))
-        return (*powers, self.max_rows)
+        return (*(n for n in powers if n >= self.least_rows), self.max_rows)
 
     @property
     def chunk_sizes(self) -> tuple[tuple[int, int], ...]:

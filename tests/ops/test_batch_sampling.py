@@ -14,6 +14,7 @@ from shardlm.ops.row_search import largest_threshold, ordered_sum, sortable
 
 ROWS, VOCAB = 48, 203  # no multiple of 32
 sampled = jax.jit(sample_rows, static_argnames="top_n")
+WANTED = np.array([0, 2])  # what rows are told: nothing, or all
 
 
 def case(seed: int, rows: int = ROWS):
@@ -85,10 +86,12 @@ def test_rows_of_all_settings_equal_the_oracle():
     kept_of_random = []
     for seed in range(6):
         logits, settings, counts, edits, allowed = made = case(seed)
-        got = sampled(logits, settings, counts=counts, edits=edits, allowed=allowed, top_n=7)
+        told = np.array([2, 1, 0] * ROWS)[:ROWS]
+        got = sampled(logits, settings, counts=counts, edits=edits, allowed=allowed, top_n=7, told=told)
         raw = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
         np.testing.assert_array_equal(got.top_ids, np.argsort(-logits, axis=-1)[:, :7])
         np.testing.assert_allclose(got.top_logprobs, -np.sort(-raw, axis=-1)[:, :7], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(got.rank, 1 + (raw > raw[np.arange(ROWS), got.token][:, None]).sum(-1))
         np.testing.assert_allclose(got.logprob, raw[np.arange(ROWS), got.token], rtol=1e-5, atol=1e-5)
         for b in range(ROWS):
             s = of_row(settings, b)
@@ -210,17 +213,26 @@ def test_greedy_rows_pay_for_no_noise_and_no_search():
     greedy, random = (set(primitives(branch.jaxpr, into_branches=True)) for branch in draw.params["branches"])
     assert not expensive & greedy and "random_bits" in random
     compiled = jax.jit(all_options).lower(logits, settings, counts, edits, allowed).compile()
-    # Masks, biases, penalties, drawing, top_k, top_p: none became a select.
-    assert compiled.as_text().count(" conditional(") == 6
+    # Changes: masks, biases, banned tokens, penalties; drawing: top_k, top_p. None became a select.
+    assert compiled.as_text().count(" conditional(") == 8
+    assert sum(e.primitive.name == "cond" for e in jaxpr.eqns) == 2
+
+
+def test_what_no_row_wants_told_is_not_made():
+    logits, settings, *_ = case(1, rows=3)
+    for most in (0, 1, 2):
+        got = sampled(logits, settings, top_n=4, told=np.array([0, most, 0]))
+        assert bool(np.any(got.rank)) == (most > 0) and bool(np.any(got.top_ids)) == (most > 1)
+    assert not np.any(sampled(logits, settings, top_n=4).rank)
 
 
 def test_a_mesh_gives_the_same_tokens():
     logits, settings, counts, edits, allowed = made = case(3)
-    alone = sampled(logits, settings, counts=counts, edits=edits, allowed=allowed, top_n=3)
+    alone = sampled(logits, settings, counts=counts, edits=edits, allowed=allowed, top_n=3, told=WANTED)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         logits, settings, counts, edits, allowed = jax.device_put(made, jax.NamedSharding(mesh, PartitionSpec()))
-        got = sampled(logits, settings, counts=counts, edits=edits, allowed=allowed, top_n=3)
+        got = sampled(logits, settings, counts=counts, edits=edits, allowed=allowed, top_n=3, told=WANTED)
         counts = jax.jit(count_tokens, donate_argnums=0)(counts, got.token, settings.temperature > 0)
         assert counts.reply.sharding.is_fully_replicated and got.token.sharding.is_fully_replicated
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(alone), strict=True):

@@ -11,11 +11,11 @@ from fake_device import EOS, VOCAB, FakeDevice, reply
 from hypothesis import example, given, settings
 
 from shardlm.layers.page_layout import PageLayout
+from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import probe
 from shardlm.serve.engine import FAILURES, Engine
 from shardlm.serve.outputs import EngineError
 from shardlm.serve.page_table import PageTable
-from shardlm.serve.programs import Ranked
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
@@ -52,7 +52,7 @@ class FakeRunner:
             self.device.dispatch(batch)
         return types.SimpleNamespace(batch=batch, sampled=lambda: self._read(batch, bool(broken)))
 
-    def _read(self, batch, broken: bool) -> Ranked:
+    def _read(self, batch, broken: bool) -> Sampled:
         if broken:
             self._fail()
         if batch.rows[0].request.id == probe.NAME:
@@ -60,7 +60,7 @@ class FakeRunner:
         ran, tokens, _ = self.device.run()
         assert ran is batch
         zeros = np.zeros(tokens.shape, np.float32)
-        return Ranked(tokens, zeros, zeros[..., None], zeros[..., None], zeros)
+        return Sampled(tokens, zeros, zeros[..., None], zeros[..., None], zeros)
 
     def _fail(self):
         self.failed += 1
