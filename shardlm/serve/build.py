@@ -212,7 +212,7 @@ def sized(
     usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
     count = min(pages_of(each, rooms, config, replicas), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
-    # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): norms and products of one row
+    # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): one row's norms and products
     # are reductions, and nothing is merged with them. The weights that are read are the same.
     least = 1 if cpu else 2
     own = RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps, least_rows=least)

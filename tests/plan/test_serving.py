@@ -108,7 +108,7 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
     draft = open_draft_model(drafts, vocab, 48, of_stage(of_replica(mesh)), "float32", config.kv_cache_dtype)
     engine = build.assemble(opened, None, [], 48, config, draft=draft)
     runner = engine.runner
-    assert runner.config == plan.sizes
+    assert dataclasses.replace(runner.config, least_rows=2) == plan.sizes  # a GPU's
     last = plan.stages[-1]
     if drafts:  # weights, pages and what is kept of slots, of layers that draft too
         parts, states = (runner._parts, runner._state) if mesh.pipeline > 1 else ([runner.params], [runner._state])
