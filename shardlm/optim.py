@@ -145,8 +145,29 @@ def _muon(config: OptimConfig, rate, names, matrices, specs) -> optax.GradientTr
         optax.add_decayed_weights(config.weight_decay, matrices),
         optax.scale_by_learning_rate(rate),
     )
-    others = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, nesterov=True)
+    others = optax.chain(
+        optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=True),
+        _decayed(config.weight_decay, matrices),
+        optax.scale_by_learning_rate(rate),
+    )
     return optax.partition({"muon": of_matrices, "adam": others}, labels)
+
+
+def _decayed(decay: float, matrices: Any) -> optax.GradientTransformation:
+    """optax.add_decayed_weights for some of the parameters that `matrices` is of, of which it decays those that are
+    True; its state is that of all of them, so that of adamw's is contrib.muon's."""
+
+    def update(updates, state, params):
+        one = lambda u, p, matrix: u + decay * p if matrix else u  # noqa: E731
+        return jax.tree.map(one, updates, params, _like(updates, matrices)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _like(some: Any, whole: Any) -> Any:
+    """The leaves of `whole` at which `some` is not masked."""
+    masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(lambda a, b: a if masked(a) else b, some, whole, is_leaf=masked)
 
 
 def _is_dimensions(leaf) -> bool:

@@ -89,25 +89,32 @@ def test_muon_is_that_of_optax():
         model = model_on(MeshSpec(), "replicated", WIDE)
         params = init(model)
         dimensions = jax.tree.map(_muon_dimensions, model.names, is_leaf=_is_names)
-        theirs = contrib.muon(
-            make_schedule(config, 100),
-            weight_decay=config.weight_decay,
-            weight_decay_mask=jax.tree.map(_is_matrix, model.names, is_leaf=_is_names),
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
-            muon_weight_dimension_numbers=lambda _: dimensions,
-            consistent_rms=0.2,
+        matrices = jax.tree.map(_is_matrix, model.names, is_leaf=_is_names)
+        undecayed, theirs = (
+            contrib.muon(
+                make_schedule(config, 100),
+                weight_decay=config.weight_decay,
+                weight_decay_mask=matrices,
+                adam_b1=config.b1,
+                adam_b2=config.b2,
+                adam_weight_decay=decay,
+                muon_weight_dimension_numbers=lambda _: dimensions,
+                consistent_rms=0.2,
+            )
+            for decay in (0.0, config.weight_decay)
         )
         found = []
-        for tx in (theirs, make_optimizer(config, 100, model.names)):
+        for tx in (undecayed, theirs, make_optimizer(config, 100, model.names)):
             state = tx.init(params)
             for scale in (1.0, -0.3):
                 grads = jax.tree.map(lambda p, scale=scale: scale * jnp.sin(40 * p), params)
                 updates, state = jax.jit(tx.update)(grads, state, params)
             found.append((updates, state))
-    assert jax.tree.structure(found[0]) == jax.tree.structure(found[1])  # a checkpoint of either is one of the other
-    assert relative_error(found[1], found[0]) < 1e-4  # products in another order, as above
+    # It decays norms and biases too, by adamw.
+    (plain, _), (decayed, state), ours = found
+    expected = jax.tree.map(lambda matrix, a, b: b if matrix else a, matrices, plain, decayed)
+    assert jax.tree.structure((expected, state)) == jax.tree.structure(ours)  # checkpoints of either are of the other
+    assert relative_error(ours, (expected, state)) < 1e-4  # products in another order, as above
 
 
 def test_decay_is_for_matrices_and_muon_for_the_layers():
@@ -120,7 +127,7 @@ def test_decay_is_for_matrices_and_muon_for_the_layers():
             tx = make_optimizer(config, 100, model.names)
             return jax.tree.map(lambda u: bool(jnp.any(u != 0)), tx.update(zeros, tx.init(params), params)[0])
 
-        for name in ("adamw", "lion", "sgd", "adafactor"):
+        for name in ("adamw", "lion", "sgd", "adafactor", "muon"):
             changed = moved(dataclasses.replace(BASE, name=name))
             assert changed["embedding"] and changed["segments"][0]["blocks"][0]["attention"]["wq"]
             assert not changed["final_norm"]["scale"] and not changed["segments"][0]["blocks"][0]["mlp_norm"]["scale"]
