@@ -17,6 +17,7 @@ FLOORS = [
         "config_json",
         "files",
         "run_files",
+        "run_lock",
         *("hardware", "clusters", "hardware_file", "prices"),
         "flops",
         "token_bound",

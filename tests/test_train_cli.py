@@ -6,6 +6,8 @@ import shutil
 import pytest
 import tiny_run
 
+from shardlm.run_lock import only_trainer
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
@@ -72,6 +74,12 @@ def test_corrupt_checkpoint_is_named_and_the_others_survive(config, finished, tm
 def test_another_model_in_the_run_directory_is_refused(config, finished):
     done = tiny_run.train(config, "model.mlp_dim=96")
     refused(done, "holds checkpoints of another run: model.mlp_dim was 64, is 96")
+
+
+def test_a_run_that_another_trainer_writes_is_refused(config, tmp_path):
+    with only_trainer(tmp_path / "run"):
+        refused(tiny_run.train(config, f"run_dir={tmp_path / 'run'}"), "run is being trained by process")
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(config, finished, tmp_path):

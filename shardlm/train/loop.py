@@ -1,6 +1,7 @@
 """The loop: reads a batch, runs the step, reports, evaluates, saves and stops. One step is always in flight while the
 host reports the one before it."""
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -19,6 +20,7 @@ from shardlm.metrics.log import MetricsLog
 from shardlm.metrics.progress import ProgressLine, RateMeter, Rates
 from shardlm.models.pretrained import Pretrained
 from shardlm.run_files import CHECKPOINTS
+from shardlm.run_lock import only_trainer
 from shardlm.state import TrainState
 from shardlm.train import report
 from shardlm.train.batches import local_rows, to_devices
@@ -50,14 +52,14 @@ def train(config: RunConfig, *, command: str, started: float, profile: ProfileSt
         data = prepare(config.data, progress)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
     loader = make_loader(program, data)
-    changes = claim(run_dir, config, data)
-    with (
-        jax.set_mesh(program.mesh),
-        Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
-        StopSignal() as stop,
-    ):
-        run = Run.start(program, data, loader, checkpoints, started, profile)
-        with run:
+    with only_trainer(run_dir) if jax.process_index() == 0 else contextlib.nullcontext():
+        changes = claim(run_dir, config, data)
+        with (
+            jax.set_mesh(program.mesh),
+            Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
+            StopSignal() as stop,
+            Run.start(program, data, loader, checkpoints, started, profile) as run,
+        ):
             run.say(report.opening(program, data, run.loader, changes))
             state = run.until_done_or_stopped(stop)
             if stop.name or run.step < config.train.steps:
