@@ -16,6 +16,7 @@ import numpy as np
 from shardlm.ops.batch_sampling import RowSettings, Sampled
 from shardlm.serve import token_rows
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.launcher import Later
 from shardlm.serve.programs import Scores
 from shardlm.serve.runner import Runner
 from shardlm.serve.settings import RequestSettings
@@ -33,12 +34,23 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The program under way once: its rows, what they sample, their scores, and what the model makes of them."""
+    """The program under way once: its rows, and what it gives: what they sample, their scores, and what the model makes
+    of them."""
 
     tokens: tuple[Token, ...]
-    sampled: Sampled
-    scores: Scores
-    hidden: jax.Array
+    made: Later
+
+    @property
+    def sampled(self) -> Sampled:
+        return self.made.result()[0]
+
+    @property
+    def scores(self) -> Scores:
+        return self.made.result()[1]
+
+    @property
+    def hidden(self) -> jax.Array:
+        return self.made.result()[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +111,14 @@ class DeterministicRunner(Runner):
         parts = _in_parts(_tokens(batch), self._part)
         described = [self._where(batch, tokens) for tokens in parts]
         found = self._run_parts(described, batch.steps)
-        return Started(batch, tuple(Call(tokens, *said) for tokens, said in zip(parts, found, strict=True)))
+        return Started(batch, tuple(Call(tokens, made) for tokens, made in zip(parts, found, strict=True)))
 
     @property
     def _part(self) -> int:
         """Rows of the program."""
         return self.config.max_rows
 
-    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> Sequence[Sequence[Any]]:
+    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> Sequence[Later]:
         """(Sampled, Scores, hidden) of each TokenRows.where."""
         return [self._run("tokens", TokenRows(where), np.int32(steps)) for where in parts]
 

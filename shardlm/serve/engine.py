@@ -26,10 +26,11 @@ from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
-from shardlm.serve.runner import Runner, Started
+from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
+from shardlm.serve.started import Started
 from shardlm.serve.suspects import Suspects
 from shardlm.tokenizer import Tokenizer
 

@@ -22,8 +22,9 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
 from shardlm.serve.reply_form import ReplyForm
-from shardlm.serve.runner import Runner, Started
+from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.started import Started
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +206,6 @@ def _placed(new: Any, old: Any) -> Any:
 def _ended(started: Started | None) -> bool:
     """Whether a batch has run, or failed, which `collect` finds; None: it could not be started."""
     try:
-        return started is None or all(call.sampled.token.is_ready() for call in started.calls)
-    except jax.errors.JaxRuntimeError:
+        return started is None or all(call.made.done() and call.sampled.token.is_ready() for call in started.calls)
+    except Exception:
         return True

@@ -15,9 +15,9 @@ from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
 from shardlm.serve.reply_form import FREE, ReplyForm
 from shardlm.serve.request import UNBOUNDED, Request
-from shardlm.serve.runner import Started
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.settings import RequestSettings
+from shardlm.serve.started import Started
 from shardlm.tokenizer import DecodeStream, Tokenizer
 
 

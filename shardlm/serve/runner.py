@@ -2,7 +2,7 @@
 inputs, and hands out what they sampled when it is asked for. Knows pages and slots by number only.
 
 A batch becomes at most one call of a decode program and one call of a chunk program for each group of chunks; they are
-started and not waited for.
+handed to a launcher, which starts them in turn, and not waited for.
 """
 
 import concurrent.futures
@@ -21,16 +21,17 @@ from jax.sharding import Mesh
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
-from shardlm.ops.batch_sampling import RowSettings, Sampled
+from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.penalties import counts_of
 from shardlm.serve import programs
 from shardlm.serve.batch import Row, ScheduledBatch
-from shardlm.serve.programs import ChunkRows, DecodeRows, Scores
+from shardlm.serve.launcher import Later, Launcher, launcher_on
+from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
 from shardlm.serve.settings import RequestSettings
 from shardlm.serve.speculation import programs as speculation
-from shardlm.serve.speculation.programs import Tally
 from shardlm.serve.speculation.proposer import Proposer
+from shardlm.serve.started import Call, Started
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef
 
@@ -80,67 +81,6 @@ class RunnerConfig:
         return {("chunk", size): "" for size in self.chunk_sizes} | {("whole", size): self.prefill for size in whole}
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One program under way: the batch's rows in it, what it samples and, of chunks, the scores of their tokens and
-    what the model makes of the last one; of drafts, what came of them."""
-
-    rows: tuple[int, ...]
-    sampled: Sampled
-    scores: Scores | None = None
-    hidden: jax.Array | None = None
-    tally: Tally | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """A batch under way."""
-
-    batch: ScheduledBatch
-    calls: tuple[Call, ...]
-
-    def sampled(self) -> Sampled:
-        """Waits; numpy arrays [rows of the batch, width of the batch, ...]."""
-        rows, width = len(self.batch.rows), self.batch.width
-        found = []
-        for call in self.calls:
-            host = jax.tree.map(np.asarray, call.sampled)
-            # Of a chunk: one step.
-            found.append(jax.tree.map(lambda a: a[:, None], host) if call.scores is not None else host)
-        whole = jax.tree.map(lambda a: np.zeros((rows, width, *a.shape[2:]), a.dtype), found[0])
-        for call, host in zip(self.calls, found, strict=True):
-            for all_rows, own in zip(jax.tree.leaves(whole), jax.tree.leaves(host), strict=True):
-                all_rows[list(call.rows), : own.shape[1]] = own[: len(call.rows), :width]
-        return whole
-
-    def tally(self) -> Tally | None:
-        """Waits; numpy arrays of the rows of the batch whose drafts were verified, which are its first."""
-        calls = [call for call in self.calls if call.tally is not None]
-        if not calls:
-            return None
-        order = np.argsort([row for call in calls for row in call.rows])
-        counts = [len(call.rows) for call in calls]
-
-        def joined(*parts: jax.Array) -> np.ndarray:
-            return np.concatenate([np.asarray(a)[:count] for a, count in zip(parts, counts, strict=True)])[order]
-
-        return jax.tree.map(joined, *(call.tally for call in calls))
-
-    def scores(self, row: int) -> Scores:
-        """Of one chunk of the batch, by its row: numpy arrays [tokens of the chunk, ...]."""
-        call = self._call_of(row)
-        place, count = call.rows.index(row), len(self.batch.rows[row].tokens)
-        return jax.tree.map(lambda a: np.asarray(a)[place, :count], call.scores)
-
-    def hidden(self, row: int) -> np.ndarray:
-        """Of one chunk of the batch: float32 [D] of its last token."""
-        call = self._call_of(row)
-        return np.asarray(call.hidden)[call.rows.index(row)]
-
-    def _call_of(self, row: int) -> Call:
-        return next(call for call in self.calls if row in call.rows)
-
-
 class Runner:
     """The model, its weights and the state on one mesh. Calls come from one thread."""
 
@@ -161,6 +101,7 @@ class Runner:
         self.proposer, self.proposer_params = proposer, proposer_params
         self._makers = self._state_makers()
         self._state = self._empty()
+        self._launcher = launcher_on(self.mesh.devices.flat[0].platform)
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
@@ -181,10 +122,16 @@ class Runner:
 
     def reset(self) -> None:
         """After a program failed, which may have taken the state with it: an empty one in its place."""
+        for launcher in self._launchers:
+            launcher.clear()
         for array in jax.tree.leaves(self._state):
             array.delete()  # frames of the error may hold it
         self._state = self._empty()
         self._masked.clear()
+
+    @property
+    def _launchers(self) -> Sequence[Launcher]:
+        return (self._launcher,)
 
     # Programs.
 
@@ -251,8 +198,8 @@ class Runner:
         settings: Mapping[str, RequestSettings],
         masks: Sequence[tuple[int, np.ndarray]] = (),
     ) -> Started:
-        """Starts the programs of a batch; `settings` of its requests by id, and what grammars allow next by slot,
-        int32 [ceil(V / 32)]."""
+        """Has the programs of a batch started; `settings` of its requests by id, and what grammars allow next by slot,
+        int32 [ceil(V / 32)]. What goes wrong with them is raised where they are waited for."""
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)
@@ -265,15 +212,14 @@ class Runner:
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
             begins = all(row.start == 0 for _, row in group)
             key = "whole" if begins and ("whole", size) in self.config.chunk_programs else "chunk", size
-            sampled = self._run(key, self._chunk_rows(own, size))
-            calls.append(Call(tuple(n for n, _ in group), *sampled))
+            calls.append(Call(tuple(n for n, _ in group), self._run(key, self._chunk_rows(own, size)), chunk=True))
         return Started(batch, tuple(calls))
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         size = next(size for size in self.config.decode_sizes if size >= len(decodes))
         rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
-        sampled, *tally = self._run(("decode", size), rows, np.int32(batch.steps))
-        return [Call(tuple(n for n, _ in decodes), sampled, tally=tally[0] if tally else None)]
+        made = self._run(("decode", size), rows, np.int32(batch.steps))
+        return [Call(tuple(n for n, _ in decodes), made, chunk=False)]
 
     def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
         words = -(-self.model.config.vocab_size // 32)
@@ -292,11 +238,16 @@ class Runner:
         if draft is not None:
             self.proposer_params = draft
 
-    def _run(self, key: Any, *arguments) -> list:
-        """What a program gives besides the state."""
-        made = self._programs[key](self._weights, self._state, *arguments)
-        self._state, *found = made if isinstance(made, tuple) else (made,)
-        return found
+    def _run(self, key: Any, *arguments) -> Later:
+        """What a program gives besides the state, a list."""
+        run, weights = self._programs[key], self._weights
+
+        def call() -> list:
+            made = run(weights, self._state, *arguments)
+            self._state, *found = made if isinstance(made, tuple) else (made,)
+            return found
+
+        return self._launcher.submit(call)
 
     def _prepare(self, row: Row, settings: RequestSettings) -> None:
         """Makes a slot know what the row goes on from, where that is not what it sampled last."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardlm.serve import stage_programs, stage_rows
 from shardlm.serve.deterministic import DeterministicRunner
+from shardlm.serve.launcher import Later, Part
 from shardlm.serve.staged_runner import StagedRunner
 
 
@@ -27,5 +28,10 @@ class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
     def _part(self) -> int:
         return -(-self.config.max_rows // len(self.stages))
 
-    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> list[tuple]:
-        return [(said.found, said.scores, said.first) for _, said in self._in_turn(parts, steps)]
+    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> list[Later]:
+        return [Part(held, _said) for held in self._in_turn(parts, steps)]
+
+
+def _said(held: tuple) -> tuple:
+    _, said = held
+    return said.found, said.scores, said.first

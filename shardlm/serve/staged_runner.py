@@ -1,6 +1,6 @@
 """A runner whose model is cut into pipeline stages: each program of runner.py's is a chain of programs here, one a
-stage, with what leaves a stage copied to the next one's devices. Nothing is waited for: the host starts chains far
-ahead, and each stage runs what has reached it.
+stage, with what leaves a stage copied to the next one's devices. Nothing is waited for: the host asks for chains far
+ahead, the launcher of each stage starts its programs in turn, and the stage runs what has reached it.
 
 Chunks follow each other through the stages. Rows that decode are dealt into as many groups as there are stages, whose
 steps alternate: while a group's token is on its way, the stage runs the other groups.
@@ -20,11 +20,13 @@ from shardlm.generate import make_pages
 from shardlm.mesh import MeshSpec
 from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
 from shardlm.serve.programs import ChunkRows
-from shardlm.serve.runner import Call, Runner, RunnerConfig
+from shardlm.serve.runner import Runner, RunnerConfig
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stage_programs import Steps
 from shardlm.serve.stages import Place, part_of, together
+from shardlm.serve.started import Call
 from shardlm.serve.state import empty_state
 from shardlm.state import ModelDef, at_rest
 
@@ -46,12 +48,19 @@ class StagedRunner(Runner):
         self._parts = place.params
         params = together(place.params, self.stages)
         super().__init__(model, params, self.stages[-1].mesh, config, proposer, place.draft, like=like)
+        platform = self.mesh.devices.flat[0].platform
+        self._own_launchers = (*(launcher_on(platform) for _ in self.stages[:-1]), self._launcher)
 
     @functools.cached_property
     def _steps(self) -> list[list[jax.Array]]:
         """The number of each step, on the devices of each stage."""
         steps = [np.int32(i) for i in range(self.config.decode_steps)]
         return [jax.device_put(steps, whole) for whole in self._whole]
+
+    @property
+    def _launchers(self) -> Sequence[Launcher]:
+        """One a stage: each has a thread of its own, as one that waits for its devices keeps no other from starting."""
+        return self._own_launchers
 
     @property
     def spec(self) -> MeshSpec:
@@ -166,22 +175,30 @@ class StagedRunner(Runner):
 
     # Batches.
 
-    def _run(self, key: Any, *arguments) -> list:
+    def _run(self, key: Any, *arguments) -> Later:
         if key in self.config.chunk_programs:
             return self._chunk(*key, *arguments)
-        made = self._programs[key, len(self.stages) - 1]((), self._state[-1], *arguments)
-        self._state[-1], *found = made if isinstance(made, tuple) else (made,)
-        return found
+        run = self._programs[key, len(self.stages) - 1]
 
-    def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> list:
-        entering, found = rows.tokens, []
-        for s, whole in enumerate(self._whole):
-            entering = jax.device_put(entering, whole)
+        def call() -> list:
+            made = run((), self._state[-1], *arguments)
+            self._state[-1], *found = made if isinstance(made, tuple) else (made,)
+            return found
+
+        return self._launcher.submit(call)
+
+    def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> Later:
+        def call(s: int, weights: Any, before: Later | None) -> list:
+            whole = self._whole[s]
+            entering = jax.device_put(before.result()[0] if before else rows.tokens, whole)
             where = jax.device_put(rows if self.stages[s].last else rows.where, whole)
-            run = self._programs[kind, size, s]
-            self._state[s], *found = run(self._own(s), self._state[s], where, entering)
-            entering = found[0]
-        return found
+            self._state[s], *found = self._programs[kind, size, s](weights, self._state[s], where, entering)
+            return found
+
+        made = None
+        for s, launcher in enumerate(self._launchers):
+            made = launcher.submit(functools.partial(call, s, self._own(s), made))
+        return made
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         count = min(len(self.stages), len(decodes))
@@ -190,21 +207,23 @@ class StagedRunner(Runner):
         rows = [self._decode_rows([(row, batch.page_table[n]) for n, row in own], size).where for own in dealt]
         found = self._in_turn(rows, batch.steps)
         return [
-            Call(tuple(n for n, _ in own), sampled, tally=tally[0] if tally else None)
-            for own, (_, sampled, *tally) in zip(dealt, found, strict=True)
+            Call(tuple(n for n, _ in own), Part(held, lambda held: held[1:]), chunk=False)
+            for own, held in zip(dealt, found, strict=True)
         ]
 
-    def _in_turn(self, rows: Sequence[np.ndarray], steps: int) -> list[tuple]:
+    def _in_turn(self, rows: Sequence[np.ndarray], steps: int) -> list[Later]:
         """Groups of rows, whose steps alternate: what each holds after the last one."""
         groups = [self._begun(where) for where in rows]
         for i in range(steps):
             for group in groups:
                 # Where drafts are made, steps count down to the last one, which makes none.
                 self._step(group, steps - 1 - i if self.proposer else i)
-        for group in groups:
-            end = self._programs["end", group.size, len(self.stages) - 1]
-            self._keep(end((), self._kept, group.where[-1], group.held[0]))
-        return [group.held for group in groups]
+        return [self._launcher.submit(functools.partial(self._ended, group)) for group in groups]
+
+    def _ended(self, group: "_Group") -> tuple:
+        end = self._programs["end", group.size, len(self.stages) - 1]
+        self._keep(end((), self._kept, group.where[-1], group.held[0]))
+        return group.held
 
     @property
     def _kept(self) -> tuple:
@@ -216,25 +235,33 @@ class StagedRunner(Runner):
 
     def _begun(self, rows: np.ndarray) -> "_Group":
         where = [jax.device_put(rows, whole) for whole in self._whole]
-        begin = self._programs["begin", len(rows), len(self.stages) - 1]
-        kept, held, entering = begin(self._drafting, self._kept, where[-1])
-        self._keep(kept)
-        return _Group(len(rows), where, entering, held)
+        group = _Group(len(rows), where)
+        begin, drafting = self._programs["begin", len(rows), len(self.stages) - 1], self._drafting
+
+        def call() -> tuple:
+            kept, group.held, entering = begin(drafting, self._kept, where[-1])
+            self._keep(kept)
+            return entering
+
+        group.entering = self._launcher.submit(call)
+        return group
 
     def _step(self, group: "_Group", i: int) -> None:
-        """Starts a step in all stages."""
-        entering = group.entering
-        for s, stage in enumerate(self.stages):
-            entering = jax.device_put(entering, self._whole[s])
-            run, rest = self._programs["step", group.size, s], (group.where[s], entering, self._steps[s][i])
-            if not stage.last:
-                self._state[s], entering = run(self._own(s), self._state[s], *rest)
-                continue
-            state = self._state[s]
-            (pages, drafts, group.held), group.entering = run(
-                self._own(s), (state.pages, state.drafts, group.held), *rest
-            )
-            self._state[s] = dataclasses.replace(state, pages=pages, drafts=drafts)
+        """Has a step started in all stages."""
+        for s, launcher in enumerate(self._launchers):
+            call = functools.partial(self._step_of, s, group, self._own(s), group.entering, self._steps[s][i])
+            group.entering = launcher.submit(call)
+
+    def _step_of(self, s: int, group: "_Group", weights: Any, before: Later, i: jax.Array) -> tuple:
+        """Of one stage: what enters the next one, or the first one at the next step."""
+        entering = jax.device_put(before.result(), self._whole[s])
+        run, rest, state = self._programs["step", group.size, s], (group.where[s], entering, i), self._state[s]
+        if not self.stages[s].last:
+            self._state[s], leaving = run(weights, state, *rest)
+            return leaving
+        (pages, drafts, group.held), leaving = run(weights, (state.pages, state.drafts, group.held), *rest)
+        self._state[s] = dataclasses.replace(state, pages=pages, drafts=drafts)
+        return leaving
 
 
 @dataclasses.dataclass
@@ -243,11 +270,11 @@ class _Group:
 
     size      of the programs
     where     what describes the rows (DecodeRows.where) on each stage's devices
-    entering  what enters the first stage next
-    held      the slots of the rows, first, and what was sampled so far
+    entering  what enters the first stage next, or the stage after the one whose start was last asked for
+    held      the slots of the rows, first, and what was sampled so far; for the last stage's launcher alone
     """
 
     size: int
     where: list[jax.Array]
-    entering: tuple
-    held: tuple
+    entering: Later | None = None
+    held: tuple = ()

@@ -1,4 +1,5 @@
-"""Replicas and pipeline stages: whatever the mesh, each reply is what one device says."""
+"""Replicas and pipeline stages: whatever the mesh, each reply is what one device says. Programs are started as on GPUs,
+on threads of their own."""
 
 import asyncio
 import dataclasses
@@ -15,10 +16,12 @@ from small_moe import DEEPSEEK, MOE
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
+from shardlm.serve import runner, staged_runner
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
 from shardlm.serve.engine import Engine
+from shardlm.serve.launcher import Launcher
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import RequestOutput
@@ -44,6 +47,14 @@ CASES = [
     ("experts", {"expert": 4, "tensor": 2}),  # 2 kv heads: attention is split over tensor alone
     ("latent", {"pipeline": 2}),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_on_gpus():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (runner, staged_runner):
+            patch.setattr(module, "launcher_on", lambda platform: Launcher(threaded=True))
+        yield
 
 
 @functools.cache
