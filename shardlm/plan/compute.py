@@ -44,6 +44,8 @@ class Op:
     Other systems' as well (systems_passes.py):
     gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
     cast_weights    share of its forward runs that make the 8-bit weight anew
+    cast_rows, cast_gradients  shares of its operands that are made 8-bit by passes of their own: rows forward, and what
+                    comes back; the rest leaves the kernel before in 8 bits
     added_bytes     read and written besides where a weight's gradient is added to what is there
     drawn           whether chance deals rows to experts, dims[0] on average
     """
@@ -65,6 +67,8 @@ class Op:
     host: float = 0.0
     gradient_bytes: float | None = None
     cast_weights: float = 1.0
+    cast_rows: float = 1.0
+    cast_gradients: float = 1.0
     added_bytes: float = 0.0
     drawn: bool = False
 

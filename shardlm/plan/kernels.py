@@ -57,7 +57,7 @@ class Kernels:
         """Of one execution in the forward pass."""
         if op.unit == "matmul":
             rows, n, k = op.dims
-            return self._product(op, rows, n, k) + self._casts(op, rows * k + op.cast_weights * n * k)
+            return self._product(op, rows, n, k) + self._casts(op, op.cast_rows * rows * k + op.cast_weights * n * k)
         if op.unit == "attention":
             return self._attention(op, self._fraction(0)) if self.attention != "xla" else self._unfused(op)
         return self._moving(op)
@@ -68,7 +68,7 @@ class Kernels:
             rows, n, k = op.dims
             weight = dataclasses.replace(op, hbm_bytes=op.hbm_bytes + op.added_bytes, drawn=False)
             products = self._product(op, rows, k, n) + self._product(weight, k, n, rows)
-            return products + self._casts(op, rows * n)
+            return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
         if op.gradient_bytes is not None:
@@ -120,7 +120,9 @@ class Kernels:
 
     def _casts(self, op: Op, numbers: float) -> float:
         """16-bit operands are read, and written as 8 bits in the two layouts that both products need."""
-        return 4 * _copies(op) * numbers / self.memory + self.gap if op.dtype in EIGHT_BITS else 0.0
+        if op.dtype not in EIGHT_BITS or not numbers:
+            return 0.0
+        return 4 * _copies(op) * numbers / self.memory + self.gap
 
     def _attention(self, op: Op, fraction: float) -> float:
         """op.dims: positions of a row, keys that a query sees on average, mean width of a head."""

@@ -21,6 +21,13 @@ ALL_TO_ALL = "all-to-all dispatcher"  # Megatron's moe_token_dispatcher_type=all
 # What recipes capture of a layer (cuda_graph_scope): its operations cost the host one.
 ATTENTION_CAPTURED = ("attention and router in CUDA graphs",)
 ROUTER_CAPTURED = (*ATTENTION_CAPTURED, "router in CUDA graphs", "CUDA graphs of the router")
+# The whole step in one graph (cuda_graph_impl=full_iteration): the device counts rows itself, with room for more than
+# an even load (moe_paged_stash), and waits for no host.
+WHOLE = "whole step in a CUDA graph"
+# NVTE_CUTEDSL_FUSED_GROUPED_MLP with use_transformer_engine_op_fuser: products of all experts with the gated
+# activation, and its gradient, in the same kernels, which write what the next product takes in MXFP8, in both layouts
+# (Transformer Engine, pytorch/ops/fused, GroupedMLP_CuTeGEMMSwiGLU_MXFP8 as Megatron-LM's pull request 4318 names it).
+FUSED = "experts in one kernel"
 # A token goes once to each device that has experts for it, and not once to each of them; over a network once to each
 # host, whose NVLink hands it on meanwhile (https://github.com/deepseek-ai/DeepEP, README of 2025-02: 153 to 158 GB/s of
 # 160 inside a host, 43 to 58 of 50 between hosts).
@@ -112,6 +119,23 @@ def _in_turn(places: int, experts: Experts) -> float:
     return statistics.mean(len({(t * k + i) % num * places // num for i in range(k)}) for t in tokens)
 
 
+def as_fused(ops: list[Op], point: Point) -> Iterator[Op]:
+    """Experts' products and the activation between them in kernels of their own: no pass for it is left, and no cast of
+    the rows that it gives the second product or of the gradients that it gives the first one."""
+    down = next((op for op in ops if op.grouped and op.what == "down"), None)
+    if down is None or FUSED not in point.note:
+        yield from ops
+        return
+    _, n, k = down.dims
+    activated = 2 * 3 * k * down.flops / (2.0 * n * k)  # bytes: in 16 bits, of all rows; compute._experts
+    for op in ops:
+        if op.grouped:
+            op = dataclasses.replace(op, cast_rows=float(op.what != "down"), cast_gradients=float(op.what != "up"))
+        elif op.what == "activation and moving":
+            op = dataclasses.replace(op, hbm_bytes=op.hbm_bytes - activated)
+        yield op
+
+
 def as_drawn(ops: list[Op], point: Point) -> Iterator[Op]:
     """Products of experts that Megatron's forced balance draws: chance gives each its rows, and all wait in every
     exchange for the device with most."""
@@ -151,7 +175,7 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
             in_stages=staged,
             gradient_bytes=padding,
         )
-    if point.framework in MEGATRON and point.precision in EIGHT_BITS:
+    if point.framework in MEGATRON and point.precision in EIGHT_BITS and FUSED not in point.note:
         # Inputs and gradients of both products are cast expert by expert (TransformerEngine, split_quantize).
         gaps = 4 * (experts.num_experts / sketch.mesh.expert - 1) * GAP
         yield Op("moe", "casts of each expert", "memory", 0, 0, passes, passes, in_stages=staged, host=gaps)
@@ -161,7 +185,8 @@ def experts_ops(point: Point, experts: Experts, sketch: Sketch, again: float) ->
         yield moving("rows sorted twice", sorting, float(point.remat == "full"))
     if BIASED in point.model:
         yield moving("biases", BIASES * rows * D, 0)
-        yield moving("before the activation", ADDED * rows * experts.expert_dim, again)
+        if FUSED not in point.note:
+            yield moving("before the activation", ADDED * rows * experts.expert_dim, again)
 
 
 def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | None:
@@ -171,7 +196,7 @@ def waiting(point: Point, model: Model, sketch: Sketch, cost: StepCost) -> Op | 
     before it knows; by then the device has nothing left to do. What graphs capture costs the host nothing. Where each
     layer waits for a constant too, its forward pass begins again in the midst of the experts, beside another microbatch
     or not: the device is taken to work only when all is started."""
-    if not model.experts or point.framework not in MEGATRON:
+    if not model.experts or point.framework not in MEGATRON or WHOLE in point.note:
         return None
     if not any(words in point.note for words in (ALL_TO_ALL, *ONCE)):
         return None  # the source does not say what the host does

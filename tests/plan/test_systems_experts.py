@@ -9,9 +9,11 @@ import types
 
 import pytest
 
+from shardlm.hardware import GPUS
 from shardlm.plan import validate as validation
 from shardlm.plan.compute import operations
 from shardlm.plan.constants import GAP, MODULE, NVLINK
+from shardlm.plan.kernels import Kernels
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems_experts import (
     CALL,
@@ -20,6 +22,7 @@ from shardlm.plan.systems_experts import (
     SMALL_BALANCED,
     SMALL_SECONDS,
     as_drawn,
+    as_fused,
     beside_another,
     counts_sent,
     experts_ops,
@@ -174,6 +177,32 @@ def test_rows_that_are_drawn_fill_more_tiles_and_all_wait_for_the_fullest_device
     assert list(as_drawn(even, turn)) == even
 
 
+def test_fused_experts_leave_no_pass_for_the_activation_and_half_of_the_casts(published):
+    point, model, sketch = of(published, "bridge-gpt-oss-120b-gb200x64-mxfp8-26.06")
+    kernels, rows = Kernels.of(GPUS["gb200"]), sketch.tokens * 4
+    apart = dataclasses.replace(point, note=point.note.replace("experts in one kernel", ""))
+    before = operations(sketch, ours=False)
+    assert list(as_fused(before, apart)) == before
+    (dense,) = before[:1]
+    assert list(as_fused([dense], point)) == [dense]
+    saved = {}
+    for old, new in zip(before, as_fused(before, point), strict=True):
+        forward, back = (lambda op: kernels.forward_seconds(op)), (lambda op: kernels.gradient_seconds(op))
+        if old.what == "activation and moving":  # of 2F numbers one half's read twice: 3F, in 16 bits
+            assert old.hbm_bytes - new.hbm_bytes == pytest.approx(2 * rows * 3 * 2880)
+        elif old != new:
+            saved[old.what] = (forward(old) - forward(new), back(old) - back(new))
+    # 4 bytes of each number: read in 16 bits, written twice in 8. Weights are cast once a step.
+    one = 4 * rows * 2880 / kernels.memory
+    assert saved == {
+        "up": (pytest.approx(0, abs=1e-9), pytest.approx(2 * one + GAP)),
+        "down": (pytest.approx(one), pytest.approx(0, abs=1e-9)),
+    }
+    assert [op.what for op in experts_ops(point, model.experts, sketch, 0)] == ["routing", "biases"]
+    beside = ["routing", "casts of each expert", "biases", "before the activation"]
+    assert [op.what for op in experts_ops(apart, model.experts, sketch, 0)] == beside
+
+
 def test_the_all_to_all_dispatcher_sends_counts_before_rows_and_weights_with_them(published):
     point, _, sketch = of(published, "bridge-qwen3-235b-a22b-b200x256-mxfp8-26.02")
     counts, weights = counts_sent(point, sketch)
@@ -232,6 +261,13 @@ def test_what_is_captured_costs_the_host_nothing_and_casts_cost_it_more(publishe
     assert waits(published, name, 0.0, 1e-3, note="DeepEP") == pytest.approx(275 * MODULE + eight - 1e-3)
     assert waits(published, name, 1e-3, 1e-3, note="") is None  # not said how rows are sent
     assert waits(published, "automodel-qwen3-30b-a3b-h100x8", 1e-3, 1e-3) is None  # layers are compiled
+
+
+def test_a_step_in_one_graph_waits_for_no_host(published):
+    name = "megatron-qwen3-30b-a3b-gb200x16-mxfp8-whole"
+    point = published.points[name]
+    assert waits(published, name, 1e-6, 1e-6) is None
+    assert waits(published, name, 1e-6, 1e-6, note=point.note.replace("whole step in a CUDA graph", "")) > 4e-3
 
 
 def test_a_layer_takes_what_its_host_takes_at_least(published):

@@ -23,7 +23,7 @@ def median(rows, belongs) -> float:
 
 def test_medians_are_within_ten_per_cent(rows):
     dense, experts = ([row for row in rows if row.experts == of] for of in (False, True))
-    assert len([row for row in dense if row.cost]) >= 145 and len([row for row in experts if row.cost]) >= 80
+    assert len([row for row in dense if row.cost]) >= 180 and len([row for row in experts if row.cost]) >= 115
     before, last = (lambda row: not row.point.last), (lambda row: row.point.last)
     assert median(rows, before) < 0.055
     assert median(dense, lambda row: row.chosen) < 0.05
@@ -36,12 +36,15 @@ def test_medians_are_within_ten_per_cent(rows):
     # Of the second 3.7% and 9.6%, and so they were before anything was changed.
     assert median(dense, lambda row: row.point.last == 2) < 0.05
     assert median(experts, lambda row: row.point.last == 2) < 0.11
+    # Of the third 4.2% and 12.0% before anything was changed; most of its mixtures are one graph a step.
+    assert median(dense, lambda row: row.point.last == 3) < 0.05
+    assert median(experts, lambda row: row.point.last == 3) < 0.08
 
 
 def test_none_is_beyond_a_quarter_but_for_few_that_came_last_and_the_table_says_why(rows):
     far = [row for row in rows if row.cost and abs(row.error) > validation.FAR]
     unexplained = [row for row in far if not row.later]
-    assert all(row.point.last for row in unexplained) and len(unexplained) <= 4
+    assert all(row.point.last for row in unexplained) and len(unexplained) <= 3
     table = format_validation(rows)
     for row in far:
         assert f"{row.point.name}, {row.error:+.1%}: {'superseded by' if row.later else 'not known why'}" in table
@@ -89,6 +92,8 @@ def test_the_table_names_systems_sets_and_medians(rows):
         "experts, added last",
         "dense, second lot of these",
         "experts, second lot of these",
+        "dense, third lot of these",
+        "experts, third lot of these",
         "nothing assumed",
     ]
 
