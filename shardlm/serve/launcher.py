@@ -1,9 +1,9 @@
 """Starts programs in turn, on a thread where their start takes as long as they do.
 
-A program with a conditional, or a loop whose trips are known on the device alone, needs the host at each: XLA's client
-for GPUs reads there which branch runs, in the thread that started the program, which so waits until all but its last
-kernels have run (jaxlib 0.11, https://github.com/zml/zml/pull/673 on the other client). Started on the engine's
-thread, replicas would take turns, pipeline stages too, and the host would not be ahead of anything.
+A program with a conditional, or a loop whose trips are known on the device alone, needs the host at each: XLA on a GPU
+waits there until the device is done and reads the predicate (xla/backends/gpu/runtime/while_thunk.cc), in the thread
+that started the program, which jax's client for GPUs lets go only when all kernels have been given to the device.
+Started on the engine's thread, replicas would take turns, pipeline stages too, and the host would be ahead of nothing.
 """
 
 import concurrent.futures
