@@ -94,6 +94,18 @@ def test_what_a_failed_case_leaves(code, limit, error):
     assert found["error"].endswith(error) and found["seconds"] < 50
 
 
+def test_a_case_has_variables_of_its_own(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--a=1")
+    code = "print(json.dumps({'case': 'a', 'row': dict(os.environ)}), file=open(sys.argv[1], 'a'))"
+    own = {"XLA_FLAGS": "--b=2", "OTHER": "3"}
+    [(_, found)] = run.measured("decode", ["a"], fake("import os\n" + WRITE + code), 60, own)
+    told = found["rows"][-1]
+    assert (told["XLA_FLAGS"], told["OTHER"]) == ("--a=1 --b=2", "3")
+    assert run.environment()["XLA_FLAGS"] == "--a=1"
+    flags = [served.environment.get("XLA_FLAGS", "") for served in FULL.served.values()]
+    assert len(list(filter(None, flags))) == 2
+
+
 def test_failures_are_measured_again_and_others_wait_for_time(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "devices", lambda sizes: [{"platform": "cpu", "kind": "cpu"}])
     ended = "print(json.dumps({'case': sys.argv[2], 'ended': True}), file=open(sys.argv[1], 'a'))\n"

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from shardlm.bench import machine, results
@@ -66,7 +67,8 @@ def run_all(
             left += [f"{part}: {case}" for case in todo]
             continue
         limit = min(sizes.seconds, room)
-        for case, one in measured(part, todo, command, limit):
+        own = sizes.served[todo[0]].environment if part == "decode" and todo[0] in sizes.served else {}
+        for case, one in measured(part, todo, command, limit, own):
             results.put(found, part, case, one, output)
             wrong = errors(one)
             say(f"{part}: {case}: {one['seconds']:.0f} s, {wrong[0].splitlines()[-1] if wrong else 'done'}")
@@ -86,17 +88,22 @@ def devices(sizes: Sizes) -> list[dict[str, Any]]:
     return found
 
 
-def environment() -> dict[str, str]:
-    """Of the processes that measure: jax may have most of a GPU's memory, as serving and training want it."""
-    return {"XLA_CLIENT_MEM_FRACTION": "0.92", **os.environ}
+def environment(own: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Of the processes that measure: jax may have most of a GPU's memory, as serving and training want it. `own`: of
+    one case; its XLA_FLAGS come after those that are set."""
+    found = {"XLA_CLIENT_MEM_FRACTION": "0.92", **os.environ}
+    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), own.get("XLA_FLAGS"))))
+    return found | own | ({"XLA_FLAGS": flags} if flags else {})
 
 
-def measured(part: str, cases: Sequence[str], command: Command, limit: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(case, what is kept of it) of one process."""
+def measured(
+    part: str, cases: Sequence[str], command: Command, limit: float, own: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(case, what is kept of it) of one process, with variables of its own."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows, log = pathlib.Path(folder, "rows.jsonl"), pathlib.Path(folder, "log")
-        error = _run(command(part, cases, rows), log, limit)
+        error = _run(command(part, cases, rows), log, limit, environment(own))
         lines = rows.read_text().split("\n")[:-1] if rows.exists() else []  # the last one may be half written
     seconds, state = time.monotonic() - started, machine.smi(machine.NOW)
     for case in cases:
@@ -114,11 +121,11 @@ def measured(part: str, cases: Sequence[str], command: Command, limit: float) ->
         )
 
 
-def _run(command: list[str], log: pathlib.Path, limit: float) -> str:
+def _run(command: list[str], log: pathlib.Path, limit: float, env: dict[str, str]) -> str:
     """Why a process did not do its work. At the limit it ends with those that it started; not a session of its own,
     which would outlive this command where a machine's tool ends that."""
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), process_group=0)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, process_group=0)
         try:
             status = process.wait(limit)
         except BaseException as error:

@@ -17,7 +17,8 @@ from shardlm.train.config import OffloadConfig, RunConfig, TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """An engine, and what it is asked for: `batches` of requests together, and `prefill` (rows, tokens) of prompts."""
+    """An engine, and what it is asked for: `batches` of requests together, and `prefill` (rows, tokens) of prompts.
+    environment: variables of its process."""
 
     model: LlamaConfig
     engine: EngineConfig
@@ -25,6 +26,7 @@ class Served:
     prompt_len: int
     output_len: int
     prefill: tuple[int, int]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,16 @@ def _held(served: Served, **engine) -> Served:
     return dataclasses.replace(served, engine=dataclasses.replace(served.engine, **engine))
 
 
+# How programs get to the GPU, where a step is shortest: loops and conditionals in CUDA graphs, which need no host at
+# their predicates; jax's other client, which starts programs on threads of its own; and no graphs at all.
+_GRAPHS = "--xla_gpu_enable_command_buffer="
+_STARTED = {
+    "graphs with loops": {"XLA_FLAGS": f"{_GRAPHS}+WHILE,+CONDITIONAL"},
+    "no graphs": {"XLA_FLAGS": _GRAPHS},
+    "other client": {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"},
+}
+_FEW = dataclasses.replace(_held(_SERVED, max_num_seqs=2), batches=(1, 2))
+
 FULL = Sizes(
     train=MappingProxyType(
         {
@@ -94,6 +106,7 @@ FULL = Sizes(
             "int8": _held(_SERVED, quantization="int8"),
             "fp8": _held(_SERVED, quantization="fp8"),
             "int4": _held(_SERVED, quantization="int4"),
+            **{f"bf16, {name}": dataclasses.replace(_FEW, environment=env) for name, env in _STARTED.items()},
         }
     ),
     kernels=FULL_KERNELS,
