@@ -8,9 +8,13 @@ Started on the engine's thread, replicas would take turns, pipeline stages too, 
 
 import concurrent.futures
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
+
+
+SWITCH_SECONDS = 0.0005  # after which Python lets another thread run
 
 
 class Later(Protocol):
@@ -43,6 +47,8 @@ class Launcher:
     """
 
     def __init__(self, threaded: bool):
+        if threaded:  # else the next start may wait 5 ms for a thread that computes in Python, longer than a step
+            sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "launcher") if threaded else None
         self._error: BaseException | None = None
 
