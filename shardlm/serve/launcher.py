@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-
 SWITCH_SECONDS = 0.0005  # after which Python lets another thread run
 
 
