@@ -33,7 +33,7 @@ from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.started import Call, Started
 from shardlm.serve.state import empty_state, no_edits
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, at_rest
 
 # Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
 WHOLE_LEAST = 512
@@ -94,13 +94,12 @@ class Runner:
         proposer_params: Any = (),
         like: "Runner | None" = None,
     ):
-        """Makes the empty state; `compile` comes next. With a proposer, decoding verifies its drafts; None for its
-        parameters are the model's own. `like`: a runner of the same model on other devices, whose programs are traced
-        for both."""
+        """`compile` comes next. With a proposer, decoding verifies its drafts; None for its parameters are the model's
+        own. `like`: a runner of the same model on other devices, whose programs are traced for both."""
         self.model, self.params, self.mesh, self.config = model, params, mesh, config
         self.proposer, self.proposer_params = proposer, proposer_params
         self._makers = self._state_makers()
-        self._state = self._empty()
+        self._state = self._shape_of_empty()
         self._launcher = launcher_on(self.mesh.devices.flat[0].platform)
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
@@ -111,6 +110,18 @@ class Runner:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
         make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
         return (jax.jit(make),)
+
+    def _shape_of_empty(self) -> Any:
+        """Until `allocate`: XLA tries its kernels out while it compiles, in memory that pages would have taken."""
+        return self._shaped(self._makers[0], self.mesh)
+
+    def _shaped(self, make: Callable, mesh: Mesh) -> Any:
+        with jax.set_mesh(mesh):
+            return jax.tree.map(lambda s: at_rest(s, mesh), jax.eval_shape(make))
+
+    def allocate(self) -> None:
+        """The state itself, once programs are compiled."""
+        self._state = self._empty()
 
     def _empty(self) -> Any:
         return self._new(self._makers[0], self.mesh)
@@ -136,7 +147,8 @@ class Runner:
     # Programs.
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every program, several at a time; `progress` is called with (programs done, of how many)."""
+        """Compiles every program, several at a time, and allocates the state; `progress` is called with (programs done,
+        of how many)."""
         compile_all([self], progress)
 
     @property
@@ -327,7 +339,7 @@ class Runner:
 
 def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None]) -> None:
     """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of
-    each, as what XLA makes is bound to its devices."""
+    each, as what XLA makes is bound to its devices. Then allocates their states."""
     started = time.perf_counter()
     work = [runner._shapes() for runner in runners]
 
@@ -345,4 +357,5 @@ def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None])
             runner._programs[key] = future.result()
             progress(done, len(compiling))
     for runner in runners:
+        runner.allocate()
         runner.compile_seconds = time.perf_counter() - started

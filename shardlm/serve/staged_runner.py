@@ -83,6 +83,9 @@ class StagedRunner(Runner):
             makers.append(jax.jit(make))
         return tuple(makers)
 
+    def _shape_of_empty(self) -> list[Any]:
+        return [self._shaped(make, stage.mesh) for stage, make in zip(self.stages, self._makers, strict=True)]
+
     def _empty(self) -> list[Any]:
         return [self._new(make, stage.mesh) for stage, make in zip(self.stages, self._makers, strict=True)]
 

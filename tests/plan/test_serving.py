@@ -101,7 +101,7 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
     case = ServingCase(ServedModel.of_folder(folder, 48), Cluster.of(GPUS["h100"], 4), config, 20, 9, **asked)
     plan = serving_memory(case)
 
-    monkeypatch.setattr(build, "compile_all", lambda runners, progress: None)
+    monkeypatch.setattr(build, "compile_all", lambda runners, progress: [runner.allocate() for runner in runners])
     how = {"dtype": "float32", "quantization": config.quantization, "length": 48, "mtp": bool(case.model.mtp)}
     opened = load(folder, mesh=of_replica(mesh), decoding=True, **how)
     vocab = case.model.shape.vocab_size
