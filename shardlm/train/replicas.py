@@ -106,9 +106,9 @@ def check_replicas(config: RunConfig, rules: Rules) -> None:
 
 def check_shares(train: TrainConfig, rules: Rules) -> None:
     """Refuses shares that do not fit the mesh or the batch."""
-    mesh, batch_axes = rules.mesh, rules.inside("data").inside("pipeline").act.axes("batch")
     if not train.shares:
         return
+    mesh, batch_axes = rules.mesh, rules.inside("data").inside("pipeline").act.axes("batch")
     if len(train.shares) != mesh.data:
         raise ShardlmError(
             f"train.shares={train.shares} is for {len(train.shares)} replicas and mesh.data={mesh.data}; "

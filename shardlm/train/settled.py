@@ -3,6 +3,7 @@ and every check made. Needs no devices, so it serves planning for GPUs that are 
 compiles what is settled here."""
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 from shardlm.layers.param import Execution
@@ -11,7 +12,7 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.precision import COMPUTE_DTYPE
-from shardlm.rules import Rules
+from shardlm.rules import Preset, Rules
 from shardlm.train.check import (
     check_batch,
     check_matmul,
@@ -58,8 +59,8 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
 
     Raises ShardlmError for whatever does not divide or does not exist.
     """
-    shape = config.model.transformer()
-    rules = Rules.make(config.rules, spec).fitting(shape.widths())
+    shape = _shape(config.model)
+    rules = _rules(config.rules, spec, config.model)
     if config.lora.rank or not mtp:
         shape = shape.without_mtp()
     check_mtp(config, shape)
@@ -92,6 +93,17 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
         weights=config.lora.base,
     )
     return Settled(config, shape, rules, execution)
+
+
+# A search settles tens of thousands of configurations of one model on a few hundred meshes.
+@functools.lru_cache(maxsize=64)
+def _shape(model: Any) -> TransformerConfig:
+    return model.transformer()
+
+
+@functools.lru_cache(maxsize=1024)
+def _rules(preset: Preset, spec: MeshSpec, model: Any) -> Rules:
+    return Rules.make(preset, spec).fitting(_shape(model).widths())
 
 
 def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> grouped_matmul.GroupedMatmul:
