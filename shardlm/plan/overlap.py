@@ -70,17 +70,22 @@ def overlapped(
     sums = hideable * sum(one.seconds for one in timed if one.sent.beside and one.sent.kind == REDUCE)
     in_forward, in_backward = _part(forward, first), _part(backward, then)
     behind = _part((backward - then * in_backward) / sketch.passes, sums)
-    found = (_with_hidden(one, hideable, in_forward, in_backward, behind) for one in timed)
-    return tuple(_as_in_stages(one, in_stages) if sketch.mesh.pipeline > 1 else one for one in found)
+    share = in_stages if sketch.mesh.pipeline > 1 else 1.0
+
+    def exposed(one: Timed) -> Timed:
+        seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, behind), share)
+        return one if seconds == one.exposed_seconds else dataclasses.replace(one, exposed_seconds=seconds)
+
+    return tuple(map(exposed, timed))
 
 
-def _as_in_stages(one: Timed, share: float) -> Timed:
-    """With a share of what is hidden, and of moves between stages nothing but where all is. Sums in every tick are
-    hidden by kernels of that tick, and not by the last microbatch's."""
+def _in_stages(one: Timed, hidden_seconds: float, share: float) -> float:
+    """Exposed, with a share of what is hidden, and of moves between stages nothing but where all is. Sums in every tick
+    are hidden by kernels of that tick, and not by the last microbatch's."""
     if share < 1 and one.sent.kind == REDUCE and one.sent.beside and one.sent.count > 1:
-        return dataclasses.replace(one, exposed_seconds=one.seconds * (1 - SUMS_IN_STAGES))
+        return one.seconds * (1 - SUMS_IN_STAGES)
     kept = 0.0 if "pipeline" in one.sent.axes and share < 1 else share
-    return dataclasses.replace(one, exposed_seconds=one.seconds - kept * one.hidden_seconds)
+    return one.seconds - kept * hidden_seconds
 
 
 def _part(window: float, wanted: float) -> float:
@@ -88,11 +93,12 @@ def _part(window: float, wanted: float) -> float:
     return max(0.0, min(1.0, window / wanted)) if wanted else 0.0
 
 
-def _with_hidden(one: Timed, hideable: float, in_forward: float, in_backward: float, behind: float) -> Timed:
+def _hidden(one: Timed, hideable: float, in_forward: float, in_backward: float, behind: float) -> float:
+    """Seconds, where all that could be hidden is."""
     if not one.sent.beside:
-        return one
+        return one.hidden_seconds
     part = behind if one.sent.kind == REDUCE else in_forward * one.forward + in_backward * (1 - one.forward)
-    return dataclasses.replace(one, exposed_seconds=one.seconds * (1 - hideable * part))
+    return one.seconds * hideable * part
 
 
 def _timed(sent: Sent, route: Route | MeasuredRoute, remat: str) -> Timed:
