@@ -159,7 +159,9 @@ def working(one: Layer, sketch: Sketch) -> Kinds:
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
     sent = any(_exchange(block, sketch) == "all_to_all" for block in sketch.shape.kinds)
     experts = 4 * one.expert_hidden + 5 * one.rows + (3 * one.pairs if sent else 2 * one.expert_hidden)
-    streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
+    # Whole over tensor: a dense layer's inputs and their gradients; beside experts' rows most are gone or to come.
+    whole = 3 if one.rows else 10
+    streams = 7 * one.stream + (whole * one.whole if sketch.mesh.tensor > 1 else 0)
     found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}
     if sketch.mesh.context == 1 or sketch.execution.context_attention != "ring":
         return found | {"attention": one.mask + max(0, attention - 4 * one.hidden)}

@@ -140,11 +140,10 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
     if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and _sends_tokens(sketch):
         zeros = max(one.rows for pattern in parts.layers for one in pattern)  # those of one buffer serve all
-    found["experts"] = 3 * zeros if _moves_early(sketch) else zeros
+    found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
-        # The sum of gradients and those of a microbatch; with gathers ahead, of two, as the loop is unrolled twice.
-        many = (3 * parts.resting - parts.whole if _gathers_ahead(sketch) else 2 * parts.resting) + 1.5 * parts.around
-        found["gradients"] = many if sketch.passes > 1 else parts.resting
+        # The sum of gradients and those of a microbatch.
+        found["gradients"] = 2 * parts.resting + 1.5 * parts.around if sketch.passes > 1 else parts.resting
     return found
 
 
@@ -153,8 +152,8 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
     schedule, stages = sketch.schedule, sketch.mesh.pipeline
     once = _joined(*(kept(one, sketch) for one in pattern))
     repeats = sketch.shape.segments[number].repeats
-    if stages == 1:  # and the zeros that the next microbatch's are written over
-        return _times(repeats * (2 if _begins_early(sketch) else 1), once)
+    if stages == 1:
+        return _times(repeats, once)
     if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
         return _times(repeats * (1 if schedule.both_ways else sketch.passes / stages), once)
     if schedule.both_ways:  # inputs of the microbatches under way, and of the one that goes forward before it joins
@@ -162,23 +161,10 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
     return _times(schedule.slots * schedule.ticks, once)
 
 
-def _begins_early(sketch: Sketch) -> bool:
-    """Whether the zeros of the next microbatch are made in this one: exchanges inside layers keep them apart, but where
-    all is kept (compiled: Llama 3 8B, fsdp=4 x context=2, remat=none, two microbatches)."""
-    mesh = sketch.mesh
-    apart = mesh.expert > 1 or (mesh.context > 1 and sketch.config.remat != "none")
-    return mesh.pipeline == 1 and sketch.passes > 1 and not apart and _gathers_ahead(sketch)
-
-
 def _gathers_ahead(sketch: Sketch) -> bool:
-    """Whether XLA gathers the next layers' weights while these compute, and with them the next microbatch's
-    (xla_options.py): over several hosts, where tensor does not split the sequence."""
-    return sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
-
-
-def _moves_early(sketch: Sketch) -> bool:
-    """Whether what the next microbatch's rows are received in is made in this one, as its weights are gathered."""
-    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and _sends_tokens(sketch) and _gathers_ahead(sketch)
+    """Whether XLA gathers the next layers' weights while these compute (xla_options.py): over several hosts, where
+    tensor does not split the sequence."""
+    return sketch.mesh.pipeline == sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
 
 
 def _sends_tokens(sketch: Sketch) -> bool:
@@ -203,51 +189,72 @@ def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
-    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice; a
-    chunk's logits; of the layer that begins the backward pass what is made again meanwhile."""
+    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice (one
+    chunk's waits, `_waiting`); a chunk's logits; of the layer that begins the backward pass what is made again
+    meanwhile."""
     size, mesh, one = itemsize(sketch), sketch.mesh, parts.layers[-1][-1]
-    numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
-    outside = sketch.passes / mesh.pipeline if mesh.pipeline > 1 and not sketch.schedule.both_ways else 1
-    tokens = sketch.tokens * outside
-    chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
-    # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
-    extra = _begins_early(sketch) or size == WIDE
-    # In a pipeline of one round half of the gradients' sums are begun.
-    begun = mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
+    stages = mesh.pipeline > 1 and not sketch.schedule.both_ways
+    outside = _outside(sketch)
+    logits, chunks = _logits(sketch)
+    # Zeros of the embedding's gradient, in float32.
+    many = WIDE * ((2 if chunks > 1 else 0) + (size == WIDE)) + size
+    found = {
+        "head": sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim * many,
+        "logits": logits / chunks * (size if chunks > 1 else size + WIDE),
+    }
+    if stages:
+        # XLA's scheduler makes the zeros that a stage's gradients are added to during the last exchange before its
+        # backward pass that nothing else covers: before the head, as its weights are gathered, but for a sequence that
+        # tensor scatters behind the head, where nothing that was kept is read meanwhile. All rows of a device are held
+        # in `_pipeline`, but for what is whole over tensor: what the head reads, and its gradient.
+        behind = mesh.tensor > 1 and sketch.config.remat not in ("none", "dots")
+        streams = 4 * one.stream + 2 * outside * (one.whole - one.stream)
+        return found | {"gradients": 0 if behind else parts.resting, "streams": streams}
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
-    both = sketch.mesh.pipeline > 1 and sketch.schedule.both_ways
+    both = mesh.pipeline > 1
     again = one.queries + one.keys + one.output if both else 0
-    return {
-        "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
-        "gradients": parts.resting / 2 if begun else 0,
-        "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
+    return found | {
         "attention": one.mask + again,
-        "streams": (5 * outside + 3.5 * ahead + 3.5 * both) * one.stream,
+        "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
         "weights in use": 0.8 * parts.largest * ahead,
     }
+
+
+def _outside(sketch: Sketch) -> float:
+    """Microbatches that layers outside the stages and the head have at once."""
+    stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
+    return sketch.passes / sketch.mesh.pipeline if stages else 1
+
+
+def _logits(sketch: Sketch) -> tuple[float, int]:
+    """How many a device has at the head, and in how many chunks."""
+    logits = sketch.tokens * _outside(sketch) * sketch.shape.vocab_size / sketch.mesh.tensor
+    return logits, math.ceil(logits * WIDE / CHUNK_BYTES)
+
+
+def _waiting(sketch: Sketch, head: float) -> Kinds:
+    """What the head leaves to the layers' backward pass: `head` bytes of its gradient; of a single chunk of logits,
+    which is in no loop, XLA makes that only when nothing else is left, and keeps the logits' gradient."""
+    logits, chunks = _logits(sketch)
+    return {"head": head, "logits": 0} if chunks > 1 else {"head": 0, "logits": logits * itemsize(sketch)}
 
 
 def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = _fullest(sketch, parts.layers)
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
-    found |= {"weights in use": parts.largest * many, "head": parts.around / 2}
+    found["weights in use"] = parts.largest * many
     found["attention"] += _scores_of_others(sketch, parts)
-    if _moves_early(sketch):
-        found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
-    if sketch.mesh.pipeline == 1 and sketch.passes == 1 and _gathers_ahead(sketch):
-        # The head's gradient waits whole until all layers are done.
-        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    if sketch.mesh.pipeline == 1 and sketch.passes > 1 and _gathers_ahead(sketch):
-        # Embedding and head of the next microbatch, and the embedding's gradient.
-        found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
-    if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
+    whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
+    # The head's gradient waits whole until all layers are done, or where it rests.
+    found |= _waiting(sketch, whole if stages or _gathers_ahead(sketch) else parts.around / 2)
+    if stages:
         # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
-        # The head's gradient waits whole; layers outside are made again meanwhile.
+        # Layers outside are made again meanwhile.
         stacked = parts.resting * itemsize(sketch) / MASTER if sketch.config.pipeline.laps == 1 else 0
         found["gradients"] = parts.resting + stacked
-        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
         found = _joined(found, _made_again_outside(sketch, parts))
     return found
 
@@ -258,9 +265,9 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline > 1:
         return {}
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
-    return max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total) | {
-        "head": WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    }
+    head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
+    return two | _waiting(sketch, head)
 
 
 def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:

@@ -17,6 +17,8 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.name.split(".")[0] for path in CONFIGS.glob("*.collectives.json"))
 RECORDED = json.loads(RECORD.read_text())
 TOLERANCE = 0.05  # of arguments and temporaries together
+# 37% more where XLA unrolls the loop over microbatches.
+ACCUMULATED = "llama3_8b mesh.fsdp=32 train.accumulation=4 train.global_batch=128"
 
 
 def estimated(run: Run) -> Memory:
@@ -76,7 +78,7 @@ def test_a_run_of_a_seed_is_the_recorded_one():
 
 @on_gpus
 @pytest.mark.skipif(RECORDED["jaxlib"] != jaxlib.__version__, reason="recorded with another jaxlib")
-@pytest.mark.parametrize("name", ["random 0", "llama3_8b remat=names"])
+@pytest.mark.parametrize("name", ["random 0", "llama3_8b remat=names", ACCUMULATED])
 def test_the_record_is_what_compiling_gives(name):
     record = RECORDED["runs"][name]
     found = compiled(Run.parse(record["run"]))
