@@ -214,7 +214,10 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
     both = mesh.pipeline > 1
     again = one.queries + one.keys + one.output if both else 0
+    # Zeros that layers' gradients are added to: behind the head, while tensor scatters the sequence, else before it.
+    later = parts.resting if mesh.tensor > 1 and mesh.pipeline == 1 else 0
     return found | {
+        "gradients": -later,
         "attention": one.mask + again,
         "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
         "weights in use": 0.8 * parts.largest * ahead,
@@ -267,7 +270,16 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
-    return two | _waiting(sketch, head)
+    return _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+
+
+def _turned_streams(sketch: Sketch, parts: Parts) -> float:
+    """With remat=none what layers keep whole over tensor is gathered position by position, so that rows lie inside
+    positions; the backward pass reads row by row, and XLA copies all layers' at once, one array after the other."""
+    if sketch.config.remat != "none" or sketch.mesh.tensor == 1 or sketch.rows <= 1:
+        return 0
+    each = zip(sketch.shape.segments, parts.layers, strict=True)
+    return max(segment.repeats * one.whole for segment, pattern in each for one in pattern)
 
 
 def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:

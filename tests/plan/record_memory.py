@@ -63,6 +63,11 @@ VARIANTS = (
     "mesh.context=2 mesh.tensor=2 pipeline.rounds=2",
     "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.pipeline=2 train.accumulation=4 train.global_batch=4 "
     "mesh.tensor=2 pipeline.rounds=2",
+    "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=2 "
+    "train.seq_len=32768",
+    "llama3_8b remat=none model.num_layers=12 mesh.fsdp=2 mesh.context=2 mesh.tensor=2 train.global_batch=2",
+    "llama3_8b remat=none model.num_layers=12 mesh.fsdp=2 mesh.context=2 mesh.tensor=2 train.global_batch=4",
+    "llama3_70b remat=none mesh.fsdp=8 mesh.context=4 mesh.tensor=8",
     "llama3_8b remat=offload",
     "llama3_8b train.accumulation=4 train.global_batch=32",
     "llama3_8b mesh.fsdp=32 train.accumulation=4 train.global_batch=128",
