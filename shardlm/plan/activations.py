@@ -122,10 +122,10 @@ def _mask(sketch: Sketch, heads: float) -> float:
     if sketch.execution.attention == "cudnn":
         whole = sketch.rows * length**2 * 2
         return min(whole, BIAS_BYTES) if ring else whole
-    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; once as what masked ones are,
-    # which XLA makes for all layers, but not inside the scan over stages.
+    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; under Ulysses' exchange once
+    # more as what masked ones are, which XLA makes for all layers, but not inside the scan over stages.
     causal = (BLOCKS + 1) / (2 * BLOCKS)
-    times = 1 if mesh.pipeline > 1 and not sketch.schedule.both_ways else 2
+    times = 2 if mesh.context > 1 and (mesh.pipeline == 1 or sketch.schedule.both_ways) else 1
     return 0 if ring else times * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
 
 

@@ -35,6 +35,7 @@ class Parts:
              rows; not where layers compute from a copy of weights that rest on the host. Of those that are not gathered
              what 8-bit products read the other way round
     largest  one layer's weights as they are used, in the compute type
+    experts  of these, gathered weights of experts: XLA gathers them by rows and turns each for its kernel
     around   float32 of embedding and head where they rest
     between  float32 of all trained weights where they rest between steps
     gathers  whether layers gather their weights
@@ -45,6 +46,7 @@ class Parts:
     whole: float
     turned: float
     largest: float
+    experts: float
     around: float
     between: float
     gathers: bool
@@ -54,7 +56,7 @@ class Parts:
         rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
         gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
         resting = whole = turned = flipped = around = between = 0
-        used = [0] * len(shape.segments)
+        used, experts = [0] * len(shape.segments), [0] * len(shape.segments)
         for weight in sketch.weights:
             rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
             between += rests
@@ -73,12 +75,15 @@ class Parts:
                 flipped += rests if _flipped(weight, sketch) else 0
             elif _split_inside(weight, rules):
                 turned += rests
+                experts[weight.segment] += size * weight.numbers(rules.use) if "experts" in weight.names else 0
+        layers = [segment.num_layers for segment in shape.segments]
         return cls(
             layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
             resting=resting,
             whole=whole,
             turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else flipped,
-            largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
+            largest=max(n / depth for n, depth in zip(used, layers, strict=True)),
+            experts=max(n / depth for n, depth in zip(experts, layers, strict=True)),
             around=around,
             between=between,
             gathers=gathers,
@@ -214,13 +219,17 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
     both = mesh.pipeline > 1
     again = one.queries + one.keys + one.output if both else 0
+    # While the head's weights come, experts' of two layers are turned for their kernels, for the forward pass that is
+    # made again and for the backward pass, if they have come before.
+    come = sketch.shape.vocab_size * sketch.shape.embed_dim * size >= parts.experts
+    turned = 4 * parts.experts if come and mesh.tensor == mesh.pipeline == 1 else 0
     # Zeros that layers' gradients are added to: behind the head, while tensor scatters the sequence, else before it.
     later = parts.resting if mesh.tensor > 1 and mesh.pipeline == 1 else 0
     return found | {
         "gradients": -later,
         "attention": one.mask + again,
         "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
-        "weights in use": 0.8 * parts.largest * ahead,
+        "weights in use": max(0.8 * parts.largest, turned) * ahead,
     }
 
 
@@ -248,6 +257,8 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found = _fullest(sketch, parts.layers)
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
     found["weights in use"] = parts.largest * many
+    if parts.experts and sketch.mesh.pipeline == sketch.mesh.expert == 1:
+        found = max((found | less for less in _beside_experts(parts)), key=_total)
     found["attention"] += _scores_of_others(sketch, parts)
     whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
@@ -260,6 +271,14 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
         found["gradients"] = parts.resting + stacked
         found = _joined(found, _made_again_outside(sketch, parts))
     return found
+
+
+def _beside_experts(parts: Parts) -> tuple[Kinds, Kinds]:
+    """What there is less of, where experts' weights come to the tokens: the next layer's, this one's turned for its
+    kernels and the last one's gradients are there as the first product is made; as the last is, those gradients are
+    gone."""
+    begun = max(one.expert_hidden + 3 * one.rows for pattern in parts.layers for one in pattern)
+    return {"experts": begun}, {"weights in use": 2 * parts.largest}
 
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:

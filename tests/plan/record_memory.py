@@ -25,7 +25,7 @@ from shardlm.train.program import Program
 
 RECORD = pathlib.Path(__file__).parent / "compiled_memory.json"
 GPU = "h100"
-SEEDS = (*range(20), *range(47, 58))
+SEEDS = (*range(20), 44, *range(47, 58))
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
 VARIANTS = (
     "deepseek_v3 mesh.pipeline=1 mesh.fsdp=8 mesh.expert=4 model.num_layers=12 model.num_experts=64 "
@@ -72,6 +72,7 @@ VARIANTS = (
     "llama3_8b train.accumulation=4 train.global_batch=32",
     "llama3_8b mesh.fsdp=32 train.accumulation=4 train.global_batch=128",
     "llama3_8b train.global_batch=128 train.seq_len=2048",
+    "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8",
 )
 
 
