@@ -1,11 +1,11 @@
 """Where the estimate of memory may be farther than 5% from the compiled program: kinds of runs that no recorded program
 (tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
 
+from shardlm.layers.mla import MlaConfig
 from shardlm.plan.activations import Kinds
 from shardlm.plan.sketch import Sketch
 
 SCORES = 0.035  # part of all bytes above which scores of XLA's attention decide
-EXPERTS = 0.4  # part of all bytes that experts' rows take: more than in any recorded run
 TOKENS = 32_768  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 
 
@@ -19,11 +19,9 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
         "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
         > SCORES * nbytes,
-        "experts' rows are most of it, and zeros of gradients come behind them: 14% less (Mixtral, 8 layers, fsdp=4 x "
-        "expert=2)": kinds.get("experts", 0) > EXPERTS * nbytes,
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
-        "muon is up to 10% off with experts (Mixtral, 8 layers, fsdp=4 x expert=2; dense models: 4%)": (
-            config.optim.name == "muon" and any(block.mlp.num_experts for block in shape.kinds)
+        "muon was not compared with latent attention": (
+            config.optim.name == "muon" and any(isinstance(block.attention, MlaConfig) for block in shape.kinds)
         ),
         "remat=none with tensor copies what several rows keep whole, one array at a time or two: up to 6% more "
         "(8B, 12 layers, fsdp=2 x context=2 x tensor=2)": (

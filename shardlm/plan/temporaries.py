@@ -257,8 +257,8 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found = _fullest(sketch, parts.layers)
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
     found["weights in use"] = parts.largest * many
-    if parts.experts and sketch.mesh.pipeline == sketch.mesh.expert == 1:
-        found = max((found | less for less in _beside_experts(parts)), key=_total)
+    if parts.experts and sketch.mesh.pipeline == 1 and not _sends_tokens(sketch) and not _gathers_ahead(sketch):
+        found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
     found["attention"] += _scores_of_others(sketch, parts)
     whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
@@ -273,12 +273,14 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     return found
 
 
-def _beside_experts(parts: Parts) -> tuple[Kinds, Kinds]:
+def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
     """What there is less of, where experts' weights come to the tokens: the next layer's, this one's turned for its
     kernels and the last one's gradients are there as the first product is made; as the last is, those gradients are
     gone."""
-    begun = max(one.expert_hidden + 3 * one.rows for pattern in parts.layers for one in pattern)
-    return {"experts": begun}, {"weights in use": 2 * parts.largest}
+    ones = [one for pattern in parts.layers for one in pattern]
+    begun = max(one.expert_hidden + 3 * one.rows for one in ones)
+    zeros = max(one.zeros for one in ones)  # the first layer's are made in it, those of the others where they are read
+    return {"experts": begun}, {"weights in use": 2 * parts.largest, "experts": rows - zeros}
 
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:

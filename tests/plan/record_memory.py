@@ -73,6 +73,8 @@ VARIANTS = (
     "llama3_8b mesh.fsdp=32 train.accumulation=4 train.global_batch=128",
     "llama3_8b train.global_batch=128 train.seq_len=2048",
     "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8",
+    "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2",
+    "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2 train.global_batch=8",
 )
 
 
