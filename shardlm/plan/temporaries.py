@@ -1,121 +1,23 @@
 """Bytes that a step needs beside what rests, on one device, by what they are for: what XLA's buffer assignment holds at
 its fullest.
 
-A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
-In the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler
-makes the zeros that a loop's gradients are added to before the loss, so these count at both. In stages of 1F1B all
-tokens' gradients are gathered for the embedding's. In the update, where ZeRO 1 and 2 split only the optimizer's state,
-new weights are gathered. How many arrays there are at each is read from the buffer assignments of the programs in
-tests/plan/compiled_memory.json.
+A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there. In the
+layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler makes the
+zeros that a loop's gradients are added to before the loss, so these count at both, but where an exchange behind the
+loss has room for them. In stages of 1F1B all tokens' gradients are gathered for the embedding's. In the update, where
+ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from
+the buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable
 
-from shardlm.layers.pipeline import Schedule
 from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.ops.expert_dispatch import choose
-from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
-from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, working
+from shardlm.plan.parts import Parts
+from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
-from shardlm.rules import Rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What the moments are made of.
-
-    layers   by segment and block of its pattern
-    resting  float32 of all layers' trained weights where they rest; of a pipeline's stage, what it holds of them and of
-             empty slots: as many, where layers divide. With 1F1B each stage has the layers outside the stages whole
-             over the axis
-    whole    of these, what layers use as it rests
-    turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
-             rows; not where layers compute from a copy of weights that rest on the host. Of those that are not gathered
-             what 8-bit products read the other way round
-    largest  one layer's weights as they are used, in the compute type
-    experts  of these, gathered weights of experts: XLA gathers them by rows and turns each for its kernel
-    around   float32 of embedding and head where they rest
-    between  float32 of all trained weights where they rest between steps
-    gathers  whether layers gather their weights
-    """
-
-    layers: tuple[tuple[Layer, ...], ...]
-    resting: float
-    whole: float
-    turned: float
-    largest: float
-    experts: float
-    around: float
-    between: float
-    gathers: bool
-
-    @classmethod
-    def of(cls, sketch: Sketch) -> "Parts":
-        rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
-        gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = flipped = around = between = 0
-        used, experts = [0] * len(shape.segments), [0] * len(shape.segments)
-        for weight in sketch.weights:
-            rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
-            between += rests
-            if weight.segment is None:
-                around += rests
-                continue
-            split = "pipeline" in weight.axes(rules.rest)
-            if sketch.staged(weight):
-                rests = _of_stage(rests, split, sketch.schedule)
-            elif split and sketch.schedule.both_ways:
-                rests *= sketch.mesh.pipeline
-            resting += rests
-            used[weight.segment] += size * weight.numbers(rules.use)
-            if not _gathered(weight, rules):
-                whole += rests
-                flipped += rests if _flipped(weight, sketch) else 0
-            elif _split_inside(weight, rules):
-                turned += rests
-                experts[weight.segment] += size * weight.numbers(rules.use) if "experts" in weight.names else 0
-        layers = [segment.num_layers for segment in shape.segments]
-        return cls(
-            layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
-            resting=resting,
-            whole=whole,
-            turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else flipped,
-            largest=max(n / depth for n, depth in zip(used, layers, strict=True)),
-            experts=max(n / depth for n, depth in zip(experts, layers, strict=True)),
-            around=around,
-            between=between,
-            gathers=gathers,
-        )
-
-
-def _of_stage(rests: float, split: bool, schedule: Schedule) -> float:
-    """Of a stage's part of a weight that rests so, and empty slots; `split` is whether it rests split over pipeline."""
-    slots = schedule.slots * schedule.rounds * schedule.stages / schedule.num_layers
-    return rests * slots / (1 if split else schedule.stages)
-
-
-def _gathered(weight: Weight, rules: Rules) -> bool:
-    """Whether layers gather it, over axes other than the pipeline."""
-    return bool(set(weight.axes(rules.rest)) - set(weight.axes(rules.use)) - {"pipeline"})
-
-
-def _flipped(weight: Weight, sketch: Sketch) -> bool:
-    """Whether 8-bit products keep it with its last dimensions first, for the backward pass: all but those of experts,
-    which multiply 16 bits, and of the MLP's last, which is as it is needed."""
-    eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
-    return eight_bits and weight.is_matrix and "experts" not in weight.names and not weight.path.endswith(".down")
-
-
-def _split_inside(weight: Weight, rules: Rules) -> bool:
-    """Whether the dimension that is gathered comes after others that are larger than 1 on a device."""
-    for size, name in list(zip(weight.shape, weight.names, strict=True))[weight.stacked :]:
-        if set(rules.rest.axes(name)) - set(rules.use.axes(name)):
-            return False
-        if size > rules.rest.mesh.size(*rules.rest.axes(name)):
-            return _gathered(weight, rules)
-    return False
 
 
 def temporaries(sketch: Sketch) -> Kinds:
@@ -148,7 +50,7 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch.
-        found["gradients"] = 2 * parts.resting + 1.5 * parts.around if sketch.passes > 1 else parts.resting
+        found["gradients"] = 2 * parts.resting + parts.around if sketch.passes > 1 else parts.resting
     return found
 
 
@@ -223,8 +125,9 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     # made again and for the backward pass, if they have come before.
     come = sketch.shape.vocab_size * sketch.shape.embed_dim * size >= parts.experts
     turned = 4 * parts.experts if come and mesh.tensor == mesh.pipeline == 1 else 0
-    # Zeros that layers' gradients are added to: behind the head, while tensor scatters the sequence, else before it.
-    later = parts.resting if mesh.tensor > 1 and mesh.pipeline == 1 else 0
+    # Zeros that layers' gradients are added to: behind the head, while tensor scatters the sequence or experts' rows
+    # are exchanged, else before it.
+    later = parts.resting if (mesh.tensor > 1 or mesh.expert > 1) and mesh.pipeline == 1 else 0
     return found | {
         "gradients": -later,
         "attention": one.mask + again,
@@ -257,13 +160,16 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found = _fullest(sketch, parts.layers)
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
     found["weights in use"] = parts.largest * many
-    if parts.experts and sketch.mesh.pipeline == 1 and not _sends_tokens(sketch) and not _gathers_ahead(sketch):
+    come = parts.gathers and parts.experts and sketch.mesh.pipeline == 1
+    if come and not _sends_tokens(sketch) and not _gathers_ahead(sketch):
         found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
     found["attention"] += _scores_of_others(sketch, parts)
     whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
-    # The head's gradient waits whole until all layers are done, or where it rests.
-    found |= _waiting(sketch, whole if stages or _gathers_ahead(sketch) else parts.around / 2)
+    # The head's gradient waits whole until all layers are done, or where it rests; that of a microbatch is in the sum,
+    # and zeros of the embedding's are made in the compute type.
+    rests = parts.around / (4 if sketch.passes > 1 else 2)
+    found |= _waiting(sketch, whole if stages or _gathers_ahead(sketch) else rests)
     if stages:
         # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
         # Layers outside are made again meanwhile.
