@@ -121,6 +121,8 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
     both = mesh.pipeline > 1
     again = one.queries + one.keys + one.output if both else 0
+    # Documents' mask is made beside an exchange over context, behind the head; so it is not for scores.
+    mask = 0 if mesh.context > 1 and not both and sketch.execution.attention == "cudnn" else one.mask
     # While the head's weights come, experts' of two layers are turned for their kernels, for the forward pass that is
     # made again and for the backward pass, if they have come before.
     come = sketch.shape.vocab_size * sketch.shape.embed_dim * size >= parts.experts
@@ -130,7 +132,7 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     later = parts.resting if (mesh.tensor > 1 or mesh.expert > 1) and mesh.pipeline == 1 else 0
     return found | {
         "gradients": -later,
-        "attention": one.mask + again,
+        "attention": mask + again,
         "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
         "weights in use": max(0.8 * parts.largest, turned) * ahead,
     }
