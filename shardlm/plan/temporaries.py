@@ -112,9 +112,9 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     if stages:
         # XLA's scheduler makes the zeros that a stage's gradients are added to during the last exchange before its
         # backward pass that nothing else covers: before the head, as its weights are gathered, but for a sequence that
-        # tensor scatters behind the head, where nothing that was kept is read meanwhile. All rows of a device are held
-        # in `_pipeline`, but for what is whole over tensor: what the head reads, and its gradient.
-        behind = mesh.tensor > 1 and sketch.config.remat not in ("none", "dots")
+        # tensor scatters behind the head, where neither what was kept is read meanwhile nor experts begin. All rows of
+        # a device are held in `_pipeline`, but for what is whole over tensor: what the head reads, and its gradient.
+        behind = mesh.tensor > 1 and sketch.config.remat not in ("none", "dots") and not one.rows
         streams = 4 * one.stream + 2 * outside * (one.whole - one.stream)
         return found | {"gradients": 0 if behind else parts.resting, "streams": streams}
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
