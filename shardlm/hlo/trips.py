@@ -24,7 +24,7 @@ _Reader = Callable[[str], _Linear | None]
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Of the while `loop` in `computation`; None if it is not known: if it ends on anything but a counter that begins
-    at a constant, grows by one and is less than another."""
+    at a constant, grows by one and is less than another, which the loop may carry."""
     noted = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes)
     if noted:
         return int(noted[1])
@@ -34,21 +34,28 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     compared = _compared(module, condition)
     if compared is None or init.opcode != "tuple" or body.root.opcode != "tuple":
         return None
-    index, limit = compared
-    start = _reader(module, computation, None)(init.operands[index])
+    index, limit, carried = compared
+    begins = _reader(module, computation, None)
+    if carried is not None:
+        kept = _reader(module, body, carried)(body.root.operands[carried]) == _Linear(1, 0)
+        limit = begins(init.operands[carried]) if kept else None
+    start = begins(init.operands[index])
     step = _reader(module, body, index)(body.root.operands[index])
-    if start is None or step is None or start.times or step.times != 1 or step.plus < 1:
+    if start is None or limit is None or step is None or start.times or step.times != 1 or step.plus < 1:
         return None
-    return max(0, math.ceil((limit - start.plus) / step.plus))
+    return max(0, math.ceil((limit.plus - start.plus) / step.plus))
 
 
-def _compared(module: Module, condition: Computation) -> tuple[int, int] | None:
-    """(place of the counter in what the loop carries, its limit)."""
+def _compared(module: Module, condition: Computation) -> tuple[int, _Linear | None, int | None] | None:
+    """(place of the counter in what the loop carries, its limit, the limit's place where the loop carries that)."""
+    counter = limit = carried = None
     for index, _ in enumerate(condition.named[_parameter(condition).name].arrays):
-        less = _less(module, condition, condition.root, _reader(module, condition, index))
-        if less and less[0] == _Linear(1, 0) and less[1] and less[1].times == 0:
-            return index, less[1].plus
-    return None
+        a, b = _less(module, condition, condition.root, _reader(module, condition, index)) or (None, None)
+        if a == _Linear(1, 0):
+            counter, limit = index, b
+        elif b == _Linear(1, 0):
+            carried = index
+    return None if counter is None or limit is carried is None else (counter, limit, carried)
 
 
 def _less(module: Module, computation: Computation, at: Instruction, read: _Reader):

@@ -122,10 +122,10 @@ def _mask(sketch: Sketch, heads: float) -> float:
     if sketch.execution.attention == "cudnn":
         whole = sketch.rows * length**2 * 2
         return min(whole, BIAS_BYTES) if ring else whole
-    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; once as what masked ones are,
-    # which XLA makes for all layers, but not inside the scan over stages.
+    # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; under Ulysses' exchange once
+    # more as what masked ones are, which XLA makes for all layers, but not inside the scan over stages.
     causal = (BLOCKS + 1) / (2 * BLOCKS)
-    times = 1 if mesh.pipeline > 1 and not sketch.schedule.both_ways else 2
+    times = 2 if mesh.context > 1 and (mesh.pipeline == 1 or sketch.schedule.both_ways) else 1
     return 0 if ring else times * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
 
 
@@ -159,7 +159,9 @@ def working(one: Layer, sketch: Sketch) -> Kinds:
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
     sent = any(_exchange(block, sketch) == "all_to_all" for block in sketch.shape.kinds)
     experts = 4 * one.expert_hidden + 5 * one.rows + (3 * one.pairs if sent else 2 * one.expert_hidden)
-    streams = 7 * one.stream + (10 * one.whole if sketch.mesh.tensor > 1 else 0)
+    # Whole over tensor: a dense layer's inputs and their gradients; beside experts' rows most are gone or to come.
+    whole = 3 if one.rows else 10
+    streams = 7 * one.stream + (whole * one.whole if sketch.mesh.tensor > 1 else 0)
     found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}
     if sketch.mesh.context == 1 or sketch.execution.context_attention != "ring":
         return found | {"attention": one.mask + max(0, attention - 4 * one.hidden)}

@@ -1,116 +1,23 @@
 """Bytes that a step needs beside what rests, on one device, by what they are for: what XLA's buffer assignment holds at
 its fullest.
 
-A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there.
-In the layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler
-makes the zeros that a loop's gradients are added to before the loss, so these count at both. In stages of 1F1B all
-tokens' gradients are gathered for the embedding's. In the update, where ZeRO 1 and 2 split only the optimizer's state,
-new weights are gathered. How many arrays there are at each is read from the buffer assignments of the programs in
-tests/plan/compiled_memory.json.
+A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there. In the
+layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler makes the
+zeros that a loop's gradients are added to before the loss, so these count at both, but where an exchange behind the
+loss has room for them. In stages of 1F1B all tokens' gradients are gathered for the embedding's. In the update, where
+ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from
+the buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable
 
-from shardlm.layers.pipeline import Schedule
 from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.ops.expert_dispatch import choose
-from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, layer, working
-from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, working
+from shardlm.plan.parts import Parts
+from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
-from shardlm.rules import Rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What the moments are made of.
-
-    layers   by segment and block of its pattern
-    resting  float32 of all layers' trained weights where they rest; of a pipeline's stage, what it holds of them and of
-             empty slots: as many, where layers divide. With 1F1B each stage has the layers outside the stages whole
-             over the axis
-    whole    of these, what layers use as it rests
-    turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
-             rows; not where layers compute from a copy of weights that rest on the host. Of those that are not gathered
-             what 8-bit products read the other way round
-    largest  one layer's weights as they are used, in the compute type
-    around   float32 of embedding and head where they rest
-    between  float32 of all trained weights where they rest between steps
-    gathers  whether layers gather their weights
-    """
-
-    layers: tuple[tuple[Layer, ...], ...]
-    resting: float
-    whole: float
-    turned: float
-    largest: float
-    around: float
-    between: float
-    gathers: bool
-
-    @classmethod
-    def of(cls, sketch: Sketch) -> "Parts":
-        rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
-        gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = flipped = around = between = 0
-        used = [0] * len(shape.segments)
-        for weight in sketch.weights:
-            rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
-            between += rests
-            if weight.segment is None:
-                around += rests
-                continue
-            split = "pipeline" in weight.axes(rules.rest)
-            if sketch.staged(weight):
-                rests = _of_stage(rests, split, sketch.schedule)
-            elif split and sketch.schedule.both_ways:
-                rests *= sketch.mesh.pipeline
-            resting += rests
-            used[weight.segment] += size * weight.numbers(rules.use)
-            if not _gathered(weight, rules):
-                whole += rests
-                flipped += rests if _flipped(weight, sketch) else 0
-            elif _split_inside(weight, rules):
-                turned += rests
-        return cls(
-            layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
-            resting=resting,
-            whole=whole,
-            turned=turned if gathers and sketch.mesh.pipeline == 1 and not sketch.config.offload.params else flipped,
-            largest=max(n / segment.num_layers for n, segment in zip(used, shape.segments, strict=True)),
-            around=around,
-            between=between,
-            gathers=gathers,
-        )
-
-
-def _of_stage(rests: float, split: bool, schedule: Schedule) -> float:
-    """Of a stage's part of a weight that rests so, and empty slots; `split` is whether it rests split over pipeline."""
-    slots = schedule.slots * schedule.rounds * schedule.stages / schedule.num_layers
-    return rests * slots / (1 if split else schedule.stages)
-
-
-def _gathered(weight: Weight, rules: Rules) -> bool:
-    """Whether layers gather it, over axes other than the pipeline."""
-    return bool(set(weight.axes(rules.rest)) - set(weight.axes(rules.use)) - {"pipeline"})
-
-
-def _flipped(weight: Weight, sketch: Sketch) -> bool:
-    """Whether 8-bit products keep it with its last dimensions first, for the backward pass: all but those of experts,
-    which multiply 16 bits, and of the MLP's last, which is as it is needed."""
-    eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
-    return eight_bits and weight.is_matrix and "experts" not in weight.names and not weight.path.endswith(".down")
-
-
-def _split_inside(weight: Weight, rules: Rules) -> bool:
-    """Whether the dimension that is gathered comes after others that are larger than 1 on a device."""
-    for size, name in list(zip(weight.shape, weight.names, strict=True))[weight.stacked :]:
-        if set(rules.rest.axes(name)) - set(rules.use.axes(name)):
-            return False
-        if size > rules.rest.mesh.size(*rules.rest.axes(name)):
-            return _gathered(weight, rules)
-    return False
 
 
 def temporaries(sketch: Sketch) -> Kinds:
@@ -140,11 +47,10 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
     if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and _sends_tokens(sketch):
         zeros = max(one.rows for pattern in parts.layers for one in pattern)  # those of one buffer serve all
-    found["experts"] = 3 * zeros if _moves_early(sketch) else zeros
+    found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
-        # The sum of gradients and those of a microbatch; with gathers ahead, of two, as the loop is unrolled twice.
-        many = (3 * parts.resting - parts.whole if _gathers_ahead(sketch) else 2 * parts.resting) + 1.5 * parts.around
-        found["gradients"] = many if sketch.passes > 1 else parts.resting
+        # The sum of gradients and those of a microbatch.
+        found["gradients"] = 2 * parts.resting + parts.around if sketch.passes > 1 else parts.resting
     return found
 
 
@@ -153,8 +59,8 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
     schedule, stages = sketch.schedule, sketch.mesh.pipeline
     once = _joined(*(kept(one, sketch) for one in pattern))
     repeats = sketch.shape.segments[number].repeats
-    if stages == 1:  # and the zeros that the next microbatch's are written over
-        return _times(repeats * (2 if _begins_early(sketch) else 1), once)
+    if stages == 1:
+        return _times(repeats, once)
     if number != sketch.shape.pipelined_segment():  # with 1F1B each microbatch on its own, else all of a device's rows
         return _times(repeats * (1 if schedule.both_ways else sketch.passes / stages), once)
     if schedule.both_ways:  # inputs of the microbatches under way, and of the one that goes forward before it joins
@@ -162,23 +68,10 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
     return _times(schedule.slots * schedule.ticks, once)
 
 
-def _begins_early(sketch: Sketch) -> bool:
-    """Whether the zeros of the next microbatch are made in this one: exchanges inside layers keep them apart, but where
-    all is kept (compiled: Llama 3 8B, fsdp=4 x context=2, remat=none, two microbatches)."""
-    mesh = sketch.mesh
-    apart = mesh.expert > 1 or (mesh.context > 1 and sketch.config.remat != "none")
-    return mesh.pipeline == 1 and sketch.passes > 1 and not apart and _gathers_ahead(sketch)
-
-
 def _gathers_ahead(sketch: Sketch) -> bool:
-    """Whether XLA gathers the next layers' weights while these compute, and with them the next microbatch's
-    (xla_options.py): over several hosts, where tensor does not split the sequence."""
-    return sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
-
-
-def _moves_early(sketch: Sketch) -> bool:
-    """Whether what the next microbatch's rows are received in is made in this one, as its weights are gathered."""
-    return sketch.mesh.pipeline == 1 and sketch.passes > 1 and _sends_tokens(sketch) and _gathers_ahead(sketch)
+    """Whether XLA gathers the next layers' weights while these compute (xla_options.py): over several hosts, where
+    tensor does not split the sequence."""
+    return sketch.mesh.pipeline == sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
 
 
 def _sends_tokens(sketch: Sketch) -> bool:
@@ -203,53 +96,99 @@ def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
-    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice; a
-    chunk's logits; of the layer that begins the backward pass what is made again meanwhile."""
+    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice (one
+    chunk's waits, `_waiting`); a chunk's logits; of the layer that begins the backward pass what is made again
+    meanwhile."""
     size, mesh, one = itemsize(sketch), sketch.mesh, parts.layers[-1][-1]
-    numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
-    outside = sketch.passes / mesh.pipeline if mesh.pipeline > 1 and not sketch.schedule.both_ways else 1
-    tokens = sketch.tokens * outside
-    chunks = math.ceil(tokens * sketch.shape.vocab_size / mesh.tensor * WIDE / CHUNK_BYTES)
-    # Zeros that are kept: the next microbatch's gradient begins with them; in float32 the embedding's gradient too.
-    extra = _begins_early(sketch) or size == WIDE
-    # In a pipeline of one round half of the gradients' sums are begun.
-    begun = mesh.pipeline > 1 and not sketch.schedule.both_ways and sketch.config.pipeline.laps == 1
+    stages = mesh.pipeline > 1 and not sketch.schedule.both_ways
+    outside = _outside(sketch)
+    logits, chunks = _logits(sketch)
+    # Zeros of the embedding's gradient, in float32.
+    many = WIDE * ((2 if chunks > 1 else 0) + (size == WIDE)) + size
+    found = {
+        "head": sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim * many,
+        "logits": logits / chunks * (size if chunks > 1 else size + WIDE),
+    }
+    if stages:
+        # XLA's scheduler makes the zeros that a stage's gradients are added to during the last exchange before its
+        # backward pass that nothing else covers: before the head, as its weights are gathered, but for a sequence that
+        # tensor scatters behind the head, where neither what was kept is read meanwhile nor experts begin. All rows of
+        # a device are held in `_pipeline`, but for what is whole over tensor: what the head reads, and its gradient.
+        behind = mesh.tensor > 1 and sketch.config.remat not in ("none", "dots") and not one.rows
+        streams = 4 * one.stream + 2 * outside * (one.whole - one.stream)
+        return found | {"gradients": 0 if behind else parts.resting, "streams": streams}
     ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
-    both = sketch.mesh.pipeline > 1 and sketch.schedule.both_ways
+    both = mesh.pipeline > 1
     again = one.queries + one.keys + one.output if both else 0
-    return {
-        "head": numbers * (WIDE * (min(2, chunks) + extra) + size),
-        "gradients": parts.resting / 2 if begun else 0,
-        "logits": tokens / chunks * sketch.shape.vocab_size / mesh.tensor * size,
-        "attention": one.mask + again,
-        "streams": (5 * outside + 3.5 * ahead + 3.5 * both) * one.stream,
-        "weights in use": 0.8 * parts.largest * ahead,
+    # Documents' mask is made beside an exchange over context, behind the head; so it is not for scores.
+    mask = 0 if mesh.context > 1 and not both and sketch.execution.attention == "cudnn" else one.mask
+    # While the head's weights come, experts' of two layers are turned for their kernels, for the forward pass that is
+    # made again and for the backward pass, if they have come before.
+    come = sketch.shape.vocab_size * sketch.shape.embed_dim * size >= parts.experts
+    turned = 4 * parts.experts if come and mesh.tensor == mesh.pipeline == 1 else 0
+    # Zeros that layers' gradients are added to: behind the head, while tensor scatters the sequence or experts' rows
+    # are exchanged, else before it.
+    later = parts.resting if (mesh.tensor > 1 or mesh.expert > 1) and mesh.pipeline == 1 else 0
+    return found | {
+        "gradients": -later,
+        "attention": mask + again,
+        "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
+        "weights in use": max(0.8 * parts.largest, turned) * ahead,
     }
+
+
+def _outside(sketch: Sketch) -> float:
+    """Microbatches that layers outside the stages and the head have at once."""
+    stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
+    return sketch.passes / sketch.mesh.pipeline if stages else 1
+
+
+def _logits(sketch: Sketch) -> tuple[float, int]:
+    """How many a device has at the head, and in how many chunks."""
+    logits = sketch.tokens * _outside(sketch) * sketch.shape.vocab_size / sketch.mesh.tensor
+    return logits, math.ceil(logits * WIDE / CHUNK_BYTES)
+
+
+def _waiting(sketch: Sketch, head: float) -> Kinds:
+    """What the head leaves to the layers' backward pass: `head` bytes of its gradient; of a single chunk of logits,
+    which is in no loop, XLA makes that only when nothing else is left, and keeps the logits' gradient."""
+    logits, chunks = _logits(sketch)
+    return {"head": head, "logits": 0} if chunks > 1 else {"head": 0, "logits": logits * itemsize(sketch)}
 
 
 def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = _fullest(sketch, parts.layers)
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
-    found |= {"weights in use": parts.largest * many, "head": parts.around / 2}
+    found["weights in use"] = parts.largest * many
+    come = parts.gathers and parts.experts and sketch.mesh.pipeline == 1
+    if come and not _sends_tokens(sketch) and not _gathers_ahead(sketch):
+        found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
     found["attention"] += _scores_of_others(sketch, parts)
-    if _moves_early(sketch):
-        found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
-    if sketch.mesh.pipeline == 1 and sketch.passes == 1 and _gathers_ahead(sketch):
-        # The head's gradient waits whole until all layers are done.
-        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    if sketch.mesh.pipeline == 1 and sketch.passes > 1 and _gathers_ahead(sketch):
-        # Embedding and head of the next microbatch, and the embedding's gradient.
-        found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
-    if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
+    whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
+    # The head's gradient waits whole until all layers are done, or where it rests; that of a microbatch is in the sum,
+    # and zeros of the embedding's are made in the compute type.
+    rests = parts.around / (4 if sketch.passes > 1 else 2)
+    found |= _waiting(sketch, whole if stages or _gathers_ahead(sketch) else rests)
+    if stages:
         # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
-        # The head's gradient waits whole; layers outside are made again meanwhile.
+        # Layers outside are made again meanwhile.
         stacked = parts.resting * itemsize(sketch) / MASTER if sketch.config.pipeline.laps == 1 else 0
         found["gradients"] = parts.resting + stacked
-        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
         found = _joined(found, _made_again_outside(sketch, parts))
     return found
+
+
+def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
+    """What there is less of, where experts' weights come to the tokens: the next layer's, this one's turned for its
+    kernels and the last one's gradients are there as the first product is made; as the last is, those gradients are
+    gone."""
+    ones = [one for pattern in parts.layers for one in pattern]
+    begun = max(one.expert_hidden + 3 * one.rows for one in ones)
+    zeros = max(one.zeros for one in ones)  # the first layer's are made in it, those of the others where they are read
+    return {"experts": begun}, {"weights in use": 2 * parts.largest, "experts": rows - zeros}
 
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
@@ -258,9 +197,18 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline > 1:
         return {}
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
-    return max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total) | {
-        "head": WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    }
+    head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
+    return _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+
+
+def _turned_streams(sketch: Sketch, parts: Parts) -> float:
+    """With remat=none what layers keep whole over tensor is gathered position by position, so that rows lie inside
+    positions; the backward pass reads row by row, and XLA copies all layers' at once, one array after the other."""
+    if sketch.config.remat != "none" or sketch.mesh.tensor == 1 or sketch.rows <= 1:
+        return 0
+    each = zip(sketch.shape.segments, parts.layers, strict=True)
+    return max(segment.repeats * one.whole for segment, pattern in each for one in pattern)
 
 
 def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:

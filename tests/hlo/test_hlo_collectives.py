@@ -106,6 +106,16 @@ def test_loops_multiply_and_the_backward_pass_is_told_apart():
     assert {one.bytes for one in found} == {4 * LOCAL}
 
 
+def test_a_loop_multiplies_by_a_limit_that_it_carries():
+    def three(x):
+        return jax.lax.fori_loop(
+            0, jax.lax.optimization_barrier(jnp.int32(3)), lambda i, x: x + jax.lax.psum(x * i, "c"), x
+        )
+
+    (one,) = collectives(compiled(three), MESH)
+    assert (one.count, one.guess) == (3, "")
+
+
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     def until(x):
         return jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + jax.lax.psum(x, "c"), x)

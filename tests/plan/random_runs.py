@@ -6,10 +6,8 @@ what it lacks is drawn or taken from PICKED, compiled and added by
 
 where a name is a seed or one of PICKED: one or two minutes each on two cores, ten where there are experts.
 
-Two compiled runs are not foreseen and not in the record. Seed 14 (zero1, a ring, tensor and accumulation): XLA runs
-each microbatch's forward pass twice, as it moves gathers into the iteration before (35% more FLOPs; not so without
-xla_gpu_enable_pipelined_all_gather). Latent attention with heads of 192 in a ring over context=2, with tensor=2: 3% in
-FLOPs, 4% in the bytes that tensor scatters, 2.4% in those of the ring."""
+One compiled run is not foreseen and not in the record: latent attention with heads of 192 in a ring over context=2,
+with tensor=2: 3% in FLOPs, 4% in the bytes that tensor scatters, 2.4% in those of the ring."""
 
 import json
 import math

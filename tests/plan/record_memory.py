@@ -25,7 +25,7 @@ from shardlm.train.program import Program
 
 RECORD = pathlib.Path(__file__).parent / "compiled_memory.json"
 GPU = "h100"
-SEEDS = range(20)
+SEEDS = (*range(20), 44, *range(47, 72))
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
 VARIANTS = (
     "deepseek_v3 mesh.pipeline=1 mesh.fsdp=8 mesh.expert=4 model.num_layers=12 model.num_experts=64 "
@@ -63,9 +63,18 @@ VARIANTS = (
     "mesh.context=2 mesh.tensor=2 pipeline.rounds=2",
     "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.pipeline=2 train.accumulation=4 train.global_batch=4 "
     "mesh.tensor=2 pipeline.rounds=2",
+    "llama3_8b remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=2 "
+    "train.seq_len=32768",
+    "llama3_8b remat=none model.num_layers=12 mesh.fsdp=2 mesh.context=2 mesh.tensor=2 train.global_batch=2",
+    "llama3_8b remat=none model.num_layers=12 mesh.fsdp=2 mesh.context=2 mesh.tensor=2 train.global_batch=4",
+    "llama3_70b remat=none mesh.fsdp=8 mesh.context=4 mesh.tensor=8",
     "llama3_8b remat=offload",
     "llama3_8b train.accumulation=4 train.global_batch=32",
+    "llama3_8b mesh.fsdp=32 train.accumulation=4 train.global_batch=128",
     "llama3_8b train.global_batch=128 train.seq_len=2048",
+    "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8",
+    "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2",
+    "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2 train.global_batch=8",
 )
 
 
