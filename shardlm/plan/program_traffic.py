@@ -175,8 +175,18 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
     total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
     yield moved.sent(replicas, "sum of gradients", total, REDUCE)
-    others = ordered(mesh, set(moved.copies) - set(replicas))
+    own = ordered(mesh, _summed_once(sketch, moved))
+    yield moved.sent(own, "sum of gradients", 2 * held * MASTER * share(mesh.size(*own)), REDUCE)
+    others = ordered(mesh, set(moved.copies) - set(replicas) - set(own))
     yield _gradient(sketch, moved, moved.gathered, others, one, runs, idle=idle)
+
+
+def _summed_once(sketch: Sketch, moved: _Moved) -> set[str]:
+    """Axes over which devices of a stage sum a projection's gradients for themselves (layers/own_sums.py)."""
+    names, at_rest = moved.weight.names, sketch.rules.rest.axes("embed")
+    if sketch.config.matmul != "dtype" or {"experts", "router", "rank"} & set(names):
+        return set()
+    return set(moved.copies) & {"expert", "context"} - set(at_rest)
 
 
 def _to_stages(sketch: Sketch, moved: _Moved, held: float) -> Iterator[Sent]:
