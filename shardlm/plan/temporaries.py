@@ -172,8 +172,8 @@ def _begins_early(sketch: Sketch) -> bool:
 
 def _gathers_ahead(sketch: Sketch) -> bool:
     """Whether XLA gathers the next layers' weights while these compute, and with them the next microbatch's
-    (xla_options.py): over several hosts, where tensor does not split the sequence."""
-    return sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
+    (xla_options.py): over several hosts, but in stages where tensor splits the sequence."""
+    return 1 in (sketch.mesh.tensor, sketch.mesh.pipeline) and sketch.num_gpus > sketch.gpus_per_host
 
 
 def _moves_early(sketch: Sketch) -> bool:
@@ -185,6 +185,12 @@ def _sends_tokens(sketch: Sketch) -> bool:
     """Whether tokens go to the devices of their experts, each to its own."""
     moes = [block.mlp for block in sketch.shape.kinds if block.mlp.num_experts]
     return any(choose(sketch.mesh.expert, moe.top_k) == "all_to_all" for moe in moes)
+
+
+def _gathers_tokens(sketch: Sketch) -> bool:
+    """Whether experts see the tokens of all devices of their axis."""
+    moes = [block.mlp for block in sketch.shape.kinds if block.mlp.num_experts]
+    return any(choose(sketch.mesh.expert, moe.top_k) == "gather" for moe in moes)
 
 
 def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
@@ -232,16 +238,12 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = _fullest(sketch, parts.layers)
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
-    found |= {"weights in use": parts.largest * many, "head": parts.around / 2}
+    found |= {"weights in use": parts.largest * many, "head": _head_in_layers(sketch, parts)}
     found["attention"] += _scores_of_others(sketch, parts)
     if _moves_early(sketch):
         found["experts"] += 4 * max(one.rows for pattern in parts.layers for one in pattern)
-    if sketch.mesh.pipeline == 1 and sketch.passes == 1 and _gathers_ahead(sketch):
-        # The head's gradient waits whole until all layers are done.
-        found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    if sketch.mesh.pipeline == 1 and sketch.passes > 1 and _gathers_ahead(sketch):
-        # Embedding and head of the next microbatch, and the embedding's gradient.
-        found["head"] += 3 * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor * itemsize(sketch)
+    if sketch.mesh.pipeline == 1 and _sends_tokens(sketch) and sketch.num_gpus > sketch.gpus_per_host:
+        found["experts"] += max(one.rows for pattern in parts.layers for one in pattern)  # another exchange under way
     if sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways:
         # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
         # The head's gradient waits whole; layers outside are made again meanwhile.
@@ -250,6 +252,22 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
         found["head"] = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
         found = _joined(found, _made_again_outside(sketch, parts))
     return found
+
+
+def _head_in_layers(sketch: Sketch, parts: Parts) -> float:
+    """Of embedding and head, while layers go backward."""
+    numbers = sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    if sketch.mesh.pipeline > 1 or not _gathers_ahead(sketch):
+        return parts.around / 2
+    if sketch.passes > 1:
+        # Those of the next microbatch, and the embedding's gradient. Not where tokens are gathered for their experts:
+        # what is made again of a layer is bound to its gradients (layers/stack.py).
+        return parts.around / 2 + (0 if _gathers_tokens(sketch) else 3 * numbers * itemsize(sketch))
+    # The head's gradient waits whole until all layers are done, but where what is made again is bound and moves
+    # nothing between devices.
+    ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"
+    waits = sketch.config.remat == "none" or ring or _sends_tokens(sketch)
+    return WIDE * numbers if waits else parts.around / 2
 
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
