@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.lora import A, B, LoraConfig
+from shardlm.layers.own_sums import einsum_of_own
 from shardlm.mesh import shard_map
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.grouped_weights import (
@@ -163,6 +164,8 @@ def project(
         y = _made_first(letters, x, getattr(module, name + MADE_FIRST), execution)
     elif few_rows(letters, x.shape, module, name, execution):
         y = _by_kernel(x, module, name, execution, out_sharding)
+    elif wider := getattr(module, name).ndim - len(getattr(module, name).get_metadata("names")):
+        y = einsum_of_own(letters, x, getattr(module, name)[...], wider, out_sharding)
     elif execution.matmul == "dtype":
         y = jnp.einsum(letters, x, use_weight(module, name, execution), out_sharding=out_sharding)
     else:

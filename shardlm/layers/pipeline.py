@@ -86,15 +86,15 @@ else belongs to the microbatch, which slots hold a layer, bool [slots], or None 
 
 
 def pipelined(
-    stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy, dtype
+    stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy, dtype, spread
 ):
     """x [B, T, D] through all layers, which compute in the type `dtype`; `extra` is a tree of [B, T] that goes along
     with its rows.
 
     weights are stacked [L, ...] at rest, "pipeline" in their specs; x and extra are split over the batch axes, the
     pipeline one among them. `stage` runs under `stage_rules(rules)`, and gets a zeroed `extra` while the pipeline fills
-    and drains. `policy` says what of a stage the backward pass keeps (jax.checkpoint). Returns (x, the stage's sums
-    over microbatches, stacked [L, ...]).
+    and drains. `policy` says what of a stage the backward pass keeps (jax.checkpoint), `spread` how it holds masters
+    that are summed once a step (own_sums.py). Returns (x, the stage's sums over microbatches, stacked [L, ...]).
     """
     lay_out = functools.partial(jax.tree.map, lambda a: to_stages(a, schedule))
     held = lay_out(cast_ahead(jax.lax.stop_gradient(weights), dtype))
@@ -105,7 +105,7 @@ def pipelined(
     own, shared = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline", replicas or None)
     run = manual_with_gradient(
         ("pipeline", *replicas),
-        functools.partial(_run, stage, schedule, policy, replicas),
+        functools.partial(_run, stage, schedule, policy, replicas, spread),
         in_specs=(own, shared),
         out_specs=(shared, own),
         fixed_specs=(shared, own),
@@ -115,7 +115,7 @@ def pipelined(
     return join_rows(stream, rules, "seq", "embed"), sums
 
 
-def _run(stage: Stage, schedule: Schedule, policy, replicas, fixed, masters, stream):
+def _run(stage: Stage, schedule: Schedule, policy, replicas, spread, fixed, masters, stream):
     """One stage: masters [rounds, 1, slots, ...], stream [M / stages, B, T, D]; fixed are (extra, held), of the leading
     dimensions of stream and masters.
 
@@ -126,6 +126,7 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, fixed, masters, str
     S, R, slots = schedule.stages, schedule.rounds, schedule.slots
     extra, held = fixed
     held, masters = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), (held, masters))
+    masters = spread(masters)
     share = stream.shape[0]
     extra = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), extra)  # [M, ...]
     me = jax.lax.axis_index("pipeline")

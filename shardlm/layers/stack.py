@@ -2,8 +2,9 @@
 pipeline are pipeline.py's."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import jax
@@ -14,6 +15,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block import Block, BlockConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.norm import NormConfig
+from shardlm.layers.own_sums import is_own_product, own_axes, projections, spread
 from shardlm.layers.param import Execution, Params
 from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
@@ -96,7 +98,7 @@ class Stack(nnx.Module):
         schedule = self.schedule(execution)
         rows = {"segment_ids": ctx.segment_ids, "positions": positions, "weights": ctx.weights}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
-        how["dtype"] = execution.dtype
+        how |= {"dtype": execution.dtype, "spread": spreading(stacked, inside)}
         x, aux = run_stages(stage, stacked, x, rows, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
@@ -164,7 +166,7 @@ def kept(remat: Remat, stacked):
     if remat == "full":
         return policies.nothing_saveable  # the input of what is recomputed is kept anyway
     if remat == "dots":
-        return policies.dots_with_no_batch_dims_saveable
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, is_own_product)
     if remat == "names":
         return policies.save_only_these_names("block_input", "attention_out", "mlp_out")
     if remat == "offload":
@@ -198,6 +200,13 @@ def _all_but_weights(stacked):
         return avals[0].shape not in shapes and not (made.itemsize == 1 and jnp.issubdtype(made, jnp.floating))
 
     return policy
+
+
+def spreading(stacked, execution: Execution) -> Callable:
+    """What spreads a stage's masters [n, ...] over the devices that sum their gradients for themselves. Numbers of 8
+    bits are multiplied by whole weights; beside adapters, projections have no gradients."""
+    axes = own_axes(execution.rules) if execution.matmul == "dtype" and not execution.lora.rank else ()
+    return functools.partial(spread, chosen=projections(stacked) if axes else [], axes=axes)
 
 
 def kept_of_stage(remat: Remat, stacked):

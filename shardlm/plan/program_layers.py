@@ -58,6 +58,13 @@ def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
         yield shape.mtp.block, Runs(outside, 1, idle, *how)
 
 
+def summed_once(sketch: Sketch) -> set[str]:
+    """Axes over which devices of a stage sum gradients of projections for themselves (layers/own_sums.py)."""
+    if sketch.config.matmul != "dtype" or sketch.mesh.pipeline == 1:
+        return set()
+    return {axis for axis in ("expert", "context") if sketch.mesh.size(axis) > 1} - set(sketch.rules.rest.axes("embed"))
+
+
 def activations(sketch: Sketch) -> Iterator[Sent]:
     """Of all layers, the embedding and the head."""
     mesh = sketch.mesh
@@ -152,8 +159,10 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     attention, moe = block.attention, block.mlp
     gathers = scatters = sums = 0.0  # bytes a token
     repeated = runs.again if runs.whole else 0
-    # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart.
+    # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart, but not
+    # where each device sums its own of weights.
     apart_in_stages = runs.again and runs.idle and runs.whole and not sketch.schedule.both_ways
+    apart_in_stages = apart_in_stages and not summed_once(sketch)
     gathers += (4 if apart_in_stages else 2) * D * item
     scatters += (2 * back + repeated) * D * item
     if isinstance(attention, MlaConfig):
@@ -190,9 +199,10 @@ def _experts(sketch: Sketch, moe: MoeConfig, runs: Runs) -> Iterator[Sent]:
     if choose_exchange(ranks, moe.top_k) == "gather":
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
-        back = (row * times + mixed * runs.layers) * n * (ranks - 1)
+        scatters = (runs.forward + 1) * runs.layers  # the results of a second run are not needed
+        back = (row * scatters + mixed * runs.layers) * n * (ranks - 1)
         yield Sent(("expert",), "tokens gathered", there, GATHER, times)
-        yield Sent(("expert",), "results scattered", back, SCATTER, times)
+        yield Sent(("expert",), "results scattered", back, SCATTER, scatters)
         return
     sent = 2 * times * n * moe.top_k * row * share(ranks)
     yield Sent(("expert",), "tokens sent", sent, RAGGED, 2 * times, shown=1 / filled(moe, ranks, n))

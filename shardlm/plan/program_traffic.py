@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.plan.muon import muon_traffic
-from shardlm.plan.program_layers import activations
+from shardlm.plan.program_layers import activations, summed_once
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.traffic import GATHER, MASTER, PERMUTE, REDUCE, SCATTER, Sent, idling, ordered, share
 from shardlm.train.replicas import apart
@@ -175,7 +175,10 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
     total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
     yield moved.sent(replicas, "sum of gradients", total, REDUCE)
-    others = ordered(mesh, set(moved.copies) - set(replicas))
+    projection = not {"experts", "router", "rank"} & set(moved.weight.names)
+    own = ordered(mesh, summed_once(sketch) & set(moved.copies) if projection else set())
+    yield moved.sent(own, "sum of gradients", 2 * held * MASTER * share(mesh.size(*own)), REDUCE)
+    others = ordered(mesh, set(moved.copies) - set(replicas) - set(own))
     yield _gradient(sketch, moved, moved.gathered, others, one, runs, idle=idle)
 
 

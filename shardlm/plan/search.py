@@ -100,13 +100,14 @@ def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FR
 def _search(
     config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool], beam: int = BEAM
 ) -> Found:
-    """Where there are more meshes than `beam`, first what needs least memory on each, and then everything on the
-    fastest of them: DeepSeek V3 on 1,024 GPUs has 2,602 meshes with 41,600 ways to run on them."""
+    """Where there are more meshes than `beam`, first the fewest microbatches on each that fit where least is kept, and
+    then everything on the fastest of them: DeepSeek V3 on 1,024 GPUs has 2,602 meshes with 41,600 ways to run on
+    them."""
     tally = _Tally()
     meshes = list(_laid_out(config, cluster, constraints))
     if len(meshes) > beam:
         for laid in meshes:
-            for plan in _thrifty(laid, cluster, constraints, offload):
+            for plan in _fewest(laid, cluster, constraints, offload):
                 tally.add(plan)
         meshes = [dataclasses.replace(config, mesh=p.config.mesh, rules=p.config.rules) for p in tally.plans[:beam]]
     for laid in meshes:
@@ -209,6 +210,26 @@ def _thrifty(
     for variants in _by_schedule(laid, constraints):
         for variant in variants if len(variants) == 1 else (variants[0], variants[-1]):
             yield from (_plan(candidate, cluster) for candidate in _kept(variant, remat, offload))
+
+
+def _fewest(
+    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
+) -> Iterator[Plan | ShardlmError]:
+    """Of one mesh with the remat policy that keeps least and each schedule: the most microbatches, and where those fit,
+    from the fewest on to the first that fit."""
+    remat = constraints.choices("remat", REMATS)[-1:]
+    for most, *fewer in _by_schedule(laid, constraints):
+        plans = [_plan(candidate, cluster) for candidate in _kept(most, remat, offload)]
+        yield from plans
+        for variant in reversed(fewer if any(map(_fits, plans)) else []):
+            plans = [_plan(candidate, cluster) for candidate in _kept(variant, remat, offload)]
+            yield from plans
+            if any(map(_fits, plans)):
+                break
+
+
+def _fits(plan: Plan | ShardlmError) -> bool:
+    return isinstance(plan, Plan) and plan.fits
 
 
 def _by_schedule(laid: RunConfig, constraints: Constraints) -> list[list[RunConfig]]:

@@ -159,11 +159,9 @@ def _layers(sketch: Sketch, exchange: Exchange | None) -> Iterator[Sent]:
 
 def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, layers: float, again: int) -> Sent:
     """To the experts and back: forward, backward and again."""
+    times = 4 + again  # the results of the experts need not come back a second time
     if exchange == "gather":
-        times = 4 + 2 * again
         return Sent(("expert",), "tokens gathered", times * stream * (ranks - 1) * layers, GATHER, times * layers)
-    # The results of the experts need not come back a second time.
-    times = 4 + again
     sent = times * stream * moe.top_k * share(ranks) * layers
     return Sent(("expert",), "tokens sent", sent, RAGGED, times * layers)
 
@@ -171,14 +169,15 @@ def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, laye
 def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: float, again: int) -> Iterator[Sent]:
     mesh, tokens = sketch.mesh, sketch.tokens
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
+    width = attention.head_dim + attention.value_dim
     if sketch.execution.context_attention == "ring":
-        keys_values = tokens * 2 * kv * attention.head_dim * sketch.itemsize
+        keys_values = tokens * kv * width * sketch.itemsize
         moves = mesh.context - 1
         # Keys and values go round forward, again, and backward beside their float32 gradients, which also come home.
         times = (1 + again + 1) * moves + 2 * (moves + 1)
         sent = times * keys_values * layers
         yield Sent(("context",), "keys, values and their gradients", sent, PERMUTE, times * layers, beside=True)
     else:
-        moved = tokens * (2 * heads + 2 * kv) * attention.head_dim * sketch.itemsize * share(mesh.context)
+        moved = tokens * (heads + kv) * width * sketch.itemsize * share(mesh.context)
         runs = (2 + again) * layers
         yield Sent(("context",), "heads for tokens", runs * moved, "all-to-all", runs)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.layers.context import Packed
 from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
-from shardlm.layers.stack import run_repeat
+from shardlm.layers.stack import run_repeat, spreading
 from shardlm.layers.stage_weights import add_at, cast_ahead
 from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
@@ -36,6 +36,11 @@ class Stages:
     @property
     def unroll(self) -> int:
         return self.model.execution.unroll or self.schedule.slots
+
+    @property
+    def spread(self) -> Callable:
+        """How a stage's weights are held, so that gradients are summed once a step."""
+        return spreading(nnx.state(self.model.outline().segments[self.body].blocks), self.model.execution)
 
     def join(self, own: Tree, shared: Tree) -> Tree:
         return shared | {"segments": shared["segments"] | {self.body: own}}
@@ -86,7 +91,8 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     B, T]. Gradients are summed in float32."""
     S, M = stages.schedule.stages, stages.schedule.microbatches
     me = jax.lax.axis_index("pipeline")
-    own = jax.tree.map(lambda a: a[0, 0], own)
+    whole, spread = jax.tree.map(lambda a: a[0, 0], own), stages.spread
+    own = spread(whole)
     rows = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), rows)  # [M, B, T]
     up, down = [(s, (s + 1) % S) for s in range(S)], [((s + 1) % S, s) for s in range(S)]
     forward, backward = (functools.partial(run, stages, me, own, shared) for run in (_forward, _backward))
@@ -110,7 +116,7 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     x = jax.eval_shape(lambda s, r: _model(stages, own, s).embed(r["tokens"], r["positions"]), shared, take(0))
     empty = jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec)
     inputs = jnp.zeros((stages.schedule.slots, *x.shape), x.dtype, out_sharding=PartitionSpec(None, *x.sharding.spec))
-    d_own = _zeros(jax.tree.map(lambda a: jax.typeof(a).update(dtype=jnp.promote_types(a.dtype, jnp.float32)), own))
+    d_own = _zeros(_float32(own))
     found, *_ = jax.eval_shape(backward, inputs, empty, empty, take(0), d_own)
     kept = (2 * S - 1, *inputs.shape)
     kept = jnp.zeros(kept, x.dtype, out_sharding=PartitionSpec(None, None, *x.sharding.spec))
@@ -119,6 +125,7 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     total, parts, (before, inside, behind) = sums
     inside = jax.lax.psum(inside, replicas) if replicas else inside
     sums = jax.lax.psum((total, parts, (before, behind)), ("pipeline", *replicas))
+    (d_own,) = jax.linear_transpose(spread, _float32(whole))(d_own)
     d_own = jax.lax.psum(d_own, replicas) if replicas else d_own
     d_shared = jax.lax.psum(d_shared, ("pipeline", *replicas))
     stacked = functools.partial(jax.tree.map, lambda a: a[None, None])
@@ -229,6 +236,11 @@ def _zeros(shapes: Tree) -> Tree:
 
 def _model(stages: Stages, own, shared):
     return stages.model.model(stages.join(own, shared))
+
+
+def _float32(weights: Tree) -> Tree:
+    """Types of sums of their gradients."""
+    return jax.tree.map(lambda a: jax.typeof(a).update(dtype=jnp.promote_types(a.dtype, jnp.float32)), weights)
 
 
 def _spec(shape) -> PartitionSpec:

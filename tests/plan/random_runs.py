@@ -64,6 +64,7 @@ PICKED = {  # what chance left out
     "stages-dots": _picked({"pipeline": 2, "tensor": 2}, "zero1", "dots", 8, 4),
     "stages-names": _picked({"pipeline": 2, "tensor": 2}, "zero1", "names", 8, 4),
     "stages-none": _picked({"pipeline": 2, "tensor": 2}, "zero1", "none", 8, 4),
+    "stages-context": _picked({"pipeline": 2, "context": 2, "tensor": 2}, "zero1", "full", 8, 4),
     "stages-full": _picked({"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero3", "full", 16, 4),
     "hybrid-tied": _picked({"data": 2, "fsdp": 2}, "hybrid", "full", 16, 2, tied=True),
     "zero2": _picked({"data": 2, "fsdp": 2}, "zero2", "full", 16, 2),

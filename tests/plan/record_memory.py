@@ -28,8 +28,8 @@ GPU = "h100"
 SEEDS = (*range(20), 44, *range(47, 72))
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
 VARIANTS = (
-    "deepseek_v3 mesh.pipeline=1 mesh.fsdp=8 mesh.expert=4 model.num_layers=12 model.num_experts=64 "
-    "train.global_batch=32 train.accumulation=1 pipeline.schedule=circular",
+    "deepseek_v3 mesh.fsdp=8 mesh.expert=4 mesh.context=1 model.num_layers=12 model.num_experts=64 "
+    "train.global_batch=32 train.accumulation=1",
     "llama3_8b attention=xla train.seq_len=4096",
     "llama3_8b matmul=fp8",
     "llama3_8b matmul=int8",

@@ -90,9 +90,17 @@ def test_stages_of_one_f_one_b_hide_more_and_sums_in_every_tick_are_hidden_by_th
         staged = [one for one in gathers if one.sent.axes == ("fsdp",) and one.sent.why.startswith("segments")]
         shares.append(sum(one.hidden_seconds for one in staged) / sum(one.seconds for one in staged))
     assert 0 < shares[0] <= IN_STAGES["circular"] < shares[1] <= IN_STAGES["1f1b"]
-    comms = cost(meshed(64, accumulation=8, pipeline=2, context=32, rules="zero1")).comms
-    sums = [one for one in comms if one.sent.axes == ("context",) and one.sent.why.endswith("sum of gradients")]
+    whole = meshed(64, accumulation=8, pipeline=2, context=32, rules="zero1")
+    once, sums = (
+        [one for one in cost(config).comms if one.sent.axes == ("context",) and one.sent.why.endswith("of gradients")]
+        for config in (whole, dataclasses.replace(whole, matmul="fp8"))
+    )
     assert sums and all(one.hidden_seconds == pytest.approx(SUMS_IN_STAGES * one.seconds) for one in sums)
+    # Products of 16 bits leave each device its own sum through the ticks, in float32 (layers/own_sums.py).
+    ticks, slots = 8 * 2 + 1, 8  # two rounds
+    assert {one.sent.count for one in once} == {1} and {one.sent.count for one in sums} == {slots * 16}
+    nbytes = [sum(one.sent.shown_bytes for one in found) for found in (once, sums)]
+    assert nbytes[1] * 2 * 2 == pytest.approx(nbytes[0] * ticks)
 
 
 def test_remat_repeats_the_forward_pass_but_its_last_product():

@@ -55,9 +55,11 @@ def test_shipped_configurations_send_what_is_foreseen(name):
     record = json.loads((CONFIGS / f"{name}.collectives.json").read_text())
     bill = Bill.from_json(record["collectives"])
     assert not differences(sketch, bill.by_axis())
-    # The least that the algorithms demand is less, or the same.
-    least = by_axes(training_traffic(sketch))
-    assert all(nbytes <= 1.05 * sum(bill.by_axis()[axes].values()) for axes, nbytes in least.items())
+    # The least that the algorithms demand is less, or the same, beside sums that are made over further axes at once.
+    for axes, nbytes in by_axes(training_traffic(sketch)).items():
+        wider = [kinds for other, kinds in bill.by_axis().items() if set(axes.split("+")) < set(other.split("+"))]
+        shown = sum(bill.by_axis().get(axes, {}).values()) + sum(kinds.get("all-reduce", 0) for kinds in wider)
+        assert nbytes <= 1.05 * shown, axes
 
 
 @pytest.mark.parametrize("run", recorded(), ids=lambda run: run["name"])

@@ -251,6 +251,16 @@ def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
 
 
+def test_meshes_are_compared_by_the_fewest_microbatches_that_fit():
+    """Of DeepSeek V3 on 1,024 the fewest do not fit on the fastest mesh, and the most gather its weights eight times as
+    often: by these two it would not be among those that everything is looked at on."""
+    cluster, held = cluster_of("h100", None, 1024), Constraints.parse(["mesh.pipeline=1", "rules=zero3", "remat=full"])
+    everything, some = (_search(config("deepseek_v3"), cluster, held, [False], beam=beam) for beam in (10**9, 16))
+    assert some.considered < everything.considered
+    assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
+    assert some.plans[0].config.train.accumulation == 8
+
+
 def test_gpus_that_are_no_power_of_two_are_told_a_batch_that_they_can_share():
     with pytest.raises(ShardlmError, match=r"A mesh can with train\.global_batch=9, which 12 GPUs can share"):
         search(config("llama3_8b"), cluster_of("h100", None, 12, 4))
