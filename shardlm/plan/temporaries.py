@@ -173,9 +173,10 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     rests = parts.around / (4 if sketch.passes > 1 else 2)
     found |= _waiting(sketch, whole if stages or _gathers_ahead(sketch) else rests)
     if stages:
-        # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
-        # Layers outside are made again meanwhile.
-        stacked = parts.resting * itemsize(sketch) / MASTER if sketch.config.pipeline.laps == 1 else 0
+        # Gradients of a stage; in one round XLA stacks those of a tick that go back to where weights rest, behind its
+        # layers. Layers outside are made again meanwhile.
+        back = sketch.config.pipeline.laps == 1 and parts.gathers
+        stacked = parts.resting * itemsize(sketch) / MASTER if back else 0
         found["gradients"] = parts.resting + stacked
         found = _joined(found, _made_again_outside(sketch, parts))
     return found
