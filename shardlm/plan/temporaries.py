@@ -204,8 +204,8 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _both_layers(sketch: Sketch, parts: Parts) -> Kinds:
-    """In a stage with two layers a round, which XLA's unrolled loop leaves in no loop: both are made again at once, and of
-    gathered weights the two widest are there."""
+    """In a stage with two layers a round, which XLA's unrolled loop leaves in no loop: both are made again at once, and
+    of gathered weights the two widest are there."""
     schedule, one = sketch.schedule, parts.layers[sketch.shape.pipelined_segment()][0]
     if schedule.both_ways or schedule.slots != 2 or sketch.config.remat not in ("full", "names"):
         return {}
