@@ -27,7 +27,8 @@ class Layer:
     queries, keys, values, output  of attention, of this device's heads
     exchanged  what Ulysses makes of keys, values and output besides: copies of a device's few heads of keys, and the
              output before its exchange
-    latents  of latent attention
+    latents  of latent attention, of which tensor splits the sequence
+    rotated  of its keys, the part with positions, which all heads share: joined to the others where it is read
     hidden   of the MLP or the shared experts: as wide as gate, up and their product each
     expert_hidden  the same of experts, for all rows that may come to this device
     rows     that come, as wide as the stream
@@ -44,6 +45,7 @@ class Layer:
     output: float
     exchanged: float
     latents: float
+    rotated: float
     hidden: float
     expert_hidden: float
     rows: float
@@ -72,7 +74,8 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         values=nbytes * kv * attention.value_dim,
         output=nbytes * heads * attention.value_dim,
         exchanged=nbytes * twice if ulysses else 0,
-        latents=nbytes * (attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim) if latent else 0,
+        latents=nbytes * _latent_dims(attention) / tensor if latent else 0,
+        rotated=nbytes * kv * attention.rope_dim if latent else 0,
         hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
         expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
         rows=rows * D,
@@ -80,6 +83,10 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
         mask=_mask(sketch, heads),
     )
+
+
+def _latent_dims(attention: MlaConfig) -> int:
+    return attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim
 
 
 def _exchange(block: BlockConfig, sketch: Sketch) -> str:
@@ -140,7 +147,8 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     if remat == "names":  # its input and the attention's part; the MLP's is not needed
         return {"streams kept": 2 * one.stream}
     if remat == "dots":
-        return {"streams kept": 2 * one.stream, "attention kept": projections, "mlp kept": 2 * one.hidden}
+        products = projections - one.rotated
+        return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": 2 * one.hidden}
     return {
         # The inputs of the norms; what the projections read.
         "streams kept": 2 * one.stream + 2 * one.whole,

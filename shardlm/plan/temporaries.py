@@ -173,9 +173,10 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     rests = parts.around / (4 if sketch.passes > 1 else 2)
     found |= _waiting(sketch, whole if stages or _gathers_ahead(sketch) else rests)
     if stages:
-        # Gradients of a stage; in one round XLA stacks those of a tick, and sums them over devices behind its layers.
-        # Layers outside are made again meanwhile.
-        stacked = parts.resting * itemsize(sketch) / MASTER if sketch.config.pipeline.laps == 1 else 0
+        # Gradients of a stage; in one round XLA stacks those of a tick that go back to where weights rest, behind its
+        # layers. Layers outside are made again meanwhile.
+        back = sketch.config.pipeline.laps == 1 and parts.gathers
+        stacked = parts.resting * itemsize(sketch) / MASTER if back else 0
         found["gradients"] = parts.resting + stacked
         found = _joined(found, _made_again_outside(sketch, parts))
     return found
@@ -195,11 +196,27 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """While a layer's attention is done backwards, the layer before it is made again, and gradients of this one's MLP
     are not made yet; its weights are let go. The head's gradient waits whole until all layers are done."""
     if sketch.mesh.pipeline > 1:
-        return {}
+        return _both_layers(sketch, parts)
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
     return _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+
+
+def _both_layers(sketch: Sketch, parts: Parts) -> Kinds:
+    """In a stage with two layers a round, which XLA's unrolled loop leaves in no loop: both are made again at once, and
+    of gathered weights the two widest are there."""
+    schedule, one = sketch.schedule, parts.layers[sketch.shape.pipelined_segment()][0]
+    if schedule.both_ways or schedule.slots != 2 or sketch.config.remat not in ("full", "names"):
+        return {}
+    head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    return _waiting(sketch, head) | {
+        "mlp": 8 * one.hidden,
+        "attention": one.mask + 2 * (one.queries + one.output) + one.keys + one.values,
+        "streams": 14 * one.stream,
+        "weights in use": parts.largest * (0.5 if parts.gathers else 0),
+        "gradients": parts.resting,
+    }
 
 
 def _turned_streams(sketch: Sketch, parts: Parts) -> float:

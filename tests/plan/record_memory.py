@@ -25,7 +25,7 @@ from shardlm.train.program import Program
 
 RECORD = pathlib.Path(__file__).parent / "compiled_memory.json"
 GPU = "h100"
-SEEDS = (*range(20), 44, *range(47, 72))
+SEEDS = (*range(20), 44, *range(47, 78))
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
 VARIANTS = (
     "deepseek_v3 mesh.fsdp=8 mesh.expert=4 mesh.context=1 model.num_layers=12 model.num_experts=64 "
