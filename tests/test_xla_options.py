@@ -99,7 +99,8 @@ def test_gathers_are_pipelined_over_the_network_where_the_sequence_is_whole(monk
     assert chosen(one, other, fsdp=1, tensor=2) == {limit, memory}
     assert chosen(one, other, fsdp=1, pipeline=2) == {pipelined, limit, memory}
     assert chosen(one, one, other, other, pipeline=2, tensor=2) == {limit, memory}
-    assert chosen(one, other, fsdp=1, expert=2) == {pipelined, limit}
+    assert chosen(one, other, fsdp=1, expert=2) == {pipelined}
+    assert chosen(*[one] * 4, *[other] * 4, fsdp=4, expert=2) == {pipelined, limit}
 
 
 def test_every_option_has_a_reason():
