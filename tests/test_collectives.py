@@ -13,6 +13,7 @@ from shardlm.hlo.collectives import collectives
 from shardlm.mesh import MeshSpec
 from shardlm.optim import OptimConfig
 from shardlm.rules import Rules
+from shardlm.train import settled
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.program import Program
 
@@ -56,6 +57,7 @@ def plant(monkeypatch, role: str, **wrong: tuple[str, ...]) -> None:
         return dataclasses.replace(rules, **{role: dataclasses.replace(table, entries=entries)})
 
     monkeypatch.setattr(Rules, "make", planted)
+    monkeypatch.setattr(settled, "_rules", settled._rules.__wrapped__)  # which keeps those that it made
 
 
 def test_the_same_program_has_the_same_bill(right):

@@ -20,6 +20,9 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
         > SCORES * nbytes,
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
+        "muon is up to 6% off where experts see the tokens of all devices (Mixtral, 8 layers, fsdp=4 x expert=2)": (
+            config.optim.name == "muon" and sketch.execution.again_waits
+        ),
         "muon was not compared with latent attention": (
             config.optim.name == "muon" and any(isinstance(block.attention, MlaConfig) for block in shape.kinds)
         ),
