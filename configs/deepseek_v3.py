@@ -4,7 +4,7 @@ Hardware: 1,024 x H100 80 GB in 128 hosts with InfiniBand: a sequence over 4 GPU
 groups in 4 hosts, whose tokens each gathers, weights over fsdp=32. Needs the extra `experts`. A GPU takes at most twice
 an even share of the tokens; the rest is dropped and counted.
 Expected: compiled without a GPU, not measured: 8.5 GiB of state and 40.4 GiB of temporaries a GPU, with cuDNN's
-attention; 91.5 s a step by the planner's rates (as pipeline=8 x fsdp=2 x expert=64 177 s, compiled too).
+attention; 89.6 s a step by the planner's rates (as pipeline=8 x fsdp=2 x expert=64 177 s, compiled too).
 Data: your own text or shards, and DeepSeek V3's tokenizer.json in data.tokenizer.
 """
 

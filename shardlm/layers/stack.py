@@ -119,7 +119,7 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
 
     # XLA begins gathers a layer ahead, and all that leads to them: of tokens gathered inside a layer too, where nothing
     # binds what is before them to the iteration, so that it makes attention a second time (DeepSeek V3 on 1,024 H100 as
-    # fsdp=32 x expert=8 x context=4: 91.5 s a step and 54.8 GiB, 89.5 and 52.1 with x made again only when the backward
+    # fsdp=32 x expert=8 x context=4: 91.5 s a step and 54.8 GiB, 89.6 and 48.9 with x made again only when the backward
     # pass's own carry is there; compiled).
     bound = (True, False) if execution.again_waits else False
     body = layer if pages is not None else rematerialised(layer, execution.remat, stacked, prevent_cse=bound)
