@@ -6,11 +6,11 @@ import bisect
 import time
 from collections.abc import Callable
 
-# Of a decode program, about. Beside its steps it costs 1 ms, which a GPU spends while the host is a batch behind; on a
-# CPU the host's work takes the same cores. 768 x 12 on two cores, over HTTP, tokens/s at 1, 8 and 32 requests at once:
-# 65.7, 164, 226 with programs of 8 steps always; 60.8, 178, 251 by 0.02 s; 66.9, 185, 256 by 0.05; 67.1, 175, 264 by
-# 0.1. Time to the first token at 8 and 32: 0.72 and 2.13 s; 0.61 and 1.48; 0.55 and 1.45; 0.70 and 2.05.
-SECONDS = {"cpu": 0.05, "gpu": 0.02}
+# Of a decode program, about. Beside its steps it costs 1 ms, which a GPU spends while the host is a batch behind. On a
+# CPU the host's work takes the same cores, and shorter programs gain nothing: 768 x 12 on two quiet cores over HTTP,
+# two rounds in turns, tokens/s at 8 and 32 requests at once 201, 307 and 193, 303 with all steps, 192, 307 and 188, 304
+# by 0.05 s; the first token after 0.56 to 0.58 and 0.62 to 0.71 s at 8.
+SECONDS = {"cpu": 1.0, "gpu": 0.02}
 SLOWER = 1.25  # the most that one measurement raises what a step is held to take: a host that looked late says too much
 
 
