@@ -89,11 +89,10 @@ def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -
 # covers by our rates. Over the network with the first two, then with the limit on memory and four collectives at once,
 # then with pipelined gathers too: Llama 3 70B on 64 GPUs as fsdp=16 x context=4 (remat=dots) 2.68, 2.66 and 2.16; as
 # fsdp=16 x tensor=4 2.88, 2.85 and 2.63; on 256 as pipeline=4 x fsdp=8 x tensor=8 26.2, 23.6 and 23.7. With tensor > 1
-# pipelining computes attention again (6% more FLOPs there), but with remat=none: 70B on
-# 256 as pipeline=4 x fsdp=4 x context=2 x tensor=8 2.087 and 2.058, and 2.087 with XLA's analytical latencies. Some of
-# the first figures are of programs whose norms still kept more for the backward pass, a part of their difference. With
-# experts exchanged, four collectives at once: Mixtral on 32 2.58 and 2.37, DeepSeek V3 on 1,024 as fsdp=64 x expert=8 x
-# context=2 117 and 105.
+# pipelining computes attention again (6% more FLOPs there), but with remat=none: 70B on 256 as pipeline=4 x fsdp=4 x
+# context=2 x tensor=8 2.087 and 2.058, and 2.087 with XLA's analytical latencies. Some of the first figures are of
+# programs whose norms still kept more for the backward pass, a part of their difference. With experts exchanged, four
+# collectives at once: Mixtral on 32 2.58 and 2.37, DeepSeek V3 on 1,024 as fsdp=64 x expert=8 x context=2 117 and 105.
 # Inside a host the loop unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit
 # on memory remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek
 # V3 held 63.5 GiB for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge

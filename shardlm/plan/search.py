@@ -8,20 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Least
 from shardlm.plan.plan import Plan
-from shardlm.train.config import PipelineConfig, RunConfig
+from shardlm.plan.ways import REMATS, by_schedule, keeping, laid_out, variants_of
+from shardlm.train.config import RunConfig
 
-REMATS = ("none", "dots", "full")
-PRESETS = ("zero3", "hybrid", "zero1", "zero2", "replicated")
-SHORTEST_CHUNK = 1024  # tokens of a row that a device of the context axis should have at least
-MOST_ROWS = 16  # of a device's microbatch: beyond, memory grows and nothing runs faster
-ROUNDS = (2, 4)
 BEAM = 64  # meshes on which everything is looked at
 ROOM = 0.05  # of a GPU's memory: how far a program may be from the formulas (memory.py)
 
@@ -87,7 +81,7 @@ def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FR
     with most. None where none fits or none can run."""
     away = _places(config, constraints)
     tightest: Plan | None = None
-    for laid in _laid_out(config, cluster, constraints):
+    for laid in laid_out(config, cluster, constraints):
         for plan in _thrifty(laid, cluster, constraints, away):
             if isinstance(plan, ShardlmError) or not plan.fits:
                 continue
@@ -104,7 +98,7 @@ def _search(
     then everything on the fastest of them: DeepSeek V3 on 1,024 GPUs has 2,602 meshes with 41,600 ways to run on
     them."""
     tally = _Tally()
-    meshes = list(_laid_out(config, cluster, constraints))
+    meshes = list(laid_out(config, cluster, constraints))
     if len(meshes) > beam:
         for laid in meshes:
             for plan in _fewest(laid, cluster, constraints, offload):
@@ -121,7 +115,7 @@ def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offl
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
     tally, bound = _Tally(), Bound(config.model.transformer())
     least, remats = Least(cluster, bound), constraints.choices("remat", REMATS)
-    meshes = list(_laid_out(config, cluster, constraints))
+    meshes = list(laid_out(config, cluster, constraints))
     seen: dict[int, list[Plan | ShardlmError]] = {}
     for staged in (False, True):
         numbers = [i for i, laid in enumerate(meshes) if (laid.mesh.pipeline > 1) == staged]
@@ -147,8 +141,8 @@ def _keeping_most(
     """Of each schedule on a mesh that has any, what keeps most of the forward pass, the most microbatches first. In
     stages also what keeps second most: there remat=none writes and reads again what costs more than it saves."""
     found = []
-    for ones in _by_schedule(laid, constraints):
-        kept = [tuple(itertools.islice(_kept(one, remats, offload), 2)) for one in ones]
+    for ones in by_schedule(laid, constraints):
+        kept = [tuple(itertools.islice(keeping(one, remats, offload), 2)) for one in ones]
         for nth in range(2 if laid.mesh.pipeline > 1 else 1):
             found.append([ways[nth] for ways in kept if len(ways) > nth])
     return [ones for ones in found if ones]
@@ -191,10 +185,10 @@ def _all(
     """Everything on one mesh that a bound does not exclude: a plan, or why there is none. What keeps less of the
     forward pass is looked at only where what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
-    for variant in _variants(laid, constraints):
+    for variant in variants_of(laid, constraints):
         if bound and bound.excludes(variant):
             continue
-        for candidate in _kept(variant, remats, offload):
+        for candidate in keeping(variant, remats, offload):
             plan = _plan(candidate, cluster)
             yield plan
             if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
@@ -207,9 +201,9 @@ def _thrifty(
     """Of one mesh, what needs least memory: the remat policy that keeps least, with the most and the fewest
     microbatches of each schedule."""
     remat = constraints.choices("remat", REMATS)[-1:]
-    for variants in _by_schedule(laid, constraints):
+    for variants in by_schedule(laid, constraints):
         for variant in variants if len(variants) == 1 else (variants[0], variants[-1]):
-            yield from (_plan(candidate, cluster) for candidate in _kept(variant, remat, offload))
+            yield from (_plan(candidate, cluster) for candidate in keeping(variant, remat, offload))
 
 
 def _fewest(
@@ -218,11 +212,11 @@ def _fewest(
     """Of one mesh with the remat policy that keeps least and each schedule: the most microbatches, and where those fit,
     from the fewest on to the first that fit."""
     remat = constraints.choices("remat", REMATS)[-1:]
-    for most, *fewer in _by_schedule(laid, constraints):
-        plans = [_plan(candidate, cluster) for candidate in _kept(most, remat, offload)]
+    for most, *fewer in by_schedule(laid, constraints):
+        plans = [_plan(candidate, cluster) for candidate in keeping(most, remat, offload)]
         yield from plans
         for variant in reversed(fewer if any(map(_fits, plans)) else []):
-            plans = [_plan(candidate, cluster) for candidate in _kept(variant, remat, offload)]
+            plans = [_plan(candidate, cluster) for candidate in keeping(variant, remat, offload)]
             yield from plans
             if any(map(_fits, plans)):
                 break
@@ -232,121 +226,11 @@ def _fits(plan: Plan | ShardlmError) -> bool:
     return isinstance(plan, Plan) and plan.fits
 
 
-def _by_schedule(laid: RunConfig, constraints: Constraints) -> list[list[RunConfig]]:
-    """Variants by their schedule and product, those of the most microbatches first."""
-    found: dict[tuple, list[RunConfig]] = {}
-    for variant in _variants(laid, constraints):
-        found.setdefault((variant.pipeline, variant.matmul), []).append(variant)
-    return list(found.values())
-
-
 def _plan(config: RunConfig, cluster: Cluster) -> Plan | ShardlmError:
     try:
         return Plan.of(config, cluster)
     except ShardlmError as error:
         return error
-
-
-def _laid_out(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Iterator[RunConfig]:
-    """The configuration on each mesh, with each preset that differs there."""
-    shape, train = config.model.transformer(), config.train
-    for tensor, pipeline, context, expert in _inner(shape, train.seq_len, cluster, constraints):
-        rest = cluster.num_gpus // (tensor * pipeline * context * expert)
-        for rules, data in itertools.product(constraints.choices("rules", PRESETS), divisors(rest)):
-            mesh = MeshSpec(data, rest // data, context, pipeline, expert, tensor)
-            if _differs(rules, mesh, constraints) and _allowed(mesh, constraints):
-                yield dataclasses.replace(config, mesh=mesh, rules=rules)
-
-
-def _inner(
-    shape: TransformerConfig, seq_len: int, cluster: Cluster, constraints: Constraints
-) -> Iterator[tuple[int, int, int, int]]:
-    """(tensor, pipeline, context, expert) that the model divides over."""
-    experts = [block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts]
-    repeats = shape.segments[shape.pipelined_segment()].repeats
-    heads = math.gcd(*(block.attention.num_heads for block in shape.kinds))
-    longest = max(1, seq_len // SHORTEST_CHUNK)
-    for tensor in divisors(cluster.num_gpus):
-        if heads % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
-            continue
-        for pipeline in divisors(cluster.num_gpus // tensor):
-            if pipeline > repeats:
-                continue
-            for context in divisors(cluster.num_gpus // tensor // pipeline):
-                if context > longest and not constraints.names("mesh.context"):
-                    continue
-                for expert in divisors(cluster.num_gpus // tensor // pipeline // context):
-                    if expert == 1 or (experts and math.gcd(*experts) % expert == 0):
-                        yield tensor, pipeline, context, expert
-
-
-def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:
-    """Of presets and splits that mean the same on a mesh, one: zero3 over fsdp alone, the replicated ones over data."""
-    if constraints.names("mesh.data") or constraints.names("mesh.fsdp"):
-        return True
-    if rules == "zero3":
-        return mesh.data == 1
-    if rules == "hybrid":
-        return mesh.data > 1 and mesh.fsdp > 1
-    if rules == "replicated":
-        return mesh.fsdp == 1
-    return mesh.fsdp == 1 and mesh.size("data", "context", "expert") > 1
-
-
-def _allowed(mesh: MeshSpec, constraints: Constraints) -> bool:
-    return all(constraints.allow(f"mesh.{axis}", size) for axis, size in mesh.sizes().items())
-
-
-def _variants(config: RunConfig, constraints: Constraints) -> Iterator[RunConfig]:
-    """The configuration on its mesh with every schedule, number of microbatches and kind of product."""
-    schedules = _schedules(constraints) if config.mesh.pipeline > 1 else [config.pipeline]
-    matmuls = constraints.choices("matmul", [config.matmul])
-    for pipeline, accumulation in itertools.product(schedules, _accumulations(config, constraints)):
-        train = dataclasses.replace(config.train, accumulation=accumulation)
-        for matmul in matmuls:
-            yield dataclasses.replace(config, train=train, pipeline=pipeline, matmul=matmul)
-
-
-def _kept(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:
-    """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
-    for away in offload:
-        place = dataclasses.replace(config.offload, optimizer=away)
-        for remat in (name for name in remats if _can_keep(name, config)):
-            yield dataclasses.replace(config, remat=remat, offload=place)
-
-
-def _can_keep(remat: str, config: RunConfig) -> bool:
-    """1F1B keeps what it keeps (train/one_f_one_b.py)."""
-    return remat == "full" or config.mesh.pipeline == 1 or config.pipeline.schedule != "1f1b"
-
-
-def _schedules(constraints: Constraints) -> list[PipelineConfig]:
-    """Of pipelines; one round of the circular schedule is GPipe's."""
-    found = []
-    for schedule in constraints.choices("pipeline.schedule", ["circular", "gpipe", "1f1b"]):
-        rounds = constraints.choices("pipeline.rounds", ROUNDS) if schedule == "circular" else [1]
-        found += [PipelineConfig(schedule, count) for count in rounds]
-    return found
-
-
-def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
-    """Numbers of microbatches that leave each device a power of two of rows, and others where they are asked for."""
-    mesh = config.mesh
-    rows, over = divmod(config.train.global_batch, mesh.size("data", "fsdp", "expert"))
-    if over or not rows:
-        return [config.train.accumulation]  # refused with the reason
-    counts = [rows // 2**i for i in range(MOST_ROWS.bit_length()) if rows % 2**i == 0]
-    filling = [n for n in counts if n % mesh.pipeline == 0] or counts[:1]
-    asked = constraints.numbers("train.accumulation")
-    for numbers in (filling, counts, divisors(rows)):
-        exact = sorted({*numbers, *(n for n in asked if rows % n == 0)}, reverse=True)
-        if allowed := [n for n in exact if constraints.allow("train.accumulation", n)]:
-            return allowed
-    return asked[:1]  # refused with the reason
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints, refused: dict[str, int]) -> str:
@@ -374,7 +258,7 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
         larger = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch))
         tried = (
             plan
-            for laid in _laid_out(larger, cluster, constraints)
+            for laid in laid_out(larger, cluster, constraints)
             for plan in _thrifty(laid, cluster, constraints, [False])
         )
         if batch > rows and any(isinstance(plan, Plan) for plan in tried):
@@ -387,10 +271,10 @@ def _no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> s
     together."""
     axes = [one for one in constraints.items if one.field.startswith("mesh.")]
     for one in axes:
-        if not any(_laid_out(config, cluster, Constraints((one,)))):
+        if not any(laid_out(config, cluster, Constraints((one,)))):
             free = Constraints((Constraint(one.field, "<=", (str(cluster.num_gpus),)),))
             axis = one.field.removeprefix("mesh.")
-            sizes = sorted({laid.mesh.sizes()[axis] for laid in _laid_out(config, cluster, free)})
+            sizes = sorted({laid.mesh.sizes()[axis] for laid in laid_out(config, cluster, free)})
             return f"{one} cannot be; {one.field} could be {', '.join(map(str, sizes))} here{_DIVIDES.get(axis, '')}"
     given = {one.field: int(one.values[0]) for one in axes if one.operator == "=" and len(one.values) == 1}
     product = f" ({' x '.join(map(str, given.values()))} = {math.prod(given.values())})" if len(given) > 1 else ""

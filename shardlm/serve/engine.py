@@ -13,7 +13,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from shardlm.errors import ShardlmError
@@ -189,7 +188,7 @@ class Engine:
 
     def keep_pace(self) -> None:
         """From now on requests may come at any time: programs are short (pace.py)."""
-        self.pace = Pace(self.runner.config.decode_steps, jax.default_backend())
+        self.pace = Pace(self.runner.config.decode_steps, self.runner.platform)
 
     def step(self) -> list[RequestOutput]:
         """Starts what can run, waits for the oldest batch, and returns the requests that it moved on, or that ended

@@ -100,7 +100,7 @@ class Runner:
         self.proposer, self.proposer_params = proposer, proposer_params
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
-        self._launcher = launcher_on(self.mesh.devices.flat[0].platform)
+        self._launchers = self._make_launchers()
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
@@ -140,9 +140,14 @@ class Runner:
         self._state = self._empty()
         self._masked.clear()
 
+    def _make_launchers(self) -> tuple[Launcher, ...]:
+        """Who starts programs; the last one those that sample."""
+        return (launcher_on(self.platform),)
+
     @property
-    def _launchers(self) -> Sequence[Launcher]:
-        return (self._launcher,)
+    def platform(self) -> str:
+        """Of the devices: cpu or gpu."""
+        return self.mesh.devices.flat[0].platform
 
     # Programs.
 
@@ -259,7 +264,7 @@ class Runner:
             self._state, *found = made if isinstance(made, tuple) else (made,)
             return found
 
-        return self._launcher.submit(call)
+        return self._launchers[-1].submit(call)
 
     def _prepare(self, row: Row, settings: RequestSettings) -> None:
         """Makes a slot know what the row goes on from, where that is not what it sampled last."""

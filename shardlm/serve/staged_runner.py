@@ -48,8 +48,6 @@ class StagedRunner(Runner):
         self._parts = place.params
         params = together(place.params, self.stages)
         super().__init__(model, params, self.stages[-1].mesh, config, proposer, place.draft, like=like)
-        platform = self.mesh.devices.flat[0].platform
-        self._own_launchers = (*(launcher_on(platform) for _ in self.stages[:-1]), self._launcher)
 
     @functools.cached_property
     def _steps(self) -> list[list[jax.Array]]:
@@ -57,10 +55,9 @@ class StagedRunner(Runner):
         steps = [np.int32(i) for i in range(self.config.decode_steps)]
         return [jax.device_put(steps, whole) for whole in self._whole]
 
-    @property
-    def _launchers(self) -> Sequence[Launcher]:
-        """One a stage: each has a thread of its own, as one that waits for its devices keeps no other from starting."""
-        return self._own_launchers
+    def _make_launchers(self) -> tuple[Launcher, ...]:
+        """One a stage, so that one that waits for its devices keeps no other from starting."""
+        return tuple(launcher_on(self.platform) for _ in self.stages)
 
     @property
     def spec(self) -> MeshSpec:
@@ -188,7 +185,7 @@ class StagedRunner(Runner):
             self._state[-1], *found = made if isinstance(made, tuple) else (made,)
             return found
 
-        return self._launcher.submit(call)
+        return self._launchers[-1].submit(call)
 
     def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> Later:
         def call(s: int, weights: Any, before: Later | None) -> list:
@@ -221,7 +218,7 @@ class StagedRunner(Runner):
             for group in groups:
                 # Where drafts are made, steps count down to the last one, which makes none.
                 self._step(group, steps - 1 - i if self.proposer else i)
-        return [self._launcher.submit(functools.partial(self._ended, group)) for group in groups]
+        return [self._launchers[-1].submit(functools.partial(self._ended, group)) for group in groups]
 
     def _ended(self, group: "_Group") -> tuple:
         end = self._programs["end", group.size, len(self.stages) - 1]
@@ -246,7 +243,7 @@ class StagedRunner(Runner):
             self._keep(kept)
             return entering
 
-        group.entering = self._launcher.submit(call)
+        group.entering = self._launchers[-1].submit(call)
         return group
 
     def _step(self, group: "_Group", i: int) -> None:

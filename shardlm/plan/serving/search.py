@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.plan.search import divisors
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
 from shardlm.plan.serving.time import DecodeStep, Speed
+from shardlm.plan.ways import divisors
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 

@@ -1,0 +1,129 @@
+"""What a search tries: the ways to lay a run over the GPUs of a cluster that may be worth it and that the constraints
+allow, one after another. Nothing is reckoned here (search.py)."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constraints import Constraints
+from shardlm.train.config import PipelineConfig, RunConfig
+
+REMATS = ("none", "dots", "full")
+PRESETS = ("zero3", "hybrid", "zero1", "zero2", "replicated")
+SHORTEST_CHUNK = 1024  # tokens of a row that a device of the context axis should have at least
+MOST_ROWS = 16  # of a device's microbatch: beyond, memory grows and nothing runs faster
+ROUNDS = (2, 4)
+
+
+def laid_out(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Iterator[RunConfig]:
+    """The configuration on each mesh, with each preset that differs there."""
+    shape, train = config.model.transformer(), config.train
+    for tensor, pipeline, context, expert in _inner(shape, train.seq_len, cluster, constraints):
+        rest = cluster.num_gpus // (tensor * pipeline * context * expert)
+        for rules, data in itertools.product(constraints.choices("rules", PRESETS), divisors(rest)):
+            mesh = MeshSpec(data, rest // data, context, pipeline, expert, tensor)
+            if _differs(rules, mesh, constraints) and _allowed(mesh, constraints):
+                yield dataclasses.replace(config, mesh=mesh, rules=rules)
+
+
+def _inner(
+    shape: TransformerConfig, seq_len: int, cluster: Cluster, constraints: Constraints
+) -> Iterator[tuple[int, int, int, int]]:
+    """(tensor, pipeline, context, expert) that the model divides over."""
+    experts = [block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts]
+    repeats = shape.segments[shape.pipelined_segment()].repeats
+    heads = math.gcd(*(block.attention.num_heads for block in shape.kinds))
+    longest = max(1, seq_len // SHORTEST_CHUNK)
+    for tensor in divisors(cluster.num_gpus):
+        if heads % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
+            continue
+        for pipeline in divisors(cluster.num_gpus // tensor):
+            if pipeline > repeats:
+                continue
+            for context in divisors(cluster.num_gpus // tensor // pipeline):
+                if context > longest and not constraints.names("mesh.context"):
+                    continue
+                for expert in divisors(cluster.num_gpus // tensor // pipeline // context):
+                    if expert == 1 or (experts and math.gcd(*experts) % expert == 0):
+                        yield tensor, pipeline, context, expert
+
+
+def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:
+    """Of presets and splits that mean the same on a mesh, one: zero3 over fsdp alone, the replicated ones over data."""
+    if constraints.names("mesh.data") or constraints.names("mesh.fsdp"):
+        return True
+    if rules == "zero3":
+        return mesh.data == 1
+    if rules == "hybrid":
+        return mesh.data > 1 and mesh.fsdp > 1
+    if rules == "replicated":
+        return mesh.fsdp == 1
+    return mesh.fsdp == 1 and mesh.size("data", "context", "expert") > 1
+
+
+def _allowed(mesh: MeshSpec, constraints: Constraints) -> bool:
+    return all(constraints.allow(f"mesh.{axis}", size) for axis, size in mesh.sizes().items())
+
+
+def variants_of(config: RunConfig, constraints: Constraints) -> Iterator[RunConfig]:
+    """The configuration on its mesh with every schedule, number of microbatches and kind of product."""
+    schedules = _schedules(constraints) if config.mesh.pipeline > 1 else [config.pipeline]
+    matmuls = constraints.choices("matmul", [config.matmul])
+    for pipeline, accumulation in itertools.product(schedules, _accumulations(config, constraints)):
+        train = dataclasses.replace(config.train, accumulation=accumulation)
+        for matmul in matmuls:
+            yield dataclasses.replace(config, train=train, pipeline=pipeline, matmul=matmul)
+
+
+def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:
+    """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
+    for away in offload:
+        place = dataclasses.replace(config.offload, optimizer=away)
+        for remat in (name for name in remats if _can_keep(name, config)):
+            yield dataclasses.replace(config, remat=remat, offload=place)
+
+
+def _can_keep(remat: str, config: RunConfig) -> bool:
+    """1F1B keeps what it keeps (train/one_f_one_b.py)."""
+    return remat == "full" or config.mesh.pipeline == 1 or config.pipeline.schedule != "1f1b"
+
+
+def _schedules(constraints: Constraints) -> list[PipelineConfig]:
+    """Of pipelines; one round of the circular schedule is GPipe's."""
+    found = []
+    for schedule in constraints.choices("pipeline.schedule", ["circular", "gpipe", "1f1b"]):
+        rounds = constraints.choices("pipeline.rounds", ROUNDS) if schedule == "circular" else [1]
+        found += [PipelineConfig(schedule, count) for count in rounds]
+    return found
+
+
+def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
+    """Numbers of microbatches that leave each device a power of two of rows, and others where they are asked for."""
+    mesh = config.mesh
+    rows, over = divmod(config.train.global_batch, mesh.size("data", "fsdp", "expert"))
+    if over or not rows:
+        return [config.train.accumulation]  # refused with the reason
+    counts = [rows // 2**i for i in range(MOST_ROWS.bit_length()) if rows % 2**i == 0]
+    filling = [n for n in counts if n % mesh.pipeline == 0] or counts[:1]
+    asked = constraints.numbers("train.accumulation")
+    for numbers in (filling, counts, divisors(rows)):
+        exact = sorted({*numbers, *(n for n in asked if rows % n == 0)}, reverse=True)
+        if allowed := [n for n in exact if constraints.allow("train.accumulation", n)]:
+            return allowed
+    return asked[:1]  # refused with the reason
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def by_schedule(laid: RunConfig, constraints: Constraints) -> list[list[RunConfig]]:
+    """Variants by their schedule and product, those of the most microbatches first."""
+    found: dict[tuple, list[RunConfig]] = {}
+    for variant in variants_of(laid, constraints):
+        found.setdefault((variant.pipeline, variant.matmul), []).append(variant)
+    return list(found.values())
