@@ -28,10 +28,12 @@ class Page:
         self._held, self._number, self._session = b"", 0, None
         self.errors: list[str] = []
         self.asked: list[str] = []
+        self._loaded: set[str] = set()  # loaderId of each document that is there whole
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **params):
         """The result of one command; what the page tells meanwhile is noted."""
@@ -44,6 +46,13 @@ class Page:
             self._note(told)
         assert "error" not in told, f"{method}: {told['error']}"
         return told["result"]
+
+    def open(self, url: str) -> None:
+        """The page at `url`, all of it: Page.navigate is answered before the document has its elements."""
+        found = self.call("Page.navigate", url=url)
+        assert "errorText" not in found, f"{url}: {found['errorText']}"
+        while found["loaderId"] not in self._loaded:
+            self._note(self._read())
 
     def _read(self):
         while b"\0" not in self._held:
@@ -61,6 +70,8 @@ class Page:
             self.errors.append(json.dumps(params["exceptionDetails"]))
         elif told.get("method") == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
+        elif told.get("method") == "Page.lifecycleEvent" and params["name"] == "load":
+            self._loaded.add(params["loaderId"])
         elif told.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(params["entry"]["text"])
         elif told.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":

@@ -47,8 +47,8 @@ def shown(browser: str, folder, text: str, heading: str):
     path = folder / "page.html"
     path.write_text(text, encoding="utf-8")
     with chromium.browser(browser, folder / "profile") as page:
-        page.call("Page.navigate", url=path.as_uri())
-        page.until("document.querySelector('footer') && document.readyState == 'complete'")
+        page.open(path.as_uri())
+        assert number(page, "footer") == 1
         assert page.value("document.querySelector('h1').textContent") == heading
         yield page
 

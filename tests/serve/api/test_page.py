@@ -30,7 +30,7 @@ def serving(llm, **settings):
 def test_thoughts_are_shown_apart_and_not_said_again(tmp_path):
     llm = FakeLLM(reply="<think>I look.</think>the fox", template_name="qwen3")
     with serving(llm) as address, chromium.browser(BROWSER, tmp_path) as page:
-        page.call("Page.navigate", url=address)
+        page.open(address)
         for count in (1, 2):
             page.type("text", "hello")
             page.press_enter()
@@ -43,7 +43,7 @@ def test_thoughts_are_shown_apart_and_not_said_again(tmp_path):
 def test_a_person_chats_and_watches(tmp_path):
     llm = FakeLLM(reply=REPLY, delay=0.15)
     with serving(llm, api_keys=("secret",)) as address, chromium.browser(BROWSER, tmp_path) as page:
-        page.call("Page.navigate", url=address)
+        page.open(address)
         page.until("document.getElementById('load')?.textContent.includes('KV 0.0 %')")
         assert page.value("document.getElementById('model').textContent") == "fake"
         page.type("key", "secret")
