@@ -101,12 +101,12 @@ def _client_command(file: pathlib.Path, vocab: int) -> list[str]:
 
 def load(benchmark: str) -> int:
     """What answers at --url, under load. Imports no jax."""
-    from shardlm.serve.bench import online, workload
+    from shardlm.serve.bench import online, seen, workload
     from shardlm.serve.bench.client import Client
     from shardlm.serve.bench.picture import plot_load
 
     count, new = _REQUESTS.value, _OUTPUT_LEN.value
-    rates, limits = numbers("rates", _RATES.value, float), online.limits_of(_GOODPUT.value)
+    rates, limits = numbers("rates", _RATES.value, float), seen.limits_of(_GOODPUT.value)
     concurrency = numbers("concurrency", _CONCURRENCY.value, int)
     if not rates and not concurrency:
         raise ShardlmError("give --rates or --concurrency, or both")

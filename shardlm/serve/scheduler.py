@@ -195,7 +195,7 @@ class Scheduler:
         """
         decodes: list[Request] = []
         chunks: list[Row] = []
-        decoding = sum(request.computed >= request.prefill_end for request in self._running)
+        decoding = sum(request.computed >= request.prefill_end and request.remaining > 0 for request in self._running)
         budget = self.config.max_batch_tokens - decoding * (1 + self.config.drafts)
         for request in sorted(self._running + self.upcoming(), key=_turn):
             if request.status is Status.WAITING:

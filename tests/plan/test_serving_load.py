@@ -1,8 +1,7 @@
-"""The fluid of a serving plan against the real scheduler: requests arrive at random, and each batch takes as long as
-the plan says that its programs do."""
+"""A replica under load: the fluid of a serving plan against the scheduler itself, and that against what is known of
+queues."""
 
-import collections
-import random
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,62 +9,65 @@ import pytest
 from shardlm.hardware import GPUS
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.arrivals import times_of_requests
 from shardlm.plan.serving.case import ServedModel, ServingCase
-from shardlm.plan.serving.load import Replica
+from shardlm.plan.serving.load import Load, Replica
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.time import Speed
-from shardlm.serve.build import EngineConfig, scheduler_of
-from shardlm.serve.engine import AHEAD
+from shardlm.serve.build import EngineConfig
 from shardlm.serve.pace import steps_of
-from shardlm.serve.request import Request
-from shardlm.serve.sampling_params import SamplingParams
 
 
-def simulated(replica: Replica, rate: float, count: int) -> tuple[float, float]:
-    """(mean seconds to the first token, between two tokens) of the requests in the middle of so many."""
-    case, speed, rng = replica.case, replica.speed, random.Random(0)
-    scheduler = scheduler_of(speed.memory.sizes, case.engine)
-    params = SamplingParams(max_tokens=case.output_len, ignore_eos=True)
-    came = dict(enumerate(np.cumsum([rng.expovariate(rate) for _ in range(count)])))
-    waiting, flying = collections.deque(came.items()), collections.deque()
-    first, last, now, free = {}, {}, 0.0, 0.0
-    context = case.prompt_len + case.output_len / 2
-    pace = lambda rows: steps_of(speed.step_seconds(rows, context), speed.memory.sizes.decode_steps)  # noqa: E731
-    while waiting or scheduler.has_unfinished:
-        while waiting and waiting[0][1] <= now:
-            number, _ = waiting.popleft()
-            prompt = [rng.randrange(10**6) for _ in range(case.prompt_len)]
-            scheduler.add(Request(str(number), prompt, params, eos_ids=[]))
-        while len(flying) < AHEAD and (batch := scheduler.schedule(pace)) is not None:
-            free = max(now, free) + seconds_of(batch, speed)
-            flying.append((batch, free))
-        if not flying:
-            now = waiting[0][1]
-            continue
-        batch, now = flying.popleft()
-        for row in batch.rows:
-            if row.samples:
-                last[int(row.request.id)] = now
-                first.setdefault(int(row.request.id), now)
-        scheduler.land(batch, np.full((len(batch.rows), batch.steps), 7))
-    some = range(count // 5, count * 4 // 5)
-    between = [(last[i] - first[i]) / (case.output_len - 1) for i in some]
-    return float(np.mean([first[i] - came[i] for i in some])), float(np.mean(between))
-
-
-def seconds_of(batch, speed: Speed) -> float:
-    decodes = [row.start for row in batch.rows if row.tokens is None]
-    chunks = [(speed.padded(len(row.tokens)), row.start) for row in batch.rows if row.tokens is not None]
-    step = speed.step_seconds(len(decodes), sum(decodes) / len(decodes)) if decodes else 0.0
-    return step * batch.steps + sum(speed.chunk(*chunk) for chunk in chunks)
+def replica_of(prompt_len: int, output_len: int, engine: EngineConfig | None = None, **asked) -> Replica:
+    model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)
+    case = ServingCase(model, Cluster.of(GPUS["h100"], 1), engine or EngineConfig(), prompt_len, output_len, **asked)
+    return Replica.of(case, Speed.of(case, serving_memory(case)))
 
 
 @pytest.mark.parametrize(("prompt_len", "output_len"), [(1024, 128), (4000, 64)])
 def test_times_are_those_of_the_scheduler(prompt_len, output_len):
-    model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)
-    case = ServingCase(model, Cluster.of(GPUS["h100"], 1), EngineConfig(), prompt_len, output_len)
-    replica = Replica.of(case, Speed.of(case, serving_memory(case)))
+    replica = replica_of(prompt_len, output_len)
     load = replica.at(0.5 * replica.most().rate)
-    ttft, between = simulated(replica, load.rate, 300)
-    assert load.ttft_seconds == pytest.approx(ttft, rel=0.25)
-    assert load.itl_seconds == pytest.approx(between, rel=0.2)
+    found = times_of_requests(replica, load)
+    assert load.ttft_seconds == pytest.approx(found["ttft_seconds"]["mean"], rel=0.25)
+    assert load.itl_seconds == pytest.approx(found["tpot_seconds"]["mean"], rel=0.2)
+    assert found["preemptions"] == 0 and found["within_limits"] is None
+
+
+def test_a_request_that_is_alone_takes_what_its_programs_take():
+    replica = replica_of(1024, 128)
+    found = times_of_requests(replica, Load(1e-3, 0.0, 0.0, 0.0, 0.0, ""))
+    step, most = replica.speed.step_seconds(1, 1088), replica.speed.memory.sizes.decode_steps
+    assert found["ttft_seconds"]["p99"] == pytest.approx(replica.alone)
+    assert found["tpot_seconds"]["p50"] == pytest.approx(step, rel=0.01)
+    assert found["itl_seconds"]["p50"] == pytest.approx(steps_of(step, most) * step, rel=0.02)
+    assert found["e2e_seconds"]["mean"] == pytest.approx(replica.alone + 127 * step, rel=0.01)
+
+
+def test_prompts_alone_are_a_queue_of_equal_service():
+    """M/D/1, waits in units of the service: mean 0.5 at half of the most (load.py), 90 of 100 below 1.52, 99 below 3.34
+    (A. K. Erlang's distribution, https://en.wikipedia.org/wiki/M/D/1_queue)."""
+    replica = replica_of(2048, 1)  # as long as a step's budget: none shares a program
+    rate = 0.5 / replica.alone
+    load = Load(rate, 1.0, 0.0, 0.0, 0.0, "")
+    runs = [times_of_requests(replica, load, seed)["ttft_seconds"] for seed in range(4)]
+    waits = {name: np.mean([run[name] for run in runs]) / replica.alone - 1 for name in runs[0]}
+    assert waits["mean"] == pytest.approx(0.5, rel=0.1)
+    assert waits["p90"] == pytest.approx(1.52, rel=0.1) and waits["p99"] == pytest.approx(3.34, rel=0.1)
+
+
+def test_drafts_that_are_accepted_bring_more_tokens_a_step():
+    drafts = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    replica = replica_of(1024, 256, drafts, acceptance_rate=0.5)
+    found = times_of_requests(replica, Load(1e-3, 0.0, 0.0, 0.0, 0.0, ""))
+    assert found["tpot_seconds"]["mean"] == pytest.approx(replica.speed.step_seconds(1, 1152) / 3, rel=0.05)
+
+
+def test_a_share_keeps_the_latencies_asked_for():
+    replica = replica_of(2048, 100)
+    load = replica.at(0.7 * replica.most().rate)
+    times = times_of_requests(replica, load)
+    replica = dataclasses.replace(
+        replica, case=dataclasses.replace(replica.case, ttft_seconds=times["ttft_seconds"]["p90"])
+    )
+    assert times_of_requests(replica, load) == times | {"within_limits": pytest.approx(0.9, abs=0.002)}

@@ -135,7 +135,7 @@ def test_the_figures_of_the_first_plan_are_in_text_and_page():
     page_checker.check(page)
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "{{ 7 * 7 }}" in page
     words = text.split()
-    for table in (tables.plans(told), tables.memory(told), tables.decode(told)):
+    for table in (tables.plans(told), tables.times(told), tables.memory(told), tables.decode(told)):
         assert f'id="table-{table.key}"' in page and table.title in " ".join(words)
         for cell in (cell for row in table.rows for cell in row):
             assert str(markupsafe.escape(cell)) in page and all(word in words for word in cell.split())

@@ -12,6 +12,7 @@ import pytest
 from shardlm.errors import ShardlmError
 from shardlm.serve.bench import online, workload
 from shardlm.serve.bench.client import Client
+from shardlm.serve.bench.seen import Seen, limits_of, summary
 from shardlm.serve.bench.workload import Job
 
 sys.path.append(str(pathlib.Path(__file__).parent / "api"))
@@ -92,7 +93,7 @@ def test_requests_that_fail_are_counted_and_the_others_go_on():
                 await online.bench(wrong, lambda seed: [JOBS["prompt"]], rates=[1.0], concurrency=[], limits={})
         with pytest.raises(ShardlmError, match=r"first request failed: RequestError.*max_tokens=-1"):
             await online.bench(client, lambda seed: [bad], rates=[1.0], concurrency=[], limits={})
-        return online.summary(seen, 2.0, {"e2e": 60.0})
+        return summary(seen, 2.0, {"e2e": 60.0})
 
     report, _ = served(work)
     assert (report["requests"], report["failed"]) == (3, 1) and "max_tokens=-1" in report["first_error"]
@@ -104,12 +105,12 @@ def test_requests_that_fail_are_counted_and_the_others_go_on():
 
 
 def test_percentiles_and_goodput_by_hand():
-    seen = [online.Seen(first=0.1 * i, gaps=[0.1, 0.3], whole=0.1 * i + 0.4, tokens=5) for i in (1, 2, 3)]
-    report = online.summary([*seen, online.Seen(error="x")], 10.0, {"ttft": 0.25, "itl": 0.3})
+    seen = [Seen(first=0.1 * i, gaps=[0.1, 0.3], whole=0.1 * i + 0.4, tokens=5) for i in (1, 2, 3)]
+    report = summary([*seen, Seen(error="x")], 10.0, {"ttft": 0.25, "itl": 0.3})
     assert report["ttft_seconds"] == pytest.approx({"mean": 0.2, "p50": 0.2, "p90": 0.28, "p99": 0.298})
     assert report["tpot_seconds"]["p50"] == pytest.approx(0.1) and report["itl_seconds"]["mean"] == pytest.approx(0.2)
     assert report["goodput"]["share"] == 0.5 and report["goodput"]["requests_per_second"] == 0.2
-    assert online.summary([online.Seen(error="x")], 1.0, {})["ttft_seconds"] == {}
+    assert summary([Seen(error="x")], 1.0, {})["ttft_seconds"] == {}
 
 
 def test_workloads(tmp_path):
@@ -145,7 +146,7 @@ def test_workloads(tmp_path):
 
 def test_command_lines_that_cannot_be():
     with pytest.raises(ShardlmError, match="a limit is NAME:SECONDS, of ttft, tpot"):
-        online.limits_of(["ttft:1", "tfft:1"])
+        limits_of(["ttft:1", "tfft:1"])
     with pytest.raises(ShardlmError, match="is no address of a server"):
         Client("nowhere")
     command = [sys.executable, "-m", "launch.bench", "serve", "--url=http://a", "--rates=x"]

@@ -2,16 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.plan.apart import impossible
 from shardlm.plan.asked import Say, silent
+from shardlm.plan.serving.arrivals import times_of_requests
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.change import Change, changes, more_gpus, told
+from shardlm.plan.serving.load import Replica
 from shardlm.plan.serving.search import DoesNotFit, Found, ServingPlan, search
+from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.verify import VerifiedServing, verify_apart
 
 
@@ -54,6 +59,12 @@ class ServingAnswer:
     @property
     def first(self) -> RankedServing:
         return self.ranked[0]
+
+    @functools.cached_property
+    def times(self) -> dict[str, Any]:
+        """Of requests that come at random to a replica of the first plan (arrivals.times_of_requests)."""
+        plan = self.first.plan
+        return times_of_requests(Replica.of(plan.case, Speed.of(plan.case, plan.memory)), plan.usual)
 
 
 def answer_serving(

@@ -6,8 +6,8 @@ two tokens of one, a decode step over the share of time that prompts leave. Prom
 equal service, M/D/1, whose mean wait is R S^2 / 2 (1 - R S); DistServe (https://arxiv.org/abs/2401.09670, section 3.1)
 takes the same for the time to the first token. Lengths are all equal here; longer bursts than Poisson's wait longer.
 
-Against the real scheduler with random arrivals and these times of programs (tests/plan/test_serving_load.py), at half
-of the most, the mean time to the first token is within a quarter and the time between tokens within a fifth.
+Against the scheduler itself with random arrivals and these times of programs (arrivals.py), at half of the most, the
+mean time to the first token is within a quarter and the time between tokens within a fifth.
 """
 
 import dataclasses

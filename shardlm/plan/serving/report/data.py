@@ -29,6 +29,7 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
         "asked": {"num_gpus": case.cluster.num_gpus} | {name: getattr(case, name) for name in asked},
         "headroom": HEADROOM,
         "unverified": answer.unverified,
+        "times_of_requests": answer.times,
         "plans": [{"rank": rank} | _plan(one) for rank, one in shown],
         "plans_left_out": len(ranked) - len(shown),
         "refused": [{"mesh_text": str(mesh), "why": why} for mesh, why in answer.found.refused],

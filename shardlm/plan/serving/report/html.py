@@ -11,7 +11,7 @@ def to_html(answer: dict[str, Any]) -> str:
     """The page of data.to_json's structure."""
     plan, cluster = answer["plans"][0], answer["cluster"]
     found = answer["placement"]
-    shown = [tables.memory(answer), tables.decode(answer), tables.programs(answer), tables.sent(answer)]
+    shown = [make(answer) for make in tables.SHOWN]
     return page(
         "serving.html.jinja",
         title=f"{answer['model']} served by {plan['num_gpus']} x {cluster['gpu']}",

@@ -130,6 +130,33 @@ def decode(answer: Data) -> Table:
     return Table("decode", "Decoding of a replica", tuple(columns), tuple(rows), note=shared + note)
 
 
+def times(answer: Data) -> Table:
+    """Of requests that come at random to a replica of the first plan, as clients see them."""
+    found, asked = answer["times_of_requests"], answer["asked"]
+    names = {
+        "ttft": "to the first token (TTFT)",
+        "tpot": "for each further token (TPOT)",
+        "itl": "between events of a stream (ITL)",
+        "e2e": "to the end of the reply",
+    }
+    kinds = ("mean", "p50", "p90", "p99")
+    rows = []
+    for name, what in names.items():
+        seen = found[f"{name}_seconds"]
+        rows.append((what, *(milliseconds(seen[kind]) if seen else "-" for kind in kinds)))
+    columns = (Column("ms", words=True), *(Column(kind, GUESS) for kind in kinds))
+    limits = {"the first token within": asked["ttft_seconds"], "a further one every": asked["itl_seconds"]}
+    wanted = " and ".join(f"{what} {seconds(limit)}" for what, limit in limits.items() if limit)
+    said = [
+        f"The engine's own scheduler with {found['requests']:,} requests that come at random, "
+        f"{figure(found['requests_per_second'])} a second, and the estimated times of its programs. A stream gets the "
+        "tokens of a program at once. launch.bench serve reports the same of a server that runs."
+    ]
+    said += [f"{found['within_limits']:.1%} have {wanted}."] if wanted else []
+    said += [f"{found['preemptions']:,} preemptions."] if found["preemptions"] else []
+    return Table("times", "Times of requests, a replica of the first plan", columns, tuple(rows), note=" ".join(said))
+
+
 def programs(answer: Data) -> Table | None:
     """The engine's programs; None where none was compiled."""
     plan = answer["plans"][0]
@@ -166,6 +193,9 @@ def sent(answer: Data) -> Table | None:
     titles = ("program", "axes", "collective")
     columns = (*(Column(title, words=True) for title in titles), Column("MiB", "compiled"))
     return Table("sent", "What a GPU sends in one step", columns, tuple(rows)) if rows else None
+
+
+SHOWN = (times, memory, decode, programs, sent)  # of the first plan, where there is anything to show
 
 
 def refusals(answer: Data) -> list[str]:

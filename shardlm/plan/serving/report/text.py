@@ -13,7 +13,7 @@ def to_text(answer: dict[str, Any]) -> str:
     lines = [f"The first: {plan['mesh_text']}, {plan['status']}"]
     lines += [f"  {fact.what:<{what}}  {fact.said:>{said}}  {fact.basis}" for fact in facts]
     lines.append(wrapped(f"  Limited by {tables.limit(answer)}."))
-    shown = [tables.memory(answer), tables.decode(answer), tables.programs(answer), tables.sent(answer)]
+    shown = [make(answer) for make in tables.SHOWN]
     blocks = [
         "\n".join(map(wrapped, tables.headline(answer))),
         show(tables.plans(answer)),
