@@ -16,6 +16,10 @@ _ACCEPTED = flags.DEFINE_float(
 )
 _ITL = flags.DEFINE_float("itl_seconds", 0.0, "The longest time between two tokens that will do; 0: any.")
 
+_ATTAINMENT = flags.DEFINE_float(
+    "attainment", 0.0, "Share of requests that must keep --ttft_seconds and --itl_seconds; 0: they hold on average."
+)
+
 
 def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     """The ServingCase that the command line asks for: `source` is a RunConfig, or the path of a Hugging Face folder or
@@ -39,8 +43,11 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
         twice = [flag.name for flag in (_PROMPT, _OUTPUT, _RATE) if flag.present]
         if twice:
             raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
+        if _ATTAINMENT.value:
+            raise ShardlmError("--attainment is of one plan (launch.plan --serve), not of an advice; leave it out")
         asked = {name: getattr(target, name) for name in asked}
-    asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "acceptance_rate": _ACCEPTED.value}
+    asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}
+    asked |= {"acceptance_rate": _ACCEPTED.value}
     return ServingCase(model, cluster, engine, **asked, draft=draft)
 
 

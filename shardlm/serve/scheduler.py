@@ -230,15 +230,16 @@ class Scheduler:
         return row
 
     def _decode_row(self, request: Request, most: int) -> Row:
-        samples = self._samples(request, most)
+        samples = min(most, self._left(request))
         end = self._end(request, samples)
         self._holdings.grow(request, end)
         row = Row(request, request.slot, request.start, end, samples, None, False, request.again)
         request.again = False
         return row
 
-    def _samples(self, request: Request, most: int) -> int:
-        return min(most, request.remaining, max(1, self._most_ahead(request)))
+    def _left(self, request: Request) -> int:
+        """Tokens that a row may sample in one program."""
+        return min(request.remaining, max(1, self._most_ahead(request)))
 
     def _most_ahead(self, request: Request) -> int:
         """Tokens that may be scheduled now without a look at those before."""
@@ -254,14 +255,15 @@ class Scheduler:
     def _affordable(self, decodes: list[Request], longest: int) -> tuple[int, int]:
         """(steps, the most tokens of a row) of the largest program that no row's pages are lacking for, and that is not
         longer than any reply can be, nor than `longest`. One token a row is always affordable."""
+        left = [self._left(request) for request in decodes]
+        longest = min(longest, max(left, default=0))
         for steps in reversed(self.config.decode_steps):
-            most = steps * (1 + self.config.drafts)
-            samples = [self._samples(request, most) for request in decodes]
-            if steps > longest or steps > max(samples, default=0):
+            if steps > longest:
                 continue
+            most = steps * (1 + self.config.drafts)
             lacking = sum(
-                self.pages.lacking(request.id, self._end(request, new))
-                for request, new in zip(decodes, samples, strict=True)
+                self.pages.lacking(request.id, self._end(request, min(most, own)))
+                for request, own in zip(decodes, left, strict=True)
             )
             if lacking <= self.pages.num_free:
                 return steps, most

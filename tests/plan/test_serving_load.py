@@ -2,17 +2,21 @@
 queues."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
+from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving.arrivals import times_of_requests
+from shardlm.plan.serving.arrivals import Programs, times_of_requests
+from shardlm.plan.serving.attainment import search_attained
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.load import Load, Replica
 from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.serving.search import search
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.pace import steps_of
@@ -28,7 +32,7 @@ def replica_of(prompt_len: int, output_len: int, engine: EngineConfig | None = N
 def test_times_are_those_of_the_scheduler(prompt_len, output_len):
     replica = replica_of(prompt_len, output_len)
     load = replica.at(0.5 * replica.most().rate)
-    found = times_of_requests(replica, load)
+    found = times_of_requests(Programs(replica), load)
     assert load.ttft_seconds == pytest.approx(found["ttft_seconds"]["mean"], rel=0.25)
     assert load.itl_seconds == pytest.approx(found["tpot_seconds"]["mean"], rel=0.2)
     assert found["preemptions"] == 0 and found["within_limits"] is None
@@ -36,7 +40,7 @@ def test_times_are_those_of_the_scheduler(prompt_len, output_len):
 
 def test_a_request_that_is_alone_takes_what_its_programs_take():
     replica = replica_of(1024, 128)
-    found = times_of_requests(replica, Load(1e-3, 0.0, 0.0, 0.0, 0.0, ""))
+    found = times_of_requests(Programs(replica), Load(1e-3, 0.0, 0.0, 0.0, 0.0, ""))
     step, most = replica.speed.step_seconds(1, 1088), replica.speed.memory.sizes.decode_steps
     assert found["ttft_seconds"]["p99"] == pytest.approx(replica.alone)
     assert found["tpot_seconds"]["p50"] == pytest.approx(step, rel=0.01)
@@ -50,7 +54,7 @@ def test_prompts_alone_are_a_queue_of_equal_service():
     replica = replica_of(2048, 1)  # as long as a step's budget: none shares a program
     rate = 0.5 / replica.alone
     load = Load(rate, 1.0, 0.0, 0.0, 0.0, "")
-    runs = [times_of_requests(replica, load, seed)["ttft_seconds"] for seed in range(4)]
+    runs = [times_of_requests(Programs(replica), load, seed)["ttft_seconds"] for seed in range(4)]
     waits = {name: np.mean([run[name] for run in runs]) / replica.alone - 1 for name in runs[0]}
     assert waits["mean"] == pytest.approx(0.5, rel=0.1)
     assert waits["p90"] == pytest.approx(1.52, rel=0.1) and waits["p99"] == pytest.approx(3.34, rel=0.1)
@@ -59,15 +63,39 @@ def test_prompts_alone_are_a_queue_of_equal_service():
 def test_drafts_that_are_accepted_bring_more_tokens_a_step():
     drafts = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
     replica = replica_of(1024, 256, drafts, acceptance_rate=0.5)
-    found = times_of_requests(replica, Load(1e-3, 0.0, 0.0, 0.0, 0.0, ""))
+    found = times_of_requests(Programs(replica), Load(1e-3, 0.0, 0.0, 0.0, 0.0, ""))
     assert found["tpot_seconds"]["mean"] == pytest.approx(replica.speed.step_seconds(1, 1152) / 3, rel=0.05)
 
 
 def test_a_share_keeps_the_latencies_asked_for():
     replica = replica_of(2048, 100)
     load = replica.at(0.7 * replica.most().rate)
-    times = times_of_requests(replica, load)
+    times = times_of_requests(Programs(replica), load)
     replica = dataclasses.replace(
         replica, case=dataclasses.replace(replica.case, ttft_seconds=times["ttft_seconds"]["p90"])
     )
-    assert times_of_requests(replica, load) == times | {"within_limits": pytest.approx(0.9, abs=0.002)}
+    assert times_of_requests(Programs(replica), load) == times | {"within_limits": pytest.approx(0.9, abs=0.002)}
+
+
+def test_a_plan_by_attainment_has_as_many_requests_as_leave_most_in_time():
+    """And where the mean would do, more of them: of 100 requests one is late."""
+    by_means = replica_of(2048, 16, ttft_seconds=0.25, request_rate=30.0).case
+    case = dataclasses.replace(by_means, attainment=0.99)
+    (plan,) = search_attained(case, {}, lambda what: None).plans
+    (mean,) = search(by_means).plans
+    programs = Programs(Replica.of(case, Speed.of(case, plan.memory)))
+    assert 0.99 <= times_of_requests(programs, plan.most)["within_limits"] < 0.995
+    more = dataclasses.replace(plan.most, rate=1.1 * plan.most.rate)
+    assert times_of_requests(programs, more)["within_limits"] < 0.99
+    assert plan.most.limit == "attainment" and plan.most.rate < 0.8 * mean.most.rate
+    assert plan.replicas == math.ceil(30 / plan.most.rate) and plan.usual.rate == pytest.approx(30 / plan.replicas)
+
+
+def test_latencies_that_no_replica_has_are_refused():
+    case = replica_of(2048, 16, ttft_seconds=0.01, attainment=0.9).case
+    with pytest.raises(
+        ShardlmError, match=r"no mesh of 1 h100 will do: .* 0.0% of requests .* attainment=0.9:"
+    ):
+        search_attained(case, {}, lambda what: None)
+    with pytest.raises(ShardlmError, match=r"attainment=0.9 is the share .* ttft_seconds=0 and itl_seconds=0"):
+        dataclasses.replace(case, ttft_seconds=0.0)

@@ -11,7 +11,8 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.plan.apart import impossible
 from shardlm.plan.asked import Say, silent
-from shardlm.plan.serving.arrivals import times_of_requests
+from shardlm.plan.serving.arrivals import Programs, times_of_requests
+from shardlm.plan.serving.attainment import search_attained
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.change import Change, changes, more_gpus, told
 from shardlm.plan.serving.load import Replica
@@ -64,7 +65,7 @@ class ServingAnswer:
     def times(self) -> dict[str, Any]:
         """Of requests that come at random to a replica of the first plan (arrivals.times_of_requests)."""
         plan = self.first.plan
-        return times_of_requests(Replica.of(plan.case, Speed.of(plan.case, plan.memory)), plan.usual)
+        return times_of_requests(Programs(Replica.of(plan.case, Speed.of(plan.case, plan.memory))), plan.usual)
 
 
 def answer_serving(
@@ -78,7 +79,7 @@ def answer_serving(
     make it fit, compiled in the same way. What takes long is told to `say` as it begins."""
     unverified = impossible(case.cluster) if compiled else ""
     try:
-        found = search(case, fixed)
+        found = search_attained(case, fixed, say) if case.attainment else search(case, fixed)
     except DoesNotFit as error:
         raise ShardlmError(_with_remedy(error, case, fixed, compiled, unverified, say)) from None
     good: list[RankedServing] = []

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,44 @@ LEAST = 100
 TOKEN = 7  # that everyone says
 
 
-def times_of_requests(replica: Replica, load: Load, seed: int = 0) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What those of a replica take, remembered: for several runs of it."""
+
+    replica: Replica
+
+    def steps(self, rows: int) -> int:
+        """Of a decode program."""
+        step = self._step_seconds(rows, round(self.replica.context))
+        return steps_of(step, self.replica.speed.memory.sizes.decode_steps)
+
+    def seconds(self, batch: ScheduledBatch) -> tuple[float, float]:
+        """(that the device is busy with a batch, until it has landed): in stages a chunk follows the one before it."""
+        speed = self.replica.speed
+        decodes = [row.start for row in batch.rows if row.tokens is None]
+        chunks = [
+            speed.chunk(speed.padded(len(row.tokens)), _rounded(row.start))
+            for row in batch.rows
+            if row.tokens is not None
+        ]
+        step = self._step_seconds(len(decodes), _rounded(sum(decodes) / len(decodes))) if decodes else 0.0
+        busy = step * batch.steps + sum(chunks) / speed.stages
+        return busy, busy + max(chunks, default=0.0) * (1 - 1 / speed.stages)
+
+    @functools.cached_property
+    def _step_seconds(self) -> Callable[[int, int], float]:
+        return functools.cache(self.replica.speed.step_seconds)
+
+
+def times_of_requests(programs: Programs, load: Load, seed: int = 0) -> dict[str, Any]:
     """Seconds as `launch.bench serve` reports them (bench/seen.py: mean and percentiles of ttft, tpot, itl, e2e) of
     requests of the case's lengths that come at random (a Poisson process of the load's rate); the share that keeps the
     case's latencies, where it has any, and the preemptions. As many as run at once come three times before those that
     are reported, and more behind them."""
-    case = replica.case
+    case = programs.replica.case
     count = max(LEAST, min(REQUESTS, TOKENS // case.output_len))
     before = math.ceil(3 * load.running)
-    run = _Run.of(replica, load.rate, before + count + count // 4, seed)
+    run = _Run.of(programs, load.rate, before + count + count // 4, seed)
     run.until_all_ended()
     seen = run.seen[before : before + count]
     limits = {"ttft": case.ttft_seconds, "tpot": case.itl_seconds}
@@ -51,7 +81,7 @@ def times_of_requests(replica: Replica, load: Load, seed: int = 0) -> dict[str, 
 class _Run:
     """came, ended: seconds of each request's arrival and last token; flying: (batch, when it lands)."""
 
-    replica: Replica
+    programs: Programs
     scheduler: Scheduler
     rng: random.Random
     came: list[float]
@@ -62,21 +92,21 @@ class _Run:
     free: float = 0.0  # when the device has done all that flies
 
     @classmethod
-    def of(cls, replica: Replica, rate: float, count: int, seed: int) -> "_Run":
+    def of(cls, programs: Programs, rate: float, count: int, seed: int) -> "_Run":
         rng, now, came = random.Random(seed), 0.0, []
         for _ in range(count):
             now += rng.expovariate(rate)
             came.append(now)
         # No prompt here begins as another does: nothing would be found, and hashes of pages are most of the time.
-        engine = dataclasses.replace(replica.case.engine, enable_prefix_caching=False)
-        scheduler = scheduler_of(replica.speed.memory.sizes, engine)
+        engine = dataclasses.replace(programs.replica.case.engine, enable_prefix_caching=False)
+        scheduler = scheduler_of(programs.replica.speed.memory.sizes, engine)
         seen = [Seen() for _ in came]
-        return cls(replica, scheduler, rng, came, seen, [math.nan] * count, collections.deque())
+        return cls(programs, scheduler, rng, came, seen, [math.nan] * count, collections.deque())
 
     def until_all_ended(self) -> None:
         """Time goes from each arrival or landing to the next; at each the engine starts what it can."""
         waiting = collections.deque(enumerate(self.came))
-        case = self.replica.case
+        case = self.programs.replica.case
         params = SamplingParams(max_tokens=case.output_len, ignore_eos=True)
         prompt = [TOKEN] * case.prompt_len
         while waiting or self.scheduler.has_unfinished:
@@ -87,11 +117,11 @@ class _Run:
                 self.scheduler.add(Request(str(waiting.popleft()[0]), prompt, params))
             else:
                 self._land(self.flying.popleft()[0])
-            while len(self.flying) < AHEAD and (batch := self.scheduler.schedule(self._steps)) is not None:
+            while len(self.flying) < AHEAD and (batch := self.scheduler.schedule(self.programs.steps)) is not None:
                 self._start(batch)
 
     def _start(self, batch: ScheduledBatch) -> None:
-        device, whole = self._seconds(batch)
+        device, whole = self.programs.seconds(batch)
         begins = max(self.now, self.free)
         self.free = begins + device
         self.flying.append((batch, begins + whole))
@@ -112,7 +142,7 @@ class _Run:
 
     def _counts(self, batch: ScheduledBatch) -> np.ndarray | None:
         """Tokens of each row, where each draft of a step is right with the same chance; None: all that they sample."""
-        case = self.replica.case
+        case = self.programs.replica.case
         drafts = case.engine.drafts
         if not drafts:
             return None
@@ -124,27 +154,6 @@ class _Run:
                 count = min(count, batch.steps + sum(right))
             found.append(count)
         return np.array(found)
-
-    def _steps(self, rows: int) -> int:
-        replica = self.replica
-        return steps_of(self._step_seconds(rows, round(replica.context)), replica.speed.memory.sizes.decode_steps)
-
-    def _seconds(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """(that the device is busy with a batch, until it has landed): in stages a chunk follows the one before it."""
-        speed = self.replica.speed
-        decodes = [row.start for row in batch.rows if row.tokens is None]
-        chunks = [
-            speed.chunk(speed.padded(len(row.tokens)), _rounded(row.start))
-            for row in batch.rows
-            if row.tokens is not None
-        ]
-        step = self._step_seconds(len(decodes), _rounded(sum(decodes) / len(decodes))) if decodes else 0.0
-        busy = step * batch.steps + sum(chunks) / speed.stages
-        return busy, busy + max(chunks, default=0.0) * (1 - 1 / speed.stages)
-
-    @functools.cached_property
-    def _step_seconds(self):
-        return functools.cache(self.replica.speed.step_seconds)
 
 
 def _rounded(tokens: float) -> int:

@@ -64,6 +64,8 @@ class ServingCase:
     request_rate   requests a second that are to be served; 0: as many as possible
     ttft_seconds   the longest mean time to the first token that will do; 0: any
     itl_seconds    the longest time between two tokens of a reply that will do; 0: any
+    attainment     the share of requests that must keep those two, the second on average of a reply; 0: they hold for
+                   the mean of all requests
     acceptance_rate  share of the drafted tokens that the model accepts, as servers report it; 0: nothing drafts
     draft          the model that drafts, where one does
     """
@@ -76,6 +78,7 @@ class ServingCase:
     request_rate: float = 0.0
     ttft_seconds: float = 0.0
     itl_seconds: float = 0.0
+    attainment: float = 0.0
     acceptance_rate: float = 0.0
     draft: ServedModel | None = None
 
@@ -92,6 +95,11 @@ class ServingCase:
         for name in ("request_rate", "ttft_seconds", "itl_seconds"):
             if getattr(self, name) < 0:
                 raise ShardlmError(f"{name}={getattr(self, name)} is at least 0; 0 asks for nothing")
+        if self.attainment and not (0.5 <= self.attainment < 1 and (self.ttft_seconds or self.itl_seconds)):
+            raise ShardlmError(
+                f"attainment={self.attainment:g} is the share of requests that must keep ttft_seconds="
+                f"{self.ttft_seconds:g} and itl_seconds={self.itl_seconds:g}: from 0.5 to below 1, and one is given"
+            )
         if self.engine.deterministic:
             raise ShardlmError(
                 "a serving plan does not cover deterministic=True, whose programs run a token at a time; leave it out"

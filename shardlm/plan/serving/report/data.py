@@ -21,13 +21,13 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
     shown = [(rank, one) for rank, one in ranked if rank <= most or one.verified]
     first = answer.first.plan
     case, cluster = first.case, _cluster_of(first)
-    asked = ("prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds")
+    asked = ("prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds", "attainment")
     return {
         "model": case.model.name,
         "cluster": cluster_facts(cluster),
         "engine": _engine(first),
         "asked": {"num_gpus": case.cluster.num_gpus} | {name: getattr(case, name) for name in asked},
-        "headroom": HEADROOM,
+        "headroom": 1.0 if case.attainment else HEADROOM,
         "unverified": answer.unverified,
         "times_of_requests": answer.times,
         "plans": [{"rank": rank} | _plan(one) for rank, one in shown],

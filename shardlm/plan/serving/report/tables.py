@@ -83,7 +83,9 @@ def facts(answer: Data) -> list[Fact]:
 
 def limit(answer: Data) -> str:
     """What keeps a replica from more, and how much of its most is planned with."""
-    most = answer["plans"][0]["estimated"]["at_most"]
+    most, share = answer["plans"][0]["estimated"]["at_most"], answer["asked"]["attainment"]
+    if share:
+        return f"{most['limit']}; a replica is planned with as many requests as leave {share:.4g} of them in time"
     return f"{most['limit']}; each replica is planned with no more than {answer['headroom']:.0%} of what it sustains"
 
 
