@@ -93,9 +93,7 @@ def test_a_plan_by_attainment_has_as_many_requests_as_leave_most_in_time():
 
 def test_latencies_that_no_replica_has_are_refused():
     case = replica_of(2048, 16, ttft_seconds=0.01, attainment=0.9).case
-    with pytest.raises(
-        ShardlmError, match=r"no mesh of 1 h100 will do: .* 0.0% of requests .* attainment=0.9:"
-    ):
+    with pytest.raises(ShardlmError, match=r"no mesh of 1 h100 will do: .* 0.0% of requests .* attainment=0.9:"):
         search_attained(case, {}, lambda what: None)
     with pytest.raises(ShardlmError, match=r"attainment=0.9 is the share .* ttft_seconds=0 and itl_seconds=0"):
         dataclasses.replace(case, ttft_seconds=0.0)
