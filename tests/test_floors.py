@@ -58,6 +58,7 @@ NO_JAX_IN_SERVE = [
     "page_table.py",
     "scheduler.py",
     "scheduler_config.py",
+    "chunk_programs.py",
     "outputs.py",
 ]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))

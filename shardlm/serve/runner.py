@@ -23,7 +23,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.penalties import counts_of
-from shardlm.serve import programs
+from shardlm.serve import chunk_programs, programs
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.programs import ChunkRows, DecodeRows
@@ -68,11 +68,8 @@ class RunnerConfig:
 
     @property
     def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, tokens) of the chunk programs: a chunk alone, and as many of its length as the budget holds."""
-        most = self.max_batch_tokens
-        lengths = [n for n in (2**i for i in range(5, 30)) if n < most] + [most]
-        sizes = {(rows, n) for n in lengths for rows in (1, min(self.max_rows, most // n))}
-        return tuple(sorted(sizes, key=lambda size: (size[1], size[0])))
+        """(rows, tokens) of the chunk programs."""
+        return chunk_programs.sizes_of(self.max_batch_tokens, self.max_rows)
 
     @property
     def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:
@@ -298,18 +295,10 @@ class Runner:
             self._run("text", np.array([row.slot], np.int32), text)
 
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
-        """Chunks in programs: (size, rows), in the batch's order where a later chunk may share an earlier one's pages.
-        Equal lengths go together as far as a program holds them."""
-        found: list[tuple[tuple[int, int], list]] = []
-        for n, row in rows:
-            length = next(size[1] for size in self.config.chunk_sizes if size[1] >= len(row.tokens))
-            most = max(size[0] for size in self.config.chunk_sizes if size[1] == length)
-            if found and found[-1][0][1] == length and len(found[-1][1]) < most:
-                found[-1][1].append((n, row))
-                found[-1] = ((most, length), found[-1][1])
-            else:
-                found.append(((1, length), [(n, row)]))
-        return found
+        """Chunks in programs: (size, rows)."""
+        left = iter(rows)
+        parts = chunk_programs.dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.platform)
+        return [(size, list(itertools.islice(left, count))) for size, count in parts]
 
     # Inputs.
 

@@ -4,17 +4,19 @@ programs. What clients would see of their requests: percentiles, where load.py h
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardlm.plan.serving.load import Load, Replica
-from shardlm.serve.batch import ScheduledBatch
+from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.bench.seen import TIMES, Seen, summary
 from shardlm.serve.build import scheduler_of
+from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.engine import AHEAD
 from shardlm.serve.pace import steps_of
 from shardlm.serve.request import Request
@@ -41,14 +43,19 @@ class Programs:
         """(that the device is busy with a batch, until it has landed): in stages a chunk follows the one before it."""
         speed = self.replica.speed
         decodes = [row.start for row in batch.rows if row.tokens is None]
-        chunks = [
-            speed.chunk(speed.padded(len(row.tokens)), _rounded(row.start))
-            for row in batch.rows
-            if row.tokens is not None
-        ]
+        chunks = self._chunks([row for row in batch.rows if row.tokens is not None])
         step = self._step_seconds(len(decodes), _rounded(sum(decodes) / len(decodes))) if decodes else 0.0
         busy = step * batch.steps + sum(chunks) / speed.stages
         return busy, busy + max(chunks, default=0.0) * (1 - 1 / speed.stages)
+
+    def _chunks(self, rows: Sequence[Row]) -> list[float]:
+        """Of each program that the runner deals these rows to."""
+        left = iter(rows)
+        found = []
+        for size, count in dealt([len(row.tokens) for row in rows], self.replica.speed.memory.sizes.chunk_sizes, "gpu"):
+            before = sum(row.start for row in itertools.islice(left, count)) / count
+            found.append(self.replica.speed.chunk(math.prod(size), _rounded(before), size[0]))
+        return found
 
     @functools.cached_property
     def _step_seconds(self) -> Callable[[int, int], float]:

@@ -147,9 +147,9 @@ class Speed:
         return min(n for _, n in self.memory.sizes.chunk_sizes if n >= count)
 
     @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
-    def chunk(self, tokens: int, before: int) -> float:
-        """Seconds of a program of so many tokens of a prompt after those before, through all stages in turn."""
-        one = Pass(tokens, 1, before, self.itemsize)
+    def chunk(self, tokens: int, before: int, rows: int = 1) -> float:
+        """Seconds of a program of so many tokens in all rows, each after those before, through all stages in turn."""
+        one = Pass(tokens, rows, before, self.itemsize)
         return sum(self._turns(one)) + (self.stages - 1) * self._hop(tokens)
 
     def _hop(self, tokens: float) -> float:
