@@ -1,7 +1,7 @@
 """python -m launch.train --config=configs/llama3_8b_128k.py --config.data.train=TEXT --config.data.validation=TEXT
 
 Hardware: 8 x H100 80 GB in one host, each row of 131,072 tokens over all of them (context=8).
-Expected: compiled without a GPU, not measured: 11.2 GiB of state and 18.5 GiB of temporaries a GPU; keys and values go
+Expected: compiled without a GPU, not measured: 11.2 GiB of state and 18.2 GiB of temporaries a GPU; keys and values go
 round a ring, each move beside a meeting; no speed is known yet.
 Data: your own text or shards, and Llama 3's tokenizer.json in data.tokenizer.
 """

@@ -75,8 +75,9 @@ def _several_at_once(mesh: Mesh) -> bool:
     return _over_network(mesh) and (_without_exchange(mesh) or mesh.shape.get("fsdp", 1) >= 4)
 
 
-def _weights_alone_over_network(mesh: Mesh) -> bool:
-    return _over_network(mesh) and mesh.shape.get("tensor", 1) == 1
+def _layers_over_network(mesh: Mesh) -> bool:
+    """Whether layers are not in stages of which tensor splits the sequence: that is gathered in each tick too."""
+    return _over_network(mesh) and 1 in (mesh.shape.get("tensor", 1), mesh.shape.get("pipeline", 1))
 
 
 def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -> Option:
@@ -88,15 +89,16 @@ def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -
 # Read from compiled programs for H100, without a GPU (jaxlib 0.10.2): seconds of a step, kernels and what no kernel
 # covers by our rates. Over the network with the first two, then with the limit on memory and four collectives at once,
 # then with pipelined gathers too: Llama 3 70B on 64 GPUs as fsdp=16 x context=4 (remat=dots) 2.68, 2.66 and 2.16; as
-# fsdp=16 x tensor=4 2.88, 2.85 and 2.63; on 256 as pipeline=4 x fsdp=8 x tensor=8 26.2, 23.6 and 23.7. With tensor > 1
-# pipelining computes attention again (6% more FLOPs there), but with remat=none: 70B on 256 as pipeline=4 x fsdp=4 x
-# context=2 x tensor=8 2.087 and 2.058, and 2.087 with XLA's analytical latencies. Some of the first figures are of
-# programs whose norms still kept more for the backward pass, a part of their difference. With experts exchanged, four
-# collectives at once: Mixtral on 32 2.58 and 2.37, DeepSeek V3 on 1,024 as fsdp=64 x expert=8 x context=2 117 and 105.
-# Inside a host the loop unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit
-# on memory remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek
-# V3 held 63.5 GiB for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge
-# gathers into ones that nothing can cover.
+# fsdp=16 x tensor=4 2.88, 2.86 and 2.67; on 256 as pipeline=4 x fsdp=8 x tensor=8 26.2, 23.6 and 23.7. With tensor > 1
+# pipelining computed attention again (6% more FLOPs there) until what is made again waited for the gradients
+# (stack.py); in stages it does not, and with remat=none there is none: 70B on 256 as pipeline=4 x fsdp=4 x context=2 x
+# tensor=8 2.087 and 2.058, and 2.087 with XLA's analytical latencies. Some of the first figures are of programs whose
+# norms still kept more for the backward pass, a part of their difference. With experts exchanged, four collectives at
+# once: Mixtral on 32 2.58 and 2.37, DeepSeek V3 on 1,024 as fsdp=64 x expert=8 x context=2 117 and 105. Inside a host
+# the loop unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit on memory
+# remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek V3 held
+# 63.5 GiB for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge gathers
+# into ones that nothing can cover.
 _OVERLAP = (
     Option(
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
@@ -119,7 +121,7 @@ _OVERLAP = (
     _pipelined(
         "all_gather",
         "gathers the weights of the next layers while these compute (FSDP)",
-        wanted=_weights_alone_over_network,
+        wanted=_layers_over_network,
     ),
     _pipelined("reduce_scatter", "scatters the gradients of the layer before while this one computes (FSDP)"),
     _pipelined("all_reduce", "the same for replicated data parallel, whose gradients are all-reduced"),

@@ -69,6 +69,6 @@ def test_it_fits_with_a_margin():
         memory = compiled(name).memory_analysis()
         # 28 bytes a weight: own and common ones, AdamW's moments, outer momentum, what arrived, what is not yet sent.
         assert memory.argument_size_in_bytes < 26.5 * GIB
-        assert memory.temp_size_in_bytes < 18 * GIB  # 12.6, 15.2 and 1.5 with jaxlib 0.10.2
+        assert memory.temp_size_in_bytes < 18 * GIB  # 10.9, 12.4 and 1.5 with jaxlib 0.10.2
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         assert total < GPUS["h100"].hbm_bytes * 0.6

@@ -117,7 +117,7 @@ def fsdp_8b() -> Compiled:
 def test_fsdp_of_8b_fits_on_eight_h100_with_a_margin():
     program = fsdp_8b()
     assert program.arguments == pytest.approx(12 * 8.03e9 / 8, rel=0.01)  # float32 weights and AdamW's two moments
-    assert program.temporaries < 13.5 * GIB  # 12.5 with jaxlib 0.10.2
+    assert program.temporaries < 13.5 * GIB  # 11.5 with jaxlib 0.10.2
     assert program.arguments + program.temporaries < GPUS["h100"].hbm_bytes / 3
 
 
@@ -158,7 +158,7 @@ def test_attention_is_cudnn_and_logits_are_never_whole():
 def test_tensor_parallel_scatters_and_gathers_the_sequence():
     config = dataclasses.replace(shipped("llama3_8b.py"), mesh=MeshSpec(fsdp=4, tensor=2))
     program = compiled(config)
-    assert program.temporaries < 13 * GIB  # 11.5 with jaxlib 0.10.2
+    assert program.temporaries < 13 * GIB  # 9.9 with jaxlib 0.10.2
     assert kinds(program) == {"all-gather", "reduce-scatter", "all-reduce"}
     half, whole = "bf16[2,4096,4096]", "bf16[2,8192,4096]"  # this GPU's two rows between blocks, and inside
     for body in program.layer_loops():
@@ -183,12 +183,12 @@ def test_whole_weights_are_not_gathered_layer_by_layer(rules):
 def test_70b_on_64_h100_fits_with_a_margin():
     program = compiled(shipped("llama3_70b.py"))
     assert program.arguments == pytest.approx(12.33 * GIB, rel=0.01)  # 12 bytes x 70.6e9 / 64
-    assert program.temporaries < 12.5 * GIB  # 10.9 with jaxlib 0.10.2
+    assert program.temporaries < 12.5 * GIB  # 11.1 with jaxlib 0.10.2
     assert program.arguments + program.temporaries < GPUS["h100"].hbm_bytes / 3
     assert "all-to-all" not in kinds(program)
 
 
 def test_a100_is_a_target_too():
     program = compiled(dataclasses.replace(shipped("llama3_8b.py"), xla_profile="auto"), gpu="a100")
-    assert program.arguments + program.temporaries < 25 * GIB  # 23.7 with jaxlib 0.10.2
+    assert program.arguments + program.temporaries < 25 * GIB  # 22.7 with jaxlib 0.10.2
     assert "__cudnn$fmha" in program.text and {"all-gather", "reduce-scatter"} <= kinds(program)

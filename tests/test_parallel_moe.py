@@ -14,8 +14,6 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
 from shardlm.train.check import check_model
-from shardlm.train.config import RunConfig, TrainConfig
-from shardlm.train.settled import settle
 from shardlm.train.step import NextToken, StepConfig, gradients
 
 # float32: only the order of sums differs, as in test_parallel_parity (measured: up to 9.7e-7). A tie between two
@@ -25,8 +23,7 @@ FP32 = 1e-5
 
 def loss_and_gradients(spec, preset="zero3", config=MOE, accumulation=1, one_f_one_b=False):
     with jax.set_mesh(mesh_of(spec)):
-        waits = spec.expert == 2  # where tokens are gathered, as settled.py has it
-        model = model_on(spec, preset, config, remat="full", microbatches=accumulation, again_waits=waits)
+        model = model_on(spec, preset, config, remat="full", microbatches=accumulation)
         step = StepConfig(accumulation=accumulation, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
@@ -67,30 +64,6 @@ def test_what_one_device_reports():
 )
 def test_every_way_to_the_experts(spec, preset):
     assert_same(loss_and_gradients(spec, preset))
-
-
-def test_what_is_made_again_waits_where_tokens_are_gathered():
-    for axes, remat, waits in (
-        ({"expert": 2}, "full", True),
-        ({"expert": 2}, "none", False),
-        ({"expert": 4}, "full", False),
-    ):
-        config = RunConfig(MOE, mesh=MeshSpec(**axes), remat=remat, train=TrainConfig(global_batch=8))
-        assert settle(config, config.mesh, jax.devices()[0]).execution.again_waits == waits
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_inputs_wait_for_gradients_and_weights_do_not(waits):
-    """XLA gathers weights a layer ahead, and would make activations ahead, and again, where these are gathered."""
-    spec = MeshSpec(expert=2)
-    with jax.set_mesh(mesh_of(spec)):
-        model = model_on(spec, "zero3", MOE, remat="full", again_waits=waits)
-        run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), StepConfig(objective=NextToken())))
-        text = run.lower(init(model), on_devices(packed_batch(), model)).as_text()
-    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
-    bound = [line for line in barriers if line.count(f"x{MOE.embed_dim}xf32") >= 2]
-    assert bool(bound) == waits, barriers
-    assert not any(f"tensor<{MOE.embed_dim}x" in line for line in bound)
 
 
 def test_accumulation_does_not_change_the_balance():

@@ -84,6 +84,21 @@ def test_remat_changes_memory_only(remat):
     assert relative_error(grads, one_device()[0]) < FP32
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_is_made_again_waits_for_the_gradients_and_weights_do_not(remat):
+    """XLA gathers weights a layer ahead, and would make activations ahead, and again, where these are gathered."""
+    with jax.set_mesh(mesh_of(MeshSpec(fsdp=8))):
+        model = model_on(MeshSpec(fsdp=8), "zero3", remat=remat)
+        params, batch = init(model), on_devices(packed_batch(), model)
+        run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), StepConfig(objective=NextToken())))
+        text = run.lower(params, batch).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    stream, weight = (f"x{LLAMA.embed_dim}xf32", f"tensor<{LLAMA.embed_dim}x{LLAMA.mlp_dim}xf32")
+    bound = [line for line in barriers if line.count(stream) >= 2]
+    assert bool(bound) == (remat == "full"), barriers
+    assert not any(weight in line for line in bound)
+
+
 def test_no_policy_keeps_weights_in_use():
     """Cast to the compute type and gathered, they are as large as the model: the backward pass makes them again."""
     spec = MeshSpec(fsdp=2, tensor=4)

@@ -84,7 +84,7 @@ def test_a_profile_of_known_options_takes_one_trial_compile(monkeypatch):
     assert len(resolved.options) == len(PROFILES["hopper"])
 
 
-def test_gathers_are_pipelined_over_the_network_where_the_sequence_is_whole(monkeypatch):
+def test_gathers_are_pipelined_over_the_network_but_in_stages_that_split_the_sequence(monkeypatch):
     monkeypatch.setattr(xla_options, "_error", lambda options, device: None)
     one, other = (fake(kind="NVIDIA H100 80GB HBM3", process_index=i) for i in range(2))
     pipelined, limit = "xla_gpu_pipeline_all_gather", "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -96,7 +96,7 @@ def test_gathers_are_pipelined_over_the_network_where_the_sequence_is_whole(monk
 
     assert chosen(one, one, fsdp=2) == chosen(one, one, fsdp=1, tensor=2) == {memory}
     assert chosen(one, other, fsdp=2, tensor=1) == {pipelined, limit, memory}
-    assert chosen(one, other, fsdp=1, tensor=2) == {limit, memory}
+    assert chosen(one, other, fsdp=1, tensor=2) == {pipelined, limit, memory}
     assert chosen(one, other, fsdp=1, pipeline=2) == {pipelined, limit, memory}
     assert chosen(one, one, other, other, pipeline=2, tensor=2) == {limit, memory}
     assert chosen(one, other, fsdp=1, expert=2) == {pipelined}

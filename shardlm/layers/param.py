@@ -45,7 +45,6 @@ class Execution:
     context_attention  how it crosses the context axis, resolved: "ring" or "ulysses"
     matmul     numbers that projections multiply (ops/quantized_matmul.py)
     grouped_matmul  implementation of the experts' matmuls, resolved (ops/grouped_matmul.py)
-    again_waits  whether what the backward pass makes again of a layer waits for its gradients (layers/stack.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
     microbatches, rounds  of a pipeline (layers/pipeline.py)
     lora       adapters beside the projections
@@ -64,7 +63,6 @@ class Execution:
     context_attention: str = "ring"
     matmul: Matmul = "dtype"
     grouped_matmul: str = "blocked"
-    again_waits: bool = False
     unroll: int = 1
     microbatches: int = 1
     rounds: int = 1

@@ -117,11 +117,13 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
         x, pages, aux = run_repeat(graph, state, x, positions, ctx, pages, first_layer, index, execution)
         return (x, pages), aux
 
-    # XLA begins gathers a layer ahead, and all that leads to them: of tokens gathered inside a layer too, where nothing
-    # binds what is before them to the iteration, so that it makes attention a second time (DeepSeek V3 on 1,024 H100 as
-    # fsdp=32 x expert=8 x context=4: 91.5 s a step and 54.8 GiB, 89.6 and 48.9 with x made again only when the backward
-    # pass's own carry is there; compiled).
-    bound = (True, False) if execution.again_waits else False
+    # x is made again only when the backward pass's own carry is there; weights come when they may. Else XLA makes the
+    # last layer beside the head (Llama 3 8B on 8 H100: 12.5 GiB of temporaries, 11.5 so, and 0.3% more seconds, as x is
+    # copied out of what was kept; compiled), and as it begins gathers a layer ahead, and all that leads to them,
+    # attention a second time where tokens or sequences are gathered inside a layer (DeepSeek V3 on 1,024 as fsdp=32 x
+    # expert=8 x context=4: 91.5 s a step and 54.8 GiB, 89.6 and 48.9 so). Layers outside a pipeline's stages were not
+    # compiled so.
+    bound = (True, False) if execution.remat != "none" and execution.rules.mesh.pipeline == 1 else False
     body = layer if pages is not None else rematerialised(layer, execution.remat, stacked, prevent_cse=bound)
     unroll = execution.unroll or repeats
     (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)

@@ -95,6 +95,12 @@ def _exchange(block: BlockConfig, sketch: Sketch) -> str:
     return expert_dispatch.choose(sketch.mesh.expert, block.mlp.top_k) if moe else ""
 
 
+def exchanges(sketch: Sketch) -> set[str]:
+    """How rows come to the experts of any layer: "all_to_all" where each goes to its own, "gather" where experts see
+    the tokens of all devices of their axis, "local"; none without experts."""
+    return {_exchange(block, sketch) for block in sketch.shape.kinds} - {""}
+
+
 def _zeros(moe: MoeConfig, exchange: str, rows: float, nbytes: float, sketch: Sketch) -> float:
     """For rows that stay empty: of the hidden layer, and of all that is moved; sent rows are received in others."""
     D, mesh = sketch.shape.embed_dim, sketch.mesh
@@ -165,7 +171,7 @@ def working(one: Layer, sketch: Sketch) -> Kinds:
     read."""
     wide = WIDE / itemsize(sketch)
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
-    sent = any(_exchange(block, sketch) == "all_to_all" for block in sketch.shape.kinds)
+    sent = "all_to_all" in exchanges(sketch)
     experts = 4 * one.expert_hidden + 5 * one.rows + (3 * one.pairs if sent else 2 * one.expert_hidden)
     # Whole over tensor: a dense layer's inputs and their gradients; beside experts' rows most are gone or to come.
     whole = 3 if one.rows else 10

@@ -2,15 +2,17 @@
 (tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
 
 from shardlm.layers.mla import MlaConfig
-from shardlm.plan.activations import Kinds
+from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.sketch import Sketch
 
 SCORES = 0.035  # part of all bytes above which scores of XLA's attention decide
+UNSURE = 0.05  # of all bytes
 TOKENS = 32_768  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 
 
-def doubt(sketch: Sketch, kinds: Kinds) -> str:
-    """The reasons, joined, of a step with this estimate; "" where nothing speaks against it."""
+def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
+    """The reasons, joined, of a step with this estimate; "" where nothing speaks against it. `zeros` are bytes of it
+    that are there only if XLA makes zeros of gradients before the head (temporaries.py)."""
     config, shape, nbytes = sketch.config, sketch.shape, sum(kinds.values())
     ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"  # its scores are small
     scores = 0 if ring or sketch.execution.attention != "xla" else kinds.get("attention", 0)
@@ -19,9 +21,13 @@ def doubt(sketch: Sketch, kinds: Kinds) -> str:
         "it is more than the GPU has, and XLA makes some of it twice to need less": nbytes > sketch.gpu.hbm_bytes,
         "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
         > SCORES * nbytes,
+        # 8B over 8 GPUs: with 6,144 and 8,192 tokens before it, with 2,048 and 4,096 behind; of other policies before.
+        f"XLA may make zeros of gradients behind the output head, for up to {zeros / nbytes:.0%} less": (
+            zeros > UNSURE * nbytes and config.remat == "full" and not exchanges(sketch)
+        ),
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
         "muon is up to 6% off where experts see the tokens of all devices (Mixtral, 8 layers, fsdp=4 x expert=2)": (
-            config.optim.name == "muon" and sketch.execution.again_waits
+            config.optim.name == "muon" and "gather" in exchanges(sketch)
         ),
         "muon was not compared with latent attention": (
             config.optim.name == "muon" and any(isinstance(block.attention, MlaConfig) for block in shape.kinds)

@@ -42,5 +42,6 @@ def memory(sketch: Sketch, rests: State | None = None) -> Memory:
         "replicas": rests.replicas,
         "batch": rests.batch,
     }
-    kinds = {name: nbytes for name, nbytes in (resting | temporaries(sketch)).items() if nbytes}
-    return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds))
+    needed, zeros = temporaries(sketch)
+    kinds = {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}
+    return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds, zeros))

@@ -13,21 +13,23 @@ import math
 from collections.abc import Iterable
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
-from shardlm.ops.expert_dispatch import choose
-from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept, working
+from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept, working
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
 
 
-def temporaries(sketch: Sketch) -> Kinds:
-    """At the fullest of the moments."""
+def temporaries(sketch: Sketch) -> tuple[Kinds, float]:
+    """At the fullest of the moments; and how many of these bytes there are only if zeros are made before the head."""
     parts = Parts.of(sketch)
     always = _kept(sketch, parts) | _pipeline(sketch, parts)
     during = (_at_head, _in_layers, _between_layers, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
-    return max(moments, key=_total)
+    fullest = max(moments, key=_total)
+    if moments[0] is not fullest or sketch.mesh.pipeline > 1 or _zeros_later(sketch):
+        return fullest, 0
+    return fullest, min(parts.resting, _total(fullest) - max(map(_total, moments[1:])))
 
 
 def _joined(*parts: Kinds) -> Kinds:
@@ -45,7 +47,7 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
     found["weights turned"] = parts.turned
     zeros = max(one.zeros for pattern in parts.layers for one in pattern)
-    if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and _sends_tokens(sketch):
+    if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and "all_to_all" in exchanges(sketch):
         zeros = max(one.rows for pattern in parts.layers for one in pattern)  # those of one buffer serve all
     found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
@@ -69,15 +71,10 @@ def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
 
 
 def _gathers_ahead(sketch: Sketch) -> bool:
-    """Whether XLA gathers the next layers' weights while these compute (xla_options.py): over several hosts, where
-    tensor does not split the sequence."""
+    """Whether the next layers' weights, which XLA gathers while these compute (xla_options.py), are beside all else:
+    over several hosts. Where tensor splits the sequence, layers are as full with them as without (70B on 64 GPUs, seeds
+    16, 49, 57, 67)."""
     return sketch.mesh.pipeline == sketch.mesh.tensor == 1 and sketch.num_gpus > sketch.gpus_per_host
-
-
-def _sends_tokens(sketch: Sketch) -> bool:
-    """Whether tokens go to the devices of their experts, each to its own."""
-    moes = [block.mlp for block in sketch.shape.kinds if block.mlp.num_experts]
-    return any(choose(sketch.mesh.expert, moe.top_k) == "all_to_all" for moe in moes)
 
 
 def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
@@ -117,7 +114,9 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
         behind = mesh.tensor > 1 and sketch.config.remat not in ("none", "dots") and not one.rows
         streams = 4 * one.stream + 2 * outside * (one.whole - one.stream)
         return found | {"gradients": 0 if behind else parts.resting, "streams": streams}
-    ahead = sketch.config.remat != "offload"  # the input of the layer that is made again comes from the host
+    # What is made again waits for the head's gradient (layers/stack.py), but in stages, and with weights from the host.
+    free = mesh.pipeline > 1 or sketch.config.offload.params or sketch.config.remat == "none"
+    ahead = free and sketch.config.remat != "offload"
     # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
     both = mesh.pipeline > 1
     again = one.queries + one.keys + one.output if both else 0
@@ -127,15 +126,21 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     # made again and for the backward pass, if they have come before.
     come = sketch.shape.vocab_size * sketch.shape.embed_dim * size >= parts.experts
     turned = 4 * parts.experts if come and mesh.tensor == mesh.pipeline == 1 else 0
-    # Zeros that layers' gradients are added to: behind the head, while tensor scatters the sequence or experts' rows
-    # are exchanged, else before it.
-    later = parts.resting if (mesh.tensor > 1 or mesh.expert > 1) and mesh.pipeline == 1 else 0
+    later = parts.resting if mesh.pipeline == 1 and _zeros_later(sketch) else 0
     return found | {
         "gradients": -later,
         "attention": mask + again,
         "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
         "weights in use": max(0.8 * parts.largest, turned) * ahead,
     }
+
+
+def _zeros_later(sketch: Sketch) -> bool:
+    """Whether the zeros that layers' gradients are added to are made behind the head, where something waits: while
+    tensor scatters the sequence, experts' rows are exchanged or, of layers that are made again from their input, tokens
+    over context. Else while the head's weights come."""
+    mesh = sketch.mesh
+    return mesh.tensor > 1 or mesh.expert > 1 or (mesh.context > 1 and sketch.config.remat == "full")
 
 
 def _outside(sketch: Sketch) -> float:
@@ -163,7 +168,7 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
     found["weights in use"] = parts.largest * many
     come = parts.gathers and parts.experts and sketch.mesh.pipeline == 1
-    if come and not _sends_tokens(sketch) and not _gathers_ahead(sketch):
+    if come and "all_to_all" not in exchanges(sketch) and not _gathers_ahead(sketch):
         found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
     found["attention"] += _scores_of_others(sketch, parts)
     whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
@@ -187,7 +192,7 @@ def _head_waits(sketch: Sketch) -> bool:
     layers' gradients, unless it goes round a ring or is not all of the layer (compiled: seeds 8 and 76)."""
     ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"
     late = sketch.passes == 1 and (ring or sketch.config.remat != "full")
-    return late or not sketch.execution.again_waits
+    return late or "gather" not in exchanges(sketch)
 
 
 def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
@@ -228,24 +233,33 @@ def _both_layers(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _turned_streams(sketch: Sketch, parts: Parts) -> float:
-    """With remat=none what layers keep whole over tensor is gathered position by position, so that rows lie inside
-    positions; the backward pass reads row by row, and XLA copies all layers' at once, one array after the other."""
-    if sketch.config.remat != "none" or sketch.mesh.tensor == 1 or sketch.rows <= 1:
+    """Of several rows what layers keep may lie otherwise than the backward pass reads it, and XLA copies all layers' at
+    once, one array after the other: with remat=none what is whole over tensor, gathered position by position, so that
+    rows lie inside positions; with dots the queries that Ulysses' exchange takes head by head."""
+    whole = sketch.config.remat == "none" and sketch.mesh.tensor > 1
+    if sketch.rows <= 1 or not (whole or (sketch.config.remat == "dots" and _ulysses(sketch))):
         return 0
     each = zip(sketch.shape.segments, parts.layers, strict=True)
-    return max(segment.repeats * one.whole for segment, pattern in each for one in pattern)
+    return max(segment.repeats * (one.whole if whole else one.queries) for segment, pattern in each for one in pattern)
+
+
+def _ulysses(sketch: Sketch) -> bool:
+    return sketch.mesh.context > 1 and sketch.execution.context_attention == "ulysses"
 
 
 def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:
-    """Of 8-bit products one layer: they wait for the largest number of what they multiply; int8's come in float32."""
+    """Of 8-bit products one layer: they wait for the largest number of what they multiply; int8's come in float32. Of
+    tokens exchanged over context no attention: it waits for them, but masks that are made again do not."""
     if sketch.config.matmul != "dtype":
         wide = 2 if sketch.config.matmul == "int8" else 0
         mlp = (3 + again + wide) * one.hidden
         return {"mlp": mlp, "attention": one.mask + one.queries + one.output, "streams": 3 * one.stream}
-    keys = one.keys + one.values
+    attention = 3 * (one.queries + one.keys + one.values) + 2 * one.output if sketch.mesh.context == 1 else 0
+    made = again and _ulysses(sketch) and sketch.execution.attention == "cudnn"
+    masks = 2 if sketch.mesh.context == 1 or made else 0
     return {
         "mlp": (3 + again) * one.hidden,
-        "attention": 2 * one.mask + 3 * one.queries + 3 * keys + 2 * one.output if sketch.mesh.context == 1 else 0,
+        "attention": masks * one.mask + attention,
         "streams": 9 * one.stream,
     }
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import expert_dispatch, grouped_matmul
+from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.rules import Preset, Rules
@@ -86,7 +86,6 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
         context_attention=context,
         matmul=config.matmul,
         grouped_matmul=_grouped_matmul(shape, device.platform, traced),
-        again_waits=config.remat != "none" and spec.pipeline == 1 and _gathers_tokens(shape, spec),
         unroll=config.unroll,
         microbatches=max(shares(config.train, spec.data)),
         rounds=config.pipeline.laps,
@@ -105,12 +104,6 @@ def _shape(model: Any) -> TransformerConfig:
 @functools.lru_cache(maxsize=1024)
 def _rules(preset: Preset, spec: MeshSpec, model: Any) -> Rules:
     return Rules.make(preset, spec).fitting(_shape(model).widths())
-
-
-def _gathers_tokens(shape: TransformerConfig, mesh: MeshSpec) -> bool:
-    """Whether any layer's experts see the tokens of all devices of their axis."""
-    moes = [block.mlp for block in shape.kinds if block.mlp.num_experts]
-    return any(expert_dispatch.choose(mesh.expert, moe.top_k) == "gather" for moe in moes)
 
 
 def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> grouped_matmul.GroupedMatmul:
