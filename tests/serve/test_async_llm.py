@@ -1,5 +1,5 @@
-"""Many clients of one engine (serve/async_llm.py), an engine without a model that waits where a test wants it to: nobody
-waits for what never comes, and who goes takes nobody along."""
+"""Many clients of one engine (serve/async_llm.py), which has no model and waits where a test wants it to: nobody waits
+for what never comes, and who goes takes nobody along."""
 
 import asyncio
 import dataclasses
