@@ -57,7 +57,7 @@ def test_a_late_host_does_not_shorten_programs_at_once():
 
 
 def test_batches_that_ended_unseen_took_some_time():
-    """Two landed when a late host looked: else programs were the longest for 20 batches, each of which adds a quarter."""
+    """Two landed when a late host looked. Else programs were the longest for 20 batches, each adding a quarter."""
     device = make(0.005)
     device.run(1), device.run(1)
     assert device.pace.steps(1) == 4
