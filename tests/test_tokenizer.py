@@ -157,7 +157,7 @@ def test_others_go_on_while_a_long_prompt_is_read():
         while not over.wait(0.001):
             ticks[0] += 1
 
-    other = threading.Thread(target=tick)
+    other = threading.Thread(target=tick, daemon=True)
     other.start()
     tokenizer.encode_prompt("a b c " * 100_000)
     ticked = ticks[0]

@@ -304,12 +304,14 @@ def serving(llm):
     """The engine over HTTP in a thread of its own; yields the address. The engine is at its end afterwards."""
     served = AsyncLLM(llm.engine, model_name="tiny", template=None)
     server, sock = Server(make_app(served, Settings()), Listen()), listening(Listen(port=0), 60)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    served.shutdown()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        served.shutdown()
 
 
 def continued(llm, context: str, continuation: str) -> float:

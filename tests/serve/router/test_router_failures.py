@@ -129,7 +129,8 @@ def test_a_replica_that_hangs_is_given_up():
 
     rude, llm = Rude(hangs), FakeLLM()
     with rude.listens() as a, serving(llm) as (_, b), routing(a, b, timeout_seconds=2.5) as routed:
-        asked = [threading.Thread(target=routed.ask, args=("/v1/completions", {"prompt": "a"})) for _ in range(4)]
+        ask = ("/v1/completions", {"prompt": "a"})
+        asked = [threading.Thread(target=routed.ask, args=ask, daemon=True) for _ in range(4)]
         for thread in asked:
             thread.start()
         until(lambda: rude.asked and routed.replica(a).in_flight)
