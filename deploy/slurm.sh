@@ -13,6 +13,18 @@ set -euo pipefail
 gpus=${SLURM_GPUS_ON_NODE:?run this by sbatch}
 drain=75  # seconds, first of the router, then of the replicas
 
+# The router, which is started last, ends first: its streams need the replicas. `wait` returns at the signal, before what
+# it waits for has ended; so each is waited for again.
+finish() {
+  trap '' TERM INT
+  for process in $(jobs -p | tac); do
+    kill -TERM "$process" 2>/dev/null || true
+    wait "$process" || true
+  done
+  exit 0
+}
+trap finish TERM INT  # before there is anything that a signal would leave behind
+
 # One that dies takes no other along; the router leaves it out.
 srun --kill-on-bad-exit=0 python -m launch.serve --model="$MODEL" --tensor="$gpus" \
   --host=0.0.0.0 --port=8000 --drain_seconds="$drain" &
@@ -24,17 +36,6 @@ for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
 done
 python -m launch.router "${words[@]}" --host=0.0.0.0 --port=8080 --drain_seconds="$drain" &
 router=$!
-
-# `wait` returns at the signal, before the processes have ended; so each is waited for again.
-finish() {
-  trap '' TERM INT
-  kill -TERM "$router" 2>/dev/null || true
-  wait "$router" || true
-  kill -TERM "$replicas" 2>/dev/null || true
-  wait "$replicas" || true
-  exit 0
-}
-trap finish TERM INT
 wait "$router"
 kill -TERM "$replicas" 2>/dev/null || true
 wait "$replicas" || true

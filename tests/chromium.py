@@ -83,7 +83,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 30):
+    def until(self, expression: str, seconds: float = 60):
         """The expression's value as soon as it is true."""
         end = time.monotonic() + seconds
         while not (found := self.value(expression)):

@@ -5,6 +5,8 @@ import gc
 import os
 import pathlib
 
+import hypothesis
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The older emitters of fused loops make the same loops in half the time; XLA ignores the option where it has but one.
 # Instructions before AVX2 round each product before it is added, so that numbers do not depend on how loops are cut.
@@ -23,6 +25,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tracing makes many objects and hardly any cycles: looking for them after every 700 took a tenth of its time.
 gc.set_threshold(20_000, 20, 20)
+
+# Examples are the same each time and none is too slow: chance, or a busy machine, is no fault of what is tested.
+# --hypothesis-profile=explore looks at others.
+for name in ("same", "explore"):
+    hypothesis.settings.register_profile(
+        name, deadline=None, derandomize=name == "same", suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+hypothesis.settings.load_profile("same")
 
 # The files that take longest, the longest first: a worker that begins one of these last leaves the others idle.
 LONGEST = (

@@ -64,32 +64,34 @@ def fake(code: str):
     return lambda part, cases, rows: [sys.executable, "-c", f"import json, os, sys, time\n{code}", str(rows), *cases]
 
 
+def begun(part, cases, rows):
+    """A command that has a row, says so and stays. No Python: a busy machine may need its limit to start that."""
+    row = json.dumps({"case": cases[0], "row": {"name": "one"}})
+    return ["sh", "-c", f"echo '{row}' > {rows}; echo begun; exec sleep 60"]
+
+
 WRITE = "print(json.dumps({'case': sys.argv[2], 'row': {'name': 'one'}}), file=open(sys.argv[1], 'a'), flush=True)\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "limit", "error"),
+    ("command", "limit", "error"),
     [
-        ("print('a word'); sys.exit(3)", 60, "a word\nended with status 3"),
-        ("os.kill(os.getpid(), 9)", 60, "ended with status -9"),
-        ("print('begun', flush=True); time.sleep(60)", 1, "begun\nended after 1 s, the limit of a case"),
+        (fake(WRITE + "print('a word'); sys.exit(3)"), 600, "a word\nended with status 3"),
+        (fake(WRITE + "os.kill(os.getpid(), 9)"), 600, "ended with status -9"),
+        (begun, 1, "begun\nended after 1 s, the limit of a case"),
         (
-            "print(json.dumps({'case': sys.argv[2], 'error': 'it says why'}), file=open(sys.argv[1], 'a'))",
-            60,
+            fake(
+                WRITE + "print(json.dumps({'case': sys.argv[2], 'error': 'it says why'}), file=open(sys.argv[1], 'a'))"
+            ),
+            600,
             "it says why",
         ),
     ],
+    ids=["status", "signal", "limit", "error"],
 )
-def test_what_a_failed_case_leaves(code, limit, error):
+def test_what_a_failed_case_leaves(command, limit, error):
     """The rows that it had, and why it ended."""
-    [(case, found)] = run.measured(
-        "train",
-        [
-            "a",
-        ],
-        fake(WRITE + code),
-        limit,
-    )
+    [(case, found)] = run.measured("train", ["a"], command, limit)
     assert case == "a" and found["rows"] == [{"name": "one"}]
     assert found["error"].endswith(error) and found["seconds"] < 50
 

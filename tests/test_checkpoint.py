@@ -9,7 +9,6 @@ import pathlib
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
@@ -23,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from ports import free_port
 
 from shardlm.checkpoint import CheckpointConfig, Checkpoints, retained
 from shardlm.errors import ShardlmError
@@ -160,9 +160,7 @@ with Checkpoints(sys.argv[1], CheckpointConfig(every_steps=1)) as checkpoints:
 
 
 def test_several_processes_write_one_checkpoint(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", PROCESS, tmp_path, address]
     processes = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)]
     for process in processes:

@@ -18,7 +18,7 @@ SLURM = DEPLOY / "slurm.sh"
 REPLICAS, ROUTER = ("StatefulSet", "shardlm-replica"), ("Deployment", "shardlm-router")
 # In the place of commands. `python` writes its words, and at SIGTERM, a while later, that it ends.
 STUBS = {
-    "scontrol": "echo node1; echo node2",
+    "scontrol": 'until [ -e "$MAY_GO" ]; do sleep 0.01; done; echo node1; echo node2',
     "srun": 'shift; exec "$@"',
     "python": """
         trap 'sleep 0.2; echo "end $2" >> "$LOG"; exit 0' TERM
@@ -54,25 +54,37 @@ def manifest():
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    """(router's and servers' command lines that the script starts, in which order it ends them)."""
-    folder = tmp_path_factory.mktemp("slurm")
+def script_ended(folder, started: int) -> list[str]:
+    """What the script's commands wrote, where it is sent SIGTERM once so many of them have started."""
     for name, script in STUBS.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
-    log = folder / "log"
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(log)}
+    log, may_go = folder / "log", folder / "may_go"
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(log), "MAY_GO": str(may_go)}
     environment |= {"MODEL": "FOLDER", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[1-2]"}
+    if started > 1:
+        may_go.touch()
     process = subprocess.Popen([SLURM], env=environment)
     end = time.monotonic() + 60
-    while not log.exists() or log.read_text().count("\n") < 2:
+    while not log.exists() or log.read_text().count("\n") < started:
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
+    may_go.touch()
     assert process.wait(60) == 0
-    *commands, first, last = log.read_text().splitlines()
+    return log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """(router's and servers' command lines that the script starts, in which order it ends them)."""
+    *commands, first, last = script_ended(tmp_path_factory.mktemp("slurm"), 2)
     return *(line.split()[1:] for line in sorted(commands)), [first, last]
+
+
+def test_a_signal_before_the_router_is_there(tmp_path):
+    started, ended = script_ended(tmp_path, 1)
+    assert started.startswith("-m launch.serve ") and ended == "end launch.serve"
 
 
 @pytest.fixture(scope="module")

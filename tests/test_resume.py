@@ -6,6 +6,7 @@ import time
 
 import pytest
 import tiny_run
+from ports import free_port
 
 # Meshes add the same float32 numbers in another order; twelve AdamW steps amplify that (measured: up to 1e-5).
 OTHER_MESH = 1e-3
@@ -87,7 +88,7 @@ def test_several_processes_give_the_losses_of_one(uninterrupted, tmp_path):
     count = 4
     config, _, _ = uninterrupted
     run = tmp_path / "run"
-    port = tiny_run.free_port()
+    port = free_port()
     cluster = (f"--coordinator_address=localhost:{port}", f"--num_processes={count}")
     flags = (f"run_dir={run}", f"cpu_devices={8 // count}", "train.steps=6", "optim.schedule=constant")
     processes = [tiny_run.start(config, *flags, extra=(*cluster, f"--process_id={i}")) for i in range(count)]

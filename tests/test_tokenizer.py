@@ -1,6 +1,5 @@
 import json
 import threading
-import time
 
 import pytest
 import tokenizers
@@ -158,11 +157,10 @@ def test_others_go_on_while_a_long_prompt_is_read():
         while not over.wait(0.001):
             ticks[0] += 1
 
-    other = threading.Thread(target=tick)
+    other = threading.Thread(target=tick, daemon=True)
     other.start()
-    started = time.perf_counter()
     tokenizer.encode_prompt("a b c " * 100_000)
-    seconds = time.perf_counter() - started
+    ticked = ticks[0]
     over.set()
     other.join()
-    assert ticks[0] > 20 * seconds  # at most 1,000 a second; with the lock held none
+    assert ticked > 5  # of up to 1,000 a second; with the lock held one, before it was taken

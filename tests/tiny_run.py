@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -77,9 +76,3 @@ def losses(run: pathlib.Path) -> dict[tuple[int, str], float]:
 def largest_difference(found: dict, expected: dict) -> float:
     assert found.keys() == expected.keys()
     return max(abs(found[key] - expected[key]) for key in expected)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]

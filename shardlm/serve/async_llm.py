@@ -3,6 +3,7 @@ of one event loop."""
 
 import asyncio
 import copy
+import dataclasses
 import logging
 import os
 import queue
@@ -60,12 +61,14 @@ class AsyncLLM:
         self.model_name, self.template = model_name, template
         self.max_model_len = engine.max_model_len
         self.tokenizer: Tokenizer = engine.tokenizer
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._long_texts = LongTexts()
         self._dead: BaseException | None = None
         self._idle = threading.Event()
         self._idle.set()
+        self._over = False  # nobody takes commands any more
+        self._asking = threading.Lock()  # of the three above
         self.ready = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -95,7 +98,7 @@ class AsyncLLM:
             form = await asyncio.to_thread(self._engine.compile_form, params)
         stream = _Stream(asyncio.get_running_loop())
         options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt}
-        self._do(lambda: self._add(request_id, tokens, params, options, stream))
+        self._do(lambda: self._add(request_id, tokens, params, options, stream), stream)
         finished = False
         try:
             while not finished:
@@ -104,7 +107,7 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished:
-                self._do(lambda: self._abort(request_id))
+                self._do(lambda: self._leave(request_id, stream))
 
     async def embed(self, token_ids: Sequence[int]) -> list[float]:
         """A vector of length 1: what the model makes of the last token. Raises as `generate` does."""
@@ -127,12 +130,11 @@ class AsyncLLM:
         runner = self._engine.runner
         drafts = await asyncio.to_thread(new_draft, draft, runner)
         params = await asyncio.to_thread(new_weights, weights, runner)
-        id, done = f"weights-{uuid.uuid4().hex}", _Stream(asyncio.get_running_loop())
+        done = _Stream(asyncio.get_running_loop())
         unfinished = 0
 
         def swap() -> None:
             nonlocal unfinished
-            del self._streams[id]
             try:
                 self._engine.update_weights(params, drafts)
                 now = self._engine.stats()
@@ -142,9 +144,7 @@ class AsyncLLM:
                 return
             done.put(None)
 
-        self._streams[id] = done  # so that it hears of the engine's end
-        self._do(swap)
-        self.check_health()
+        self._do(swap, done)
         await done.next()
         return unfinished
 
@@ -176,11 +176,20 @@ class AsyncLLM:
             return await self._long_texts.run(len(text) * truncates, read, prompt, self.tokenizer)
         return read(prompt, self.tokenizer)
 
-    # On the engine's thread.
+    def _do(self, command: Callable[[], None], stream: "_Stream | None" = None) -> None:
+        """Has the engine's thread run it. `stream` hears of it where that ends before, or has ended."""
+        with self._asking:
+            if not self._over:
+                self._idle.clear()
+                self._commands.put(_Command(command, stream))
+                return
+        if stream is not None:
+            stream.put(self._end())
 
-    def _do(self, command: Callable[[], None]) -> None:
-        self._idle.clear()
-        self._commands.put(command)
+    def _end(self) -> EngineError:
+        return EngineError(f"the engine stopped: {self._dead or 'it was shut down'}")
+
+    # On the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -190,23 +199,36 @@ class AsyncLLM:
         except BaseException as error:
             log.exception("the engine stopped")
             self._dead, self.ready = error, False
-        for stream in list(self._streams.values()):
-            stream.put(EngineError(f"the engine stopped: {self._dead or 'it was shut down'}"))
+        with self._asking:
+            self._over = True
+        for stream in [*self._streams.values(), *self._unheard()]:
+            stream.put(self._end())
         self._streams.clear()
+        self._idle.set()
+
+    def _unheard(self) -> "list[_Stream]":
+        """Who waits for a command that nobody will run."""
+        found = []
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None and command.stream is not None:
+                found.append(command.stream)
+        return found
 
     def _take_commands(self) -> bool:
         """Runs what was asked for, waiting where there is nothing else to do; False at the end."""
         while True:
             busy = self._engine.has_unfinished
-            if not busy and self._commands.empty():
-                self._idle.set()
+            with self._asking:
+                if not busy and self._commands.empty():
+                    self._idle.set()
             try:
                 command = self._commands.get(block=not busy)
             except queue.Empty:
                 return True
             if command is None:
                 return False
-            command()
+            command.run()
 
     def _add(self, id: str, tokens, params: SamplingParams, options: dict[str, Any], stream: "_Stream") -> None:
         try:
@@ -216,6 +238,11 @@ class AsyncLLM:
             return
         self._streams[id] = stream
 
+    def _leave(self, id: str, stream: "_Stream") -> None:
+        """Its client has gone; where another client's request has the name, that one goes on."""
+        if self._streams.get(id) is stream:
+            self._abort(id)
+
     def _abort(self, id: str) -> None:
         output = self._engine.abort(id)
         if output is not None:
@@ -223,8 +250,10 @@ class AsyncLLM:
 
     def _send(self, output: RequestOutput) -> None:
         stream = self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(EngineError(output.error) if output.error else _copied(output))
+        if stream is None:
+            return
+        if not stream.put(EngineError(output.error) if output.error else _copied(output)) and not output.finished:
+            self._abort(output.request_id)
 
 
 def _copied(output: RequestOutput) -> RequestOutput:
@@ -237,6 +266,14 @@ def _copied(output: RequestOutput) -> RequestOutput:
     return own
 
 
+@dataclasses.dataclass(frozen=True)
+class _Command:
+    """What the engine's thread is to run, and who waits for it."""
+
+    run: Callable[[], None]
+    stream: "_Stream | None"
+
+
 class _Stream:
     """Outputs of one request from the engine's thread to its coroutine; what was not read yet is replaced. None:
     what was asked for is done."""
@@ -245,11 +282,14 @@ class _Stream:
         self._loop, self._new = loop, asyncio.Event()
         self._latest: RequestOutput | Exception | None = None
 
-    def put(self, item: RequestOutput | Exception | None) -> None:
-        """From the engine's thread."""
+    def put(self, item: RequestOutput | Exception | None) -> bool:
+        """From the engine's thread. Whether anybody can read it: an event loop may be closed at any time."""
         self._latest = item
-        if not self._loop.is_closed():
+        try:
             self._loop.call_soon_threadsafe(self._new.set)
+        except RuntimeError:
+            return False
+        return True
 
     async def next(self) -> RequestOutput | None:
         """The newest output. Raises what came instead of one."""

@@ -343,6 +343,17 @@ class Engine:
         self.ended = EngineError(f"the engine ended: {message}. Its log says more; start it again")
         raise self.ended from error
 
+    def renew(self) -> None:
+        """After the thread was interrupted in the midst of anything, as by Ctrl-C: no requests, nothing cached."""
+        self._groups.clear()
+        self._replies.clear()
+        self._started.clear()
+        self._broken, self._suspects = None, Suspects()
+        if self.pace:
+            self.pace.forget()
+        self.scheduler = self.scheduler.renewed()
+        self.runner.reset()
+
     # After the engine ended.
 
     def hand_over(self) -> list[Group]:

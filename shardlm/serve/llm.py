@@ -1,11 +1,13 @@
 """A model to call from Python, as users of vLLM's class of the same name expect: prompts in, texts out."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
@@ -28,7 +30,8 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """`LLM(model=DIR).generate(prompts, SamplingParams(...))`. Not for several threads: that is AsyncLLM."""
+    """`LLM(model=DIR).generate(prompts, SamplingParams(...))`. Calls of several threads take turns: their requests run
+    together in AsyncLLM. Ctrl-C ends a call, and the next one finds nothing of it, nor what was cached."""
 
     def __init__(
         self,
@@ -56,6 +59,8 @@ class LLM:
         self.tokenizer, self.folder = self._opened.tokenizer, self._opened.folder
         self._usual = recommended(self._opened.generation)
         self._ids = itertools.count()
+        self._turn = threading.Lock()
+        self._interrupted = False
         self._seeds = None if seed is None else random.Random(seed)
         self._reasoning = choose(reasoning_parser, template_of(self._opened), self.tokenizer)
 
@@ -129,9 +134,10 @@ class LLM:
         model, which without them stays: replies are the model's own in any case, and an old draft is right less often.
         Nothing is compiled, and the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones
         stay then."""
-        runner = self.engine.runner
-        drafts = new_draft(draft, runner)
-        self.engine.update_weights(new_weights(weights, runner), drafts)
+        with self._in_turn():
+            runner = self.engine.runner
+            drafts = new_draft(draft, runner)
+            self.engine.update_weights(new_weights(weights, runner), drafts)
 
     def _run(
         self,
@@ -143,25 +149,44 @@ class LLM:
         embed: bool = False,
     ) -> list[RequestOutput]:
         """`thoughts`: of the replies to a prompt, by its number."""
-        each = [
-            bounded(self._reasoning, self._seeded(one), lambda _, number=number: thoughts(number))
-            for number, one in enumerate(prompt_forms.params_of(params, self.get_default_sampling_params(), len(texts)))
-        ]
         turns = prompt_forms.priorities_of(priority, len(texts))
         ids = [f"request-{next(self._ids)}" for _ in texts]
-        try:
-            for id, (tokens, text), own, turn in zip(ids, texts, each, turns, strict=True):
-                self.engine.add(id, tokens, own, text=text, priority=turn, embed=embed)
-            done: dict[str, RequestOutput] = {}
-            with count_bar("prompts", len(ids), shown) as tell:
-                while len(done) < len(ids):
-                    done |= {output.request_id: output for output in self.engine.step() if output.finished}
-                    tell(len(done))
-        except BaseException:
-            for id in ids:
-                self.engine.abort(id)
-            raise
+        with self._in_turn():
+            usual = self.get_default_sampling_params()
+            each = [
+                bounded(self._reasoning, self._seeded(one), lambda _, number=number: thoughts(number))
+                for number, one in enumerate(prompt_forms.params_of(params, usual, len(texts)))
+            ]
+            try:
+                for id, (tokens, text), own, turn in zip(ids, texts, each, turns, strict=True):
+                    self.engine.add(id, tokens, own, text=text, priority=turn, embed=embed)
+                done: dict[str, RequestOutput] = {}
+                with count_bar("prompts", len(ids), shown) as tell:
+                    while len(done) < len(ids):
+                        done |= {output.request_id: output for output in self.engine.step() if output.finished}
+                        tell(len(done))
+            except Exception:
+                for id in ids:
+                    self.engine.abort(id)
+                raise
         return [done[id] for id in ids]
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """The engine, for one thread at a time. What is no Exception comes in the midst of anything, and may come again
+        while the engine is made as new: then that is done before it is used."""
+        with self._turn:
+            if self._interrupted:
+                self.engine.renew()
+            self._interrupted = True
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self.engine.renew()
+                self._interrupted = False
+                raise
+            self._interrupted = False
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         if self._seeds is None or params.seed is not None:

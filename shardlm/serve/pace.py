@@ -11,7 +11,9 @@ from collections.abc import Callable
 # two rounds in turns, tokens/s at 8 and 32 requests at once 201, 307 and 193, 303 with all steps, 192, 307 and 188, 304
 # by 0.05 s; the first token after 0.56 to 0.58 and 0.62 to 0.71 s at 8.
 SECONDS = {"cpu": 1.0, "gpu": 0.02}
-SLOWER = 1.25  # the most that one measurement raises what a step is held to take: a host that looked late says too much
+# The most that one measurement raises what a step is held to take, and lowers it: a host that looked late says too much
+# of one batch, and of the next one, which ended meanwhile, that it took no time.
+SLOWER, FASTER = 1.25, 2.0
 
 
 def steps_of(step_seconds: float, most: int, platform: str = "gpu") -> int:
@@ -47,7 +49,8 @@ class Pace:
         if steps and began is not None:  # None: started before this pace was kept
             taken = (now - max(began, self._landed)) / steps
             size = rows.bit_length()
-            self._step_seconds[size] = min(taken, SLOWER * self._step_seconds.get(size, taken))
+            known = self._step_seconds.get(size, taken)
+            self._step_seconds[size] = min(max(taken, known / FASTER), SLOWER * known)
         self._landed = now
 
     def forget(self) -> None:

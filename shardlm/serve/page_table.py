@@ -95,6 +95,13 @@ class PageTable:
         # Pages that nobody holds but whose contents may be asked for again, the least recently used first.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
 
+    def renewed(self) -> "PageTable":
+        """One that is empty in its place, with this one's counts."""
+        sizes = {"windows": self.windows, "longest_step": self.longest_step, "caching": self.caching}
+        new = PageTable(self.num_pages, self.page_size, **sizes)
+        new.statistics = self.statistics
+        return new
+
     @property
     def num_free(self) -> int:
         """Pages that can be given away, cached ones that nobody holds included."""

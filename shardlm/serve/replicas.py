@@ -118,9 +118,11 @@ class EngineGroup:
         return place.replica
 
     def update_weights(self, params: Any, draft: Any = None) -> None:
-        """As Engine.update_weights, for all replicas, with parameters at the places of the first one's."""
-        for engine in (self.engines[number] for number in self._up):
-            _update(engine, params, draft)
+        """As Engine.update_weights, for all replicas, with parameters at the places of the first one's. Where one has
+        no room for them, all keep the old ones."""
+        engines = [self.engines[number] for number in self._up]
+        for engine, new in zip(engines, [_own(engine, params, draft) for engine in engines], strict=True):
+            engine.update_weights(*new)
         for out in self._out.values():
             out.missed = True
 
@@ -132,6 +134,13 @@ class EngineGroup:
         drafts = [one.speculation for one in each if one.speculation]
         speculation = functools.reduce(SpeculationStats.plus, drafts) if drafts else None
         return Stats(**sums | {"kv_usage": sums["kv_usage"] / len(each)}, speculation=speculation, replicas=each)
+
+    def renew(self) -> None:
+        """As Engine.renew, of all replicas."""
+        self._places.clear()
+        self._weights = [0] * len(self.engines)
+        for engine in self.engines:
+            engine.renew()
 
     # Steps.
 
@@ -174,7 +183,7 @@ class EngineGroup:
         engine, out = self.engines[number], self._out[number]
         try:
             if out.missed:
-                _update(engine, self.runner.params, self.runner.proposer_params)
+                engine.update_weights(*_own(engine, self.runner.params, self.runner.proposer_params))
             engine.restart()
         except Exception as error:
             out.pause = min(2 * out.pause, RETRY[1])
@@ -194,9 +203,11 @@ class EngineGroup:
             self._enter(group.output.request_id, replica, missing + REPLY_WEIGHT * request.params.n)
 
 
-def _update(engine: Engine, params: Any, draft: Any) -> None:
-    own = _placed(params, engine.runner.params)
-    engine.update_weights(own, None if draft is None else _placed(draft, engine.runner.proposer_params))
+def _own(engine: Engine, params: Any, draft: Any) -> tuple[Any, Any]:
+    """What its update_weights takes, on its devices."""
+    runner = engine.runner
+    new = _placed(params, runner.params), None if draft is None else _placed(draft, runner.proposer_params)
+    return jax.block_until_ready(new)
 
 
 def _placed(new: Any, old: Any) -> Any:

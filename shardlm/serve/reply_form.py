@@ -297,11 +297,13 @@ class FormCompiler:
     def _free_part(self, after: Sequence[str], openings: Sequence[str], held: bool) -> FreePart:
         """`held`: a grammar follows."""
         key = (tuple(after), tuple(openings), held)
-        if key not in self._free_parts:
+        found = self._free_parts.get(key)
+        if found is None:
+            found = FreePart(self._token_texts if held else (), after, openings)
             if len(self._free_parts) >= FREE_PARTS:
-                self._free_parts.clear()
-            self._free_parts[key] = FreePart(self._token_texts if held else (), after, openings)
-        return self._free_parts[key]
+                self._free_parts.clear()  # by any of the threads that compile
+            self._free_parts[key] = found
+        return found
 
     @functools.cached_property
     def _token_texts(self) -> list[str]:

@@ -273,11 +273,12 @@ class Runner:
             self._run("last", *(np.array([number], np.int32) for number in last))
 
     def _count(self, row: Row, settings: RequestSettings) -> None:
-        """What the request in a slot has said up to this row, where that matters."""
+        """What the request in a slot has said, where that matters: all that is known, as the row may be the first of
+        several chunks in which it is computed anew."""
         if not settings.penalised:
             return
         request: Request = row.request
-        prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len : row.end]
+        prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
         said = counts_of(prompt, reply, self.model.config.vocab_size)
         one = (np.array([row.slot], np.int32), *(a[None] for a in said))
         self._run("counts", *one)

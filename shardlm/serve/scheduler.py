@@ -131,6 +131,12 @@ class Scheduler:
             self._preempt(self._running[-1])
         self.pages.forget()
 
+    def renewed(self) -> "Scheduler":
+        """One without requests in its place, with this one's counts: for after an interruption in the midst of it."""
+        new = Scheduler(self.config, self.pages.renewed())
+        new.preemptions = self.preemptions
+        return new
+
     def lose(self) -> list[Request]:
         """For what failed on the device: what is in flight will not land, and nothing that was computed is left.
         Returns the requests that ran, which are in the queue again with the tokens they have."""

@@ -99,7 +99,7 @@ def test_the_standard_library_is_prepared_from_two_files(config, tmp_path):
 
 def test_one_waits_while_another_prepares(config):
     done = []
-    waiting = threading.Thread(target=lambda: done.append(prepare(config)))
+    waiting = threading.Thread(target=lambda: done.append(prepare(config)), daemon=True)
     with _lock(Path(config.cache_dir)):
         waiting.start()
         waiting.join(0.5)

@@ -3,12 +3,12 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
 from commands import run
+from ports import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -72,9 +72,7 @@ def test_one_device_has_nothing_to_send():
 
 
 def test_two_processes_on_a_host_measure_together(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     words = ["--cpu_devices=2", "--mesh=data=2,tensor=2", "--sizes=512", "--collectives=all-reduce"]
     words += [f"--coordinator_address={address}", "--num_processes=2", f"--output={tmp_path / 'points.json'}"]
     children = [

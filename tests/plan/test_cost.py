@@ -187,13 +187,13 @@ def test_the_limit_names_what_takes_most_and_what_helps():
 
 
 def test_a_cost_takes_no_time():
-    """Thousands are ranked. The limit has room for a busy machine: a quiet one takes half a millisecond."""
+    """Thousands are ranked. The limit has room for a slow machine: half a millisecond of CPU is usual."""
     sketch, cluster = Sketch.of(LLAMA, H100), Cluster.of(H100, 64)
     took = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         step_cost(sketch, cluster)
-        took.append(time.perf_counter() - start)
+        took.append(time.thread_time() - start)
     assert min(took) < 5e-3
 
 

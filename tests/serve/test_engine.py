@@ -202,6 +202,20 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(served):
     assert not engine.has_unfinished and not engine.scheduler.has_unfinished
 
 
+def test_what_was_said_counts_when_it_is_computed_anew(served):
+    """Also where that takes several chunks, of which the first holds no token of the reply."""
+    engine, prompt = served[0], PROMPTS[3]
+    assert len(prompt) > engine.scheduler.config.max_batch_tokens
+    params = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2, presence_penalty=2, ignore_eos=True)
+    engine.add("whole", prompt, params)
+    whole = finished(engine)["whole"].outputs[0].token_ids
+    engine.add("anew", prompt, params)
+    while len(engine._replies["anew"].output.token_ids) < 10:
+        engine.step()
+    engine.update_weights(engine.runner.params)
+    assert finished(engine)["anew"].outputs[0].token_ids == whole
+
+
 def test_a_request_that_breaks_leaves_the_others(served, directly, monkeypatch):
     engine = served[0]
     for id, prompt in (("broken", PROMPTS[0]), ("whole", PROMPTS[1])):

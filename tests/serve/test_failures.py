@@ -270,6 +270,20 @@ def test_new_weights_that_break_are_that_request_s(runners, monkeypatch):
     llm.shutdown()
 
 
+def test_new_weights_without_room_reach_no_replica(runners, monkeypatch):
+    group, old = EngineGroup(engines_of(runners)), [runner.params for runner in runners]
+
+    def placed(new, at, plain=replicas_module._placed):
+        if at is old[1]:
+            raise RuntimeError("out of memory")
+        return plain(new, at)
+
+    monkeypatch.setattr(replicas_module, "_placed", placed)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        group.update_weights(old[0])
+    assert all(runner.params is params for runner, params in zip(runners, old, strict=True))
+
+
 def test_the_limit_is_of_failures_without_a_batch_between(runners, monkeypatch):
     [engine] = engines_of(runners[:1])
     Faults(monkeypatch, engine.runner, range(1, 99, 3), read=True)

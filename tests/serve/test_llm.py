@@ -1,6 +1,7 @@
 """The class that users call, from a folder; and the LM Evaluation Harness on it, where that is installed."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import importlib.util
@@ -26,6 +27,7 @@ from shardlm.serve.defaults import recommended
 from shardlm.serve.options import config_of
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.started import Started
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -154,6 +156,51 @@ def test_chats_in_all_of_vllm_s_forms(llm):
             llm.chat(wrong, short, **options)
 
 
+@pytest.mark.parametrize("place", ["a program", "what it gives", "the scheduler", "making it as new"])
+def test_after_ctrl_c_it_says_what_it_said_before(llm, monkeypatch, place):
+    """Wherever that comes: with the state in a program's hands, or a batch that is no longer waited for."""
+    prompts, engine = ["true", '{"name": "ab"', "né日🙂"], llm.engine
+    expected = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
+    failed, runner, comes = engine.stats().failed_batches, engine.runner, iter([False, True])
+
+    def interrupted(function, before):
+        def call(*arguments):
+            now = next(comes, False)
+            if now and before:
+                raise KeyboardInterrupt
+            found = function(*arguments)
+            if now:
+                raise KeyboardInterrupt
+            return found
+
+        return call
+
+    with monkeypatch.context() as patch:
+        if place in ("a program", "making it as new"):
+            patch.setattr(runner, "_programs", {k: interrupted(f, False) for k, f in runner._programs.items()})
+        elif place == "the scheduler":
+            patch.setattr(type(engine.scheduler), "_chunk_row", interrupted(type(engine.scheduler)._chunk_row, False))
+        else:
+            patch.setattr(Started, "sampled", interrupted(Started.sampled, True))
+        if place == "making it as new":
+            patch.setattr(runner, "reset", interrupted(runner.reset, True))
+            comes = iter([True, True])
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY)
+    assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] == expected
+    assert engine.stats().failed_batches == failed and not engine.has_unfinished and engine.stats().kv_usage == 0
+
+
+def test_threads_take_turns(llm):
+    """Each gets its own replies; a step that another thread took would keep them for ever."""
+    texts = ["true", '{"name": "ab"', "né日🙂", "x y"]
+    expected = [llm.generate(text, GREEDY)[0].outputs[0].token_ids for text in texts]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        work = [threads.submit(llm.generate, text, GREEDY) for text in texts * 5]
+        found = [future.result(60)[0].outputs[0].token_ids for future in work]
+    assert found == expected * 5
+
+
 def test_options_that_are_not_known(llm, caplog):
     for options, message in (
         ({"gpu_memory_utilisation": 0.5}, "no option gpu_memory_utilisation=0.5; did you mean gpu_memory_utilization"),
@@ -257,12 +304,14 @@ def serving(llm):
     """The engine over HTTP in a thread of its own; yields the address. The engine is at its end afterwards."""
     served = AsyncLLM(llm.engine, model_name="tiny", template=None)
     server, sock = Server(make_app(served, Settings()), Listen()), listening(Listen(port=0), 60)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    served.shutdown()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        served.shutdown()
 
 
 def continued(llm, context: str, continuation: str) -> float:

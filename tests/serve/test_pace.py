@@ -56,6 +56,18 @@ def test_a_late_host_does_not_shorten_programs_at_once():
     assert device.run(1) == [6, 6] and device.run(1) == [8, 8]
 
 
+def test_batches_that_ended_unseen_took_some_time():
+    """Two landed when a late host looked. Else programs were the longest for 20 batches, each adding a quarter."""
+    device = make(0.005)
+    device.run(1), device.run(1)
+    assert device.pace.steps(1) == 4
+    device.pace.started(device.number), device.pace.started(device.number + 1)
+    clock.now += 1.0
+    device.pace.landed(device.number, 1, 4), device.pace.landed(device.number + 1, 1, 4)
+    device.number += 2
+    assert device.pace.steps(1) == 6 and device.run(1) == [6, 6] and device.run(1) == [4, 4]
+
+
 def test_prompts_say_nothing_of_a_step():
     device = make(0.005)
     device.run(1), device.run(1)

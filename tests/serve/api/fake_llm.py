@@ -24,8 +24,8 @@ def tokenizer():
 
 @dataclasses.dataclass
 class FakeLLM:
-    """reply: what it writes, or a function of the prompt's text. delay: seconds before each token. chunk: tokens in an
-    output. fail_at: the engine dies before this token."""
+    """reply: what it writes, or a function of the prompt's text. delay: seconds before each token, which a test may end
+    by setting it to less. chunk: tokens in an output. fail_at: the engine dies before this token."""
 
     reply: object = "the quick brown fox"
     delay: float = 0
@@ -80,7 +80,7 @@ class FakeLLM:
         every = [_Reply(self, i, written, params, self.max_model_len - used) for i in range(params.n)]
         count = 0
         while any(not one.output.finish_reason for one in every):
-            await asyncio.sleep(self.delay)
+            await self._pause()
             count += self.chunk
             if self.fail_at is not None and count > self.fail_at:
                 self.died = "the device is lost"
@@ -88,6 +88,13 @@ class FakeLLM:
             for one in every:
                 self._counts[1] += one.advance(self.chunk)
             yield [dataclasses.replace(one.output) for one in every]
+
+    async def _pause(self):
+        now = asyncio.get_running_loop().time
+        begun = now()
+        while (left := begun + self.delay - now()) > 0:
+            await asyncio.sleep(min(left, 0.02))
+        await asyncio.sleep(0)
 
     def _check(self, ids, params):
         if not ids:

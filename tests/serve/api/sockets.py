@@ -15,7 +15,7 @@ def listens(app, *, listen=None, write_seconds=60):
     listen = listen or Listen(port=0)
     with listening(listen, write_seconds) as sock:
         server = Server(app, listen)
-        thread = threading.Thread(target=server.run, args=([sock],))
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
         thread.start()
         try:
             yield server, f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import pytest
 from client import Client, error
@@ -236,8 +237,17 @@ def test_engines_that_fail():
     assert "secret" not in told["message"] and told["type"] == "server_error"
 
 
+class Late(FakeLLM):
+    """An hour goes by at its second token, by the event loop's clock."""
+
+    async def _replies(self, *asked):
+        async for outputs in super()._replies(*asked):
+            yield outputs
+            asyncio.get_running_loop().time = lambda: 3600 + time.monotonic()
+
+
 def test_requests_that_take_too_long():
-    client = Client(FakeLLM(delay=0.05), request_seconds=0.12)
+    client = Client(Late(), request_seconds=1800)
     assert error(client.post(PATH, {"prompt": "a"}), 504)["code"] == "timeout"
     text = client.post(PATH, {"prompt": "a", "stream": True}).text.split("\n\n")
     assert text[-2:] == ["data: [DONE]", ""] and json.loads(text[-3][6:])["error"]["code"] == "timeout"
@@ -246,7 +256,7 @@ def test_requests_that_take_too_long():
 
 def test_a_full_queue():
     async def scenario():
-        client = Client(FakeLLM(delay=0.5), max_queue=3, max_replies=4)
+        client = Client(FakeLLM(delay=1000), max_queue=3, max_replies=4)
         body = json.dumps({"prompt": ["a", "b", "c"]})
         first = asyncio.create_task(client.send("POST", PATH, body))
         await come(lambda: client.service.unanswered == 3)
@@ -254,7 +264,7 @@ def test_a_full_queue():
         told = error(refused, 429)
         assert told["code"] == "rate_limit_exceeded" and refused.headers["retry-after"] == "1"
         assert error(await client.send("POST", "/v1/embeddings", '{"input": "a"}'), 429)
-        client.llm.delay = 0.0
+        client.llm.delay = 0
         assert (await first).status_code == 200
         assert (await client.send("POST", PATH, body)).status_code == 200
         assert error(await client.send("POST", PATH, '{"prompt": "a", "n": 5}'), 400)["param"] == "n"

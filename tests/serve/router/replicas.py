@@ -68,14 +68,14 @@ class Rude:
     def listens(self):
         """Its address."""
         loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever)
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
         server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), loop).result()
         try:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
             loop.call_soon_threadsafe(server.close)
-            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result(60)
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
@@ -84,7 +84,7 @@ class Rude:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)  # one that has not begun suppresses nothing yet
 
     async def _serve(self, reader, writer):
         ends = asyncio.IncompleteReadError, OSError, asyncio.CancelledError

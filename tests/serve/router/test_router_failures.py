@@ -11,6 +11,8 @@ from fake_llm import FakeLLM
 from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two, whole
 from sockets import until
 
+from shardlm.serve.router.fleet import Replica
+
 
 async def cut_before(head, body, writer):
     """Nothing at all."""
@@ -127,7 +129,8 @@ def test_a_replica_that_hangs_is_given_up():
 
     rude, llm = Rude(hangs), FakeLLM()
     with rude.listens() as a, serving(llm) as (_, b), routing(a, b, timeout_seconds=2.5) as routed:
-        asked = [threading.Thread(target=routed.ask, args=("/v1/completions", {"prompt": "a"})) for _ in range(4)]
+        ask = ("/v1/completions", {"prompt": "a"})
+        asked = [threading.Thread(target=routed.ask, args=ask, daemon=True) for _ in range(4)]
         for thread in asked:
             thread.start()
         until(lambda: rude.asked and routed.replica(a).in_flight)
@@ -139,8 +142,9 @@ def test_a_replica_that_hangs_is_given_up():
     with socket.socket() as nobody:  # an address that nobody listens at
         nobody.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        with serving(llm) as (_, b), routing(gone, b, ready=1, poll_seconds=50) as routed:
-            replica = routed.replica(gone)
-            replica.alive = replica.ready = True  # it went after the last look
+        with serving(llm) as (_, b), routing(b, poll_seconds=500) as routed:
+            fleet, replica = routed.service.fleet, Replica(gone, "flag", alive=True, ready=True)
+            until(lambda: not fleet.wake.is_set())  # what is looked at after the start is, and then nothing for long
+            fleet.replicas = {gone: replica, **fleet.replicas}  # it went after it was looked at
             assert [routed.ask("/v1/completions", {"prompt": "a"})[0] for _ in range(3)] == [200] * 3
             assert not replica.alive and metrics_of(routed)["retries_total", gone, "refused"] == 1
