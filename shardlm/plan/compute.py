@@ -76,8 +76,20 @@ class Op:
 def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
     """All of a step but what takes no time worth a figure. Without `ours` experts' rows are moved as other systems move
     them, as many as there are, and stages hold their weights in the compute type."""
-    of_stages = _of_a_stage(sketch) if ours and sketch.mesh.pipeline > 1 else ()
-    return [*_layers(sketch, ours), *of_stages, *_head(sketch), *_optimizer(sketch)]
+    return [*of_layers(sketch, ours), *of_weights(sketch, ours)]
+
+
+def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
+    """Of these, what is the same wherever weights rest."""
+    yield from _layers(sketch, ours)
+    yield from _head(sketch)
+
+
+def of_weights(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
+    """All else."""
+    if ours and sketch.mesh.pipeline > 1:
+        yield from _of_a_stage(sketch)
+    yield from _optimizer(sketch)
 
 
 def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
