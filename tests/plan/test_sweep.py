@@ -188,7 +188,7 @@ def test_what_is_no_sweep_is_refused_before_anything_is_searched(text, options, 
 def test_prices_of_a_cluster_are_its_providers():
     azure = [price.dollars_per_hour for price in PRICES if (price.gpu, price.provider) == ("h100", "azure")]
     assert list_price("h100", "azure-nd-h100-v5") == (*azure, "list price of azure")
-    assert list_price("gb200", "gcp-a4x") == (0.0, "")
+    assert list_price("gb300", "gb300-nvl72") == (0.0, "")
 
 
 def test_the_command_sweeps_and_says_what_is_wrong(tmp_path):
