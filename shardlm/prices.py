@@ -41,6 +41,8 @@ class PriceRange:
 _RECEIPTS = "https://github.com/datareceipts/data-receipts/blob/main/109-gpu-pricing/"
 _CLOUDS = f"{_RECEIPTS}hyperscalers.json"
 _RUNPOD = f"{_RECEIPTS}vendors.json"
+_RUNPOD_PAGE = "https://www.runpod.io/pricing"
+_COREWEAVE = "https://www.coreweave.com/pricing"
 _LAMBDA = "https://lambda.ai/instances"
 _HYPERSTACK = "https://www.hyperstack.cloud/gpu-pricing"
 _NEBIUS = "https://nebius.com/prices"
@@ -72,6 +74,9 @@ PRICES: tuple[Price, ...] = (
     Price("b200", "hyperstack", "SXM", 6.00, "2026-08-26", _HYPERSTACK),
     Price("b200", "runpod", "B200", 5.89, "2026-11-21", _SURVEY),
     Price("b200", "together", "B200", 11.95, "2026-11-21", _SURVEY),
+    Price("gb200", "coreweave", "4 of a GB200 NVL72", 10.50, "2026-09-20", _COREWEAVE),
+    Price("b300", "hyperstack", "B300", 7.40, "2026-08-26", _HYPERSTACK),
+    Price("b300", "runpod", "Pods, B300", 7.89, "2026-10-07", _RUNPOD_PAGE),
     Price("l40s", "aws", "g6e.xlarge", 1.861, "2025-08", _MODAL),
     Price("l40s", "oci", "L40S", 3.50, "2025-08", _MODAL),
     Price("l40s", "runpod", "secure", 0.86, "2025-08", _MODAL),

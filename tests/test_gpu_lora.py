@@ -3,13 +3,18 @@
 import collections
 import json
 
+import pytest
 from gpu_programs import MARKS
 
+from shardlm.hardware import GPUS
 from shardlm.hlo.collectives import collectives
+from shardlm.hlo.flops import matmul_flops
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.pretrained import Pretrained
+from shardlm.plan.compute import executed_flops, operations
+from shardlm.plan.sketch import Sketch
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -18,8 +23,8 @@ pytestmark = MARKS
 LLAMA3_8B = Pretrained("unread", 0, json.dumps(LlamaConfig().to_hf()))
 
 
-def compiled(base: str, mesh: MeshSpec, rows: int):
-    config = RunConfig(
+def of(base: str, mesh: MeshSpec, rows: int) -> RunConfig:
+    return RunConfig(
         LLAMA3_8B,
         mesh=mesh,
         lora=LoraConfig(16, base=base),
@@ -27,6 +32,10 @@ def compiled(base: str, mesh: MeshSpec, rows: int):
         precision="bf16",
         rules="zero3",
     )
+
+
+def compiled(base: str, mesh: MeshSpec, rows: int):
+    config = of(base, mesh, rows)
     program = Program.make(config, config.mesh.build(topology("h100", 1, rows)))
     return program.lower_step().compile(dict(program.xla_options().options))
 
@@ -37,10 +46,13 @@ def test_llama3_8b_on_int4_is_tuned_on_one_gpu():
     assert memory.temp_size_in_bytes < 2.3 * 2**30
 
 
-def test_a_base_in_few_bits_is_gathered_as_it_is():
+def test_a_base_in_few_bits_is_gathered_as_it_is_and_has_no_gradient():
     spec = MeshSpec(fsdp=8)
     total: collections.Counter = collections.Counter()
-    for one in collectives(compiled("int4", spec, 8).as_text(), spec.sizes()):
+    text = compiled("int4", spec, 8).as_text()
+    foreseen = executed_flops(operations(Sketch.of(of("int4", spec, 8), GPUS["h100"])))
+    assert matmul_flops(text).flops == pytest.approx(foreseen, rel=0.02)
+    for one in collectives(text, spec.sizes()):
         if one.kind == "all-gather":
             total[one.dtype] += one.count * one.bytes
     sizes = LlamaConfig()

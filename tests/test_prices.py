@@ -16,7 +16,9 @@ def test_every_price_is_of_a_known_gpu_dated_plausible_and_has_a_source():
         assert 0.1 < price.dollars_per_hour < 20
         assert price.source.startswith("https://")
     assert len({(p.gpu, p.provider, p.offer) for p in PRICES}) == len(PRICES)
-    assert {"a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l40s"} <= {p.gpu for p in PRICES}
+    assert {"a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "gb200", "b300", "l40s"} <= {
+        p.gpu for p in PRICES
+    }
 
 
 def test_the_range_of_a_gpu():
@@ -28,7 +30,7 @@ def test_the_range_of_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "says"), [("h10", "did you mean h100?"), ("gb200", "'gb200' (known: "), ("rtx5090", "your own price")]
+    ("gpu", "says"), [("h10", "did you mean h100?"), ("gb300", "'gb300' (known: "), ("rtx5090", "your own price")]
 )
 def test_a_gpu_without_a_price_is_refused(gpu, says):
     with pytest.raises(ShardlmError, match=re.escape(says)):

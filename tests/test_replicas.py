@@ -137,7 +137,7 @@ def test_a_step_that_is_not_finite_keeps_what_is_to_be_sent():
 def refused(config, spec=ALL):
     rules = Rules.make(config.rules, spec)
     with pytest.raises(ShardlmError) as error:
-        check_batch(config.train, rules)
+        check_batch(config.train, rules.mesh)
         check_replicas(config, rules)
     return str(error.value)
 

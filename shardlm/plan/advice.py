@@ -17,7 +17,7 @@ from shardlm.train.config import RunConfig
 
 # Tokens of the largest global batch of Llama 3 405B (https://arxiv.org/abs/2407.21783, section 3.4.1).
 MOST_BATCH = 16 * 2**20
-SYSTEMS = ("dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72")
+SYSTEMS = ("dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "dgx-b300", "gb300-nvl72")
 
 
 @dataclasses.dataclass(frozen=True)

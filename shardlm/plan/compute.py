@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from shardlm.flops import attention_pairs
 from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.lora import A as ADAPTER
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
@@ -17,7 +18,7 @@ from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.muon import newton_schulz
 from shardlm.plan.program_layers import filled
-from shardlm.plan.sketch import Sketch
+from shardlm.plan.sketch import Sketch, Weight
 
 Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
 Unit = Literal["matmul", "attention", "memory"]
@@ -41,6 +42,7 @@ class Op:
     wide       of attention: width of queries and keys of a head
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
     host       seconds that the device waits for its host: other systems' (systems_experts.py)
+    frozen     a matmul with a weight that is not trained: no gradient of it is made
     Other systems' as well (systems_passes.py):
     gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
     cast_weights    share of its forward runs that make the 8-bit weight anew
@@ -65,6 +67,7 @@ class Op:
     grouped: bool = False
     wide: float = 0.0
     host: float = 0.0
+    frozen: bool = False
     gradient_bytes: float | None = None
     cast_weights: float = 1.0
     cast_rows: float = 1.0
@@ -76,8 +79,65 @@ class Op:
 def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
     """All of a step but what takes no time worth a figure. Without `ours` experts' rows are moved as other systems move
     them, as many as there are, and stages hold their weights in the compute type."""
-    of_stages = _of_a_stage(sketch) if ours and sketch.mesh.pipeline > 1 else ()
-    return [*_layers(sketch, ours), *of_stages, *_head(sketch), *_optimizer(sketch)]
+    return [*of_layers(sketch, ours), *of_weights(sketch, ours)]
+
+
+def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
+    """Of these, what is the same wherever weights rest."""
+    found = [*_layers(sketch, ours), *_head(sketch)]
+    if rank := sketch.config.lora.rank:
+        yield from frozen(found)
+        yield from adapters(sketch, rank)
+    else:
+        yield from found
+
+
+def frozen(ops: Iterable[Op]) -> Iterator[Op]:
+    """The same with weights that are not trained: a gradient's product, worth a forward one, is left out."""
+    for op in ops:
+        yield dataclasses.replace(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" else op
+
+
+def adapters(sketch: Sketch, rank: int) -> Iterator[Op]:
+    """Both products beside each projection, by matrices of so many columns; the second one's result is added to the
+    projection's."""
+    again = 0 if sketch.config.remat == "none" else 1
+    for weight in _adapted(sketch):
+        inside, out = _sides(weight, sketch)
+        passes = sketch.passes / sketch.mesh.pipeline * math.prod(weight.shape[: weight.stacked])
+        for n, k, added in ((rank, inside, 0), (out, rank, 2)):
+            moved = sketch.itemsize * (sketch.tokens * ((1 + added) * n + k) + n * k)
+            yield Op(
+                *("other", f"adapter of {weight.path}", "matmul", 2.0 * sketch.tokens * n * k, moved),
+                *(passes * (3 + again), passes, passes * again, (sketch.tokens, n, k)),
+            )
+
+
+def _adapted(sketch: Sketch) -> list[Weight]:
+    """Projections that have an adapter; all where the run has no word for them."""
+    paths = {weight.path for weight in sketch.weights}
+    projections = [
+        w for w in sketch.weights if w.stacked and w.is_matrix and w.trained != bool(sketch.config.lora.rank)
+    ]
+    if sketch.config.lora.rank:
+        return [w for w in projections if w.path + ADAPTER in paths]
+    return [w for w in projections if not {"experts", "router"} & set(w.names)]
+
+
+def _sides(weight: Weight, sketch: Sketch) -> tuple[float, float]:
+    """(summed, columns) of a projection on one device."""
+    own, names = weight.shape[weight.stacked :], weight.names[weight.stacked :]
+    ways = sketch.rules.use.ways(weight.names)
+    if names[0] == "embed":
+        return own[0], math.prod(own[1:]) / ways
+    return math.prod(own[:-1]) / ways, own[-1]
+
+
+def of_weights(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
+    """All else."""
+    if ours and sketch.mesh.pipeline > 1:
+        yield from _of_a_stage(sketch)
+    yield from _optimizer(sketch)
 
 
 def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from shardlm.flops import attention_pairs, training_flops
 from shardlm.plan import limits
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import Op, operations
+from shardlm.plan.compute import Op, of_layers, of_weights
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
@@ -143,31 +143,45 @@ class StepCost:
         return limits.sentence(parts, total, self.repeated_seconds * scale, self.faster_matmul)
 
 
-def step_cost(sketch: Sketch, cluster: Cluster) -> StepCost:
-    """The estimate for a step."""
-    kernels = kernels_of(cluster, sketch.execution.attention)
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Of a step's kernels and traffic what is the same on all meshes that differ only in where weights rest."""
+
+    times: "_Times"
+    sent: tuple[Sent, ...]
+
+    @classmethod
+    def of(cls, sketch: Sketch, cluster: Cluster) -> "Layers":
+        times = _Times.of(of_layers(sketch), kernels_of(cluster, sketch.execution.attention))
+        return cls(times, tuple(one for one in activations(sketch) if one.nbytes and one.axes))
+
+
+def step_cost(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:
+    """The estimate for a step; `layers` of it, where that is known already."""
     hidden = IN_STAGES[sketch.config.pipeline.schedule]
-    return cost_of(sketch, cluster, operations(sketch), program_traffic(sketch), kernels, hidden)
+    sent = program_traffic(sketch)
+    return _cost(sketch, cluster, layers or Layers.of(sketch, cluster), sent, hidden)
 
 
-def without_weights(sketch: Sketch, cluster: Cluster) -> StepCost:
+def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:
     """The same of a step that moved no weights and no gradients, which no split of them and no schedule can make
     faster."""
+    layers = layers or Layers.of(sketch, cluster)
+    return _cost(sketch, cluster, layers, list(layers.sent), max(IN_STAGES.values()))
+
+
+def _cost(sketch: Sketch, cluster: Cluster, layers: Layers, sent: list[Sent], hidden_in_stages: float) -> StepCost:
     kernels = kernels_of(cluster, sketch.execution.attention)
-    sent = [one for one in activations(sketch) if one.nbytes and one.axes]
-    return cost_of(sketch, cluster, operations(sketch), sent, kernels, max(IN_STAGES.values()))
+    return _summed(sketch, cluster, layers.times.and_of(of_weights(sketch), kernels), sent, hidden_in_stages)
 
 
-def cost_of(
-    sketch: Sketch,
-    cluster: Cluster,
-    ops: Iterable[Op],
-    sent: list[Sent],
-    kernels: Kernels,
-    hidden_in_stages: float = 1.0,
-) -> StepCost:
-    """The same of these operations, this traffic and these kernels; `hidden_in_stages` as in overlap.py."""
-    times = _Times.of(ops, kernels)
+def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
+    """The same of these operations, this traffic and these kernels, in stages that hide all they can."""
+    return _summed(sketch, cluster, _Times.of(ops, kernels), sent, 1.0)
+
+
+def _summed(sketch: Sketch, cluster: Cluster, times: "_Times", sent: list[Sent], hidden_in_stages: float) -> StepCost:
+    """`hidden_in_stages` as in overlap.py."""
     comms = overlapped(sent, sketch, cluster, times.forward, times.backward, hidden_in_stages)
     timeline = _timeline(times, comms)
     passes = times.forward + times.backward
@@ -212,6 +226,13 @@ class _Times:
     @classmethod
     def of(cls, ops: Iterable[Op], kernels: Kernels) -> "_Times":
         times = cls()
+        for op in ops:
+            times._add(op, kernels)
+        return times
+
+    def and_of(self, ops: Iterable[Op], kernels: Kernels) -> "_Times":
+        """Of these too."""
+        times = dataclasses.replace(self, layers=dict(self.layers), units=dict(self.units))
         for op in ops:
             times._add(op, kernels)
         return times

@@ -67,7 +67,7 @@ class Kernels:
         if op.unit == "matmul":
             rows, n, k = op.dims
             weight = dataclasses.replace(op, hbm_bytes=op.hbm_bytes + op.added_bytes, drawn=False)
-            products = self._product(op, rows, k, n) + self._product(weight, k, n, rows)
+            products = self._product(op, rows, k, n) + (0.0 if op.frozen else self._product(weight, k, n, rows))
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)

@@ -1,55 +1,160 @@
 """The least time that any way to run on a mesh can have, so that a search for the fastest plan alone begins where there
 is most hope, and ends where there is none."""
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.plan.bound import INNER, Bound
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.cost import step_cost, without_weights
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.cost import Layers, StepCost, step_cost, without_weights
+from shardlm.plan.plan import Plan
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
 from shardlm.train.config import RunConfig
 
 NEARLY = 0.99  # of it: the same sums in another order
 
 
-class Least:
-    """What was found of the meshes of a search: by their inner axes, of which the others differ only in how weights
-    are moved; a bound says what is too slow already.
+class Hope:
+    """The least that ways to run on one mesh can take: `seconds` of all, and of those that were reckoned by schedule,
+    product and what they keep of the forward pass. Infinite where a bound excludes all, and where none runs or fits."""
 
-    considered  sketches that were looked at
+    def __init__(self, bound: Bound):
+        self._bound = bound
+        self._costs: dict[tuple, StepCost] = {}
+        self.seconds = math.inf
+
+    def add(self, config: RunConfig, cost: StepCost, idle: float) -> None:
+        """Of ways like this one, none is busy for less; the least idle of them is so for `idle` of that time."""
+        self._costs[_way(config)] = cost
+        self.seconds = min(self.seconds, NEARLY * cost.seconds_with(idle))
+
+    def knows(self, config: RunConfig) -> bool:
+        return _way(config) in self._costs
+
+    def excludes(self, config: RunConfig) -> bool:
+        """Whether all that run so take longer than what was found."""
+        cost = self._costs.get(_way(config))
+        return cost is not None and NEARLY * cost.seconds_with(self._bound.idle(config)) > self._bound.seconds
+
+
+class Least:
+    """What was found of the meshes of a search, by their inner axes: others differ only in how weights are held and
+    moved.
+
+    considered  ways to run whose time was reckoned
     """
 
-    def __init__(self, cluster: Cluster, bound: Bound):
-        self._cluster, self._bound = cluster, bound
-        self._inner: dict[tuple, float] = {}
+    def __init__(
+        self,
+        cluster: Cluster,
+        bound: Bound,
+        meshes: Sequence[RunConfig],
+        constraints: Constraints,
+        offload: Sequence[bool],
+    ):
+        self._cluster, self._bound, self._constraints, self._offload = cluster, bound, constraints, offload
+        self._remats = constraints.choices("remat", REMATS)
+        self._alike: dict[tuple, list[RunConfig]] = {}
+        for laid in meshes:
+            self._alike.setdefault(_inner(laid), []).append(laid)
+        self._floors: dict[tuple, Hope] = {}
+        self._layers: dict[tuple, Layers] = {}
+        self._may_fit: dict[tuple, bool] = {}
         self.considered = 0
 
-    def seconds(self, schedules: Iterable[Sequence[RunConfig]]) -> float:
-        """On one mesh, of ways to run there that keep all they may of the forward pass: for each schedule those of the
-        most microbatches to those of the fewest. The fewest send least and fill kernels best; the most leave stages
-        idle for the least time. Infinite where a bound excludes all, and where none can run."""
-        left = [variants for variants in schedules if not all(map(self._bound.excludes, variants))]
-        if not left:
-            return math.inf
-        mesh = left[0][0].mesh
-        inner = (mesh.pipeline, *(mesh.size(axis) for axis in INNER))
-        if inner not in self._inner and math.isfinite(seconds := self._of(left, without_weights)):
-            self._inner[inner] = seconds
-        if self._inner.get(inner, 0.0) > self._bound.seconds:
-            return math.inf
-        return self._of(left, step_cost)
+    def floor(self, laid: RunConfig) -> float:
+        """On all meshes with this one's inner axes, as if no weights were moved."""
+        if laid.train.global_batch % laid.mesh.size("data", "fsdp", "expert"):
+            return math.inf  # refused, and so are most meshes over numbers of GPUs with odd factors
+        inner = _inner(laid)
+        if inner not in self._floors:
+            found = self._hope(laid, without_weights)
+            if math.isinf(found.seconds):  # of another mesh it may be less
+                return math.inf
+            self._floors[inner] = found
+        return self._floors[inner].seconds
 
-    def _of(self, schedules: Iterable[Sequence[RunConfig]], cost: Callable) -> float:
-        return min(self._of_schedule(variants, cost) for variants in schedules)
+    def hope(self, laid: RunConfig) -> Hope:
+        """On one mesh, for each schedule of the ways that keep most of the forward pass of those that may fit. The
+        fewest microbatches send least and fill kernels best; the most leave stages idle for the least time."""
+        return self._hope(laid, step_cost, self._floors.get(_inner(laid)))
 
-    def _of_schedule(self, variants: Sequence[RunConfig], cost: Callable) -> float:
+    def further(self, hope: Hope, variants: Sequence[RunConfig]) -> None:
+        """`hope` knows of these ways too, those of the most microbatches first."""
+        self._add(hope, variants, step_cost)
+
+    def may_fit(self, variants: Sequence[RunConfig], kept: dict[str, Any]) -> bool:
+        """Whether ways that keep that much fit with the most or the fewest microbatches on any mesh with these inner
+        axes: of each preset on the one that splits weights most. Where none runs they may."""
+        remat, away = kept["remat"], kept["offload"].optimizer
+        key = (_inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
+        if key not in self._may_fit:
+            ends = [dataclasses.replace(one, **kept) for one in dict.fromkeys((variants[0], variants[-1]))]
+            found = list(itertools.islice(self._fitting(_inner(variants[0]), ends), 1))
+            self._may_fit[key] = found[0] if found else True
+        return self._may_fit[key]
+
+    def _fitting(self, inner: tuple, ends: Sequence[RunConfig]) -> Iterator[bool]:
+        """True for the first preset with which one of these fits; else False where any runs."""
+        runs = False
+        for preset in PRESETS:
+            alike = [laid for laid in self._alike[inner] if laid.rules == preset]
+            for laid in sorted(alike, key=lambda one: -one.mesh.fsdp):
+                plans = list(self._plans(laid, ends))
+                runs = runs or bool(plans)
+                if any(plan.fits for plan in plans):
+                    yield True
+                if plans:
+                    break
+            if runs and preset == "zero3":
+                break  # no other holds less
+        if runs:
+            yield False
+
+    def _plans(self, laid: RunConfig, ends: Sequence[RunConfig]) -> Iterator[Plan]:
+        for one in ends:
+            try:
+                yield Plan.of(dataclasses.replace(one, mesh=laid.mesh, rules=laid.rules), self._cluster)
+            except ShardlmError:
+                continue
+
+    def _hope(self, laid: RunConfig, cost: Callable[..., StepCost], floor: Hope | None = None) -> Hope:
+        """But for what a floor excludes. In stages also of what keeps second most: there remat=none writes and reads
+        again what costs more than it saves."""
+        hope = Hope(self._bound)
+        for variants in by_schedule(laid, self._constraints):
+            if all(map(self._bound.excludes, variants)):
+                continue
+            may = (kept for kept in keeps(variants[0], self._remats, self._offload) if self.may_fit(variants, kept))
+            for kept in itertools.islice(may, 2 if laid.mesh.pipeline > 1 else 1):
+                ways = [dataclasses.replace(one, **kept) for one in variants]
+                if floor is None or not all(map(floor.excludes, ways)):
+                    self._add(hope, ways, cost)
+        return hope
+
+    def _add(self, hope: Hope, variants: Sequence[RunConfig], cost: Callable[..., StepCost]) -> None:
         for variant in reversed(variants):
             try:
                 sketch = Sketch.of(variant, self._cluster.gpu, self._cluster.gpus_per_host)
             except ShardlmError:
                 continue
             self.considered += 1
-            return NEARLY * cost(sketch, self._cluster).seconds_with(min(map(self._bound.idle, variants)))
-        return math.inf
+            key = (_inner(variant), _way(variant), variant.train.accumulation)
+            if key not in self._layers:
+                self._layers[key] = Layers.of(sketch, self._cluster)
+            hope.add(variant, cost(sketch, self._cluster, self._layers[key]), min(map(self._bound.idle, variants)))
+            return
+
+
+def _inner(config: RunConfig) -> tuple[int, ...]:
+    return (config.mesh.pipeline, *(config.mesh.size(axis) for axis in INNER))
+
+
+def _way(config: RunConfig) -> tuple:
+    return config.pipeline, config.matmul, config.remat, config.offload.optimizer

@@ -2,6 +2,7 @@
 the fastest of them as NCCL itself chooses (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)."""
 
 import dataclasses
+import functools
 import math
 
 from shardlm.plan.cluster import Cluster, Group
@@ -46,7 +47,7 @@ class Route:
         within = self.inside.cores if self.group.inside > 1 else 0.0
         return max(within, self.network.cores if self.group.outside > 1 else 0.0)
 
-    @property
+    @functools.cached_property
     def rate(self) -> float:
         """Bytes/s of a ring. Rings enter and leave an island through all the adapters of its members in the group, so
         that the slower of both links sets the pace
@@ -72,7 +73,7 @@ class Route:
         within = rounds * (self.group.size - 1) - between
         return min(
             sent / (self.rate * share) + base + within * near + between * far
-            for share, base, near, far in self._protocols()
+            for share, base, near, far in self._protocols
         )
 
     def _tree(self, sent: float) -> float:
@@ -81,12 +82,13 @@ class Route:
         depth = math.ceil(math.log2(self.group.outside)) if self.group.outside > 1 else 0
         return min(
             sent / (self.rate * share * TREE) + base + 2 * ((self.group.inside - 1) * near + depth * far)
-            for share, base, near, far in self._protocols()
+            for share, base, near, far in self._protocols
         )
 
     def _in_switch(self, sent: float) -> float:
         return sent / self.switch + SWITCH_SECONDS if self.switch else math.inf
 
+    @functools.cached_property
     def _protocols(self) -> list[tuple[float, float, float, float]]:
         """(share of the rate, base, seconds of a step inside, of one between islands) of each that both links have."""
         inside = self.inside.protocols

@@ -21,6 +21,7 @@ from shardlm.train.replicas import apart
 EXCHANGE = "all-to-all"
 # Not split over tensor, and used on each device's part of the sequence.
 WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
+_NOTHING = Sent((), "nothing", 0.0)
 
 
 def program_traffic(sketch: Sketch) -> list[Sent]:
@@ -69,6 +70,8 @@ class _Moved:
         )
 
     def sent(self, axes, what: str, nbytes: float, kind: str, count: float = 1, idle: float = 0.0) -> Sent:
+        if not nbytes or not axes:
+            return _NOTHING
         return idling(Sent(tuple(axes), f"{self.weight.path}: {what}", nbytes, kind, count, beside=True), idle)
 
 

@@ -117,6 +117,7 @@ class Point:
     rounds          times that the pipeline fills and drains in one update
     released        version of the framework, by year and month; "": not stated, or of no importance
     last            which lot, added when all constants and rules of the prediction were there; 0: before
+    adapters        rank of adapters, which alone are trained; 0: all weights are
     source, at      where, and which table or line there
     None            the source does not say
     """
@@ -147,6 +148,7 @@ class Point:
     rounds: int = 1
     released: str = ""
     last: int = 0
+    adapters: int = 0
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-import itertools
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from shardlm.errors import ShardlmError
 from shardlm.plan.bound import Bound
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
-from shardlm.plan.least import Least
+from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.ways import REMATS, by_schedule, keeping, laid_out, variants_of
+from shardlm.plan.ways import REMATS, by_schedule, keeping, keeps, laid_out, variants_of
 from shardlm.train.config import RunConfig
 
 BEAM = 64  # meshes on which everything is looked at
@@ -114,17 +114,26 @@ def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offl
     """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
     tally, bound = _Tally(), Bound(config.model.transformer())
-    least, remats = Least(cluster, bound), constraints.choices("remat", REMATS)
     meshes = list(laid_out(config, cluster, constraints))
+    least = Least(cluster, bound, meshes, constraints, offload)
     seen: dict[int, list[Plan | ShardlmError]] = {}
     for staged in (False, True):
         numbers = [i for i, laid in enumerate(meshes) if (laid.mesh.pipeline > 1) == staged]
-        hopes = [(least.seconds(_keeping_most(meshes[i], constraints, remats, offload)), i) for i in numbers]
-        for seconds, i in sorted(hopes):
-            if seconds > bound.seconds:
-                break
+        # What a mesh can take at least: first as if it moved no weights, and of the most hopeful in full.
+        queue: list[tuple[float, int, Hope | None]] = [(least.floor(meshes[i]), i, None) for i in numbers]
+        heapq.heapify(queue)
+        while queue and queue[0][0] <= bound.seconds:
+            seconds, i, hope = heapq.heappop(queue)
+            if hope is None and math.isfinite(seconds):
+                hope = least.hope(meshes[i])
+                heapq.heappush(queue, (hope.seconds, i, hope))
+                continue
+            if math.isfinite(seconds):
+                plans = _hopeful(meshes[i], cluster, constraints, offload, bound, least, hope)
+            else:  # nothing fits so far: what stands in the way is asked for
+                plans = _all(meshes[i], cluster, constraints, offload)
             seen[i] = []
-            for plan in _all(meshes[i], cluster, constraints, offload, bound):
+            for plan in plans:
                 seen[i].append(plan)
                 if isinstance(plan, Plan) and plan.fits:
                     bound.add(plan)
@@ -133,19 +142,6 @@ def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offl
             tally.add(plan)
     tally.considered += least.considered
     return tally.found()
-
-
-def _keeping_most(
-    laid: RunConfig, constraints: Constraints, remats: Sequence[str], offload: Sequence[bool]
-) -> list[list[RunConfig]]:
-    """Of each schedule on a mesh that has any, what keeps most of the forward pass, the most microbatches first. In
-    stages also what keeps second most: there remat=none writes and reads again what costs more than it saves."""
-    found = []
-    for ones in by_schedule(laid, constraints):
-        kept = [tuple(itertools.islice(keeping(one, remats, offload), 2)) for one in ones]
-        for nth in range(2 if laid.mesh.pipeline > 1 else 1):
-            found.append([ways[nth] for ways in kept if len(ways) > nth])
-    return [ones for ones in found if ones]
 
 
 class _Tally:
@@ -180,19 +176,47 @@ class _Tally:
 
 
 def _all(
-    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool], bound: Bound | None = None
+    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
 ) -> Iterator[Plan | ShardlmError]:
-    """Everything on one mesh that a bound does not exclude: a plan, or why there is none. What keeps less of the
-    forward pass is looked at only where what keeps more does not fit, as it runs longer."""
+    """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
+    what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
     for variant in variants_of(laid, constraints):
-        if bound and bound.excludes(variant):
-            continue
         for candidate in keeping(variant, remats, offload):
             plan = _plan(candidate, cluster)
             yield plan
             if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
                 break
+
+
+def _hopeful(
+    laid: RunConfig,
+    cluster: Cluster,
+    constraints: Constraints,
+    offload: Sequence[bool],
+    bound: Bound,
+    least: Least,
+    hope: Hope,
+) -> Iterator[Plan | ShardlmError]:
+    """The same of what may be faster than all that was seen before."""
+    remats = constraints.choices("remat", REMATS)
+    for variants in by_schedule(laid, constraints):
+        for variant in (one for one in variants if not bound.excludes(one)):
+            for kept in keeps(variant, remats, offload):
+                if not least.may_fit(variants, kept):
+                    continue
+                candidate = dataclasses.replace(variant, **kept)
+                if not hope.knows(candidate) and len(variants) > 1:
+                    least.further(hope, [dataclasses.replace(one, **kept) for one in variants])
+                slow = hope.excludes(candidate)
+                if slow and laid.mesh.pipeline == 1:
+                    break
+                plan = _plan(candidate, cluster)
+                if not slow:
+                    yield plan
+                # In stages what keeps less may be faster, and is looked at where what keeps more does not fit.
+                if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
+                    break
 
 
 def _thrifty(
@@ -259,6 +283,7 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
         tried = (
             plan
             for laid in laid_out(larger, cluster, constraints)
+            if batch % laid.mesh.size("data", "fsdp", "expert") == 0
             for plan in _thrifty(laid, cluster, constraints, [False])
         )
         if batch > rows and any(isinstance(plan, Plan) for plan in tried):

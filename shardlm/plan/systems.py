@@ -2,9 +2,10 @@
 policy keeps, which attention kernels run, what is hidden, and where the ends of a pipeline count."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+from shardlm.layers.attention import AttentionConfig
 from shardlm.plan.compute import Op
 from shardlm.plan.constants import HOST
 from shardlm.plan.published import Model, Point
@@ -25,7 +26,19 @@ WHOLE_LAYERS = (*MEGATRON, "Composer FSDP")
 KERNELS: Mapping[str, str] = MappingProxyType({"torchtitan": "flash2", "Composer FSDP": "triton"})
 # tp_comm_overlap and grad_reduce_in_fp32=False in the recipes.
 RECIPES = ("NeMo", BRIDGE)
+# And reduce_dtype=torch.bfloat16 (foundation-model-stack/fms-fsdp@2e76f991 pretraining/policies/mixed_precision.py).
+SUMS_IN_16_BITS = (*RECIPES, "fms-fsdp")
+ADAPTED = "adapters of all projections"  # else their source does not say of which
 COMBINED = "gradients are summed 64 MiB at a time"
+# Each operation of PyTorch a kernel of its own: read and written of a number, forward and for its gradient by PyTorch's
+# formulas, by fms.modules of IBM's foundation-model-stack (layernorm.py@0790a150: float32, each cast a pass, and the
+# residual's sum; feedforward.py@00af7304; positions.py@01cadbc3: float32 2x2 matrices of queries and keys). Compiled
+# it is 10 to 23% faster (pytorch/pytorch.github.io@d3e59b8e _posts/2024-05-21-maximizing-training-throughput.md).
+EAGER = "not compiled"
+APART: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"norms and residuals": (42 / 8, 98 / 8), "activation": (10 / 6, 18 / 6)}  # of ours
+)
+ROTATION = (36, 36)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +112,7 @@ def with_ends(model: Model) -> Model:
     return dataclasses.replace(model, num_layers=model.num_layers + 2)
 
 
-def as_run(ops: list[Op], policy: Recomputed) -> Iterator[Op]:
+def as_run(ops: Iterable[Op], policy: Recomputed) -> Iterator[Op]:
     """Our operations, repeated as their system repeats them."""
     for op in ops:
         if op.layer not in ("head", "embedding", "optimizer"):
@@ -108,9 +121,26 @@ def as_run(ops: list[Op], policy: Recomputed) -> Iterator[Op]:
         yield op
 
 
+def as_apart(ops: list[Op], point: Point, attention: AttentionConfig) -> Iterator[Op]:
+    """With memory moved by every operation where nothing is compiled."""
+    for op in ops:
+        if EAGER in point.note and op.what in APART:
+            forward, gradient = (times * op.hbm_bytes for times in APART[op.what])
+            yield dataclasses.replace(op, hbm_bytes=forward, gradient_bytes=gradient)
+            if op.layer == "norm":
+                heads = attention.num_heads + attention.num_kv_heads
+                rotated = point.microbatch * point.seq_len * heads * attention.head_dim
+                forward, gradient = (nbytes * rotated for nbytes in ROTATION)
+                yield dataclasses.replace(
+                    op, layer="attention", what="positions", hbm_bytes=forward, gradient_bytes=gradient
+                )
+        else:
+            yield op
+
+
 def as_sent(sent: list[Sent], point: Point) -> Iterator[Sent]:
     """Our traffic as theirs: stages keep their weights, interleaved ones send behind other microbatches
-    (overlap_p2p_comm), recipes sum gradients in 16 bits, and sums of a fixed size are many where their steps are long.
+    (overlap_p2p_comm), some sum gradients in 16 bits, and sums of a fixed size are many where their steps are long.
     """
     hidden = {("tensor",)} if overlaps_tensor(point) else set()
     if point.framework in MEGATRON and point.schedule == "interleaved":
@@ -118,11 +148,13 @@ def as_sent(sent: list[Sent], point: Point) -> Iterator[Sent]:
     for one in sent:
         if one.why.endswith("to its stage and back"):
             continue
+        if point.adapters and one.why.endswith((": scatters", ": sum of gradients")):
+            continue  # weights that are not trained
         if one.axes in hidden:
             one = dataclasses.replace(one, beside=True)
         if point.framework == DEEPSPEED and one.kind in (GATHER, SCATTER):
             one = _awaited(one, point.mesh.size(*one.axes))
-        if point.framework in RECIPES and one.kind == REDUCE:
+        if point.framework in SUMS_IN_16_BITS and one.kind == REDUCE:
             one = dataclasses.replace(one, nbytes=one.nbytes / 2)
         if COMBINED in point.note and one.kind == REDUCE:
             one = dataclasses.replace(one, count=one.nbytes / (2 * share(point.mesh.size(*one.axes)) * 2**26))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
-from shardlm.mesh import MeshSpec
+from shardlm.mesh import AXES, MeshSpec
 from shardlm.ops.expert_dispatch import Exchange
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.sketch import Sketch
@@ -61,7 +61,10 @@ def idling(sent: Sent, idle: float) -> Sent:
     if not idle:
         return sent
     useful = sent.nbytes * (1 - idle)
-    return dataclasses.replace(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
+    return Sent(
+        *(sent.axes, sent.why, useful, sent.kind, sent.count * (1 - idle), sent.beside, sent.nbytes - useful),
+        *(sent.shown, sent.host, sent.update),
+    )
 
 
 def training_traffic(sketch: Sketch, exchange: Exchange | None = None) -> list[Sent]:
@@ -129,7 +132,7 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
 
 def ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
     """In the mesh's order, those larger than 1."""
-    return tuple(axis for axis, size in mesh.sizes().items() if axis in axes and size > 1)
+    return tuple(axis for axis in AXES if axis in axes and getattr(mesh, axis) > 1)
 
 
 def _layers(sketch: Sketch, exchange: Exchange | None) -> Iterator[Sent]:

@@ -16,7 +16,9 @@ many of its operations lie on either side and in each expert, with its Qwen3 30B
 came after that, of newer releases; since then, only that GPT-OSS waits for its constant beside another microbatch too,
 and that the first and the last pass of a step have none to run beside. The third lot came after all of this; what a
 step in one CUDA graph and experts in one kernel leave out was looked for with it in view, and GB300's attention because
-dense models on it were predicted too slow.
+dense models on it were predicted too slow. The fourth lot came after those; since then, only that weights which are not
+trained have no gradient, found with its runs of adapters, and, with fms-fsdp's, what programs move that are not
+compiled.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from shardlm.errors import ShardlmError
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan import systems, systems_experts, systems_passes, systems_stages
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import Op, operations
+from shardlm.plan.compute import Op, adapters, frozen, operations
 from shardlm.plan.cost import StepCost, cost_of
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.published import Model, Point, Published, load
@@ -150,7 +152,11 @@ def _cost(point: Point, published: Published, policy: systems.Recomputed) -> Ste
 
 def _layers(point: Point, sketch: Sketch, policy: systems.Recomputed) -> list[Op]:
     """Our products, attention and norms as their system runs them, and its loss."""
-    ops = list(systems.as_run(operations(sketch, ours=False), policy))
+    ops = operations(sketch, ours=False)
+    if point.adapters:  # what the optimizer does to them is next to nothing
+        ops = list(frozen([op for op in ops if op.layer != "optimizer"]))
+        ops += adapters(sketch, point.adapters) if systems.ADAPTED in point.note else []
+    ops = list(systems.as_run(systems.as_apart(ops, point, sketch.shape.segments[0].pattern[0].attention), policy))
     ops = list(systems_experts.as_drawn(list(systems_experts.as_fused(ops, point)), point))
     return [*systems_passes.as_multiplied(ops, point), systems_passes.loss_op(point, sketch)]
 
@@ -211,6 +217,8 @@ def summary(rows: list[Row]) -> list[str]:
         "experts, second lot of these": lambda row: row.point.last == 2 and row.experts,
         "dense, third lot of these": lambda row: row.point.last == 3 and not row.experts,
         "experts, third lot of these": lambda row: row.point.last == 3 and row.experts,
+        "dense, fourth lot of these": lambda row: row.point.last == 4 and not row.experts,
+        "experts, fourth lot of these": lambda row: row.point.last == 4 and row.experts,
         "nothing assumed": lambda row: not row.assumed,
     }
     lines = []

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
@@ -81,10 +82,16 @@ def variants_of(config: RunConfig, constraints: Constraints) -> Iterator[RunConf
 
 def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:
     """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
+    for kept in keeps(config, remats, offload):
+        yield dataclasses.replace(config, **kept)
+
+
+def keeps(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[dict[str, Any]]:
+    """The same as what is replaced."""
     for away in offload:
         place = dataclasses.replace(config.offload, optimizer=away)
         for remat in (name for name in remats if _can_keep(name, config)):
-            yield dataclasses.replace(config, remat=remat, offload=place)
+            yield {"remat": remat, "offload": place}
 
 
 def _can_keep(remat: str, config: RunConfig) -> bool:

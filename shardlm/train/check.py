@@ -14,19 +14,19 @@ from shardlm.rules import Rules
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
-def check_batch(train: TrainConfig, rules: Rules) -> None:
+def check_batch(train: TrainConfig, mesh: MeshSpec) -> None:
     """Refuses batches and rows that do not divide over microbatches and devices."""
     # Each stage of a pipeline sees all rows of a microbatch.
-    batch_axes = tuple(axis for axis in rules.act.axes("batch") if axis != "pipeline")
-    rows = rules.mesh.size(*batch_axes) * train.accumulation
+    batch_axes = tuple(axis for axis in ("data", "fsdp", "expert") if mesh.size(axis) > 1)
+    rows = mesh.size(*batch_axes) * train.accumulation
     if not train.shares and train.global_batch % rows:  # shares have their own check (replicas.py)
         below = train.global_batch // rows * rows
         near = f"{below} or {below + rows}" if below else str(rows)
-        axes = " x ".join([f"{a}={rules.mesh.size(a)}" for a in batch_axes] + [f"accumulation={train.accumulation}"])
+        axes = " x ".join([f"{a}={mesh.size(a)}" for a in batch_axes] + [f"accumulation={train.accumulation}"])
         raise ShardlmError(
             f"train.global_batch={train.global_batch} cannot be split over {axes}, {rows} ways; choose {near}"
         )
-    check_length(train.seq_len, rules.mesh)
+    check_length(train.seq_len, mesh)
 
 
 def check_length(seq_len: int, mesh: MeshSpec) -> None:

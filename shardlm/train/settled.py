@@ -59,12 +59,12 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
 
     Raises ShardlmError for whatever does not divide or does not exist.
     """
+    check_batch(config.train, spec)  # first, as it is what most of a search's meshes are refused for
     shape = _shape(config.model)
     rules = _rules(config.rules, spec, config.model)
     if config.lora.rank or not mtp:
         shape = shape.without_mtp()
     check_mtp(config, shape)
-    check_batch(config.train, rules)
     check_model(shape, rules, config.context_attention)
     check_replicas(config, rules)
     check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)

@@ -11,7 +11,7 @@ from shardlm.clusters import CLUSTERS
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.hardware_file import SHIPPED
-from shardlm.plan.advice import advise, kind_named
+from shardlm.plan.advice import SYSTEMS, advise, kind_named
 from shardlm.plan.advice_output import reasons, to_json, to_text
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.constraints import FREE, Constraints
@@ -75,16 +75,16 @@ def test_no_number_below_the_peak_is_tried(rates):
 
 @pytest.fixture(scope="module")
 def advice():
-    names = ("aws-p5", "azure-nd-h100-v5", "dgx-h100", "h200", "gb200-nvl72")
+    names = ("aws-p5", "azure-nd-h100-v5", "dgx-h100", "h200", "gb300-nvl72")
     heard = []
     found = advise(small(), TrainingTarget(1e13, 4), ZERO3, names=names, say=heard.append)
-    assert heard[::4] == ["looking at aws-p5 (h100) ...", "looking at gb200-nvl72 (gb200) ..."]
+    assert heard[::4] == ["looking at aws-p5 (h100) ...", "looking at gb300-nvl72 (gb300) ..."]
     return found
 
 
 def test_offers_come_by_dollars_and_say_what_they_cost(advice):
     assert advice.best is advice.offers[0] and not advice.nothing
-    assert [o.kind.name for o in advice.offers][-1] == "gb200-nvl72" and not advice.offers[
+    assert [o.kind.name for o in advice.offers][-1] == "gb300-nvl72" and not advice.offers[
         -1
     ].budget.dollars_per_gpu_hour
     priced = [o.dollars for o in advice.offers[:-1]]
@@ -106,7 +106,7 @@ def test_reasons_give_the_numbers(advice):
     assert f"{best.point.num_gpus} in {best.point.num_gpus // 8} hosts do it in" in said and "% " in said
     assert f"Twice as many, {2 * best.point.num_gpus}, with the same batch would take" in said
     assert f"${best.budget.dollars_per_gpu_hour:.2f}" in said
-    assert "No price of a gb200 is known" in " ".join(reasons(advice, advice.offers[-1]))
+    assert "No price of a gb300 is known" in " ".join(reasons(advice, advice.offers[-1]))
     raised = advise(small(), TrainingTarget(0.9 * rate_on(128, 128) * DAY, 1), ZERO3, names=["h100"]).offers[0]
     said = " ".join(reasons(advice, raised))
     assert raised.in_time and raised.point.global_batch == raised.point.num_gpus > 64
@@ -166,3 +166,7 @@ def test_the_command_advises(tmp_path):
     assert done.returncode == 1 and "'2T tokens in 30 days'" in done.stderr and "Traceback" not in done.stderr
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=1T tokens in 3 days", "--gpu=h100")
     assert done.returncode == 1 and "--gpu does not go with a target" in done.stderr
+
+
+def test_all_of_nvidias_own_systems_are_looked_at_where_none_is_named():
+    assert set(SYSTEMS) == {name for name in CLUSTERS if name.startswith("dgx-") or name.endswith("-nvl72")}

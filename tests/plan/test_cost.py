@@ -1,6 +1,7 @@
 """A step's cost: its parts add up, what can hide hides, more hardware never slows it down, and the limit says so."""
 
 import dataclasses
+import json
 import time
 
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlm.hardware import GPUS
+from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
+from shardlm.models.pretrained import Pretrained
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import operations
+from shardlm.plan.compute import executed_flops, operations
 from shardlm.plan.cost import StepCost, step_cost
 from shardlm.plan.overlap import IN_STAGES, SUMS_IN_STAGES, overlapped
 from shardlm.plan.sketch import Sketch
@@ -111,6 +114,21 @@ def test_remat_repeats_the_forward_pass_but_its_last_product():
     full = repeated["full"]
     assert 0.15 < full.repeated_seconds / full.compute_seconds < 0.25
     assert full.timeline[0].compute == repeated["none"].timeline[0].compute
+
+
+def test_weights_that_are_not_trained_have_no_gradient():
+    """Compiled programs of adapters run what is foreseen within 0.1% (4 layers of Llama 3 8B on one H100 and on
+    fsdp=2 x tensor=2, 2026-11-22)."""
+    model = Pretrained("unread", 0, json.dumps(LlamaConfig().to_hf()))
+    full = dataclasses.replace(LLAMA, model=model, mesh=MeshSpec(fsdp=8), remat="none")
+    adapted = dataclasses.replace(full, lora=LoraConfig(rank=16))
+    ops, trained = (operations(Sketch.of(one, H100)) for one in (adapted, full))
+    beside = [op for op in ops if op.what.startswith("adapter of ")]
+    assert len(beside) == 2 * 7
+    assert sum(op.flops for op in beside) == 2 * 8192 * 8 * 16 * (9 * 4096 + 2 * 1024 + 3 * 14336)
+    products = [executed_flops([op for op in of if op.unit == "matmul"]) for of in (ops, trained)]
+    assert products[0] - executed_flops(beside) == pytest.approx(2 / 3 * products[1])
+    assert 0.8 < cost(adapted).step_seconds / cost(full).step_seconds < 0.9
 
 
 def test_weights_hide_behind_layers_but_the_first_and_the_last():

@@ -25,7 +25,7 @@ def asked(rate: float, **latencies):
     return lambda cluster: ServingCase(MODEL, cluster, EngineConfig(), 2000, 200, rate, **latencies)
 
 
-def advised(case_on, names=("l40s", "dgx-h100", "azure-nd-h100-v5", "aws-p5", "gb200-nvl72"), **options):
+def advised(case_on, names=("l40s", "dgx-h100", "azure-nd-h100-v5", "aws-p5", "gb300-nvl72"), **options):
     return advise_serving(case_on, names=names, fixed={}, **options)
 
 
@@ -51,12 +51,12 @@ def test_offers_come_by_dollars_and_say_what_they_cost(advice):
     assert azure.plan is nvidia.plan and aws.dollars_per_hour == pytest.approx(aws.num_gpus * 6.88)
     assert aws.dollars_per_million(200) == pytest.approx(aws.dollars_per_hour / (300 * 3600 * 200) * 1e6)
     priced = [offer.dollars_per_hour for offer in advice.offers[:-1]]
-    assert priced == sorted(priced) and advice.offers[-1].kind.name == "gb200-nvl72"
+    assert priced == sorted(priced) and advice.offers[-1].kind.name == "gb300-nvl72"
     said = " ".join(reasons(aws))
     assert f"take {aws.plan.replicas} of them, {aws.num_gpus} GPUs" in said and "list price of aws" in said
     assert f"where {aws.plan.most.limit} limits it" in said and "Replicas of" in said
     text = to_text(advice)
-    assert text.startswith("300 requests/s of 2,000 tokens in and 200 out") and "No price of a gb200 is known" in text
+    assert text.startswith("300 requests/s of 2,000 tokens in and 200 out") and "No price of a gb300 is known" in text
     told = json.loads(json.dumps(to_json(advice, ServingTarget(300, 2000, 200))))
     assert told["offers"][0]["num_gpus"] == advice.offers[0].num_gpus
     assert told["target"] == {"requests_per_second": 300, "prompt_tokens": 2000, "reply_tokens": 200}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import random
 
@@ -17,12 +18,12 @@ from shardlm.plan.bound import Bound
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.least import Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.search import _all, _keeping_most, _search, search
+from shardlm.plan.search import _all, _search, search
 from shardlm.plan.shares import described, limited_by, shares
 from shardlm.plan.sweep import Over, base_cluster, sweep
 from shardlm.plan.sweep_output import to_json, to_text
 from shardlm.plan.sweep_picture import plot
-from shardlm.plan.ways import REMATS, laid_out
+from shardlm.plan.ways import laid_out
 from shardlm.prices import PRICES
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -66,12 +67,13 @@ def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, nu
 @pytest.mark.parametrize(("name", "fabric"), [("llama3_70b", "infiniband"), ("mixtral_8x7b", "tcp")])
 def test_no_way_to_run_on_a_mesh_takes_less_than_the_search_hopes(name, fabric):
     one, cluster = config(name, global_batch=64), cluster_of("h100", None, 64, fabric=fabric)
-    least = Least(cluster, Bound(one.model.transformer()))
     meshes = [laid for laid in laid_out(one, cluster, FREE) if laid.mesh.pipeline in (1, 4)]
+    least = Least(cluster, Bound(one.model.transformer()), meshes, FREE, [False])
     for laid in random.Random(0).sample(meshes, 8):
-        seconds = least.seconds(_keeping_most(laid, FREE, REMATS, [False]))
-        plans = [plan for plan in _all(laid, cluster, FREE, [False]) if isinstance(plan, Plan)]
-        assert seconds <= min(plan.step_seconds for plan in plans) <= 2 * seconds
+        floor, seconds = least.floor(laid), least.hope(laid).seconds
+        plans = [plan for plan in _all(laid, cluster, FREE, [False]) if isinstance(plan, Plan) and plan.fits]
+        fastest = min((plan.step_seconds for plan in plans), default=math.inf)
+        assert floor <= seconds <= fastest and (not plans or fastest <= 2 * seconds)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +188,7 @@ def test_what_is_no_sweep_is_refused_before_anything_is_searched(text, options, 
 def test_prices_of_a_cluster_are_its_providers():
     azure = [price.dollars_per_hour for price in PRICES if (price.gpu, price.provider) == ("h100", "azure")]
     assert list_price("h100", "azure-nd-h100-v5") == (*azure, "list price of azure")
-    assert list_price("gb200", "gcp-a4x") == (0.0, "")
+    assert list_price("gb300", "gb300-nvl72") == (0.0, "")
 
 
 def test_the_command_sweeps_and_says_what_is_wrong(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from shardlm.plan import validate as validation
 from shardlm.plan.constants import HOST
-from shardlm.plan.systems import as_run, as_sent, recomputed
+from shardlm.plan.systems import EAGER, as_run, as_sent, recomputed
 from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent
 from shardlm.plan.validate import format_validation, predict, summary, validate
 
@@ -23,7 +23,7 @@ def median(rows, belongs) -> float:
 
 def test_medians_are_within_ten_per_cent(rows):
     dense, experts = ([row for row in rows if row.experts == of] for of in (False, True))
-    assert len([row for row in dense if row.cost]) >= 180 and len([row for row in experts if row.cost]) >= 115
+    assert len([row for row in dense if row.cost]) >= 200 and len([row for row in experts if row.cost]) >= 125
     before, last = (lambda row: not row.point.last), (lambda row: row.point.last)
     assert median(rows, before) < 0.055
     assert median(dense, lambda row: row.chosen) < 0.05
@@ -39,6 +39,9 @@ def test_medians_are_within_ten_per_cent(rows):
     # Of the third 4.2% and 12.0% before anything was changed; most of its mixtures are one graph a step.
     assert median(dense, lambda row: row.point.last == 3) < 0.05
     assert median(experts, lambda row: row.point.last == 3) < 0.08
+    # Of the fourth 10.4% and 7.0% before anything was changed.
+    assert median(dense, lambda row: row.point.last == 4) < 0.10
+    assert median(experts, lambda row: row.point.last == 4) < 0.08
 
 
 def test_none_is_beyond_a_quarter_but_for_few_that_came_last_and_the_table_says_why(rows):
@@ -94,6 +97,8 @@ def test_the_table_names_systems_sets_and_medians(rows):
         "experts, second lot of these",
         "dense, third lot of these",
         "experts, third lot of these",
+        "dense, fourth lot of these",
+        "experts, fourth lot of these",
         "nothing assumed",
     ]
 
@@ -136,3 +141,27 @@ def test_zero3_of_2021_waits_for_each_weight_and_gathers_it_three_times(publishe
     a3 = published.points["maxtext-llama2-7b-a3x64"]  # sums of 64 MiB
     sums = Sent(("data",), "w: sum of gradients", 2 * 7 / 8 * 2**30, REDUCE, 1, True)
     assert next(as_sent([sums], a3)).count == pytest.approx(16)
+
+
+def test_what_is_not_compiled_moves_memory_for_each_operation(published):
+    """Its authors have it 20% faster compiled."""
+    point = published.points["fms-fsdp-llama2-7b-a100x128-bf16"]
+    compiled = dataclasses.replace(point, note=point.note.replace(EAGER, "compiled"))
+    apart, fused = (predict(one, published).cost.step_seconds for one in (point, compiled))
+    assert 0.10 < apart / fused - 1 < 0.20
+
+
+def test_sums_of_gradients_in_16_bits_send_half(published):
+    point = published.points["fms-fsdp-llama2-13b-a100x128-bf16"]
+    wide = dataclasses.replace(point, framework="other")
+    halved, sent = (
+        sum(one.sent.nbytes for one in predict(run, published).cost.comms if one.sent.kind == REDUCE)
+        for run in (point, wide)
+    )
+    assert halved == pytest.approx(sent / 2)
+
+
+def test_adapters_alone_have_gradients(published):
+    point = published.points["automodel-llama3-8b-lora-h100x1"]
+    tuned, trained = (predict(one, published).cost for one in (point, dataclasses.replace(point, adapters=0)))
+    assert 0.6 < tuned.step_seconds / trained.step_seconds < 0.9
