@@ -14,7 +14,8 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
 from shardlm.plan.ways import REMATS, by_schedule, keeping, keeps, laid_out, variants_of
-from shardlm.train.config import RunConfig
+from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.train.settled import check_sizes
 
 BEAM = 64  # meshes on which everything is looked at
 ROOM = 0.05  # of a GPU's memory: how far a program may be from the formulas (memory.py)
@@ -181,12 +182,27 @@ def _all(
     """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
     what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
+    refused: dict[TrainConfig, ShardlmError | None] = {}
     for variant in variants_of(laid, constraints):
+        if variant.train not in refused:
+            refused[variant.train] = _refused(variant)
+        if error := refused[variant.train]:
+            yield error
+            continue
         for candidate in keeping(variant, remats, offload):
             plan = _plan(candidate, cluster)
             yield plan
             if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
                 break
+
+
+def _refused(variant: RunConfig) -> ShardlmError | None:
+    """Of all schedules, products and remat policies."""
+    try:
+        check_sizes(variant, variant.mesh)
+    except ShardlmError as error:
+        return error
+    return None
 
 
 def _hopeful(
@@ -207,7 +223,7 @@ def _hopeful(
                     continue
                 candidate = dataclasses.replace(variant, **kept)
                 if not hope.knows(candidate) and len(variants) > 1:
-                    least.further(hope, [dataclasses.replace(one, **kept) for one in variants])
+                    least.further(hope, variants, kept)
                 slow = hope.excludes(candidate)
                 if slow and laid.mesh.pipeline == 1:
                     break
