@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.ways import REMATS, by_schedule, keeping, keeps, laid_out, variants_of
-from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, variants_of
+from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
 
 BEAM = 64  # meshes on which everything is looked at
@@ -182,10 +183,12 @@ def _all(
     """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
     what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
-    refused: dict[TrainConfig, ShardlmError | None] = {}
+    schedules, trains, matmuls = choices_of(laid, constraints)
+    refused = {train: _refused(dataclasses.replace(laid, train=train)) for train in trains}
+    if all(refused.values()):
+        yield from (refused[train] for _, train, _ in itertools.product(schedules, trains, matmuls))
+        return
     for variant in variants_of(laid, constraints):
-        if variant.train not in refused:
-            refused[variant.train] = _refused(variant)
         if error := refused[variant.train]:
             yield error
             continue
@@ -196,10 +199,10 @@ def _all(
                 break
 
 
-def _refused(variant: RunConfig) -> ShardlmError | None:
-    """Of all schedules, products and remat policies."""
+def _refused(laid: RunConfig) -> ShardlmError | None:
+    """With all schedules, products and remat policies."""
     try:
-        check_sizes(variant, variant.mesh)
+        check_sizes(laid, laid.mesh)
     except ShardlmError as error:
         return error
     return None
