@@ -2,6 +2,7 @@
 and waiting are those of plans that were seen; tests hold it to the whole search."""
 
 import dataclasses
+import functools
 import math
 
 from shardlm.layers.pipeline import Schedule
@@ -27,6 +28,11 @@ class Bound:
     computing: float = math.inf
     waiting: dict[tuple[int, ...], float] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def repeats(self) -> int:
+        """Layers in stages."""
+        return self.shape.segments[self.shape.pipelined_segment()].repeats
+
     def add(self, plan: Plan) -> None:
         """A plan that fits."""
         self.seconds = min(self.seconds, plan.step_seconds)
@@ -47,10 +53,14 @@ class Bound:
         stages, pipeline = config.mesh.pipeline, config.pipeline
         if stages == 1:
             return 0.0
-        repeats = self.shape.segments[self.shape.pipelined_segment()].repeats
         both_ways = pipeline.schedule == "1f1b"
-        bubble = Schedule(repeats, stages, pipeline.laps, config.train.accumulation, both_ways).bubble_fraction()
-        return bubble / (1 - bubble)
+        return _idle(self.repeats, stages, pipeline.laps, config.train.accumulation, both_ways)
+
+
+@functools.lru_cache(maxsize=4096)
+def _idle(repeats: int, stages: int, laps: int, microbatches: int, both_ways: bool) -> float:
+    bubble = Schedule(repeats, stages, laps, microbatches, both_ways).bubble_fraction()
+    return bubble / (1 - bubble)
 
 
 def _inner(config: RunConfig) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """The GPUs of a run and the links between them: which devices a mesh axis joins, and over what."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from shardlm.clusters import Fabric
 from shardlm.errors import ShardlmError
@@ -75,6 +77,11 @@ class Cluster:
     def is_cpu(self) -> bool:
         """Whether its devices are a host's CPU, as local.py describes it: all of them share its cores."""
         return self.gpu.generation == "cpu"
+
+    @functools.cached_property
+    def routes(self) -> dict[Group, Any]:
+        """By the groups that were asked for (measured.py)."""
+        return {}
 
     @property
     def island(self) -> int:

@@ -15,7 +15,7 @@ from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
 from shardlm.plan.overlap import IN_STAGES, Timed, overlapped
 from shardlm.plan.program_layers import activations
-from shardlm.plan.program_traffic import program_traffic
+from shardlm.plan.program_traffic import Moved, program_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
 
@@ -156,10 +156,12 @@ class Layers:
         return cls(times, tuple(one for one in activations(sketch) if one.nbytes and one.axes))
 
 
-def step_cost(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:
-    """The estimate for a step; `layers` of it, where that is known already."""
+def step_cost(
+    sketch: Sketch, cluster: Cluster, layers: Layers | None = None, moved: Iterable[Moved] | None = None
+) -> StepCost:
+    """The estimate for a step; `layers` of it and the weights that are `moved`, where they are known already."""
     hidden = IN_STAGES[sketch.config.pipeline.schedule]
-    sent = program_traffic(sketch)
+    sent = program_traffic(sketch, moved, layers.sent if layers else None)
     return _cost(sketch, cluster, layers or Layers.of(sketch, cluster), sent, hidden)
 
 

@@ -13,9 +13,11 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.cost import Layers, StepCost, step_cost, without_weights
 from shardlm.plan.plan import Plan
+from shardlm.plan.program_traffic import Moved, moved_of, together
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
 from shardlm.train.config import RunConfig
+from shardlm.train.settled import check_sizes
 
 NEARLY = 0.99  # of it: the same sums in another order
 
@@ -60,18 +62,20 @@ class Least:
     ):
         self._cluster, self._bound, self._constraints, self._offload = cluster, bound, constraints, offload
         self._remats = constraints.choices("remat", REMATS)
-        self._alike: dict[tuple, list[RunConfig]] = {}
-        for laid in meshes:
+        self._alike: dict[tuple, list[RunConfig]] = {}  # those that split weights most first
+        for laid in sorted(filter(_runs, meshes), key=lambda one: -one.mesh.fsdp):
             self._alike.setdefault(_inner(laid), []).append(laid)
+        self._running = {(laid.mesh, laid.rules) for alike in self._alike.values() for laid in alike}
         self._floors: dict[tuple, Hope] = {}
         self._layers: dict[tuple, Layers] = {}
         self._may_fit: dict[tuple, bool] = {}
+        self._moved: dict[tuple, list[Moved]] = {}
         self.considered = 0
 
     def floor(self, laid: RunConfig) -> float:
         """On all meshes with this one's inner axes, as if no weights were moved."""
-        if laid.train.global_batch % laid.mesh.size("data", "fsdp", "expert"):
-            return math.inf  # refused, and so are most meshes over numbers of GPUs with odd factors
+        if (laid.mesh, laid.rules) not in self._running:
+            return math.inf
         inner = _inner(laid)
         if inner not in self._floors:
             found = self._hope(laid, without_weights)
@@ -83,11 +87,11 @@ class Least:
     def hope(self, laid: RunConfig) -> Hope:
         """On one mesh, for each schedule of the ways that keep most of the forward pass of those that may fit. The
         fewest microbatches send least and fill kernels best; the most leave stages idle for the least time."""
-        return self._hope(laid, step_cost, self._floors.get(_inner(laid)))
+        return self._hope(laid, self._step_cost, self._floors.get(_inner(laid)))
 
-    def further(self, hope: Hope, variants: Sequence[RunConfig]) -> None:
-        """`hope` knows of these ways too, those of the most microbatches first."""
-        self._add(hope, variants, step_cost)
+    def further(self, hope: Hope, variants: Sequence[RunConfig], kept: dict[str, Any]) -> None:
+        """`hope` knows of these ways too, those of the most microbatches first, which keep that much."""
+        self._add(hope, variants, kept, self._step_cost)
 
     def may_fit(self, variants: Sequence[RunConfig], kept: dict[str, Any]) -> bool:
         """Whether ways that keep that much fit with the most or the fewest microbatches on any mesh with these inner
@@ -104,8 +108,7 @@ class Least:
         """True for the first preset with which one of these fits; else False where any runs."""
         runs = False
         for preset in PRESETS:
-            alike = [laid for laid in self._alike[inner] if laid.rules == preset]
-            for laid in sorted(alike, key=lambda one: -one.mesh.fsdp):
+            for laid in (one for one in self._alike[inner] if one.rules == preset):
                 plans = list(self._plans(laid, ends))
                 runs = runs or bool(plans)
                 if any(plan.fits for plan in plans):
@@ -129,27 +132,45 @@ class Least:
         again what costs more than it saves."""
         hope = Hope(self._bound)
         for variants in by_schedule(laid, self._constraints):
-            if all(map(self._bound.excludes, variants)):
+            if self._bound.excludes(variants[0]):  # that of the most microbatches is idle for the least time
                 continue
             may = (kept for kept in keeps(variants[0], self._remats, self._offload) if self.may_fit(variants, kept))
             for kept in itertools.islice(may, 2 if laid.mesh.pipeline > 1 else 1):
-                ways = [dataclasses.replace(one, **kept) for one in variants]
-                if floor is None or not all(map(floor.excludes, ways)):
-                    self._add(hope, ways, cost)
+                if floor is None or not floor.excludes(dataclasses.replace(variants[0], **kept)):
+                    self._add(hope, variants, kept, cost)
         return hope
 
-    def _add(self, hope: Hope, variants: Sequence[RunConfig], cost: Callable[..., StepCost]) -> None:
+    def _step_cost(self, sketch: Sketch, cluster: Cluster, layers: Layers) -> StepCost:
+        """With a layer's weights moved together, which takes no longer than each apart."""
+        key = sketch.mesh, sketch.config.rules
+        if key not in self._moved:
+            self._moved[key] = together(moved_of(sketch), sketch)
+        return step_cost(sketch, cluster, layers, self._moved[key])
+
+    def _add(
+        self, hope: Hope, variants: Sequence[RunConfig], kept: dict[str, Any], cost: Callable[..., StepCost]
+    ) -> None:
         for variant in reversed(variants):
+            candidate = dataclasses.replace(variant, **kept)
             try:
-                sketch = Sketch.of(variant, self._cluster.gpu, self._cluster.gpus_per_host)
+                sketch = Sketch.of(candidate, self._cluster.gpu, self._cluster.gpus_per_host)
             except ShardlmError:
                 continue
             self.considered += 1
-            key = (_inner(variant), _way(variant), variant.train.accumulation)
+            key = (_inner(candidate), _way(candidate), candidate.train.accumulation)
             if key not in self._layers:
                 self._layers[key] = Layers.of(sketch, self._cluster)
-            hope.add(variant, cost(sketch, self._cluster, self._layers[key]), min(map(self._bound.idle, variants)))
+            hope.add(candidate, cost(sketch, self._cluster, self._layers[key]), min(map(self._bound.idle, variants)))
             return
+
+
+def _runs(laid: RunConfig) -> bool:
+    """Whether its mesh is not refused however it is run, as most over numbers of GPUs with odd factors are."""
+    try:
+        check_sizes(dataclasses.replace(laid, train=dataclasses.replace(laid.train, accumulation=1)), laid.mesh)
+    except ShardlmError:
+        return False
+    return True
 
 
 def _inner(config: RunConfig) -> tuple[int, ...]:

@@ -39,9 +39,11 @@ def kernels_of(cluster: Cluster, attention: str = "cudnn") -> Kernels:
 
 def route_of(group: Group, cluster: Cluster) -> "Route | MeasuredRoute":
     """The way between the devices of a group, the same way."""
-    if cluster.measured is None:
-        return Route.of(group, cluster)
-    return MeasuredRoute(group, cluster, cluster.measured)
+    if cluster.measured is not None:
+        return MeasuredRoute(group, cluster, cluster.measured)
+    if group not in cluster.routes:
+        cluster.routes[group] = Route.of(group, cluster)
+    return cluster.routes[group]
 
 
 def share(cluster: Cluster, profile: Profile) -> float:

@@ -10,7 +10,8 @@ reduce-scatter.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from shardlm.plan.muon import muon_traffic
 from shardlm.plan.program_layers import activations, summed_once
@@ -24,20 +25,25 @@ WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
 _NOTHING = Sent((), "nothing", 0.0)
 
 
-def program_traffic(sketch: Sketch) -> list[Sent]:
-    """All that a step of our program sends, but for norms, scalars and integers."""
-    found = [*_weights(sketch), *activations(sketch), *muon_traffic(sketch)]
+def program_traffic(
+    sketch: Sketch, moved: Iterable["Moved"] | None = None, layers: Iterable[Sent] | None = None
+) -> list[Sent]:
+    """All that a step of our program sends, but for norms, scalars and integers; `moved` are its weights and `layers`
+    its activations' traffic, where they are known already."""
+    weights = _weights(sketch, moved_of(sketch) if moved is None else moved)
+    found = [*weights, *(activations(sketch) if layers is None else layers), *muon_traffic(sketch)]
     return [sent for sent in found if sent.nbytes and sent.axes]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moved:
+class Moved:
     """A weight and where it goes.
 
     gathered  axes that it is split over at rest and not in use, but for pipeline
     copies    axes whose devices see other tokens and hold the same of it in use
     staged    whether it is split over pipeline at rest
     numbers   of one device while in use, of all layers
+    rests     of one device at rest
     repeats   arrays that it is stacked of
     """
 
@@ -46,11 +52,12 @@ class _Moved:
     copies: tuple[str, ...]
     staged: bool
     numbers: float
+    rests: float
     repeats: int
     itemsize: int
 
     @classmethod
-    def of(cls, weight: Weight, sketch: Sketch) -> "_Moved":
+    def of(cls, weight: Weight, sketch: Sketch) -> "Moved":
         rules, mesh = sketch.rules, sketch.mesh
         rest, use = set(weight.axes(rules.rest)), set(weight.axes(rules.use))
         gathered = rest - use - {"pipeline"}
@@ -65,6 +72,7 @@ class _Moved:
             ordered(mesh, copies),
             "pipeline" in rest,
             weight.numbers(rules.use),
+            weight.numbers(rules.rest),
             math.prod(weight.shape[: weight.stacked]),
             itemsize,
         )
@@ -75,12 +83,33 @@ class _Moved:
         return idling(Sent(tuple(axes), f"{self.weight.path}: {what}", nbytes, kind, count, beside=True), idle)
 
 
-def _weights(sketch: Sketch) -> Iterator[Sent]:
+def moved_of(sketch: Sketch) -> list[Moved]:
+    """All that are moved."""
+    return [Moved.of(weight, sketch) for weight in sketch.weights if weight.is_matrix]
+
+
+def together(moved: Iterable[Moved], sketch: Sketch) -> list[Moved]:
+    """The same with those in stages that go the same ways as if they were one."""
+    alike: dict[Any, list[Moved]] = {}
+    for one in moved:
+        weight, ways = one.weight, (one.gathered, one.copies, one.staged, one.repeats, one.itemsize)
+        rests = weight.axes(sketch.rules.rest), weight.axes(sketch.rules.optimizer)
+        staged = (*ways, *rests, _is_projection(weight), weight.trained)
+        alike.setdefault(staged if sketch.staged(weight) else weight.path, []).append(one)
+    return [
+        dataclasses.replace(ones[0], numbers=sum(one.numbers for one in ones), rests=sum(one.rests for one in ones))
+        for ones in alike.values()
+    ]
+
+
+def _is_projection(weight: Weight) -> bool:
+    return not {"experts", "router", "rank"} & set(weight.names)
+
+
+def _weights(sketch: Sketch, weights: Iterable[Moved]) -> Iterator[Sent]:
     one_f_one_b = sketch.schedule.both_ways and sketch.mesh.pipeline > 1
-    for weight in sketch.weights:
-        if not weight.is_matrix:
-            continue
-        moved = _Moved.of(weight, sketch)
+    for moved in weights:
+        weight = moved.weight
         if sketch.staged(weight):
             found = _staged(sketch, moved)
         elif one_f_one_b:
@@ -99,15 +128,15 @@ def _further(sketch: Sketch) -> int:
     return sketch.shape.mtp.depth if sketch.shape.mtp else 0
 
 
-def _updated(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+def _updated(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     """Where the optimizer rests apart from the weights, what it updated comes back."""
     rules, weight = sketch.rules, moved.weight
     axes = ordered(sketch.mesh, set(weight.axes(rules.optimizer)) - set(weight.axes(rules.rest)))
-    held = weight.numbers(rules.rest) * MASTER
+    held = moved.rests * MASTER
     yield moved.sent(axes, "updated", held * share(sketch.mesh.size(*axes)), GATHER)
 
 
-def _of_all(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+def _of_all(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     """Outside stages: every device uses it, for its own rows. `pipeline` splits the batch there, and all microbatches
     are one."""
     mesh, weight = sketch.mesh, moved.weight
@@ -126,7 +155,7 @@ def _of_all(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     yield _gradient(sketch, moved, axes, moved.copies, use / moved.repeats, passes * moved.repeats)
 
 
-def _gradient(sketch: Sketch, moved: _Moved, axes, others, nbytes: float, times: float, **how) -> Sent:
+def _gradient(sketch: Sketch, moved: Moved, axes, others, nbytes: float, times: float, **how) -> Sent:
     """Of `nbytes`, summed over devices that see other tokens: scattered, or where only some of these axes split it, as
     a whole over all of them."""
     if not others:
@@ -137,7 +166,7 @@ def _gradient(sketch: Sketch, moved: _Moved, axes, others, nbytes: float, times:
     )
 
 
-def _ends(sketch: Sketch, moved: _Moved, axes: tuple[str, ...], passes: int) -> Iterator[Sent]:
+def _ends(sketch: Sketch, moved: Moved, axes: tuple[str, ...], passes: int) -> Iterator[Sent]:
     """Gradients of embedding and head, in each pass; sums that XLA finds to be sums of sums too, it makes once: of a
     tied head after its scatters, and of whole gradients."""
     mesh, shape, rules = sketch.mesh, sketch.shape, sketch.rules
@@ -162,7 +191,7 @@ def _ends(sketch: Sketch, moved: _Moved, axes: tuple[str, ...], passes: int) -> 
         yield moved.sent(both, "sum", 2 * use * share(mesh.size(*both)) * once, REDUCE, once)
 
 
-def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+def _staged(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     """To its stage and back once a step, and gathered there in every tick."""
     mesh, schedule = sketch.mesh, sketch.schedule
     S, layers = schedule.stages, moved.repeats
@@ -178,14 +207,13 @@ def _staged(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
     replicas = ordered(mesh, set(sketch.rules.replicas()) & set(moved.copies))
     total = 2 * held / mesh.size(*moved.gathered) * MASTER * share(mesh.size(*replicas))
     yield moved.sent(replicas, "sum of gradients", total, REDUCE)
-    projection = not {"experts", "router", "rank"} & set(moved.weight.names)
-    own = ordered(mesh, summed_once(sketch) & set(moved.copies) if projection else set())
+    own = ordered(mesh, summed_once(sketch) & set(moved.copies) if _is_projection(moved.weight) else set())
     yield moved.sent(own, "sum of gradients", 2 * held * MASTER * share(mesh.size(*own)), REDUCE)
     others = ordered(mesh, set(moved.copies) - set(replicas) - set(own))
     yield _gradient(sketch, moved, moved.gathered, others, one, runs, idle=idle)
 
 
-def _to_stages(sketch: Sketch, moved: _Moved, held: float) -> Iterator[Sent]:
+def _to_stages(sketch: Sketch, moved: Moved, held: float) -> Iterator[Sent]:
     """`held` numbers of each device, there as layers use them and back as float32 gradients. Where the dimension that
     the stages take is split further, places are exchanged first among as many neighbours as there are stages, and then
     all devices permute."""
@@ -206,7 +234,7 @@ def _to_stages(sketch: Sketch, moved: _Moved, held: float) -> Iterator[Sent]:
     yield moved.sent(ordered(mesh, set(order)), "to its stage and back: order", both, PERMUTE, 2)
 
 
-def _of_some_stages(sketch: Sketch, moved: _Moved) -> Iterator[Sent]:
+def _of_some_stages(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     """Of 1F1B: what the first or the last stage uses rests on all of them, and is gathered in every tick."""
     mesh, schedule, weight, shape = sketch.mesh, sketch.schedule, moved.weight, sketch.shape
     S, ticks = schedule.stages, schedule.ticks

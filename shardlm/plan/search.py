@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.ways import REMATS, by_schedule, keeping, keeps, laid_out, variants_of
+from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, variants_of
 from shardlm.train.config import RunConfig
+from shardlm.train.settled import check_sizes
 
 BEAM = 64  # meshes on which everything is looked at
 ROOM = 0.05  # of a GPU's memory: how far a program may be from the formulas (memory.py)
@@ -181,12 +183,29 @@ def _all(
     """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
     what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
+    schedules, trains, matmuls = choices_of(laid, constraints)
+    refused = {train: _refused(dataclasses.replace(laid, train=train)) for train in trains}
+    if all(refused.values()):
+        yield from (refused[train] for _, train, _ in itertools.product(schedules, trains, matmuls))
+        return
     for variant in variants_of(laid, constraints):
+        if error := refused[variant.train]:
+            yield error
+            continue
         for candidate in keeping(variant, remats, offload):
             plan = _plan(candidate, cluster)
             yield plan
             if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
                 break
+
+
+def _refused(laid: RunConfig) -> ShardlmError | None:
+    """With all schedules, products and remat policies."""
+    try:
+        check_sizes(laid, laid.mesh)
+    except ShardlmError as error:
+        return error
+    return None
 
 
 def _hopeful(
@@ -207,7 +226,7 @@ def _hopeful(
                     continue
                 candidate = dataclasses.replace(variant, **kept)
                 if not hope.knows(candidate) and len(variants) > 1:
-                    least.further(hope, [dataclasses.replace(one, **kept) for one in variants])
+                    least.further(hope, variants, kept)
                 slow = hope.excludes(candidate)
                 if slow and laid.mesh.pipeline == 1:
                     break

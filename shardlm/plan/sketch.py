@@ -166,8 +166,16 @@ class Described:
 
 def _weights(settled: Settled) -> tuple[Weight, ...]:
     """Names depend on the mesh only by the tensor axis, over which few KV heads are copied and not split."""
-    execution = dataclasses.replace(settled.execution, rules=None)
-    return _traced(settled.shape, execution.dtype, execution.lora, execution.weights, settled.mesh.tensor)
+    execution, plain = settled.execution, settled.shape.mtp is None
+    how = execution.dtype, execution.lora, execution.weights, settled.mesh.tensor
+    return _of_model(settled.config.model, plain, *how)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_model(model: Any, plain: bool, *how: Any) -> tuple[Weight, ...]:
+    """A model's configuration is smaller than the shape that it stands for, and is asked for thousands of times."""
+    shape = model.transformer()
+    return _traced(shape.without_mtp() if plain else shape, *how)
 
 
 @functools.lru_cache(maxsize=64)

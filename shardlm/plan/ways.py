@@ -11,7 +11,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
-from shardlm.train.config import PipelineConfig, RunConfig
+from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
 
 REMATS = ("none", "dots", "full")
 PRESETS = ("zero3", "hybrid", "zero1", "zero2", "replicated")
@@ -72,12 +72,19 @@ def _allowed(mesh: MeshSpec, constraints: Constraints) -> bool:
 
 def variants_of(config: RunConfig, constraints: Constraints) -> Iterator[RunConfig]:
     """The configuration on its mesh with every schedule, number of microbatches and kind of product."""
-    schedules = _schedules(constraints) if config.mesh.pipeline > 1 else [config.pipeline]
-    matmuls = constraints.choices("matmul", [config.matmul])
-    for pipeline, accumulation in itertools.product(schedules, _accumulations(config, constraints)):
-        train = dataclasses.replace(config.train, accumulation=accumulation)
+    schedules, trains, matmuls = choices_of(config, constraints)
+    for pipeline, train in itertools.product(schedules, trains):
         for matmul in matmuls:
             yield dataclasses.replace(config, train=train, pipeline=pipeline, matmul=matmul)
+
+
+def choices_of(
+    config: RunConfig, constraints: Constraints
+) -> tuple[list[PipelineConfig], list[TrainConfig], list[str]]:
+    """Schedules, numbers of microbatches and kinds of product, each of which goes with each."""
+    schedules = _schedules(constraints) if config.mesh.pipeline > 1 else [config.pipeline]
+    trains = [dataclasses.replace(config.train, accumulation=n) for n in _accumulations(config, constraints)]
+    return schedules, trains, constraints.choices("matmul", [config.matmul])
 
 
 def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:

@@ -59,13 +59,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
 
     Raises ShardlmError for whatever does not divide or does not exist.
     """
-    check_batch(config.train, spec)  # first, as it is what most of a search's meshes are refused for
-    shape = _shape(config.model)
-    rules = _rules(config.rules, spec, config.model)
-    if config.lora.rank or not mtp:
-        shape = shape.without_mtp()
-    check_mtp(config, shape)
-    check_model(shape, rules, config.context_attention)
+    shape, rules = check_sizes(config, spec, mtp)
     check_replicas(config, rules)
     check_pipeline(shape.segments[shape.pipelined_segment()].repeats, config.train, config.pipeline, spec)
     context = _context_attention(config, shape, spec)
@@ -95,15 +89,30 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     return Settled(config, shape, rules, execution)
 
 
+def check_sizes(config: RunConfig, spec: MeshSpec, mtp: bool = True) -> tuple[TransformerConfig, Rules]:
+    """The model, and the rules on a mesh of these sizes. Refuses, before all else, what is refused with every schedule,
+    remat policy and kind of product: most of a search's meshes."""
+    check_batch(config.train, spec)
+    shape = _shape(config.model)
+    modules = mtp and not config.lora.rank
+    check_mtp(config, shape if modules else shape.without_mtp())
+    return _rules(config.rules, spec, config.model, modules, config.context_attention)
+
+
 # A search settles tens of thousands of configurations of one model on a few hundred meshes.
 @functools.lru_cache(maxsize=64)
 def _shape(model: Any) -> TransformerConfig:
     return model.transformer()
 
 
-@functools.lru_cache(maxsize=1024)
-def _rules(preset: Preset, spec: MeshSpec, model: Any) -> Rules:
-    return Rules.make(preset, spec).fitting(_shape(model).widths())
+@functools.lru_cache(maxsize=4096)
+def _rules(
+    preset: Preset, spec: MeshSpec, model: Any, mtp: bool, context_attention: str
+) -> tuple[TransformerConfig, Rules]:
+    rules = Rules.make(preset, spec).fitting(_shape(model).widths())
+    shape = _shape(model) if mtp else _shape(model).without_mtp()
+    check_model(shape, rules, context_attention)
+    return shape, rules
 
 
 def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> grouped_matmul.GroupedMatmul:
