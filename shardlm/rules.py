@@ -36,6 +36,8 @@ pipeline > 1, over which weights rest split by their embedding dimension, in any
 all-to-all brings each stage its layers. An embedding that does not divide over pipeline rests whole there (`fitting`).
 """
 
+BATCH_AXES = ("data", "fsdp", "expert")  # over which the rows of a batch are split, whatever the preset
+
 _SPLIT = dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp", "vocab"), "tensor") | {"experts": "expert"}
 _WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "latent_whole", "router", "rank", "groups")
 _ACTIVATIONS = {

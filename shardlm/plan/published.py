@@ -19,7 +19,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.hardware_file import Hardware, hardware_from
 from shardlm.mesh import MeshSpec
-from shardlm.rules import Preset
+from shardlm.rules import BATCH_AXES, Preset
 
 Precision = Literal["bf16", "fp16", "fp8", "mxfp8"]
 Remat = Literal["none", "selective", "full", "offload"]
@@ -158,7 +158,7 @@ class Point:
     @property
     def batch_groups(self) -> int:
         """Groups of devices that take different rows."""
-        return self.mesh.size("data", "fsdp", "expert")
+        return self.mesh.size(*BATCH_AXES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
 from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, variants_of
+from shardlm.rules import BATCH_AXES
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
 
@@ -302,7 +303,7 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
         tried = (
             plan
             for laid in laid_out(larger, cluster, constraints)
-            if batch % laid.mesh.size("data", "fsdp", "expert") == 0
+            if batch % laid.mesh.size(*BATCH_AXES) == 0
             for plan in _thrifty(laid, cluster, constraints, [False])
         )
         if batch > rows and any(isinstance(plan, Plan) for plan in tried):

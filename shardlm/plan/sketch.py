@@ -16,7 +16,7 @@ from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
-from shardlm.rules import Rules, Table
+from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import Settled, settle
@@ -121,7 +121,7 @@ class Sketch:
     @property
     def rows(self) -> float:
         """Of one microbatch on one device, where a layer works; in a pipeline each stage sees all rows."""
-        return self.config.train.global_batch / self.passes / self.mesh.size("data", "fsdp", "expert")
+        return self.config.train.global_batch / self.passes / self.mesh.size(*BATCH_AXES)
 
     @property
     def passes(self) -> int:

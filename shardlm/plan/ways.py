@@ -11,6 +11,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
+from shardlm.rules import BATCH_AXES
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
 
 REMATS = ("none", "dots", "full")
@@ -118,7 +119,7 @@ def _schedules(constraints: Constraints) -> list[PipelineConfig]:
 def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
     """Numbers of microbatches that leave each device a power of two of rows, and others where they are asked for."""
     mesh = config.mesh
-    rows, over = divmod(config.train.global_batch, mesh.size("data", "fsdp", "expert"))
+    rows, over = divmod(config.train.global_batch, mesh.size(*BATCH_AXES))
     if over or not rows:
         return [config.train.accumulation]  # refused with the reason
     counts = [rows // 2**i for i in range(MOST_ROWS.bit_length()) if rows % 2**i == 0]

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.bad_words import BadWords
 from shardlm.serve.batch import ScheduledBatch
-from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, SpeculationStats, Stats
+from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
 from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
@@ -28,7 +26,6 @@ from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
-from shardlm.serve.settings import RequestSettings
 from shardlm.serve.started import Started
 from shardlm.serve.suspects import Suspects
 from shardlm.tokenizer import Tokenizer
@@ -94,7 +91,10 @@ class Engine:
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
-            group.replies.append(self._reply(own, prompt, params, form, index, priority, salt, group))
+            request = Request(own, prompt, params, self.stop_ids, priority=priority, salt=salt)
+            said = form.copy() if form and params.n > 1 else form
+            stream = self._forms.stream(form, params) if form else None
+            group.replies.append(Reply.make(request, index, said, stream, group, self.tokenizer))
         self._groups[id] = group
         group.output.outputs = [reply.output for reply in group.replies]
         group.output.truncated = group.replies[0].request.truncated
@@ -131,24 +131,6 @@ class Engine:
     @functools.cached_property
     def _forms(self) -> FormCompiler:
         return FormCompiler(self.tokenizer, self._vocab, self.stop_ids)
-
-    def _reply(self, id, prompt, params, form, index: int, priority: int, salt: str, group: Group) -> Reply:
-        words = BadWords.make(params.bad_words, self.tokenizer)
-        request = Request(id, prompt, params, self.stop_ids, priority=priority, salt=salt)
-        settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, words.single, index)
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            skip_special=params.skip_special_tokens,
-        )
-        output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
-        own = form.copy() if form and params.n > 1 else form
-        stream = self._forms.stream(form, params) if form else None
-        reply = Reply(request, settings, detokenizer, own, words, output, group, stream)
-        request.bound, request.revocable = reply.bound, form is not None
-        return reply
 
     def abort(self, id: str) -> RequestOutput | None:
         """Ends a request with the reason "abort" and frees its pages at once; None where there is none."""

@@ -41,6 +41,32 @@ class Reply:
     sent: Hashable = FREE
     failed: Exception | None = None
 
+    @classmethod
+    def make(
+        cls,
+        request: Request,
+        index: int,
+        form: ReplyForm | None,
+        stream: DecodeStream | None,
+        group: "Group",
+        tokenizer: Tokenizer,
+    ) -> "Reply":
+        """The reply number `index` to a prompt, of which nothing was said yet."""
+        params = request.params
+        words = BadWords.make(params.bad_words, tokenizer)
+        settings = RequestSettings.make(params, request.prompt_len, request.stop_ids, words.single, index)
+        detokenizer = Detokenizer(
+            tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special=params.skip_special_tokens,
+        )
+        output = CompletionOutput(index, "", [], 0.0, None if params.logprobs is None else [])
+        reply = cls(request, settings, detokenizer, form, words, output, group, stream)
+        request.bound, request.revocable = reply.bound, form is not None
+        return reply
+
     @property
     def masked(self) -> bool:
         """Whether tokens may be forbidden by what was said before."""

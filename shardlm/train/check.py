@@ -10,14 +10,14 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.ops.ulysses import fits
 from shardlm.precision import Precision
-from shardlm.rules import Rules
+from shardlm.rules import BATCH_AXES, Rules
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
 def check_batch(train: TrainConfig, mesh: MeshSpec) -> None:
     """Refuses batches and rows that do not divide over microbatches and devices."""
     # Each stage of a pipeline sees all rows of a microbatch.
-    batch_axes = tuple(axis for axis in ("data", "fsdp", "expert") if mesh.size(axis) > 1)
+    batch_axes = tuple(axis for axis in BATCH_AXES if mesh.size(axis) > 1)
     rows = mesh.size(*batch_axes) * train.accumulation
     if not train.shares and train.global_batch % rows:  # shares have their own check (replicas.py)
         below = train.global_batch // rows * rows
