@@ -8,7 +8,7 @@ import sys
 from engines import CONFIG
 
 from shardlm.mesh import MeshSpec
-from shardlm.serve.bench.engine import bench_serving, random_engine
+from shardlm.serve.bench.engine import bench_serving, random_engine, words
 from shardlm.serve.build import EngineConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -25,8 +25,13 @@ def test_replicas_of_quantised_weights():
     assert engine.stats().generation_tokens == 2 * 4  # the round that is not counted, and the one that is
 
 
+def test_clients_see_every_token_when_it_comes():
+    stream = words(300).stream(skip_special=True)
+    assert [stream.step(token) for token in (7, 299, 0, 7)] == ["w7", " w299", " w0", " w7"]
+
+
 def test_the_command_takes_what_launch_serve_takes():
-    words = ["--pipeline=4", "--data=2", "--kv_cache_dtype=fp8", "--config.cpu_devices=8"]
-    command = [sys.executable, "-m", "launch.bench", "serve", "--config=configs/tiny.py", *words]
+    flags = ["--pipeline=4", "--data=2", "--kv_cache_dtype=fp8", "--config.cpu_devices=8"]
+    command = [sys.executable, "-m", "launch.bench", "serve", "--config=configs/tiny.py", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "pipeline=4 stages of 3 layers" in done.stderr

@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tokenizers
 from jax.sharding import Mesh
+from tokenizers import models, pre_tokenizers
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
@@ -34,7 +36,7 @@ from shardlm.serve.speculation.build import open_draft_model, wants_modules
 from shardlm.serve.submeshes import of_replica, of_stage, submeshes
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
-from shardlm.tokenizer import train_bpe
+from shardlm.tokenizer import Tokenizer
 
 BATCHES = (1, 8, 32)
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax")
@@ -48,7 +50,7 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
     mesh = one.build(jax.devices()[: one.size(*one.sizes())])
     device = mesh.devices.flat[0]
     dtype = config.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    tokenizer = train_bpe(["a model to be timed"], 300)
+    tokenizer = words(shape.vocab_size)
     if not wants_modules(config.speculative_config, shape, "this configuration"):
         shape = shape.without_mtp()
     with jax.set_mesh(mesh):
@@ -59,6 +61,14 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
     beside = (of_stage(one), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(config.speculative_config, shape.vocab_size, length, *beside)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
+
+
+def words(vocab_size: int) -> Tokenizer:
+    """In which every token is a word, so that clients see each when it comes. A BPE of this vocabulary has no text for
+    most of what random weights say, and bytes are parts of characters: all text came at the end."""
+    backend = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Tokenizer(backend)
 
 
 def random_weights(model: ModelDef, mesh: Mesh) -> Any:
