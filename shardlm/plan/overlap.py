@@ -74,9 +74,7 @@ def overlapped(
 
     def exposed(one: Timed) -> Timed:
         seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, behind), share)
-        if seconds == one.exposed_seconds:
-            return one
-        return Timed(one.sent, one.seconds, seconds, one.link, one.forward, one.cores)
+        return one if seconds == one.exposed_seconds else dataclasses.replace(one, exposed_seconds=seconds)
 
     return tuple(map(exposed, timed))
 

@@ -61,10 +61,7 @@ def idling(sent: Sent, idle: float) -> Sent:
     if not idle:
         return sent
     useful = sent.nbytes * (1 - idle)
-    return Sent(
-        *(sent.axes, sent.why, useful, sent.kind, sent.count * (1 - idle), sent.beside, sent.nbytes - useful),
-        *(sent.shown, sent.host, sent.update),
-    )
+    return dataclasses.replace(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
 
 
 def training_traffic(sketch: Sketch, exchange: Exchange | None = None) -> list[Sent]:

@@ -14,6 +14,7 @@ aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
 docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager).
 """
 
+import bisect
 import collections
 import dataclasses
 import hashlib
@@ -94,6 +95,16 @@ class PageTable:
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last is used first
         # Pages that nobody holds but whose contents may be asked for again, the least recently used first.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+
+    def check_room(self, length: int) -> None:
+        """Raises ShardlmError where a request of so many tokens could never run."""
+        needed, has = self.most(length), self.num_pages - 1
+        if needed > has:
+            room = bisect.bisect_right(range(length), has, key=self.most) - 1
+            raise ShardlmError(
+                f"a request of max_model_len={length} tokens needs {needed} pages of {self.page_size}, and the pool "
+                f"has {has}, for {room} tokens. Enlarge the pool, or lower max_model_len to {room}"
+            )
 
     def renewed(self) -> "PageTable":
         """One that is empty in its place, with this one's counts."""

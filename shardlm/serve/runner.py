@@ -23,8 +23,9 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.penalties import counts_of
-from shardlm.serve import chunk_programs, programs
+from shardlm.serve import programs
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.chunk_programs import dealt, sizes_of
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
@@ -69,7 +70,7 @@ class RunnerConfig:
     @property
     def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
         """(rows, tokens) of the chunk programs."""
-        return chunk_programs.sizes_of(self.max_batch_tokens, self.max_rows)
+        return sizes_of(self.max_batch_tokens, self.max_rows)
 
     @property
     def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:
@@ -298,7 +299,7 @@ class Runner:
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows)."""
         left = iter(rows)
-        parts = chunk_programs.dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.platform)
+        parts = dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.platform)
         return [(size, list(itertools.islice(left, count))) for size, count in parts]
 
     # Inputs.

@@ -45,14 +45,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pages: PageTable):
         """Takes over an empty page table. Raises ShardlmError where the longest request could never run."""
-        needed = pages.most(config.max_model_len)
-        if needed > pages.num_pages - 1:
-            room = bisect.bisect_right(range(config.max_model_len), pages.num_pages - 1, key=pages.most) - 1
-            raise ShardlmError(
-                f"a request of max_model_len={config.max_model_len} tokens needs {needed} pages of {pages.page_size}, "
-                f"and the pool has {pages.num_pages - 1}, for {room} tokens. Enlarge the pool, or lower max_model_len "
-                f"to {room}"
-            )
+        pages.check_room(config.max_model_len)
         self.config, self.pages = config, pages
         self.preemptions = 0
         self._requests: dict[str, Request] = {}  # unfinished, by id

@@ -30,7 +30,9 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
         best = max((one.tokens_per_second_per_gpu for one in plans), default=0.0)
         if plan.tokens_per_second_per_gpu <= best:
             most = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
-            refused.append((plan.mesh, f"it sustains {most} at most, whatever the latencies, and others more within"))
+            refused.append(
+                (plan.mesh, f"it sustains {most} at most, whatever the latencies, and others more within them")
+            )
             continue
         say(f"requests at random on {plan.mesh} ...")
         try:
