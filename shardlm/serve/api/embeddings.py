@@ -10,7 +10,7 @@ from typing import Any
 from shardlm.serve.api import conversation
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest, prompts_of
-from shardlm.serve.api.service import Call
+from shardlm.serve.api.service import Call, Service
 from shardlm.serve.request import check_prompt
 
 
@@ -19,10 +19,12 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
         raise ApiError("dimensions is not supported; cut the vectors yourself", param="dimensions")
     llm = call.service.llm
     prompts = prompts_of(request.input, "input")
-    call.service.admit(len(prompts), 1)
+    service = call.service
+    service.admit(len(prompts), 1)
+    service.unanswered += len(prompts)
+    call.stack.callback(lambda: _answered(service, len(prompts)))
     keep = _kept(request.truncate_prompt_tokens, llm.max_model_len)
     encode = llm.tokenizer.encode_prompt
-    service = call.service
     read = [
         await conversation.tokens(service, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts
     ]
@@ -40,6 +42,10 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     total = sum(map(len, ids))
     usage = {"prompt_tokens": total, "total_tokens": total}
     return {"object": "list", "data": data, "model": request.model or call.service.names[0], "usage": usage}
+
+
+def _answered(service: Service, prompts: int) -> None:
+    service.unanswered -= prompts
 
 
 def _kept(wish: int | None, max_model_len: int) -> int:

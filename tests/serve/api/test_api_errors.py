@@ -270,6 +270,20 @@ def test_a_full_queue():
         assert (await first).status_code == 200
         assert (await client.send("POST", PATH, body)).status_code == 200
         assert error(await client.send("POST", PATH, '{"prompt": "a", "n": 5}'), 400)["param"] == "n"
+        over, seen = asyncio.Event(), []
+
+        async def embed(token_ids):
+            seen.append(client.service.unanswered)
+            await over.wait()
+            return [1.0]
+
+        client.llm.embed = embed
+        vectors = asyncio.create_task(client.send("POST", "/v1/embeddings", '{"input": ["a", "b", "c"]}'))
+        await come(lambda: len(seen) == 3)
+        assert seen == [3, 3, 3]
+        assert error(await client.send("POST", "/v1/embeddings", '{"input": "a"}'), 429)
+        over.set()
+        assert (await vectors).status_code == 200 and client.service.unanswered == 0
 
     asyncio.run(scenario())
 
