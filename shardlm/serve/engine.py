@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.adapters import Adapters, Parts, Room, written
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
@@ -39,7 +40,16 @@ FAILURES = 3  # batches that fail, none landing between them, before the engine 
 class Engine:
     """`add` requests, then `step` until `has_unfinished` is False."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, tokenizer: Tokenizer, stop_ids: Sequence[int]):
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        adapters: Adapters | None = None,
+    ):
+        """`adapters`: those of all replicas."""
+        self.adapters = adapters or Adapters(Room())
         self.runner, self.scheduler, self.tokenizer, self.stop_ids = runner, scheduler, tokenizer, tuple(stop_ids)
         self._vocab = runner.model.config.vocab_size
         self._groups: dict[str, Group] = {}
@@ -75,23 +85,26 @@ class Engine:
         text: str | None = None,
         priority: int = 0,
         salt: str = "",
+        adapter: str = "",
         embed: bool = False,
         form: ReplyForm | None = None,
     ) -> None:
         """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `form`:
-        that of `params`, where it was compiled before. Raises ShardlmError for what cannot be served; nothing is added
-        then. Raises EngineError where the engine ended."""
+        that of `params`, where it was compiled before; `adapter`: the name of one that is loaded. Raises ShardlmError
+        for what cannot be served; nothing is added then. Raises EngineError where the engine ended."""
         if self.ended is not None:
             raise self.ended
         check_prompt(prompt, self._vocab)
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
+        own_adapter = self.adapters.of(adapter)
+        options = {"priority": priority, "salt": own_adapter.salted(salt), "adapter": own_adapter.number}
         form = form or self.compile_form(params)
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
-            request = Request(own, prompt, params, self.stop_ids, priority=priority, salt=salt)
+            request = Request(own, prompt, params, self.stop_ids, **options)
             said = form.copy() if form and params.n > 1 else form
             stream = self._forms.stream(form, params) if form else None
             group.replies.append(Reply.make(request, index, said, stream, group, self.tokenizer))
@@ -149,6 +162,18 @@ class Engine:
         tokens; nothing cached is kept."""
         self.runner.update_weights(params, draft)
         self.scheduler.reset()
+
+    @property
+    def used_adapters(self) -> set[int]:
+        """Numbers of those that unfinished requests have."""
+        return {reply.request.adapter for reply in self._replies.values()}
+
+    def load_adapter(self, name: str, path: str, parts: Parts) -> None:
+        """An adapter as adapters.read has it, or another in place of the one of this name, with which its requests that
+        run go on. Raises ShardlmError without room."""
+        new = self.adapters.entering(name, path, self.used_adapters)
+        self.runner.update_weights(written(self.runner.params, parts, new.number, self.adapters.room))
+        self.adapters.enter(new)
 
     def stats(self) -> Stats:
         pages = self.scheduler.pages

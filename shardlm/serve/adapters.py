@@ -1,0 +1,237 @@
+"""Several adapters (LoRA) beside the weights that are served. Each is a part of the rank of the same two arrays at
+every projection, so that one that comes later is compiled for nothing. Which one a request has is a number in its rows
+of a batch (programs.py); what a projection makes of it is layers/param.py's."""
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.lora import A, LoraConfig
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.opened import Found, describe, trained
+from shardlm.rules import Rules
+from shardlm.serve.layers import split
+from shardlm.serve.live_weights import differences_of
+from shardlm.serve.runner import Runner
+from shardlm.state import ModelDef, at_rest, is_adapter, joined
+
+Tree = Any
+Parts = dict[tuple, np.ndarray]  # path of A or B -> [1, *inputs, own rank] or [1, own rank, *outputs], float32
+USUAL_RANK = 16  # vLLM's default of max_lora_rank
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRARequest:
+    """Which adapter a prompt is for; of vLLM's name and fields. Here the name says which one it is.
+
+    lora_path  adapters of PEFT or a run with `lora.rank`; not needed of one that is loaded
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+    def __post_init__(self):
+        if not self.lora_name:
+            raise ShardlmError("LoRARequest needs a lora_name")
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or for each
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """For so many adapters, each of this rank or a lower one."""
+
+    count: int = 0
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """One that is loaded. number: from 1, its part; 0: none, the model as it is. version: of all that were ever
+    loaded, for what is cached of it."""
+
+    name: str = ""
+    path: str = ""
+    number: int = 0
+    version: int = 0
+
+    def salted(self, salt: str) -> str:
+        """What pages of its requests are shared by, within the requests of equal `salt`."""
+        return f"{self.version}\0{salt}"
+
+
+class Adapters:
+    """Those that an engine, or all replicas of one, have room for, and has, by name."""
+
+    def __init__(self, room: Room):
+        self.room = room
+        self._loaded: dict[str, Adapter] = {}
+        self._versions = 0
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        """In the order in which they came."""
+        return tuple(sorted(self._loaded.values(), key=lambda adapter: adapter.version))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._loaded
+
+    def of(self, name: str) -> Adapter:
+        """ "" is none. Raises ShardlmError for one that is not loaded."""
+        if not name:
+            return Adapter()
+        if name not in self._loaded:
+            here = f"; loaded are {', '.join(self._loaded)}" if self._loaded else "; none is loaded"
+            raise ShardlmError(f"there is no adapter {name!r}{here}")
+        self._loaded[name] = self._loaded.pop(name)  # the last one that was used
+        return self._loaded[name]
+
+    def make_room(self, wanted: Collection[str]) -> None:
+        """Lets go of the one that was used longest ago, where all places are taken and there is one that is not
+        `wanted`."""
+        others = [name for name in self._loaded if name not in wanted]
+        if len(self._loaded) >= self.room.count and others:
+            self.leave(others[0])
+
+    def entering(self, name: str, path: str, used: Collection[int]) -> Adapter:
+        """Where a new one goes; `used` are the numbers that requests have. Raises ShardlmError without room."""
+        held = {adapter.number for adapter in self._loaded.values() if adapter.name != name}
+        free = [number for number in range(1, self.room.count + 1) if number not in held and number not in used]
+        if not free:
+            busy = len(set(used) - held - {0})
+            waits = f", and requests run of {busy} that were unloaded" if busy else ""
+            raise ShardlmError(
+                f"no room for the adapter {name!r}: max_loras={self.room.count}, loaded are "
+                f"{', '.join(self._loaded) or 'none'}{waits}; unload one, or start with a larger max_loras"
+            )
+        return Adapter(name, str(path), free[0], self._versions + 1)
+
+    def enter(self, adapter: Adapter) -> None:
+        """It is in its place; another of its name is no more."""
+        self._versions = adapter.version
+        self._loaded.pop(adapter.name, None)
+        self._loaded[adapter.name] = adapter
+
+    def leave(self, name: str) -> None:
+        """Requests that run go on with it. Raises ShardlmError for one that is not loaded."""
+        del self._loaded[self.of(name).name]
+
+
+def names_of(engine: Any, given: LoRARequests, count: int) -> list[str]:
+    """The adapters of `count` prompts by name, "" for none, once they are loaded into an engine without requests; those
+    that were used longest ago leave where there is no room. Raises ShardlmError, and then some may be loaded."""
+    each = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(each) != count:
+        raise ShardlmError(f"{count} prompts and {len(each)} in lora_request; give one, or one or None for each")
+    wanted: dict[str, LoRARequest] = {}
+    for one in each:
+        if one is not None and wanted.setdefault(one.lora_name, one) != one:
+            raise ShardlmError(f"lora_request has two adapters of the name {one.lora_name!r}; give each its own")
+    adapters: Adapters = engine.adapters
+    if 0 < adapters.room.count < len(wanted):
+        raise ShardlmError(
+            f"{len(wanted)} adapters in one call and max_loras={adapters.room.count}; ask for fewer at a time, or make "
+            f"LLM with max_loras={len(wanted)}"
+        )
+    for name, one in wanted.items():
+        if name in adapters and adapters.of(name).path == one.lora_path:
+            continue
+        if not one.lora_path:
+            adapters.of(name)
+            continue
+        parts = read(one.lora_path, engine.runner, adapters.room)
+        if name not in adapters:
+            adapters.make_room(wanted)
+        engine.load_adapter(name, one.lora_path, parts)
+    return [one.lora_name if one else "" for one in each]
+
+
+def settled_rank(modules: Mapping[str, str | os.PathLike], rank: int | None) -> int:
+    """Of the room for adapters: as given, or the largest of those that are loaded at first, at least USUAL_RANK. Raises
+    ShardlmError where one of them is no adapter."""
+    return rank or max([USUAL_RANK, *(_described(path).lora.rank for path in modules.values())])
+
+
+def with_room(model: ModelDef, params: Tree, room: Room) -> tuple[ModelDef, Tree]:
+    """The model with room for adapters at all its projections but those of routed experts, which are 0 until one is
+    loaded; call under its mesh. Raises ShardlmError for a model that is an adapter itself."""
+    if not room.count:
+        return model, params
+    if model.execution.lora.rank:
+        raise ShardlmError(
+            "the model is an adapter on a checkpoint, and there is to be room for others: serve the checkpoint, and "
+            "give this one as one of lora_modules"
+        )
+    rank, mesh = room.count * room.rank, jax.sharding.get_mesh()
+    execution = dataclasses.replace(model.execution, lora=LoraConfig(rank, alpha=float(rank)), adapters=room.count)
+    made = ModelDef.make(model.config, execution)
+
+    def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(shape.shape, execution.dtype, device=NamedSharding(mesh, shape.sharding.spec))
+
+    return made, joined(jax.tree.map(empty, made.shapes), params)
+
+
+def read(path: str | os.PathLike, runner: Runner, room: Room) -> Parts:
+    """An adapter's two arrays at every projection of the model that `runner` serves, on the host; its alpha / rank is
+    within B.
+
+    Raises: ShardlmError for a path that is no adapter, another architecture, a larger rank, or an adapter of what has
+      no room for one.
+    """
+    if not room.count:
+        raise ShardlmError(f"no room for the adapter {path}: start with enable_lora=True, max_loras=N")
+    found = _described(path, runner.config.max_model_len)
+    if found.lora.rank > room.rank:
+        raise ShardlmError(
+            f"the adapter {path} has rank {found.lora.rank} and max_lora_rank={room.rank}; start with "
+            f"max_lora_rank={found.lora.rank}"
+        )
+    shape = found.source.transformer().without_mtp()
+    if wrong := differences_of(shape, runner.model.config):
+        raise ShardlmError(f"the adapter {path} is for another model than what is served: {wrong}")
+    mesh = MeshSpec().build([runner.mesh.devices.flat[0]])
+    with jax.set_mesh(mesh):
+        execution = Execution(Rules.make("replicated", MeshSpec()), lora=found.lora)
+        model = ModelDef.make(shape, execution)
+        tree = trained(found, model, jax.tree.map(lambda s: at_rest(s, mesh), model.shapes), mesh)
+        tree = split(tree["segments"])
+    flat, scale = flatten_dict({"segments": tree}), found.lora.alpha / found.lora.rank
+    served = flatten_dict(runner.params).keys()
+    if unknown := sorted({path[-1].removesuffix(A) for path in flat.keys() - served if path[-1].endswith(A)}):
+        raise ShardlmError(f"the adapter {path} adapts {', '.join(unknown)}, for which a server has no room")
+    return {path: np.asarray(a) * (1.0 if path[-1].endswith(A) else scale) for path, a in flat.items()}
+
+
+def written(params: Tree, parts: Parts, number: int, room: Room) -> Tree:
+    """Parameters that are served, with an adapter in the place of this number. Projections that it has none of get
+    zeros."""
+    flat = flatten_dict(params)
+    for path in [path for path in flat if is_adapter(path)]:
+        new = np.array(flat[path])
+        # The rank is A's last dimension, and of B the one behind that of the layer.
+        place = np.moveaxis(new, -1 if path[-1].endswith(A) else 1, 0)[(number - 1) * room.rank : number * room.rank]
+        place[:] = 0
+        if path in parts:
+            own = np.moveaxis(parts[path], -1 if path[-1].endswith(A) else 1, 0)
+            place[: len(own)] = own
+        flat[path] = jax.device_put(new, flat[path].sharding)
+    return jax.block_until_ready(unflatten_dict(flat))
+
+
+def _described(path: str | os.PathLike, length: int = 0) -> Found:
+    found = describe(path, length)
+    if not found.lora.rank:
+        raise ShardlmError(f"{path} is a whole model and no adapter; give adapters of PEFT, or a run with lora.rank")
+    return found

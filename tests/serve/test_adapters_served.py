@@ -1,0 +1,116 @@
+"""Several adapters beside the weights that are served: each reply is the one of a server of that adapter alone."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from engines import CONFIG, folder_of
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from shardlm import peft
+from shardlm.errors import ShardlmError
+from shardlm.layers.lora import LoraConfig
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
+from shardlm.rules import Rules
+from shardlm.serve.adapters import LoRARequest
+from shardlm.serve.llm import LLM
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.state import ModelDef
+
+SIZES = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 4}
+PROMPT = '{"name": "ab", "age": 12'
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+KINDS = {"small": LoraConfig(2, 4.0), "wide": LoraConfig(4, 2.0, ("wq", "wo")), "other": LoraConfig(2, 4.0)}
+
+
+def adapter_of(path, base, lora: LoraConfig, seed: int):
+    """A folder of PEFT with random adapters on `base`."""
+    mesh, source = MeshSpec().build(jax.devices()[:1]), Pretrained(str(base)).pinned()
+    with jax.set_mesh(mesh):
+        model = ModelDef.make(source.transformer(), Execution(Rules.make("replicated", MeshSpec()), lora=lora))
+    rng = np.random.default_rng(seed)
+    flat = {p: 0.4 * rng.standard_normal(s.shape).astype(np.float32) for p, s in flatten_dict(model.shapes).items()}
+    peft.save(path, model, unflatten_dict(flat), source)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    home = tmp_path_factory.mktemp("adapters")
+    base = folder_of(home / "base")
+    made = {name: adapter_of(home / name, base, lora, i) for i, (name, lora) in enumerate(KINDS.items())}
+    return {"base": base} | made
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """{name: what a server of it alone replies}."""
+    said = {name: tokens_of(LLM(folder, **SIZES).generate(PROMPT, GREEDY)) for name, folder in folders.items()}
+    assert len({tuple(one) for [one] in said.values()}) == len(said)  # they differ
+    return {name: one for name, [one] in said.items()}
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def of(name: str, folders=None) -> LoRARequest | None:
+    return None if name == "base" else LoRARequest(name, 1, str(folders[name]) if folders else "")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshSpec(), MeshSpec(tensor=2), MeshSpec(pipeline=2), MeshSpec(data=2, tensor=2)],
+    ids=["one", "tensor", "pipeline", "data"],
+)
+def test_rows_of_one_batch_have_their_own(mesh, folders, alone):
+    modules = {name: folders[name] for name in ("small", "wide")}
+    llm = LLM(folders["base"], mesh=mesh, lora_modules=modules, **SIZES)
+    order = ["wide", "base", "small"]
+    for _ in range(2):  # the second time from cached pages, which are no other adapter's
+        found = llm.generate([PROMPT] * 3, GREEDY, lora_request=[of(name) for name in order])
+        assert tokens_of(found) == [alone[name] for name in order]
+    assert all(output.num_cached_tokens for output in found)
+    assert llm.engine.stats().kv_usage == 0
+
+
+def test_they_come_and_go_without_a_compile(folders, alone):
+    llm = LLM(folders["base"], enable_lora=True, max_loras=2, max_lora_rank=4, **SIZES)
+    programs = dict(llm.engine.runner._programs)
+    for name in ("small", "wide", "other", "base", "small"):  # the third finds no room, and the oldest one leaves
+        assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of(name, folders))) == [alone[name]]
+    assert [adapter.name for adapter in llm.engine.adapters.loaded] == ["other", "small"]
+    assert llm.engine.runner._programs == programs
+    with pytest.raises(ShardlmError, match=r"3 adapters in one call and max_loras=2"):
+        llm.generate([PROMPT] * 3, GREEDY, lora_request=[of(name, folders) for name in KINDS])
+    again = LoRARequest("small", 1, str(folders["other"]))  # another one of this name
+    assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
+    llm.update_weights(folders["base"])  # adapters stay
+    assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
+
+
+def test_refusals(folders, tmp_path):
+    llm = LLM(folders["base"], enable_lora=True, max_lora_rank=2, **SIZES)
+    deeper = folder_of(tmp_path / "deeper", 0, type(CONFIG)(**{**vars(CONFIG), "num_layers": 2}))
+    elsewhere = adapter_of(tmp_path / "elsewhere", deeper, KINDS["small"], 0)
+    broken = shutil.copytree(folders["small"], tmp_path / "broken")
+    config = json.loads((broken / peft.CONFIG).read_text())
+    (broken / peft.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
+    for request, message in (
+        (of("nobody"), "there is no adapter 'nobody'; none is loaded"),
+        (of("wide", folders), "has rank 4 and max_lora_rank=2; start with max_lora_rank=4"),
+        (LoRARequest("base", 1, str(folders["base"])), "is a whole model and no adapter"),
+        (LoRARequest("elsewhere", 1, str(elsewhere)), "is for another model than what is served: segments has"),
+        (LoRARequest("broken", 1, str(broken)), "use_dora=True, which is not supported"),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            llm.generate(PROMPT, GREEDY, lora_request=request)
+    assert not llm.engine.adapters.loaded and not llm.engine.has_unfinished
+    with pytest.raises(ShardlmError, match="serve the checkpoint, and give this one as one of lora_modules"):
+        LLM(folders["small"], enable_lora=True, **SIZES)
+    with pytest.raises(ShardlmError, match=r"start with enable_lora=True, max_loras=N"):
+        LLM(folders["base"], **SIZES).generate(PROMPT, GREEDY, lora_request=of("small", folders))
