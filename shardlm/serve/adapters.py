@@ -19,6 +19,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Found, describe, trained
 from shardlm.rules import Rules
+from shardlm.serve.adapter_table import AdapterTable, LoRARequest, LoRARequests, Room
 from shardlm.serve.layers import split
 from shardlm.serve.live_weights import differences_of
 from shardlm.serve.runner import Runner
@@ -29,103 +30,16 @@ Parts = dict[tuple, np.ndarray]  # path of A or B -> [1, *inputs, own rank] or [
 USUAL_RANK = 16  # vLLM's default of max_lora_rank
 
 
-@dataclasses.dataclass(frozen=True)
-class LoRARequest:
-    """Which adapter a prompt is for; of vLLM's name and fields. Here the name says which one it is.
-
-    lora_path  adapters of PEFT or a run with `lora.rank`; not needed of one that is loaded
-    """
-
-    lora_name: str
-    lora_int_id: int = 0
-    lora_path: str = ""
-
-    def __post_init__(self):
-        if not self.lora_name:
-            raise ShardlmError("LoRARequest needs a lora_name")
-
-
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or for each
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """For so many adapters, each of this rank or a lower one."""
-
-    count: int = 0
-    rank: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """One that is loaded. number: from 1, its part; 0: none, the model as it is. version: of all that were ever
-    loaded, for what is cached of it."""
-
-    name: str = ""
-    path: str = ""
-    number: int = 0
-    version: int = 0
-
-    def salted(self, salt: str) -> str:
-        """What pages of its requests are shared by, within the requests of equal `salt`."""
-        return f"{self.version}\0{salt}"
-
-
-class Adapters:
-    """Those that an engine, or all replicas of one, have room for, and has, by name."""
-
-    def __init__(self, room: Room):
-        self.room = room
-        self._loaded: dict[str, Adapter] = {}
-        self._versions = 0
-
-    @property
-    def loaded(self) -> tuple[Adapter, ...]:
-        """In the order in which they came."""
-        return tuple(sorted(self._loaded.values(), key=lambda adapter: adapter.version))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._loaded
-
-    def of(self, name: str) -> Adapter:
-        """ "" is none. Raises ShardlmError for one that is not loaded."""
-        if not name:
-            return Adapter()
-        if name not in self._loaded:
-            here = f"; loaded are {', '.join(self._loaded)}" if self._loaded else "; none is loaded"
-            raise ShardlmError(f"there is no adapter {name!r}{here}")
-        self._loaded[name] = self._loaded.pop(name)  # the last one that was used
-        return self._loaded[name]
-
-    def make_room(self, wanted: Collection[str]) -> None:
-        """Lets go of the one that was used longest ago, where all places are taken and there is one that is not
-        `wanted`."""
-        others = [name for name in self._loaded if name not in wanted]
-        if len(self._loaded) >= self.room.count and others:
-            self.leave(others[0])
-
-    def entering(self, name: str, path: str, used: Collection[int]) -> Adapter:
-        """Where a new one goes; `used` are the numbers that requests have. Raises ShardlmError without room."""
-        held = {adapter.number for adapter in self._loaded.values() if adapter.name != name}
-        free = [number for number in range(1, self.room.count + 1) if number not in held and number not in used]
-        if not free:
-            busy = len(set(used) - held - {0})
-            waits = f", and requests run of {busy} that were unloaded" if busy else ""
-            raise ShardlmError(
-                f"no room for the adapter {name!r}: max_loras={self.room.count}, loaded are "
-                f"{', '.join(self._loaded) or 'none'}{waits}; unload one, or start with a larger max_loras"
-            )
-        return Adapter(name, str(path), free[0], self._versions + 1)
-
-    def enter(self, adapter: Adapter) -> None:
-        """It is in its place; another of its name is no more."""
-        self._versions = adapter.version
-        self._loaded.pop(adapter.name, None)
-        self._loaded[adapter.name] = adapter
-
-    def leave(self, name: str) -> None:
-        """Requests that run go on with it. Raises ShardlmError for one that is not loaded."""
-        del self._loaded[self.of(name).name]
+def load(
+    table: AdapterTable, name: str, path: str, parts: Parts, runners: Sequence[Runner], used: Collection[int]
+) -> None:
+    """One that `read` has read, into all runners, in place of the one of its name where there is one; `used` are the
+    numbers that requests have, which go on with theirs. Raises ShardlmError without room."""
+    new = table.entering(name, path, used)
+    made = [written(runner.params, parts, new.number, table.room) for runner in runners]
+    for runner, params in zip(runners, made, strict=True):
+        runner.update_weights(params)
+    table.enter(new)
 
 
 def names_of(engine: Any, given: LoRARequests, count: int) -> list[str]:
@@ -138,7 +52,7 @@ def names_of(engine: Any, given: LoRARequests, count: int) -> list[str]:
     for one in each:
         if one is not None and wanted.setdefault(one.lora_name, one) != one:
             raise ShardlmError(f"lora_request has two adapters of the name {one.lora_name!r}; give each its own")
-    adapters: Adapters = engine.adapters
+    adapters: AdapterTable = engine.adapters
     if 0 < adapters.room.count < len(wanted):
         raise ShardlmError(
             f"{len(wanted)} adapters in one call and max_loras={adapters.room.count}; ask for fewer at a time, or make "

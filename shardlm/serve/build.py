@@ -18,7 +18,8 @@ from shardlm.opened import Opened, describe, load
 from shardlm.ops.grouped_weights import STORED
 from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
-from shardlm.serve.adapters import Adapters, Room, read, settled_rank, with_room
+from shardlm.serve.adapter_table import AdapterTable, Room
+from shardlm.serve.adapters import read, settled_rank, with_room
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
@@ -174,7 +175,7 @@ def assemble(
 ) -> Engine | EngineGroup:
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
     of its draft model."""
-    meshes, speculative, adapters = submeshes(config.mesh), config.speculative_config, Adapters(config.room)
+    meshes, speculative, adapters = submeshes(config.mesh), config.speculative_config, AdapterTable(config.room)
     with jax.set_mesh(opened.mesh):
         model, params = with_room(opened.model, opened.params, adapters.room)
         model, params = taken_apart(model, params, config.kv_cache_dtype)

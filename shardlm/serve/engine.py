@@ -8,7 +8,6 @@ engine's own fails then, or after several failures in a row, nothing runs any mo
 """
 
 import collections
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.adapters import Adapters, Parts, Room, written
+from shardlm.serve.adapter_table import AdapterTable, Room
+from shardlm.serve.adapters import Parts, load
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
@@ -46,12 +46,13 @@ class Engine:
         scheduler: Scheduler,
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
-        adapters: Adapters | None = None,
+        adapters: AdapterTable | None = None,
     ):
         """`adapters`: those of all replicas."""
-        self.adapters = adapters or Adapters(Room())
+        self.adapters = adapters or AdapterTable(Room())
         self.runner, self.scheduler, self.tokenizer, self.stop_ids = runner, scheduler, tokenizer, tuple(stop_ids)
         self._vocab = runner.model.config.vocab_size
+        self._forms = FormCompiler(tokenizer, self._vocab, self.stop_ids)
         self._groups: dict[str, Group] = {}
         self._replies: dict[str, Reply] = {}
         self._started: collections.deque[Started] = collections.deque()
@@ -131,19 +132,7 @@ class Engine:
     def compile_form(self, params: SamplingParams) -> ReplyForm | None:
         """Of params.structured_outputs and thinking_token_budget; slow for large grammars, and safe on another thread.
         Raises ShardlmError."""
-        wanted, budget = params.structured_outputs, params.thinking_token_budget
-        if budget is not None and params.thoughts is None:
-            raise ShardlmError(
-                f"thinking_token_budget={budget}, and it is not known how this model marks its thoughts; give "
-                "SamplingParams(thoughts=Thoughts(...)) too, as LLM(reasoning_parser=...) does"
-            )
-        if budget is None:
-            return None if wanted is None else self._forms.wanted(wanted)
-        return self._forms.wanted(wanted, params.thoughts, budget)
-
-    @functools.cached_property
-    def _forms(self) -> FormCompiler:
-        return FormCompiler(self.tokenizer, self._vocab, self.stop_ids)
+        return self._forms.of(params)
 
     def abort(self, id: str) -> RequestOutput | None:
         """Ends a request with the reason "abort" and frees its pages at once; None where there is none."""
@@ -171,9 +160,7 @@ class Engine:
     def load_adapter(self, name: str, path: str, parts: Parts) -> None:
         """An adapter as adapters.read has it, or another in place of the one of this name, with which its requests that
         run go on. Raises ShardlmError without room."""
-        new = self.adapters.entering(name, path, self.used_adapters)
-        self.runner.update_weights(written(self.runner.params, parts, new.number, self.adapters.room))
-        self.adapters.enter(new)
+        load(self.adapters, name, path, parts, [self.runner], self.used_adapters)
 
     def stats(self) -> Stats:
         pages = self.scheduler.pages

@@ -14,7 +14,8 @@ from shardlm.chat import ChatTemplate
 from shardlm.mesh import MeshSpec
 from shardlm.progress_bar import count_bar
 from shardlm.serve import prompts as prompt_forms
-from shardlm.serve.adapters import LoRARequests, names_of
+from shardlm.serve.adapter_table import LoRARequests
+from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.build import build, template_of
 from shardlm.serve.defaults import recommended

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from shardlm.serve.adapters import Parts, written
+from shardlm.serve.adapters import Parts, load
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
@@ -142,14 +142,9 @@ class EngineGroup:
     def load_adapter(self, name: str, path: str, parts: Parts) -> None:
         """As Engine.load_adapter, for all replicas."""
         used = set().union(*(engine.used_adapters for engine in self.engines))
-        new = self.adapters.entering(name, path, used)
-        engines = [self.engines[number] for number in self._up]
-        places = [written(engine.runner.params, parts, new.number, self.adapters.room) for engine in engines]
-        for engine, params in zip(engines, places, strict=True):
-            engine.runner.update_weights(params)
+        load(self.adapters, name, path, parts, [self.engines[number].runner for number in self._up], used)
         for out in self._out.values():
             out.missed = True
-        self.adapters.enter(new)
 
     def stats(self) -> Stats:
         """Of all together: sums, and the mean share of pages in use, as the pools are equal."""

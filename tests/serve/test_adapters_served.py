@@ -1,7 +1,12 @@
 """Several adapters beside the weights that are served: each reply is the one of a server of that adapter alone."""
 
+import asyncio
+import dataclasses
+import functools
 import json
+import pathlib
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -16,13 +21,21 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.rules import Rules
-from shardlm.serve.adapters import LoRARequest
+from shardlm.serve.adapter_table import LoRARequest
+from shardlm.serve.api.app import make_app
+from shardlm.serve.api.settings import Settings
+from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.llm import LLM
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef
+from shardlm.train.convert import to_run
+
+sys.path.append(str(pathlib.Path(__file__).parent / "api"))
+from client import Client, error
 
 SIZES = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 4}
 PROMPT = '{"name": "ab", "age": 12'
+KEY, USER = {"authorization": "Bearer admin"}, {"authorization": "Bearer user"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 KINDS = {"small": LoraConfig(2, 4.0), "wide": LoraConfig(4, 2.0, ("wq", "wo")), "other": LoraConfig(2, 4.0)}
 
@@ -114,3 +127,77 @@ def test_refusals(folders, tmp_path):
         LLM(folders["small"], enable_lora=True, **SIZES)
     with pytest.raises(ShardlmError, match=r"start with enable_lora=True, max_loras=N"):
         LLM(folders["base"], **SIZES).generate(PROMPT, GREEDY, lora_request=of("small", folders))
+
+
+def until_first_token(step, held: list) -> list:
+    """Engine.step, as long as no request has moved on."""
+    held += [] if held else step()
+    return held[:]
+
+
+def test_over_http_they_are_models(folders, alone, monkeypatch):
+    """A reply that runs goes on with the adapter that it began with, which is unloaded and has its place till then."""
+    modules = {"small": folders["small"]}
+    llm = LLM(folders["base"], lora_modules=modules, max_loras=2, max_lora_rank=4, **SIZES)
+    served = AsyncLLM(llm.engine, model_name="tiny", template=None)
+    client = Client(served, admin_keys=("admin",), api_keys=("user",))
+    twelve = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    async def post(path, body, headers=KEY):
+        return await client.send("POST", path, json.dumps(body), headers)
+
+    async def said(model, path="/v1/completions", **body):
+        answer = await post(path, twelve | body | {"model": model}, USER)
+        return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else error(answer, 404)["message"]
+
+    async def load(name, status=200, **body):
+        return await post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folders["other"]), **body})
+
+    async def all_of_it():
+        models = (await client.send("GET", "/v1/models", None, USER)).json()["data"]
+        assert [(one["id"], one.get("parent")) for one in models] == [("tiny", None), ("small", "tiny")]
+        assert models[1]["root"] == str(folders["small"])
+        assert await asyncio.gather(*(said(name) for name in ("small", "tiny", "small"))) == [
+            alone[name] for name in ("small", "base", "small")
+        ]
+        assert await said("wide") == "the model 'wide' is not here; here is tiny, small"
+        long = dataclasses.replace(GREEDY, max_tokens=36)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "step", functools.partial(until_first_token, llm.engine.step, held := []))
+            running = served.generate(PROMPT, long, request_id="long", lora_request=LoRARequest("small"))
+            await anext(running)
+            assert held
+            gone = await post("/v1/unload_lora_adapter", {"lora_name": "small"})
+            assert gone.json()["success"] and "is not here" in await said("small")
+            assert (await load("other")).json()["success"]
+            full = error(await load("more"), 400)["message"]
+            assert "max_loras=2, loaded are other, and requests run of 1 that were unloaded" in full
+        assert await said("other") == alone["other"]
+        last = [output async for output in running][-1].outputs[0].token_ids
+        assert last[:12] == alone["small"] and len(last) == 36
+        assert (await load("more")).json()["success"]
+        assert "load_inplace=true" in error(await load("more"), 409)["message"]
+        assert (await load("more", load_inplace=True, lora_path=str(folders["wide"]))).json()["success"]
+        assert await said("more") == alone["wide"]
+        vectors = [await post("/v1/embeddings", {"input": PROMPT, "model": name}, USER) for name in ("tiny", "more")]
+        base, more = (answer.json()["data"][0]["embedding"] for answer in vectors)
+        assert max(abs(a - b) for a, b in zip(base, more, strict=True)) > 0.01
+        assert "administrator" in error(await post("/v1/load_lora_adapter", {}, USER), 401)["message"]
+        assert "the model's own name" in error(await load("tiny"), 400)["message"]
+        assert error(await load(None), 400)["param"] == "lora_name"
+        assert error(await post("/v1/unload_lora_adapter", {"lora_name": "nobody"}), 404)["param"] == "lora_name"
+
+    asyncio.run(all_of_it())
+    served.shutdown()
+    with pytest.raises(ShardlmError, match="adapter 'more' has the model's own name"):
+        make_app(served, Settings(model_names=("more",)))
+
+
+def test_a_run_of_adapters_is_served(folders, tmp_path, alone):
+    to_run(folders["base"], tmp_path / "whole")
+    assert tokens_of(LLM(tmp_path / "whole", **SIZES).generate(PROMPT, GREEDY)) == [alone["base"]]
+    llm = LLM(tmp_path / "whole", lora_modules={"wide": folders["wide"]}, **SIZES)
+    assert tokens_of(llm.generate([PROMPT] * 2, GREEDY, lora_request=[of("wide"), None])) == [
+        alone["wide"],
+        alone["base"],
+    ]

@@ -23,7 +23,7 @@ from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened
-from shardlm.serve.adapters import Adapters, Room
+from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import split
@@ -148,7 +148,7 @@ def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
         )
         sizes = dataclasses.replace(sizes, layout=dataclasses.replace(sizes.layout, num_pages=1 + longest))
     config = EngineConfig(enable_prefix_caching=case["caching"], speculative_config=drafts_of(case))
-    adapters = Adapters(Room(2, 3) if case["adapters"] == "several" else Room())
+    adapters = AdapterTable(Room(2, 3) if case["adapters"] == "several" else Room())
     engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END], adapters) for runner in runners]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if case["adapters"] == "several":
