@@ -48,6 +48,8 @@ def names_of(engine: Any, given: LoRARequests, count: int) -> list[str]:
     each = list(given) if isinstance(given, Sequence) else [given] * count
     if len(each) != count:
         raise ShardlmError(f"{count} prompts and {len(each)} in lora_request; give one, or one or None for each")
+    if wrong := [one for one in each if not isinstance(one, LoRARequest | None)]:
+        raise ShardlmError(f"lora_request has a {type(wrong[0]).__name__}; give shardlm.LoRARequest(name, 1, folder)")
     wanted: dict[str, LoRARequest] = {}
     for one in each:
         if one is not None and wanted.setdefault(one.lora_name, one) != one:

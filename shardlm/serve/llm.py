@@ -22,6 +22,7 @@ from shardlm.serve.defaults import recommended
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.options import config_of
+from shardlm.serve.other_names import CALLS, refuse
 from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
@@ -75,11 +76,13 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora_request: LoRARequests = None,
         _embed: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Replies to prompts (texts, token ids, or mappings with either), in their order; `error` says of one what
         broke it. A terminal shows how many are done. `lora_request`: an adapter for all, or one or None for each, which
         is loaded where it is not (EngineConfig.enable_lora). Raises ShardlmError, before any runs, for a prompt or
         parameters that cannot be served, and EngineError where the engine ended."""
+        refuse("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"), CALLS)
         every = prompt_forms.several(prompts)
         texts = [prompt_forms.read(one, self.tokenizer) for one in every]
 
@@ -101,8 +104,12 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation or to several, by the checkpoint's chat template or by the text of another."""
+        if others.get("chat_template_content_format") in ("auto", "string"):
+            del others["chat_template_content_format"]
+        refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)

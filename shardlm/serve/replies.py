@@ -127,9 +127,10 @@ def take(
 ) -> int:
     """Adds the tokens that a row of the batch sampled to a reply: text, log-probabilities, and where a stop text or the
     grammar ends it, its end. Returns how many of them belong to it."""
-    request, output = reply.request, reply.output
-    ended_by_token = request.finish_reason == "stop"
-    output.text += reply.detokenizer.push(tokens[:-1] if ended_by_token and tokens else tokens)
+    request, output, params = reply.request, reply.output, reply.request.params
+    unsaid = int(request.finish_reason == "stop" and not params.include_stop_str_in_output)  # the token that ended it
+    if params.detokenize:
+        output.text += reply.detokenizer.push(tokens[: max(0, len(tokens) - unsaid)])
     kept = len(tokens)
     if reply.detokenizer.stopped is not None:
         count = reply.detokenizer.num_tokens
@@ -146,7 +147,7 @@ def take(
             alternatives = zip(ids, top, strict=True)
             told, rank = request.params.logprobs, int(sampled.rank[row, i])
             output.logprobs.append(described(tokenizer, tokens[i], logprobs[i], rank, alternatives, told))
-    if request.finished and reply.detokenizer.stopped is None:
+    if request.finished and reply.detokenizer.stopped is None and params.detokenize:
         output.text += reply.detokenizer.finish()
     return kept
 

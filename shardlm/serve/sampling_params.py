@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.other_names import SAMPLING, STRUCTURES, knows_others
 from shardlm.serve.thoughts import Thoughts
 
 MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so somebody pays for the largest
@@ -21,6 +22,7 @@ FORMS = ("json", "regex", "choice", "grammar")
 MAX_BIASES = 300  # OpenAI's limit, and what the device has room for
 
 
+@knows_others("StructuredOutputs", STRUCTURES)
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputs:
     """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax.
@@ -58,6 +60,7 @@ class StructuredOutputs:
             raise _wrong("opening", self.opening, "a text, beside `after`, which says where the free part ends")
 
 
+@knows_others("SamplingParams", SAMPLING)
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """The wishes of one request.
@@ -65,13 +68,14 @@ class SamplingParams:
     n: replies to the prompt. temperature: 0 is greedy. top_k: 0 or -1 keeps every token. min_p: tokens below this share
     of the likeliest one's probability are left out. Penalties: repetition multiplies (of prompt and reply), presence
     and frequency subtract (of the reply). logit_bias: token id -> what is added. allowed_token_ids: no others are
-    written. bad_words: never written. seed: None
-    for another text every time. stop: texts that end the reply, left out of it unless include_stop_str_in_output.
+    written. bad_words: never written. seed: None or, as vLLM has it, -1 for another text every time. stop: texts that
+    end the reply, left out of it as stop tokens are, unless include_stop_str_in_output. detokenize: False for no text.
     max_tokens: None to the end of the model's length; 0 only reads the prompt. min_tokens: no stop text, stop token or
     end of text counts among so many. logprobs, prompt_logprobs: alternatives to report for each token beside the one
     that is there, None for no report. truncate_prompt_tokens: of a longer prompt, only these last tokens.
     thinking_token_budget: tokens of thought at most, then the mark that ends them is written; None, -1 for any number.
-    thoughts: what those marks are, which LLM and the server fill in.
+    thoughts: what those marks are, which LLM and the server fill in. best_of: n, vLLM's older versions having it;
+    spaces_between_special_tokens: there are none.
 
     Raises: ShardlmError for a value of a wrong type or out of its range.
     """
@@ -93,6 +97,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
@@ -101,8 +106,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     thoughts: Thoughts | None = None
+    best_of: dataclasses.InitVar[int | None] = None
+    spaces_between_special_tokens: dataclasses.InitVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self, best_of: int | None, spaces_between_special_tokens: bool):
+        if best_of is not None and best_of != self.n:
+            raise ShardlmError(f"best_of={best_of!r} must be n={self.n!r}; ask for n replies and choose")
         for name, limits in _NUMBERS.items():
             self._set(name, _number(name, getattr(self, name), *limits))
         for name, limits in _INTEGERS.items():
@@ -110,7 +119,7 @@ class SamplingParams:
         for name, (low, high, meaning) in _OPTIONAL_INTEGERS.items():
             if (value := getattr(self, name)) is not None:
                 self._set(name, _integer(name, value, low, high, f"{meaning}, or None"))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         if self.top_p == 0:
@@ -119,6 +128,10 @@ class SamplingParams:
             raise _wrong("repetition_penalty", self.repetition_penalty, "above 0 (1 for none)")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _few_texts("stop", stop, "it would end every reply at once; leave it out", MAX_TEXTS))
+        if self.stop and not self.detokenize:
+            raise ShardlmError("detokenize=False leaves no text in which to look for stop; give stop_token_ids")
+        if self.seed == -1 and not isinstance(self.seed, bool):
+            self._set("seed", None)
         words = _few_texts("bad_words", self.bad_words, "it is no word; leave it out", MAX_BIASES)
         self._set("bad_words", words)
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))

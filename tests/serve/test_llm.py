@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -126,6 +127,31 @@ def test_no_other_tokens_are_written(llm):
         assert "logit_bias" not in own or wanted[0] not in said
     with pytest.raises(ShardlmError, match="allowed_token_ids has token 9999, outside the vocabulary"):
         llm.generate("true", SamplingParams(allowed_token_ids=[9999]))
+
+
+def test_the_token_that_ends_a_reply_is_text_where_stops_are(llm):
+    """As in vLLM, whose detokenizer leaves it out unless include_stop_str_in_output."""
+    [whole] = llm.generate("true", GREEDY)
+    ids = whole.outputs[0].token_ids
+    for own, said in (({}, ids[:2]), ({"include_stop_str_in_output": True}, ids[:3]), ({"detokenize": False}, [])):
+        params = dataclasses.replace(GREEDY, stop_token_ids=[ids[2]], **own)
+        [reply] = llm.generate("true", params)[0].outputs
+        assert (reply.token_ids, reply.stop_reason) == (ids[:3], ids[2]) and reply.text == TOKENIZER.decode(said)
+    assert len(set(ids[:3])) == 3
+
+
+def test_what_vllm_s_users_give_and_is_not_here(llm):
+    user, none = [{"role": "user", "content": "né"}], {"lora_request": None, "tokenization_kwargs": None}
+    assert llm.generate("true", GREEDY, **none)[0].finished
+    assert llm.chat(user, GREEDY, chat_template_content_format="auto", **none)[0].finished
+    for call, message in (
+        (lambda: llm.generate("a", prompt_token_ids=[[1]]), "LLM.generate has no prompt_token_ids .* prompts that are"),
+        (lambda: llm.generate("a", lora_request=1), "lora_request has a int; give shardlm.LoRARequest"),
+        (lambda: llm.generate("a", sampling_parms=GREEDY), "did you mean sampling_params"),
+        (lambda: llm.chat(user, chat_template_content_format="openai"), "templates are given contents as texts"),
+    ):
+        with pytest.raises(ShardlmError, match=message):
+            call()
 
 
 def test_chats_in_all_of_vllm_s_forms(llm):

@@ -60,8 +60,19 @@ WRONG = [
     ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a list of at least one token id, or None"),
     (
         {"structured_outputs": {"yaml": 1}},
-        "structured_outputs={'yaml': 1} must be a mapping with json, regex, choice or grammar",
+        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, after, opening",
     ),
+    ({"structured_outputs": {"json_object": True}}, 'has no json_object (given: True); it is json={"type": "object"}'),
+    ({"structured_outputs": {1: 2}}, "structured_outputs={1: 2} must be a mapping with json, regex, choice or grammar"),
+    # Names of vLLM's.
+    ({"best_of": 2}, "best_of=2 must be n=1; ask for n replies and choose"),
+    ({"detokenize": False, "stop": "a"}, "leaves no text in which to look for stop; give stop_token_ids"),
+    ({"guided_decoding": {"json": {}}}, "it is called structured_outputs, a StructuredOutputs or a mapping"),
+    (
+        {"logits_processors": [len]},
+        "bad_words and structured_outputs say what may be written",
+    ),
+    ({"tempreature": 1}, "SamplingParams has no tempreature (given: 1); did you mean temperature?"),
     ({"structured_outputs": "json"}, "structured_outputs='json' must be a StructuredOutputs or None"),
 ]
 WRONG_STRUCTURES = [
@@ -100,6 +111,8 @@ def test_values_come_out_in_one_form():
     assert params.stop == ("end",) and params.logit_bias == {7: 1.0} and params.stop_token_ids == (3,)
     assert type(params.temperature) is float and type(params.stop_token_ids[0]) is int
     assert SamplingParams(stop=None, bad_words=None, stop_token_ids=None) == SamplingParams()
+    of_vllm = {"best_of": 2, "seed": -1, "spaces_between_special_tokens": False, "logits_processors": None}
+    assert SamplingParams(n=2, **of_vllm) == SamplingParams(n=2)
     assert SamplingParams(stop=["a"] * 999).stop == ("a",) and params.clone() == params
     assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputs(regex="a")
     assert dataclasses.replace(params, seed=1).stop == ("end",)  # what was checked passes again

@@ -56,6 +56,7 @@ class _Writer:
     def __init__(self, call: Call, request: CompletionRequest, n: int, prompts: Sequence[str | list[int]]):
         self._request, self._n, self._prompts = request, n, prompts
         self._tokenizer = call.service.llm.tokenizer
+        self._offsets: dict[int, logprobs.Offsets] = {}  # of choices
         model = request.model or call.service.names[0]
         id = f"cmpl-{request.request_id or call.id}"
         self._head = {"id": id, "object": "text_completion", "created": call.created, "model": model}
@@ -67,7 +68,7 @@ class _Writer:
         """A whole reply to prompt i."""
         progress = Progress()
         text, places = progress.advance(reply)
-        return self._part(i, output, reply, text, places, True, 0)
+        return self._part(i, output, reply, text, places, True)
 
     async def stream(self, replies: AsyncIterator[tuple[int, RequestOutput]]):
         options = self._request.stream_options
@@ -83,11 +84,10 @@ class _Writer:
                 one = progress.setdefault(index, Progress())
                 if one.ended:
                     continue
-                before = one.token_chars
                 text, places = one.advance(reply)
                 new = len(reply.token_ids) > one.ids if self._request.return_token_ids else False
                 if text or places or new or one.ended or (first and self._request.echo):
-                    part = self._part(i, output, reply, text, places, first, before, one.ids)
+                    part = self._part(i, output, reply, text, places, first, one.ids)
                     one.ids = len(reply.token_ids)
                     yield self.body([part], usage.body() if always else None)
         if wants_usage:
@@ -101,20 +101,23 @@ class _Writer:
         text: str,
         places: Sequence[Place],
         first: bool,
-        before: int,
         sent: int = 0,
     ) -> dict[str, Any]:
-        """`before`: characters of tokens that were sent, which the text's offsets count from; `sent`: these tokens,
-        where they are asked for."""
-        echo = first and self._request.echo
-        echoed = self._prompt_text(i, output) if self._request.echo else ""
+        """`sent`: tokens that were, where they are asked for."""
+        index = i * self._n + reply.index
+        echoed = self._prompt_text(i, output) if first and self._request.echo else ""
         scores = None
         if self._request.logprobs is not None:
-            offset = before + (0 if echo else len(echoed))
-            scores = self._scores(output if echo else None, places, offset)
+            if first:
+                stream = self._tokenizer.stream(skip_special=self._request.skip_special_tokens is not False)
+                self._offsets[index] = logprobs.Offsets(stream, len(echoed))
+            scores = self._scores(places, self._offsets[index])
+            if first and self._request.echo:
+                prompt = self._prompt_scores(output, echoed)
+                scores = {name: prompt[name] + values for name, values in scores.items()}
         choice = {
-            "index": i * self._n + reply.index,
-            "text": echoed + text if echo else text,
+            "index": index,
+            "text": echoed + text,
             "logprobs": scores,
             "finish_reason": reply.finish_reason,
             "stop_reason": reply.stop_reason,
@@ -127,19 +130,22 @@ class _Writer:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
-    def _scores(self, echoed: RequestOutput | None, places: Sequence[Place], offset: int):
+    def _scores(self, places: Sequence[Place], offsets: logprobs.Offsets) -> dict[str, list]:
         texts, ids = [place.chosen.decoded_token for place in places], [place.chosen.token_id for place in places]
-        if echoed is not None:
-            prompt = echoed.prompt_logprobs or [None] * len(echoed.prompt_token_ids)
-            pairs = zip(prompt, echoed.prompt_token_ids, strict=True)
-            texts = [place.chosen.decoded_token if place else self._text(token) for place, token in pairs]
-            texts += [place.chosen.decoded_token for place in places]
-            places, ids = [*prompt, *places], [*echoed.prompt_token_ids, *ids]
-        ids = ids if self._request.return_tokens_as_token_ids else []
-        return logprobs.legacy(places, self._request.logprobs, texts, offset, ids)
+        return self._legacy(places, texts, ids, offsets.push(ids))
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special=False)
+    def _prompt_scores(self, output: RequestOutput, text: str) -> dict[str, list]:
+        """Offsets count from the end of the prompt's text, as the tokenizer may put something before it."""
+        ids = output.prompt_token_ids
+        places = output.prompt_logprobs or [None] * len(ids)
+        texts = self._tokenizer.texts(ids)
+        before = len(text) - len(self._tokenizer.decode(ids, skip_special=False))
+        begins = logprobs.Offsets(self._tokenizer.stream(skip_special=False), before).push(ids)
+        return self._legacy(places, texts, ids, [max(0, begin) for begin in begins])
+
+    def _legacy(self, places: Sequence[Place | None], texts, ids: Sequence[int], begins: Sequence[int]):
+        names = ids if self._request.return_tokens_as_token_ids else ()
+        return logprobs.legacy(places, self._request.logprobs, texts, begins, names)
 
     def _prompt_text(self, i: int, output: RequestOutput) -> str:
         prompt = self._prompts[i]

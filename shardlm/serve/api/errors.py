@@ -38,7 +38,9 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):
-        return ApiError(str(error), code="context_length_exceeded")
+        # LiteLLM, which hands such requests on to models with room, knows them by these words alone.
+        message = f"the prompt is longer than the model's context length: {error}"
+        return ApiError(message, code="context_length_exceeded")
     if isinstance(error, ShardlmError):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named and named[1])

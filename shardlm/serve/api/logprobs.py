@@ -1,9 +1,10 @@
 """Log-probabilities in the three shapes that clients know: chat, legacy completions, and vLLM's for prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardlm.serve.outputs import Place, TokenLogprob
+from shardlm.tokenizer import DecodeStream
 
 _LEAST = -9999.0  # JSON has no -inf
 
@@ -41,7 +42,7 @@ def legacy(
     places: Sequence[Place | None],
     top: int,
     texts: Sequence[str],
-    offset: int,
+    offsets: Sequence[int],
     ids: Sequence[int] = (),
 ) -> dict[str, list]:
     """Of each place the token's text, log-probability, {text: log-probability} of the likeliest ones and of itself, and
@@ -49,21 +50,32 @@ def legacy(
 
     Args:
       texts: of the tokens.
-      offset: characters before the first.
+      offsets: characters of the text before each.
       ids: of the tokens, where they are to be called by them.
     """
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
         "tokens": [f"token_id:{id}" for id in ids] if ids else list(texts),
         "token_logprobs": [place and _value(place.chosen) for place in places],
         "top_logprobs": [
             place and _by_name([*place.likeliest(top), place.chosen], named(bool(ids))) for place in places
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
+
+
+class Offsets:
+    """Characters of a text before each of its tokens, which may be parts of characters."""
+
+    def __init__(self, stream: DecodeStream, before: int = 0):
+        """`stream`: a new one, as the text is made. `before`: characters before the first token."""
+        self._stream, self._at = stream, before
+
+    def push(self, tokens: Iterable[int]) -> list[int]:
+        found = []
+        for token in tokens:
+            found.append(self._at)
+            self._at += len(self._stream.step(token))
+        return found
 
 
 def _by_name(tokens: Sequence[TokenLogprob], name: Named) -> dict[str, float]:

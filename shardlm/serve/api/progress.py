@@ -7,11 +7,10 @@ from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 
 
 class Progress:
-    """How much of one reply was seen. token_chars: characters of its tokens' texts. ids: tokens whose ids were sent.
-    ended: its last part was seen."""
+    """How much of one reply was seen. ids: tokens whose ids were sent. ended: its last part was seen."""
 
     def __init__(self):
-        self.chars = self.tokens = self.token_chars = self.ids = 0
+        self.chars = self.tokens = self.ids = 0
         self.ended = False
 
     def advance(self, reply: CompletionOutput) -> tuple[str, Sequence[Place]]:
@@ -20,7 +19,6 @@ class Progress:
         self.chars += len(text)
         places = (reply.logprobs or [])[self.tokens :]
         self.tokens += len(places)
-        self.token_chars += sum(len(place.chosen.decoded_token) for place in places)
         self.ended = reply.finish_reason is not None
         return text, places
 

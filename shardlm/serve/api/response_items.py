@@ -1,10 +1,13 @@
 """From the items of a /v1/responses request to a chat: the same conversation in the words of /v1/chat/completions."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
+from shardlm.serve.messages import BadMessage, plain_text
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
@@ -14,6 +17,8 @@ _SAME = (
     *("structured_outputs", "thinking_token_budget", "priority", "cache_salt"),
 )
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
+# Of a chat, and what they are called here.
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -37,6 +42,15 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     )
 
 
+def renamed(error: ApiError) -> ApiError:
+    """What is wrong with the chat, as who asked for a response knows it."""
+    name, end, rest = re.match(r"(\w*)(.?)(.*)", error.param or "", re.DOTALL).groups()
+    if name in _NAMES and end in ("", "."):
+        error.param = _NAMES[name] + end + rest
+        error.message = error.message.replace(name, _NAMES[name], 1)
+    return error
+
+
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     if isinstance(request.input, str):
@@ -48,6 +62,8 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
     kind = item.get("type", "message")
+    for name in ("content", "output") if kind in ("message", "function_call_output") else ():
+        _check_text(item.get(name), f"{param}.{name}")
     if kind == "message":
         last = messages[-1] if messages else {}
         if item.get("role") == "assistant" and _only_thought(last):
@@ -56,6 +72,7 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str)
             messages.append({"role": item.get("role"), "content": item.get("content")})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        _check_call(function, param)
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
@@ -66,6 +83,27 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str)
         raise ApiError(
             f"{param}.type={kind!r} must be one of message, function_call, function_call_output and reasoning",
             param=f"{param}.type",
+        )
+
+
+def _check_text(content: Any, param: str) -> None:
+    try:
+        plain_text(content, param)
+    except BadMessage as error:
+        raise ApiError(str(error), param=error.param) from None
+
+
+def _check_call(function: Mapping[str, Any], param: str) -> None:
+    arguments = function["arguments"] or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(function["name"], str) or not isinstance(arguments, Mapping):
+        raise ApiError(
+            f"{param} is a call {function!r:.200}; it has the name of a function and its arguments, the text of a JSON "
+            "object",
+            param=param,
         )
 
 
@@ -117,7 +155,7 @@ def usage(counts: tuple[int, int, int], thoughts: int) -> dict[str, Any]:
     prompt, cached, generated = counts
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},  # none are paid for
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": prompt + generated,

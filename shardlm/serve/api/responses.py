@@ -22,7 +22,10 @@ Event = dict[str, Any]
 
 
 async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | Events:
-    asked, replies = await begin(call, items.chat_request(request))
+    try:
+        asked, replies = await begin(call, items.chat_request(request))
+    except ApiError as error:
+        raise items.renamed(error) from None
     writer = _Writer(call, request)
     turn = _turn(writer, replies, asked)
     if request.stream:

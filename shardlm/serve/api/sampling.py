@@ -1,6 +1,7 @@
 """From the fields of a request to `SamplingParams`."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from shardlm.errors import ShardlmError
@@ -26,12 +27,14 @@ def sampling_params(
     usual: Mapping[str, float],
     *,
     structured: StructuredOutputs | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
     **given: Any,
 ) -> SamplingParams:
     """
     Args:
       usual: for what the request leaves open.
       structured: what the endpoint itself asks for, as a forced call of a tool does.
+      names: what the endpoint calls some fields of SamplingParams.
       given: values that the endpoint has under other names or defaults; None for what is not given.
 
     Raises: ShardlmError, ApiError for values out of their range and wishes that exclude each other.
@@ -56,12 +59,20 @@ def sampling_params(
             wishes[name] = min(value, _LARGEST)
     if not -_LARGEST <= (request.priority or 0) <= _LARGEST:
         raise ApiError(f"priority={request.priority} must be an integer of 32 bits", param="priority")
-    return SamplingParams(**wishes, structured_outputs=_structured(request, structured))
+    try:
+        return SamplingParams(**wishes, structured_outputs=_structured(request, structured))
+    except ShardlmError as error:
+        field, _, rest = str(error).partition("=")
+        if field not in names:
+            raise
+        raise ApiError(f"{names[field]}={rest}", param=names[field]) from None
 
 
 def _structured(request: Sampled, forced: StructuredOutputs | None) -> StructuredOutputs | None:
-    """The one wish for the text's form. Raises ApiError for several."""
-    found = {"tool_choice": forced, "response_format": from_format(request.response_format or {})}
+    """The one wish for the text's form. A call that is forced leaves no text that a response_format would be of. Raises
+    ApiError for several."""
+    wanted = from_format(request.response_format or {})
+    found = {"tool_choice": forced, "response_format": None if forced else wanted}
     if (wish := request.structured_outputs) is not None:
         schema = ANY_OBJECT if wish.json is None and wish.json_object else wish.json
         found["structured_outputs"] = StructuredOutputs(schema, wish.regex, wish.choice, wish.grammar)

@@ -153,12 +153,14 @@ def _check(request: ChatRequest) -> None:
 
 
 def _params(call: Call, request: ChatRequest, tools: Tools) -> SamplingParams:
-    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    given = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    most = getattr(request, given)
     return sampling_params(
         request,
         call.service.llm.max_model_len,
         call.service.settings.sampling,
         structured=tools.structured,
+        names={"logprobs": "top_logprobs", "max_tokens": given},
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         max_tokens=most,
     )

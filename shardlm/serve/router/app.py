@@ -41,6 +41,7 @@ def make_app(settings: RouterSettings) -> Starlette:
         Route("/v1/{path:path}", proxy, methods=_METHODS),
         Route("/tokenize", proxy, methods=_METHODS),
         Route("/detokenize", proxy, methods=_METHODS),
+        Route("/tokenizer_info", proxy, methods=_METHODS),
     ]
     return application(router, routes, settings, OPEN, lifespan=router.running)
 

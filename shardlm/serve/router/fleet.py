@@ -2,7 +2,8 @@
 
 A replica is `alive` while its /health answers, and takes requests while it is alive, its /ready says so too, and
 nobody drains it. It is taken out at the first refused connection and at the first answer that says no; where nothing
-answers in time, at the second time, since a busy host may miss one. One good look puts it back.
+answers in time, at the second time, since a busy host may miss one. One good look puts it back. Answers that it has
+begun go on, until neither they nor any look have brought anything for SILENT.
 """
 
 import asyncio
@@ -18,6 +19,15 @@ from shardlm.serve.router.policy import Choice, Policy
 from shardlm.serve.router.prompt import Hints
 
 MISSES = 2  # looks in a row without an answer that take a replica out
+SILENT = 35.0  # seconds; a process that hangs is given up as a host is that vanished (upstream.py)
+
+
+@dataclasses.dataclass(eq=False)
+class Giving:
+    """An answer under way. limit: what ends it. at: when its last bytes came, on the loop's clock."""
+
+    limit: asyncio.Timeout
+    at: float
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,6 +43,8 @@ class Replica:
     in_flight   requests of ours
     others      sequences in it beyond ours, as it told at the last look
     waiting     of each request that has produced nothing yet, what ends the waiting when the replica is lost
+    giving      answers that have begun
+    silent      since when no look has had an answer, on the loop's clock; None: the last one had
     """
 
     url: str
@@ -46,6 +58,8 @@ class Replica:
     in_flight: int = 0
     others: float = 0
     waiting: set[asyncio.Timeout] = dataclasses.field(default_factory=set)
+    giving: set[Giving] = dataclasses.field(default_factory=set)
+    silent: float | None = None
 
     @property
     def takes(self) -> bool:
@@ -57,6 +71,16 @@ class Replica:
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
+
+    @contextlib.contextmanager
+    def gives(self, limit: asyncio.Timeout) -> Iterator[Giving]:
+        """An answer has begun; `limit` ends it where nothing comes any more."""
+        one = Giving(limit, asyncio.get_running_loop().time())
+        self.giving.add(one)
+        try:
+            yield one
+        finally:
+            self.giving.discard(one)
 
     def about(self) -> dict[str, object]:
         """What an administrator is told."""
@@ -135,6 +159,7 @@ class Fleet:
 
     def said(self, replica: Replica, *, alive: bool, ready: bool, problem: str = "") -> None:
         """It answered a look."""
+        replica.silent = None
         with self._changing(replica):
             replica.misses, replica.problem = 0, problem
             if alive:
@@ -149,6 +174,11 @@ class Fleet:
             with self._changing(replica):
                 replica.problem = problem
                 self._lost(replica)
+        now = asyncio.get_running_loop().time()
+        replica.silent = now if replica.silent is None else replica.silent
+        for one in [one for one in replica.giving if now - max(one.at, replica.silent) >= SILENT]:
+            replica.giving.discard(one)
+            one.limit.reschedule(0)
 
     def _lost(self, replica: Replica) -> None:
         """Its pages are gone. Requests that have produced nothing need not wait for it."""

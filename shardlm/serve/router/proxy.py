@@ -1,5 +1,6 @@
 """One request: to a replica, on to another where it produced nothing, and its answer back as it comes."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from shardlm.serve.api.endpoint import DONE, data
 from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
 from shardlm.serve.api.http import Gone, encode, error_response, read_body, send_within, until_gone
-from shardlm.serve.router.fleet import Replica
+from shardlm.serve.router.fleet import SILENT, Replica
 from shardlm.serve.router.prompt import Hints, hints
 from shardlm.serve.router.service import Router
 from shardlm.serve.router.upstream import Answer, Asked, Broken, Header, Nothing, ask
@@ -64,6 +65,7 @@ class _Passage:
         self._router, self._plain_send = router, send
         self._arrival = time.perf_counter()
         self.begun = False
+        self._last = b""  # that it was sent of an answer's body
 
     async def run(self, asked: Asked, wish: Hints) -> None:
         """Raises ApiError where no replica answered, Gone where the client takes nothing."""
@@ -117,21 +119,32 @@ class _Passage:
     async def _hand_on(self, answer: Answer, replica: Replica, asked: Asked) -> None:
         """As the bytes come. An answer that breaks off ends with an error, where that can be said, or is cut off."""
         await self._start(replica, answer.status, answer.headers, answer.first, more=True)
-        last = answer.first
+        self._last = answer.first
         try:
-            async for chunk in answer.rest():
-                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-                last = chunk
+            await self._pass_on(answer, replica)
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
             self._router.metrics.whole.observe(time.perf_counter() - self._arrival)
         except Broken as error:
             logging.warning("replica %s broke off an answer: %s", replica.url, error)
             self._router.metrics.broken[replica.url] += 1
             self._router.fleet.wake.set()
-            if not answer.events or not last.endswith(b"\n\n"):
+            if not answer.events or not self._last.endswith(b"\n\n"):
                 return  # the server closes a connection whose answer has no end
             ending = _last_event(asked)
             await self._send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _pass_on(self, answer: Answer, replica: Replica) -> None:
+        """Raises Broken for an answer that ends before its end, or stops as its replica does."""
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(None) as limit:
+                with replica.gives(limit) as giving:
+                    async for chunk in answer.rest():
+                        giving.at = now()
+                        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        self._last = chunk
+        except TimeoutError:
+            raise Broken(f"nothing came of it, nor of any look, for {SILENT:g} seconds") from None
 
 
 async def _little(answer: Answer) -> bytes:

@@ -73,6 +73,12 @@ CASES = {
         "stop",
         1,
     ),
+    "a form of a text that there is not": (
+        FORCED,
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_calls",
+        1,
+    ),
     "allowed": (FORCED, {"tools": [NOW, TOOL], "tool_choice": allowed("required", NAMED)}, "tool_calls", 1),
     "object": ('{"a": [1]}', {"response_format": {"type": "json_object"}}, "stop", 0),
     "schema": (
@@ -160,18 +166,19 @@ def test_messages_become_the_prompt():
     assert thinking.llm.seen[-1][0].endswith("<think>\n\n</think>\n\n")
 
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
+IMAGE = {"type": "image_url"}
 WRONG = {
     "messages is empty": ({"messages": []}, "messages"),
     "must be a text, such as user": ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    "this model reads text": ({"messages": IMAGE}, "messages[0].content[0]"),
+    "this model reads text": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
     "it is a text or a list of parts": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "a list of calls": ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
                         "messages[0].tool_calls"),
     "has tools, which means something": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     "has self, which means something": ({"chat_template_kwargs": {"self": []}}, "chat_template_kwargs"),
     "needs logprobs=true": ({"top_logprobs": 2}, "top_logprobs"),
-    "from 0 to 20": ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    "top_logprobs=21 must be from 0 to 20": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "max_completion_tokens=-1 must": ({"max_completion_tokens": -1}, "max_completion_tokens"),
     "each say what the text must be": ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar"),
     "one of text, json_object and json_schema": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "has no schema": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
@@ -284,5 +291,13 @@ def test_items_of_responses():
         ({"background": True}, "background"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": []}, "input"),
+        ({"instructions": "x", "input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[0].output"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0]"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ]:
-        assert error(client.post("/v1/responses", {"input": "a", **wishes}), 400)["param"] == param
+        told = error(client.post("/v1/responses", {"input": "a", **wishes}), 400)
+        assert told["param"] == param and told["message"].startswith(param.partition(".")[0])

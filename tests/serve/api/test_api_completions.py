@@ -54,9 +54,10 @@ def test_log_probabilities_as_lm_eval_reads_them():
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_streams_join_to_the_whole(chunk):
+    """Offsets too, where the prompt or the reply has characters of several tokens."""
     client = Client(FakeLLM(reply=lambda prompt: prompt + " 日🙂 and so on", chunk=chunk))
     wishes = {
-        "prompt": ["the fox", "the lazy dog"],
+        "prompt": ["the fox", "the ロ dog"],
         "n": 2,
         "echo": True,
         "logprobs": 1,
@@ -78,6 +79,10 @@ def test_streams_join_to_the_whole(chunk):
             for key, values in part["logprobs"].items():
                 choice["logprobs"][key] += values
     assert [joined[i] for i in range(4)] == whole["choices"]
+    for choice in whole["choices"]:
+        scores, text = choice["logprobs"], choice["text"]
+        for token, at in zip(scores["tokens"], scores["text_offset"], strict=True):
+            assert "\ufffd" in token or at + len(token) > len(text) or text.startswith(token, at)
 
 
 def test_what_is_left_open_is_as_the_checkpoint_recommends():

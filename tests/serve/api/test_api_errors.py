@@ -129,7 +129,9 @@ def test_what_is_asked_for_and_would_be_left_out():
 def test_prompts_that_are_too_long():
     client = Client(FakeLLM(max_model_len=8))
     long = {"prompt": [65] * 20}
-    assert error(client.post(PATH, long), 400)["code"] == "context_length_exceeded"
+    told = error(client.post(PATH, long), 400)
+    assert told["code"] == "context_length_exceeded"
+    assert "is longer than the model's context length: the prompt has 20 tokens" in told["message"]
     for wish, kept in (({"max_tokens": 3}, 5), ({}, 7), ({"max_tokens": 0}, 8), ({"max_tokens": 99}, 7)):
         body = client.post(PATH, {**long, **wish, "truncate_prompt_tokens": -1}).json()
         assert body["usage"]["prompt_tokens"] == kept

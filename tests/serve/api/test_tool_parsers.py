@@ -141,9 +141,19 @@ def test_the_schema_of_forced_calls_allows_what_is_read_back():
     for wrong in ("[]", '[{"name": "f", "arguments": {"x": "3"}}]', '[{"name": "g", "arguments": {}}]', "text"):
         assert not allowed(wrong)
     assert read(ArgumentsParser("f"), ['{"x"', "", ": 3}"]) == ("", [("f", '{"x": 3}')])
-    other = {"name": "g", "parameters": {"$defs": {"n": {"type": "string"}}}}
-    with pytest.raises(ApiError, match=r"two tools define \$defs.n differently; rename one"):
-        any_schema([*functions, other], None)
+    # References are each function's own: to definitions of one name, to a whole schema, to another property.
+    text = {"$defs": {"n": {"type": "string"}}, "properties": {"x": {"$ref": "#/$defs/n"}}}
+    tree = {"properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}, "additionalProperties": False}
+    zod = {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}}
+    named = zip(("t", "tree", "zod"), (text, tree, zod), strict=True)
+    functions += [{"name": name, "parameters": {"type": "object", **schema}} for name, schema in named]
+    for arguments, wrong in (
+        ('"f", "arguments": {"x": 3}', '"f", "arguments": {"x": "3"}'),
+        ('"t", "arguments": {"x": "3"}', '"t", "arguments": {"x": 3}'),
+        ('"tree", "arguments": {"kids": [{"kids": []}]}', '"tree", "arguments": {"kids": [{"x": []}]}'),
+        ('"zod", "arguments": {"a": 1, "b": 2}', '"zod", "arguments": {"a": 1, "b": "2"}'),
+    ):
+        assert allowed(f'[{{"name": {arguments}}}]') and not allowed(f'[{{"name": {wrong}}}]')
 
 
 def test_tool_choice():

@@ -55,6 +55,7 @@ def test_openais_client(pair):
         with pytest.raises(openai.NotFoundError, match="'other' is not here"):
             client.models.retrieve("other")
     assert json.loads(routed.ask("/tokenize", {"prompt": "the"})[2])["count"] == 1
+    assert json.loads(routed.ask("/tokenizer_info")[2])["eos_token"]  # that the LM Evaluation Harness asks for
     for path in ("/nowhere", "/"):
         status, _, body = routed.ask(path)
         assert status == 404 and path in json.loads(body)["error"]["message"]

@@ -11,6 +11,7 @@ from fake_llm import FakeLLM
 from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two, whole
 from sockets import until
 
+from shardlm.serve.router import fleet
 from shardlm.serve.router.fleet import Replica
 
 
@@ -143,8 +144,36 @@ def test_a_replica_that_hangs_is_given_up():
         nobody.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         with serving(llm) as (_, b), routing(b, poll_seconds=500) as routed:
-            fleet, replica = routed.service.fleet, Replica(gone, "flag", alive=True, ready=True)
-            until(lambda: not fleet.wake.is_set())  # what is looked at after the start is, and then nothing for long
-            fleet.replicas = {gone: replica, **fleet.replicas}  # it went after it was looked at
+            own, replica = routed.service.fleet, Replica(gone, "flag", alive=True, ready=True)
+            until(lambda: not own.wake.is_set())  # what is looked at after the start is, and then nothing for long
+            own.replicas = {gone: replica, **own.replicas}  # it went after it was looked at
             assert [routed.ask("/v1/completions", {"prompt": "a"})[0] for _ in range(3)] == [200] * 3
             assert not replica.alive and metrics_of(routed)["retries_total", gone, "refused"] == 1
+
+
+def test_what_a_replica_that_hangs_has_begun_is_given_up(monkeypatch):
+    """But not while it comes, whatever looks say."""
+    monkeypatch.setattr(fleet, "SILENT", 1.0)
+    event, over = b'data: {"choices": [{"text": "one", "index": 0}]}\n\n', threading.Event()
+
+    async def behave(head, body, writer):
+        await cut_after_head(head, body, writer)
+        while True:
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            if b"hangs" in body:
+                await asyncio.sleep(100)
+            await asyncio.sleep(0.02)
+            if over.is_set():
+                return writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    rude = Rude(behave)
+    with rude.listens() as a, routing(a, timeout_seconds=0.5) as routed, client_of(routed) as client:
+        hangs, goes_on = (iter(client.completions.create(model="fake", prompt=p, stream=True)) for p in ("hangs", "on"))
+        assert next(hangs).choices[0].text == next(goes_on).choices[0].text == "one"
+        rude.status = None
+        with pytest.raises(openai.APIError, match="the replica was lost; ask again"):
+            next(hangs)
+        over.set()
+        assert {chunk.choices[0].text for chunk in goes_on} == {"one"} and not routed.replica(a).giving
+        found = metrics_of(routed)
+    assert found["broken_total", a] == 1 and found["in_flight", a] == 0

@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.tools.reader import CallDelta, CallReader
 
-_DEFINITIONS = ("$defs", "definitions")
 _ANY = {"type": "object"}
 
 
@@ -16,21 +14,27 @@ def one_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def any_schema(functions: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
-    """The reply is a list of calls, [{"name": ..., "arguments": {...}}]. Raises ApiError where the schemas of two
-    functions have different definitions of one name."""
-    shared: dict[str, dict[str, Any]] = {}
+    """The reply is a list of calls, [{"name": ..., "arguments": {...}}]."""
+    arguments: dict[str, dict[str, Any]] = {}
     calls = []
-    for function in functions:
-        schema = one_schema(function)
-        for key in _DEFINITIONS:
-            for name, definition in (schema.pop(key, None) or {}).items():
-                if shared.setdefault(key, {}).setdefault(name, definition) != definition:
-                    raise ApiError(f"two tools define {key}.{name} differently; rename one of them", param="tools")
-        members = {"name": {"const": function["name"]}, "arguments": schema}
+    for number, function in enumerate(functions):
+        own = f"arguments{number}"
+        arguments[own] = _moved(one_schema(function), f"#/$defs/{own}")
+        members = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{own}"}}
         required = ["name", "arguments"]
         calls.append({"type": "object", "properties": members, "required": required, "additionalProperties": False})
     limit = {} if most is None else {"maxItems": most}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, **shared}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": arguments}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references to itself (`#`, `#/$defs/x`, and `#/properties/x` as zod writes them) hold at `to`."""
+    if isinstance(schema, list):
+        return [_moved(one, to) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    refers = {key for key, value in schema.items() if key == "$ref" and isinstance(value, str) and value[:1] == "#"}
+    return {key: to + value[1:] if key in refers else _moved(value, to) for key, value in schema.items()}
 
 
 class ArgumentsParser:
