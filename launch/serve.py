@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from absl import flags
 
@@ -48,11 +47,6 @@ _GENERATION_CONFIG = flags.DEFINE_enum(
 _LORA_MODULES = flags.DEFINE_list(
     "lora_modules", [], "Adapters beside the model, as NAME=FOLDER: of PEFT, or runs with lora.rank. Clients name one."
 )
-_ENABLE_LORA = flags.DEFINE_bool("enable_lora", False, "Room for adapters that come later (/v1/load_lora_adapter).")
-_MAX_LORAS = flags.DEFINE_integer("max_loras", 1, "Adapters at once, at least those of --lora_modules.", lower_bound=1)
-_MAX_LORA_RANK = flags.DEFINE_integer(
-    "max_lora_rank", None, "Of each; by default the largest of --lora_modules, at least 16.", lower_bound=1
-)
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
@@ -70,16 +64,15 @@ def settings(sampling: Mapping[str, float] = MappingProxyType({})) -> Settings:
     )
 
 
-def adapter_options() -> dict[str, Any]:
-    """Fields of EngineConfig. Raises ShardlmError for a module without a name or a folder."""
+def lora_modules() -> dict[str, str]:
+    """Folders of adapters by name. Raises ShardlmError for a module without a name or a folder."""
     modules = {}
     for given in _LORA_MODULES.value:
         name, _, path = given.partition("=")
         if not name or not path or name in modules:
             raise ShardlmError(f"--lora_modules={given}: give NAME=FOLDER, each name once")
         modules[name] = path
-    own = {"enable_lora": _ENABLE_LORA.value, "max_loras": _MAX_LORAS.value, "max_lora_rank": _MAX_LORA_RANK.value}
-    return own | {"lora_modules": modules}
+    return modules
 
 
 def serve(llm, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -100,7 +93,7 @@ def main() -> int:
     from shardlm.serve.build import EngineConfig, build, described, template_of
     from shardlm.serve.defaults import recommended
 
-    config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), **adapter_options())
+    config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), lora_modules=lora_modules())
     engine, opened = build(_MODEL.value, config)
     sampling = recommended(opened.generation) if _GENERATION_CONFIG.value == "auto" else {}
     print(described(opened, engine), file=sys.stderr)

@@ -33,6 +33,9 @@ class Room:
     rank: int = 0
 
 
+NO_ROOM = Room()
+
+
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """One that is loaded. number: from 1, its part; 0: none, the model as it is. version: of all that were ever

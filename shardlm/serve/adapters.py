@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import NamedSharding
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import A, LoraConfig
@@ -89,14 +88,17 @@ def with_room(model: ModelDef, params: Tree, room: Room) -> tuple[ModelDef, Tree
             "the model is an adapter on a checkpoint, and there is to be room for others: serve the checkpoint, and "
             "give this one as one of lora_modules"
         )
-    rank, mesh = room.count * room.rank, jax.sharding.get_mesh()
-    execution = dataclasses.replace(model.execution, lora=LoraConfig(rank, alpha=float(rank)), adapters=room.count)
-    made = ModelDef.make(model.config, execution)
+    made = ModelDef.make(model.config, executed(model.execution, room))
+    held = flatten_dict(made.held_at_rest(jax.sharding.get_mesh()))
+    empty = {p: jnp.zeros(s.shape, s.dtype, device=s.sharding) for p, s in held.items() if is_adapter(p)}
+    return made, joined(unflatten_dict(empty), params)
 
-    def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(shape.shape, execution.dtype, device=NamedSharding(mesh, shape.sharding.spec))
 
-    return made, joined(jax.tree.map(empty, made.shapes), params)
+def executed(execution: Execution, room: Room) -> Execution:
+    """With room for adapters of all targets. The factor alpha / rank is within each adapter's own B."""
+    rank = room.count * room.rank
+    lora = LoraConfig(rank, alpha=float(rank)) if rank else execution.lora
+    return dataclasses.replace(execution, lora=lora, adapters=room.count)
 
 
 def read(path: str | os.PathLike, runner: Runner, room: Room) -> Parts:

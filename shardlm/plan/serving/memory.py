@@ -112,7 +112,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     as the engine does."""
     engine, shape = case.engine, case.model.shape
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
-    weights = weights_of(shape, mesh, case.dtype, case.weights)
+    weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
     windows = [block.attention.window for block in shape.blocks()]
     drafter = drafter_of(case)

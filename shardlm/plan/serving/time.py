@@ -73,7 +73,7 @@ class Speed:
     @classmethod
     def of(cls, case: ServingCase, memory: ServingMemory) -> "Speed":
         mesh = of_replica(case.engine.mesh)
-        weights = weights_of(case.model.shape, mesh, case.dtype, case.weights)
+        weights = weights_of(case.model.shape, mesh, case.dtype, case.weights, case.engine.room)
         return cls(case, memory, weights, serving_rules(case.model.shape, of_stage(mesh), case.weights))
 
     @property

@@ -49,6 +49,7 @@ def _engine(plan: ServingPlan) -> dict[str, Any]:
     return {
         "dtype": case.dtype,
         "quantization": case.engine.quantization,
+        "adapters": dataclasses.asdict(case.engine.room),
         "kv_cache_dtype": case.dtype if case.engine.kv_cache_dtype == "auto" else case.engine.kv_cache_dtype,
         "max_model_len": case.length,
         "gpu_memory_utilization": case.engine.gpu_memory_utilization,

@@ -22,6 +22,8 @@ def headline(answer: Data) -> list[str]:
         f"weights {held}, keys and values {engine['kv_cache_dtype']}, max_model_len {engine['max_model_len']:,}, "
         f"prompts of {asked['prompt_len']:,} tokens, replies of {asked['output_len']:,}",
     ]
+    if room := engine["adapters"]["count"]:
+        lines.append(f"room for {room} adapters of rank {engine['adapters']['rank']}, by which all rows are multiplied")
     return [*lines, *filter(None, [_drafting(engine["drafts"])])]
 
 
