@@ -42,7 +42,7 @@ class FakeLLM:
         source = (TEMPLATES / f"{self.template_name}.jinja").read_text() if self.template_name else ""
         self.template = ChatTemplate(source) if source else None
         self.seen = []  # (prompt as text, params, priority) of each request
-        self.salts = []
+        self.salts, self.adapted = [], []
         self.running = set()
         self.aborted = []
         self.died = ""
@@ -57,6 +57,7 @@ class FakeLLM:
         text = self.tokenizer.decode(kept, skip_special=False)
         self.seen.append((text, params, priority))
         self.salts.append(salt)
+        self.adapted.append(lora_request)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, kept, None, [], False)
         output.truncated, output.num_cached_tokens = len(ids) - len(kept), 3
         output.prompt_logprobs = self._prompt_logprobs(kept, params.prompt_logprobs)
