@@ -1,4 +1,4 @@
-"""Several adapters beside the weights that are served: each reply is the one of a server of that adapter alone."""
+"""Several adapters beside the weights that are served: each reply is the one of the model with that adapter alone."""
 
 import asyncio
 import dataclasses
@@ -7,12 +7,14 @@ import json
 import pathlib
 import shutil
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
-from engines import CONFIG, folder_of
+from engines import CONFIG, TOKENIZER, folder_of
 from flax.traverse_util import flatten_dict, unflatten_dict
+from oracle import Oracle
 
 from shardlm import peft
 from shardlm.errors import ShardlmError
@@ -20,8 +22,10 @@ from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
+from shardlm.opened import load
 from shardlm.rules import Rules
-from shardlm.serve.adapter_table import LoRARequest
+from shardlm.serve.adapter_table import NO_ROOM, AdapterTable, LoRARequest, Room
+from shardlm.serve.adapters import names_of
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
@@ -37,7 +41,12 @@ SIZES = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 4}
 PROMPT = '{"name": "ab", "age": 12'
 KEY, USER = {"authorization": "Bearer admin"}, {"authorization": "Bearer user"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-KINDS = {"small": LoraConfig(2, 4.0), "wide": LoraConfig(4, 2.0, ("wq", "wo")), "other": LoraConfig(2, 4.0)}
+KINDS = {
+    "small": LoraConfig(2, 4.0),
+    "wide": LoraConfig(4, 2.0, ("wq", "wo")),
+    "other": LoraConfig(2, 4.0),
+    "large": LoraConfig(5),
+}
 
 
 def adapter_of(path, base, lora: LoraConfig, seed: int):
@@ -61,10 +70,18 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folders):
-    """{name: what a server of it alone replies}."""
-    said = {name: tokens_of(LLM(folder, **SIZES).generate(PROMPT, GREEDY)) for name, folder in folders.items()}
-    assert len({tuple(one) for [one] in said.values()}) == len(said)  # they differ
-    return {name: one for name, [one] in said.items()}
+    """{name: what the model with it alone replies, without a server}."""
+    prompt = TOKENIZER.encode(PROMPT)
+    opened = {name: load(folder, dtype="float32") for name, folder in folders.items() if name != "large"}
+    said = {name: Oracle(one).reply(prompt, GREEDY).tokens for name, one in opened.items()}
+    assert len({tuple(one) for one in said.values()}) == len(said)  # they differ
+    return said
+
+
+@pytest.fixture(scope="module")
+def llm(folders):
+    """With room for two, and none of them."""
+    return LLM(folders["base"], enable_lora=True, max_loras=2, max_lora_rank=4, **SIZES)
 
 
 def tokens_of(outputs) -> list[list[int]]:
@@ -75,14 +92,15 @@ def of(name: str, folders=None) -> LoRARequest | None:
     return None if name == "base" else LoRARequest(name, 1, str(folders[name]) if folders else "")
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [MeshSpec(), MeshSpec(tensor=2), MeshSpec(pipeline=2), MeshSpec(data=2, tensor=2)],
-    ids=["one", "tensor", "pipeline", "data"],
-)
-def test_rows_of_one_batch_have_their_own(mesh, folders, alone):
-    modules = {name: folders[name] for name in ("small", "wide")}
-    llm = LLM(folders["base"], mesh=mesh, lora_modules=modules, **SIZES)
+# Stages and other options: test_matrix.py.
+@pytest.mark.parametrize("mesh", [MeshSpec(), MeshSpec(data=2, tensor=2)], ids=["of a run", "data"])
+def test_rows_of_one_batch_have_their_own(mesh, folders, alone, tmp_path):
+    modules, base = {name: folders[name] for name in ("small", "wide")}, folders["base"]
+    if mesh == MeshSpec():
+        base = tmp_path / "run"
+        to_run(folders["base"], base)
+    llm = LLM(base, mesh=mesh, lora_modules=modules, **SIZES)
+    assert llm.engine.adapters.room == Room(2, 16)
     order = ["wide", "base", "small"]
     for _ in range(2):  # the second time from cached pages, which are no other adapter's
         found = llm.generate([PROMPT] * 3, GREEDY, lora_request=[of(name) for name in order])
@@ -91,42 +109,41 @@ def test_rows_of_one_batch_have_their_own(mesh, folders, alone):
     assert llm.engine.stats().kv_usage == 0
 
 
-def test_they_come_and_go_without_a_compile(folders, alone):
-    llm = LLM(folders["base"], enable_lora=True, max_loras=2, max_lora_rank=4, **SIZES)
+def test_they_come_and_go_without_a_compile(llm, folders, alone):
     programs = dict(llm.engine.runner._programs)
     for name in ("small", "wide", "other", "base", "small"):  # the third finds no room, and the oldest one leaves
         assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of(name, folders))) == [alone[name]]
     assert [adapter.name for adapter in llm.engine.adapters.loaded] == ["other", "small"]
     assert llm.engine.runner._programs == programs
     with pytest.raises(ShardlmError, match=r"3 adapters in one call and max_loras=2"):
-        llm.generate([PROMPT] * 3, GREEDY, lora_request=[of(name, folders) for name in KINDS])
+        llm.generate([PROMPT] * 3, GREEDY, lora_request=[of(name, folders) for name in ("small", "wide", "other")])
     again = LoRARequest("small", 1, str(folders["other"]))  # another one of this name
     assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
     llm.update_weights(folders["base"])  # adapters stay
     assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
 
 
-def test_refusals(folders, tmp_path):
-    llm = LLM(folders["base"], enable_lora=True, max_lora_rank=2, **SIZES)
+def test_refusals(llm, folders, tmp_path):
+    before = llm.engine.adapters.loaded
     deeper = folder_of(tmp_path / "deeper", 0, type(CONFIG)(**{**vars(CONFIG), "num_layers": 2}))
     elsewhere = adapter_of(tmp_path / "elsewhere", deeper, KINDS["small"], 0)
     broken = shutil.copytree(folders["small"], tmp_path / "broken")
     config = json.loads((broken / peft.CONFIG).read_text())
     (broken / peft.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     for request, message in (
-        (of("nobody"), "there is no adapter 'nobody'; none is loaded"),
-        (of("wide", folders), "has rank 4 and max_lora_rank=2; start with max_lora_rank=4"),
+        (of("nobody"), "there is no adapter 'nobody'; "),
+        (of("large", folders), "has rank 5 and max_lora_rank=4; start with max_lora_rank=5"),
         (LoRARequest("base", 1, str(folders["base"])), "is a whole model and no adapter"),
         (LoRARequest("elsewhere", 1, str(elsewhere)), "is for another model than what is served: segments has"),
         (LoRARequest("broken", 1, str(broken)), "use_dora=True, which is not supported"),
     ):
         with pytest.raises(ShardlmError, match=message):
             llm.generate(PROMPT, GREEDY, lora_request=request)
-    assert not llm.engine.adapters.loaded and not llm.engine.has_unfinished
+    assert llm.engine.adapters.loaded == before and not llm.engine.has_unfinished
     with pytest.raises(ShardlmError, match="serve the checkpoint, and give this one as one of lora_modules"):
         LLM(folders["small"], enable_lora=True, **SIZES)
     with pytest.raises(ShardlmError, match=r"start with enable_lora=True, max_loras=N"):
-        LLM(folders["base"], **SIZES).generate(PROMPT, GREEDY, lora_request=of("small", folders))
+        names_of(types.SimpleNamespace(adapters=AdapterTable(NO_ROOM), runner=None), of("small", folders), 1)
 
 
 def until_first_token(step, held: list) -> list:
@@ -135,10 +152,10 @@ def until_first_token(step, held: list) -> list:
     return held[:]
 
 
-def test_over_http_they_are_models(folders, alone, monkeypatch):
+def test_over_http_they_are_models(llm, folders, alone, monkeypatch):
     """A reply that runs goes on with the adapter that it began with, which is unloaded and has its place till then."""
-    modules = {"small": folders["small"]}
-    llm = LLM(folders["base"], lora_modules=modules, max_loras=2, max_lora_rank=4, **SIZES)
+    for adapter in llm.engine.adapters.loaded:
+        llm.engine.adapters.leave(adapter.name)
     served = AsyncLLM(llm.engine, model_name="tiny", template=None)
     client = Client(served, admin_keys=("admin",), api_keys=("user",))
     twelve = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -154,6 +171,7 @@ def test_over_http_they_are_models(folders, alone, monkeypatch):
         return await post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folders["other"]), **body})
 
     async def all_of_it():
+        assert (await load("small", lora_path=str(folders["small"]))).json()["success"]
         models = (await client.send("GET", "/v1/models", None, USER)).json()["data"]
         assert [(one["id"], one.get("parent")) for one in models] == [("tiny", None), ("small", "tiny")]
         assert models[1]["root"] == str(folders["small"])
@@ -191,13 +209,3 @@ def test_over_http_they_are_models(folders, alone, monkeypatch):
     served.shutdown()
     with pytest.raises(ShardlmError, match="adapter 'more' has the model's own name"):
         make_app(served, Settings(model_names=("more",)))
-
-
-def test_a_run_of_adapters_is_served(folders, tmp_path, alone):
-    to_run(folders["base"], tmp_path / "whole")
-    assert tokens_of(LLM(tmp_path / "whole", **SIZES).generate(PROMPT, GREEDY)) == [alone["base"]]
-    llm = LLM(tmp_path / "whole", lora_modules={"wide": folders["wide"]}, **SIZES)
-    assert tokens_of(llm.generate([PROMPT] * 2, GREEDY, lora_request=[of("wide"), None])) == [
-        alone["wide"],
-        alone["base"],
-    ]
