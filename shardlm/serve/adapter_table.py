@@ -46,10 +46,6 @@ class Adapter:
     number: int = 0
     version: int = 0
 
-    def salted(self, salt: str) -> str:
-        """What pages of its requests are shared by, within the requests of equal `salt`."""
-        return f"{self.version}\0{salt}"
-
 
 class AdapterTable:
     """Those that an engine, or all replicas of one, have room for, and has, by name."""
@@ -77,6 +73,11 @@ class AdapterTable:
             raise ShardlmError(f"there is no adapter {name!r}{here}")
         self._used[name] = self._used.pop(name)
         return self._loaded[name]
+
+    def salted(self, salt: str, adapter: str) -> str:
+        """What requests with an adapter share pages by, within those of equal `salt`. Raises as `of`."""
+        version = self.of(adapter).version
+        return f"{version}\0{salt}" if self.room.count else salt
 
     def make_room(self, wanted: Collection[str]) -> None:
         """Lets go of the one that was used longest ago, where all places are taken and there is one that is not

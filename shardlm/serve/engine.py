@@ -8,6 +8,7 @@ engine's own fails then, or after several failures in a row, nothing runs any mo
 """
 
 import collections
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
 from shardlm.serve.probe import probe
-from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
+from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner
@@ -99,8 +100,8 @@ class Engine:
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
-        own_adapter = self.adapters.of(adapter)
-        options = {"priority": priority, "salt": own_adapter.salted(salt), "adapter": own_adapter.number}
+        number, salt = self.adapters.of(adapter).number, self.adapters.salted(salt, adapter)
+        options = {"priority": priority, "salt": salt, "adapter": number}
         form = form or self.compile_form(params)
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
@@ -254,7 +255,8 @@ class Engine:
             self.pace.landed(batch.number, len(batch.rows), batch.steps if batch.kind == "decode" else 0)
         collect_scores(started, self._replies, self.tokenizer)
         collect_embeddings(started, self._replies)
-        counts, back = self._read(started.batch, sampled.token, self._counts(started))
+        awaited, counted = functools.partial(self.scheduler.awaits, started.batch), self._counts(started)
+        counts, back = read(started.batch, sampled.token, counted, self._replies, awaited)
         for request, row, tokens in self.scheduler.land(started.batch, sampled.token, counts, back):
             reply = self._replies.get(request.id)
             if reply is None:  # aborted while the batch was under way
@@ -272,22 +274,6 @@ class Engine:
         for output in moved.values():
             if not output.finished:
                 self._finish(self._groups[output.request_id])
-
-    def _read(self, batch: ScheduledBatch, tokens: np.ndarray, counts: np.ndarray | None) -> tuple:
-        """(how many tokens of each row count, which rows' later ones are taken back), as forms say what may follow."""
-        counts = np.array([row.samples for row in batch.rows]) if counts is None else counts
-        back = set()
-        for n, row in enumerate(batch.rows):
-            reply, request = self._replies.get(row.request.id), row.request
-            if not row.samples or reply is None or reply.form is None or not self.scheduler.awaits(batch, request):
-                continue
-            kept = reply.read(tokens[n, : counts[n]].tolist())
-            later = request.most_in_flight - row.samples
-            ahead = reply.form.ahead
-            if kept < counts[n] or (later and (reply.rule != reply.sent or (ahead is not None and later > ahead))):
-                back.add(n)
-            counts[n] = kept
-        return counts, back
 
     def _recover(self, error: Exception, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """After `error` at a batch, or before there was one: the request that has ended with it, if it is known. The

@@ -94,7 +94,7 @@ class EngineGroup:
         if id in self._places:
             replica, missing = self._places[id].replica, 0
         else:
-            replica, missing = self.route(prompt, params, self.adapters.of(adapter).salted(salt))
+            replica, missing = self.route(prompt, params, self.adapters.salted(salt, adapter))
         self.engines[replica].add(id, prompt, params, salt=salt, adapter=adapter, **options)
         self._enter(id, replica, missing + REPLY_WEIGHT * params.n)
 

@@ -17,7 +17,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.serve import runner, staged_runner
-from shardlm.serve.adapter_table import Adapter, AdapterTable, Room
+from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
@@ -233,7 +233,7 @@ class _Fake:
 
     def remember(self, prompt):
         hashes = []
-        extend_hashes(hashes, array("i", prompt), len(prompt), 4, Adapter().salted(""))
+        extend_hashes(hashes, array("i", prompt), len(prompt), 4)
         pages = self.scheduler.pages
         pages.allocate(len(self.ids), len(prompt))
         pages.register(len(self.ids), hashes, len(prompt))
@@ -244,7 +244,7 @@ def test_a_request_goes_where_least_is_to_do():
     prompt, params = list(range(300)), SamplingParams()
     group.engines[1].remember(prompt[:100])
     group.engines[2].remember(prompt[:240])
-    assert group.route(prompt, params, Adapter().salted("")) == (2, 60)
+    assert group.route(prompt, params) == (2, 60)
     assert group.route(prompt, SamplingParams(truncate_prompt_tokens=200)) == (0, 200)  # another beginning
     assert group.route(prompt, SamplingParams(prompt_logprobs=0)) == (0, 300)  # all of it is read
     assert group.route(prompt, params, salt="other") == (0, 300)

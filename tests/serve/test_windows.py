@@ -19,7 +19,6 @@ from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.rules import Rules
-from shardlm.serve.adapter_table import Adapter
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request
@@ -115,7 +114,7 @@ def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
     # Pages behind the window stay cached until somebody else needs them, before those that were given back later.
     engine.scheduler.reset()
     prompt, hashes = bases[0][:41], []
-    extend_hashes(hashes, array("i", prompt), 20, table.page_size, Adapter().salted(""))
+    extend_hashes(hashes, array("i", prompt), 20, table.page_size)
     assert (cached(prompt), cached(prompt)) == (0, 40)
     assert table.find(hashes) == (5 if 0 in groups else 0)  # a pool of 7 pages needed them for the prompt's end
     while table.find(hashes):
