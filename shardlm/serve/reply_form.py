@@ -7,10 +7,14 @@ beginning or what the grammar allows. No jax.
 
 Free parts may have a limit: so many tokens, after which those of the text that ends them are the only ones allowed.
 
+Behind it, or with no such part before, a reply may begin with something else than what the grammar allows, a call of a
+tool, and is free to its end then. That is another free part, which has a beginning and no end.
+
 A form says how long the same rule holds: tokens that are free alike may be sampled several at a time, and are dropped
 from the one on that is not (scheduler.py). In its free part a form seldom changes the rule before its end.
 """
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -27,7 +31,8 @@ from shardlm.tokenizer import DecodeStream, Tokenizer
 
 SPACE = 4  # characters at most before a beginning, where a grammar may follow instead
 FREE = 0  # the rule that forbids nothing
-FREE_PARTS = 16  # that are remembered; a server has two
+FREE_PARTS = 16  # that are remembered; a server has three
+NEVER = "\uffff"  # ends a free part that has no end: no character (https://www.unicode.org/faq/private_use.html)
 
 
 class FreePart:
@@ -107,7 +112,9 @@ class FreePart:
                 near = [id for id, text in enumerate(self._texts) if text[:1] in rests]
             else:
                 near = [id for id, text in enumerate(self._texts) if not text.lstrip()[:1].strip(self._first)]
-            found = [id for id in near if self._texts[id] and self.opens(said + self._texts[id]) is not False]
+            # Of a token that ends inside a character the reply's text says nothing yet.
+            whole = [id for id in near if self._texts[id] and "\ufffd" not in self._texts[id]]
+            found = [id for id in whole if self.opens(said + self._texts[id]) is not False]
             self._openers[space, words] = np.array(found, np.int64)
         return self._openers[space, words]
 
@@ -123,13 +130,21 @@ class Limit:
 class ReplyForm:
     """Where one reply stands. Made by `FormCompiler.wanted`."""
 
-    def __init__(self, grammar: Grammar | None, free: FreePart | None = None, limit: Limit | None = None):
-        self._grammar, self._free, self._limit = grammar, free, limit
-        self._place: tuple[int, int] | None = (0, 0) if free else None  # in the free part; None: it is over, or none
-        self._said: str | None = "" if free and free.openings else None  # while it may be one that is free
-        self._instead: Grammar | None = grammar and grammar.copy() if self._said is not None else None  # if it is none
-        self._left = limit.count if limit else None
+    def __init__(self, grammar: Grammar | None, free: Sequence[FreePart] = (), limit: Limit | None = None):
+        """`free`: parts in their order, all but the first with openings. `limit`: of the first."""
+        self._grammar, self._later = grammar, tuple(free)  # parts that may come
+        self._limit, self._left = limit, limit.count if limit else None
         self._ending = 0  # tokens of the limit's end that were said
+        self._begin()
+
+    def _begin(self) -> None:
+        """Where the next free part may begin, or what is held does."""
+        self._free: FreePart | None = next(iter(self._later), None)
+        self._place: tuple[int, int] | None = (0, 0) if self._free else None  # in it; None: it is over, or none
+        opens = self._free is not None and bool(self._free.openings)
+        self._later = self._later if opens else self._later[1:]
+        self._said: str | None = "" if opens else None  # while it may be one of those that are free
+        self._instead: Grammar | None = self._grammar and self._grammar.copy() if opens else None  # if it is none
 
     @property
     def rule(self) -> Hashable | None:
@@ -161,7 +176,8 @@ class ReplyForm:
     @property
     def marks(self) -> tuple[str, ...]:
         """What it looks for in the reply's text."""
-        return (*self._free.after, *self._free.openings) if self._free else ()
+        parts = dict.fromkeys((*([self._free] if self._free else []), *self._later))
+        return tuple(mark for part in parts for mark in (*part.after, *part.openings))
 
     @property
     def complete(self) -> bool:
@@ -170,9 +186,8 @@ class ReplyForm:
 
     def copy(self) -> "ReplyForm":
         """The same place, for another reply to the same request."""
-        own = ReplyForm(self._grammar and self._grammar.copy(), self._free, self._limit)
-        own._place, own._said, own._left, own._ending = self._place, self._said, self._left, self._ending
-        own._instead = self._instead and self._instead.copy()
+        own = copy.copy(self)
+        own._grammar, own._instead = (one and one.copy() for one in (self._grammar, self._instead))
         return own
 
     def adjust(self, mask: np.ndarray) -> None:
@@ -190,7 +205,8 @@ class ReplyForm:
             return
         if self._instead is None:
             bits[:] = 0
-        bits |= _bits(self._free.openers(self._said), bits)
+        for part in self._later:
+            bits |= _bits(part.openers(self._said), bits)
 
     def read(self, tokens: Iterable[int], texts: Iterable[str]) -> int:
         """Moves on by tokens of the reply that were sampled under one rule, and the text that each completed; a stop
@@ -212,34 +228,46 @@ class ReplyForm:
 
     def _open(self, token: int, text: str) -> None:
         said = self._said + text
-        opens = self._free.opens(said) if text or not self._grammar else False
-        if opens:
+        opens = [part.opens(said) if text or not self._grammar else False for part in self._later]
+        if True in opens:
+            which = opens.index(True)
+            if which:  # which is not the first: the limit is of that one
+                self._limit = self._left = None
+            self._free, self._later = self._later[which], self._later[which + 1 :]
             self._said = self._instead = None
             self._follow(said)
-        elif opens is None:
+        elif None in opens:
             self._said = said
             if self._instead and not self._instead.follows(token):
                 self._instead = None
         else:
             self._place = self._said = None
+            self._later = ()
             self._grammar, self._instead = self._instead or self._grammar, None
             if self._grammar:
                 self._grammar.consume([token])
 
     def _go_on(self, text: str) -> None:
-        must = self._must
-        self._follow(text)
+        limit, must = self._limit, self._must
+        if self._follow(text):
+            return
         if must is not None:
             self._ending += 1
-            if self._ending == len(self._limit.end):
-                self._place = None
+            if self._ending == len(limit.end):
+                self._end_part()
         elif self._left:
             self._left -= 1
 
-    def _follow(self, text: str) -> None:
+    def _follow(self, text: str) -> bool:
+        """Whether the free part ends with the text."""
         self._place, end = self._free.follow(self._place, text)
         if end is not None:
-            self._place = None
+            self._end_part()
+        return end is not None
+
+    def _end_part(self) -> None:
+        self._limit = self._left = None
+        self._begin()
 
 
 def _bits(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -281,7 +309,10 @@ class FormCompiler:
             if not end:
                 raise ShardlmError(f"the tokenizer has no token for {thoughts.end!r}, with which thoughts are to end")
             limit = Limit(max(0, budget - len(said)), end)
-        return ReplyForm(grammar, self._free_part(after, openings, grammar is not None) if after else None, limit)
+        free = [self._free_part(after, openings, grammar is not None)] if after else []
+        if wish and wish.instead:
+            free.append(self._free_part((NEVER,), wish.instead, True))
+        return ReplyForm(grammar, free, limit)
 
     def _grammar(self, wish: StructuredOutputs) -> Grammar:
         kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}

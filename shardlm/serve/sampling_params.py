@@ -28,7 +28,8 @@ class StructuredOutputs:
     """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax.
 
     after: the text is free until these have come, one after the other, and held to it from there. opening: it is only
-    free where it begins so, after space.
+    free where it begins so, after space. instead: what is held may begin with one of these, as calls of tools do, and
+    is free to its end then.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -37,6 +38,7 @@ class StructuredOutputs:
     grammar: str | None = None
     after: str | Sequence[str] = ()
     opening: str = ""
+    instead: str | Sequence[str] = ()
 
     def __post_init__(self):
         given = [name for name in FORMS if getattr(self, name) is not None]
@@ -56,6 +58,8 @@ class StructuredOutputs:
                 raise _wrong("choice", [], "a list of at least one text")
         after = (self.after,) if isinstance(self.after, str) else self.after
         object.__setattr__(self, "after", _texts("after", after, "it is everywhere; leave it out"))
+        instead = (self.instead,) if isinstance(self.instead, str) and self.instead else self.instead or ()
+        object.__setattr__(self, "instead", _texts("instead", instead, "nothing would be held; leave it out"))
         if not isinstance(self.opening, str) or (self.opening and not self.after):
             raise _wrong("opening", self.opening, "a text, beside `after`, which says where the free part ends")
 

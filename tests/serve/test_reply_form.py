@@ -14,20 +14,34 @@ COMPILER = FormCompiler(TOKENIZER, VOCAB, [END])
 TEXTS = TOKENIZER.token_texts()
 CHOICES = ["true", "ags", "12,"]
 FREE = {  # name: (fields, what of a whole text is held to the choices; None: it is not there yet)
-    "after": ({"after": "a"}, lambda text: text.partition("a")[2] if "a" in text else None),
+    "after": ({"after": "a"}, None),
     "after two": (
         {"after": ("na", '"')},
         lambda text: text.partition("na")[2].partition('"')[2] if '"' in text.partition("na")[2] else None,
     ),
     "opening": ({"after": "g", "opening": '{"'}, None),
     "opening of three tokens": ({"after": "}", "opening": "x y"}, None),
+    "instead": ({"instead": '{"'}, lambda text: text),
+    "after, instead": (
+        {"after": "a", "instead": ("{", "n")},
+        lambda text: text.partition("a")[2] if "a" in text else None,
+    ),
+    "opening, instead": ({"after": "g", "opening": '{"', "instead": "x"}, None),
 }
 
 
 def answer(name: str, text: str) -> str | None:
+    """What is held; None: nothing yet, or ever."""
     fields, held = FREE[name]
-    if held:
-        return held(text)
+    said = held(text) if held else _opened(fields, text) if "opening" in fields else _after(fields["after"], text)
+    return None if said is not None and said.lstrip().startswith(tuple(fields.get("instead", "\0"))) else said
+
+
+def _after(mark: str, text: str) -> str | None:
+    return text.partition(mark)[2] if mark in text else None
+
+
+def _opened(fields, text: str) -> str | None:
     if text.lstrip().startswith(fields["opening"]):
         free = text.lstrip()[len(fields["opening"]) :]
         return free.partition(fields["after"])[2] if fields["after"] in free else None
@@ -56,9 +70,9 @@ def walk(form, rng, pull: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("name", FREE)
 def test_what_follows_the_free_part_is_of_the_grammar(name):
-    fields, rng, ended, began = FREE[name][0], np.random.default_rng(0), 0, 0
+    fields, rng, ended, began, freed = FREE[name][0], np.random.default_rng(0), 0, 0, 0
     wish = StructuredOutputs(choice=CHOICES, **fields)
-    pull = "".join(wish.after) + wish.opening
+    pull = "".join((*wish.after, wish.opening, *wish.instead))
     for seed in range(60):
         form = COMPILER.wanted(wish)
         text, whole = walk(form.copy() if seed % 2 else form, rng, pull)
@@ -66,7 +80,9 @@ def test_what_follows_the_free_part_is_of_the_grammar(name):
         assert (said in CHOICES) == whole and (whole or said is None or any(c.startswith(said) for c in CHOICES)), text
         ended += whole
         began += bool(wish.opening) and text.lstrip().startswith(wish.opening)
-    assert ended > 10 and (not wish.opening or 5 < began < 55)
+        freed += bool(wish.instead) and said is None and (not wish.after or wish.after[0] in text)
+    assert ended > (5 if wish.instead else 10) and (not wish.opening or 5 < began < 55)
+    assert not wish.instead or 5 < freed < 55
 
 
 def test_tokens_that_would_end_the_free_part_and_go_on_are_forbidden():
@@ -88,7 +104,7 @@ def test_tokens_that_would_end_the_free_part_and_go_on_are_forbidden():
 def test_engines_hold_replies_from_there_on():
     engine, *_ = random_engine(MeshSpec(), rows=4, pages=80)
     bias = {TOKENIZER.encode("a")[0]: 4.0}
-    for name in ("after", "opening"):
+    for name in ("after", "opening", "opening, instead"):
         wish = StructuredOutputs(choice=CHOICES, **FREE[name][0])
         params = SamplingParams(
             n=3, max_tokens=40, temperature=1.5, logit_bias=bias, structured_outputs=wish, seed=3, logprobs=1

@@ -60,7 +60,7 @@ WRONG = [
     ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a list of at least one token id, or None"),
     (
         {"structured_outputs": {"yaml": 1}},
-        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, after, opening",
+        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, after, opening, instead",
     ),
     ({"structured_outputs": {"json_object": True}}, 'has no json_object (given: True); it is json={"type": "object"}'),
     ({"structured_outputs": {1: 2}}, "structured_outputs={1: 2} must be a mapping with json, regex, choice or grammar"),

@@ -75,12 +75,13 @@ class _Writer:
         wants_usage = bool(options and options.include_usage)
         always = wants_usage and bool(options.continuous_usage_stats)
         progress: dict[int, Progress] = {}
+        begun: set[int] = set()  # choices of which something was sent
         usage = Usage()
         async for i, output in replies:
             usage.saw(i, output)
             for reply in output.outputs:
                 index = i * self._n + reply.index
-                first = index not in progress
+                first = index not in begun
                 one = progress.setdefault(index, Progress())
                 if one.ended:
                     continue
@@ -89,6 +90,7 @@ class _Writer:
                 if text or places or new or one.ended or (first and self._request.echo):
                     part = self._part(i, output, reply, text, places, first, one.ids)
                     one.ids = len(reply.token_ids)
+                    begun.add(index)
                     yield self.body([part], usage.body() if always else None)
         if wants_usage:
             yield self.body([], usage.body())

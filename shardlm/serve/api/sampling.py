@@ -1,6 +1,7 @@
 """From the fields of a request to `SamplingParams`."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ def sampling_params(
     usual: Mapping[str, float],
     *,
     structured: StructuredOutputs | None = None,
+    instead: Sequence[str] = (),
     names: Mapping[str, str] = MappingProxyType({}),
     **given: Any,
 ) -> SamplingParams:
@@ -34,6 +36,7 @@ def sampling_params(
     Args:
       usual: for what the request leaves open.
       structured: what the endpoint itself asks for, as a forced call of a tool does.
+      instead: how a reply may begin that is no text, of which a response_format would be.
       names: what the endpoint calls some fields of SamplingParams.
       given: values that the endpoint has under other names or defaults; None for what is not given.
 
@@ -60,7 +63,7 @@ def sampling_params(
     if not -_LARGEST <= (request.priority or 0) <= _LARGEST:
         raise ApiError(f"priority={request.priority} must be an integer of 32 bits", param="priority")
     try:
-        return SamplingParams(**wishes, structured_outputs=_structured(request, structured))
+        return SamplingParams(**wishes, structured_outputs=_structured(request, structured, instead))
     except ShardlmError as error:
         field, _, rest = str(error).partition("=")
         if field not in names:
@@ -68,10 +71,12 @@ def sampling_params(
         raise ApiError(f"{names[field]}={rest}", param=names[field]) from None
 
 
-def _structured(request: Sampled, forced: StructuredOutputs | None) -> StructuredOutputs | None:
+def _structured(request: Sampled, forced: StructuredOutputs | None, instead: Sequence[str]) -> StructuredOutputs | None:
     """The one wish for the text's form. A call that is forced leaves no text that a response_format would be of. Raises
     ApiError for several."""
     wanted = from_format(request.response_format or {})
+    if wanted and instead:
+        wanted = dataclasses.replace(wanted, instead=instead)
     found = {"tool_choice": forced, "response_format": None if forced else wanted}
     if (wish := request.structured_outputs) is not None:
         schema = ANY_OBJECT if wish.json is None and wish.json_object else wish.json

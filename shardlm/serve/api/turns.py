@@ -117,6 +117,8 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
     service, llm = call.service, call.service.llm
     style = style_of(llm.template.source if llm.template else "", service.settings.tool_style)
     tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
+    if service.reasoning is not None and service.reasoning.style is HARMONY and tools.structured is None:
+        tools = dataclasses.replace(tools, parser=PlainParser, begins=())  # calls are on a channel of their own
     params = _params(call, request, tools)
     text = await conversation.prompt(
         llm, request.messages, tools.shown, options=_options(request), **conversation.form_of(request)
@@ -129,8 +131,6 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
         names = {tool["function"]["name"] for tool in tools.shown}
         thinking = service.reasoning.of(text, begun, names)
         params = _with_thoughts(params, thinking, service.reasoning)
-        if service.reasoning.style is HARMONY and tools.structured is None:
-            tools = dataclasses.replace(tools, parser=PlainParser)  # calls are on a channel of their own
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
     tokens = await conversation.tokens(service, text, encode, params.truncate_prompt_tokens is not None)
@@ -160,6 +160,7 @@ def _params(call: Call, request: ChatRequest, tools: Tools) -> SamplingParams:
         call.service.llm.max_model_len,
         call.service.settings.sampling,
         structured=tools.structured,
+        instead=tools.begins,
         names={"logprobs": "top_logprobs", "max_tokens": given},
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         max_tokens=most,

@@ -157,7 +157,8 @@ class _Reply:
             read = 0
             while read < len(self._ids):
                 read += form.read(self._ids[read:], map(llm._text, self._ids[read:]))
-            assert form.grammar and form.grammar.may_stop, f"{text!r} is no whole text of the form"
+            whole = form.grammar.may_stop if form.grammar else params.structured_outputs.instead
+            assert whole, f"{text!r} is no whole text of the form"
         self._most = min(space, space if params.max_tokens is None else params.max_tokens)
         self._detokenizer = Detokenizer(
             llm.tokenizer,

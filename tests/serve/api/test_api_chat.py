@@ -58,6 +58,7 @@ def allowed(mode, *tools):
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
+OBJECT = {"response_format": {"type": "json_object"}}
 CASES = {
     "plain": ("the quick é日🙂 fox", {"n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["o"]}, "stop", 0),
     "length": ("the quick brown", {"max_completion_tokens": 2, "max_tokens": 9, "logprobs": True}, "length", 0),
@@ -73,14 +74,21 @@ CASES = {
         "stop",
         1,
     ),
+    "a call and no form": (
+        CALL.partition("\n")[2],
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        "tool_calls",
+        1,
+    ),
+    "a form and no call": ('{"a": 1}', {"tools": [TOOL], **OBJECT}, "stop", 0),
     "a form of a text that there is not": (
         FORCED,
-        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required", **OBJECT},
         "tool_calls",
         1,
     ),
     "allowed": (FORCED, {"tools": [NOW, TOOL], "tool_choice": allowed("required", NAMED)}, "tool_calls", 1),
-    "object": ('{"a": [1]}', {"response_format": {"type": "json_object"}}, "stop", 0),
+    "object": ('{"a": [1]}', OBJECT, "stop", 0),
     "schema": (
         '{"city": "A"}',
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},

@@ -7,6 +7,7 @@ import pytest
 from client import Client, error
 from fake_llm import FakeLLM, tokenizer
 
+from shardlm.serve.outputs import CompletionOutput
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 IDS = tokenizer().encode("the lazy dog")
@@ -83,6 +84,28 @@ def test_streams_join_to_the_whole(chunk):
         scores, text = choice["logprobs"], choice["text"]
         for token, at in zip(scores["tokens"], scores["text_offset"], strict=True):
             assert "\ufffd" in token or at + len(token) > len(text) or text.startswith(token, at)
+
+
+class Uneven(FakeLLM):
+    """The second reply begins after the first."""
+
+    async def _replies(self, *arguments):
+        began = False
+        async for first, second in super()._replies(*arguments):
+            if not began:
+                yield [first, CompletionOutput(1, "", [], None, second.logprobs and [])]
+            began = True
+            yield [first, second]
+
+
+def test_what_is_told_with_the_first_part_comes_where_a_reply_begins_late():
+    client = Client(Uneven(chunk=2))
+    body = {"prompt": "the fox", "n": 2, "logprobs": 1, "prompt_logprobs": 0, "return_token_ids": True}
+    events = [event["choices"][0] for event in client.events(PATH, body)]
+    for index in (0, 1):
+        first, *rest = [choice for choice in events if choice["index"] == index]
+        assert first["prompt_token_ids"] and first["prompt_logprobs"] and first["logprobs"]["text_offset"][0] == 0
+        assert not any("prompt_token_ids" in choice for choice in rest)
 
 
 def test_what_is_left_open_is_as_the_checkpoint_recommends():

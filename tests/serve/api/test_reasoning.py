@@ -126,6 +126,7 @@ def whole(body):
 
 CALLED = 'get_weather{"city": "é日"}'
 JSON = {"response_format": {"type": "json_object"}}
+FORM_OR_CALL = {**JSON, "tools": [TOOL]}
 NAMED = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
 REQUIRED = {"tools": [TOOL], "tool_choice": "required"}
 THOUGHT = "<think>\nHm, é日🙂.\n</think>\n\n"
@@ -148,6 +149,9 @@ CASES = {  # name: (template, reply, wishes, reasoning, content, calls, finish r
     "thinks of calls": ("qwen3", f"<think>{CALL}</think>No.", {"tools": [TOOL]}, CALL, "No.", "", "stop"),
     "form": ("qwen3", '<think>{no</think>{"a": 1}', JSON, "{no", '{"a": 1}', "", "stop"),
     "form without thought": ("qwen3", '{"a": 1}', JSON, "", '{"a": 1}', "", "stop"),
+    "calls and no form": ("qwen3", THOUGHT + CALL, FORM_OR_CALL, "\nHm, é日🙂.\n", "", CALLED, "tool_calls"),
+    "calls without thought": ("qwen3", CALL, FORM_OR_CALL, "", "", CALLED, "tool_calls"),
+    "form and no calls": ("qwen3", '<think>{no</think>{"a": 1}', FORM_OR_CALL, "{no", '{"a": 1}', "", "stop"),
     "form in an opened one": ("deepseek", 'Hm</think>{"a": 1}', JSON, "Hm", '{"a": 1}', "", "stop"),
     "named": ("qwen3", '<think>x</think>{"city": "A"}', NAMED, "x", "", 'get_weather{"city": "A"}', "stop"),
     "required": (

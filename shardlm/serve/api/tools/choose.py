@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.settings import ToolStyle
+from shardlm.serve.api.tools import hermes, llama
 from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema, one_schema
 from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
@@ -41,13 +42,15 @@ class PlainParser:
 @dataclasses.dataclass(frozen=True)
 class Tools:
     """shown: the tools that the template is given. structured: what the reply is held to. parser: makes one for each
-    reply. named: the reply is the arguments of a function that the client chose. most: calls in one reply."""
+    reply. named: the reply is the arguments of a function that the client chose. most: calls in one reply. begins: how
+    a reply does that calls and does not answer."""
 
     shown: Sequence[Tool] = ()
     structured: StructuredOutputs | None = None
     parser: Callable[[], Parser] = PlainParser
     named: bool = False
     most: int | None = None
+    begins: Sequence[str] = ()
 
 
 def choose(
@@ -66,8 +69,10 @@ def choose(
         raise ApiError(f"tool_choice={choice!r} needs tools", param="tool_choice")
     most = 1 if parallel is False else None
     if choice == "auto":
+        if style == "hermes":
+            return Tools(tools, parser=HermesParser, most=most, begins=(hermes.BEGIN,))
         names = {function["name"] for function in functions}
-        return Tools(tools, parser=(lambda: LlamaParser(names)) if style == "llama" else HermesParser, most=most)
+        return Tools(tools, parser=lambda: LlamaParser(names), most=most, begins=llama.begins(names))
     if choice == "required":
         return Tools(tools, _schema(any_schema(functions, most)), ListParser, most=most)
     name = _chosen(choice)

@@ -1,10 +1,17 @@
 """Calls as Llama 3.1 writes them: the whole reply is {"name": ..., "parameters": {...}}, several with ; between."""
 
+import json
 from collections.abc import Collection
 
 from shardlm.serve.api.tools.reader import CallDelta, CallReader
 
 MARK = "<|python_tag|>"
+
+
+def begins(names: Collection[str]) -> tuple[str, ...]:
+    """How calls of these functions do; an answer in JSON may begin with any other name."""
+    each = [json.dumps(name, ensure_ascii=False) for name in sorted(names)]
+    return (MARK, *(f'{{"name":{space}{name}' for name in each for space in ("", " ")))
 
 
 class LlamaParser:
