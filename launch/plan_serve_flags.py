@@ -1,5 +1,7 @@
 """The flags of a serving plan, beside those of the engine."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -43,12 +45,34 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
         twice = [flag.name for flag in (_PROMPT, _OUTPUT, _RATE) if flag.present]
         if twice:
             raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
-        if _ATTAINMENT.value:
-            raise ShardlmError("--attainment is of one plan (launch.plan --serve), not of an advice; leave it out")
         asked = {name: getattr(target, name) for name in asked}
     asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}
     asked |= {"acceptance_rate": _ACCEPTED.value}
     return ServingCase(model, cluster, engine, **asked, draft=draft)
+
+
+@contextlib.contextmanager
+def set_to(name: str, word: str) -> Iterator[None]:
+    """A flag of this module or of the engine's with another value for a while, as a sweep has it: none for what is not
+    asked for. Raises ShardlmError for a flag that is not there or is given besides, and for no value of it."""
+    from shardlm.errors import ShardlmError
+
+    modules = flags.FLAGS.flags_by_module_dict()
+    own = {flag.name: flag for module in (__name__, "launch.engine_flags") for flag in modules[module]}
+    if name not in own:
+        raise ShardlmError(f"sweep of {name}: it is one of num_gpus, gpu, cluster, {', '.join(own)}")
+    flag = own[name]
+    if flag.present:
+        raise ShardlmError(f"--{name}={flag.value} is what the sweep varies; leave it out")
+    before = flag.value
+    try:
+        flag.value = None if word == "none" and flag.default is None else flag.parser.parse(word)
+    except ValueError as error:
+        raise ShardlmError(f"sweep of {name}: {word!r} is no value of --{name}: {error}") from None
+    try:
+        yield
+    finally:
+        flag.value = before
 
 
 def plan_serving(

@@ -109,7 +109,7 @@ class Replica:
         if case.itl_seconds:
             targets["itl_seconds"] = lambda load: load.itl_seconds <= case.itl_seconds
         for name, holds in targets.items():
-            limits[name] = self._largest(holds, min(limits.values()))
+            limits[name] = self.largest(holds, min(limits.values()))
         name = min(limits, key=limits.get)
         if limits[name] <= LEAST:
             one = self.running(LEAST)
@@ -121,10 +121,10 @@ class Replica:
         most = self.most()
         if rate > most.rate:
             return None
-        batch = self._largest(lambda load: load.rate <= rate, most.running)
+        batch = self.largest(lambda load: load.rate <= rate, most.running)
         return dataclasses.replace(self.running(batch), rate=rate, limit="")
 
-    def _largest(self, holds: Callable[[Load], bool], most: float) -> float:
+    def largest(self, holds: Callable[[Load], bool], most: float) -> float:
         """The largest number of replies under way for which this holds; it does for fewer, and not for more."""
         low, high = LEAST, most
         if holds(self.running(high)):

@@ -78,6 +78,11 @@ class ServingPlan:
         return self.most.rate * self.case.output_len / self.gpus_per_replica
 
 
+def mesh_text(mesh: MeshSpec) -> str:
+    """Of one replica, axes of size 1 left out."""
+    return " ".join(f"{a}={mesh.size(a)}" for a in ("tensor", "expert", "pipeline") if mesh.size(a) > 1) or "one GPU"
+
+
 def _too_slow(case: ServingCase, least: Load) -> str:
     wanted = getattr(case, least.limit)
     return (
