@@ -8,6 +8,7 @@ from shardlm.plan.columns import columns, three_digits
 from shardlm.plan.serving.advice import MOST_HOSTS, ServingAdvice, ServingOffer
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM
+from shardlm.plan.serving.report.tables import requests
 from shardlm.plan.serving.search import mesh_text
 from shardlm.plan.target import ServingTarget
 
@@ -34,7 +35,7 @@ def to_text(advice: ServingAdvice) -> str:
         case = advice.offers[0].plan.case
         asked = f"{case.request_rate:g} requests/s of {case.prompt_len:,} tokens in and {case.output_len:,} out"
         kept = f" {wanted(case)} for {case.attainment:.4g} of them." if case.attainment else ""
-        blocks = [f"{asked} of {case.model.name}.{kept} All figures are estimated."]
+        blocks = [f"{asked} of {case.model.name}.{_uneven(case)}{kept} All figures are estimated."]
         head = (*HEAD[:-1], "in time", HEAD[-1]) if case.attainment else HEAD
         blocks.append(columns(head, [_line(offer) for offer in advice.offers], left=(0, 1, len(head) - 1)))
     for i, offer in enumerate(advice.offers, 1):
@@ -45,6 +46,14 @@ def to_text(advice: ServingAdvice) -> str:
         blocks.append(textwrap.fill(text, WIDTH, subsequent_indent="   "))
     blocks.append(f"In {advice.seconds:.0f} s.")
     return "\n\n".join(blocks)
+
+
+def _uneven(case: ServingCase) -> str:
+    """What requests are like where not all are of the target's lengths and new."""
+    if not (case.range_ratio or case.shared_prefix):
+        return ""
+    said = requests({"shared_prefix": case.shared_prefix}, case.mix.told(), case.engine.enable_prefix_caching)
+    return f" {said[0].upper()}{said[1:]}."
 
 
 def wanted(case: ServingCase) -> str:
@@ -139,6 +148,7 @@ def to_json(advice: ServingAdvice, target: ServingTarget) -> dict[str, Any]:
             "prompt_tokens": target.prompt_len,
             "reply_tokens": target.output_len,
         },
+        "requests": next((offer.plan.case.mix.told() for offer in advice.offers), None),
         "attainment": next((offer.plan.case.attainment for offer in advice.offers), None) or None,
         "offers": [_offer(offer) for offer in advice.offers],
         "nothing": [{"cluster": kind.name, "gpu": kind.gpu, "why": why} for kind, why in advice.nothing],

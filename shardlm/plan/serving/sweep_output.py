@@ -58,8 +58,7 @@ def _row(row: Row) -> dict[str, Any]:
     given = {
         "value": row.asked.value,
         "gpu": case.cluster.gpu.name,
-        "prompt_len": case.prompt_len,
-        "output_len": case.output_len,
+        "requests": case.mix.told(),
         "attainment": case.attainment or None,
         "fits": plan is not None,
     }
