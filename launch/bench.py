@@ -47,6 +47,9 @@ _CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "plan: virtual CPU devi
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
 _SHARED = flags.DEFINE_integer("shared_prefix", 0, "serve: tokens that all prompts begin with.", lower_bound=0)
+_RATIO = flags.DEFINE_float(
+    "range_ratio", 0.0, "serve, over HTTP: lengths are spread evenly over 1 - RATIO to 1 + RATIO times the above."
+)
 _RATES = flags.DEFINE_list("rates", [], "serve: requests a second, each measured in turn; inf: all at once.")
 _CONCURRENCY = flags.DEFINE_list("concurrency", [], "serve: requests at once, each measured in turn.")
 _REQUESTS = flags.DEFINE_integer("requests", 64, "serve: requests of each rate and concurrency.", lower_bound=1)
@@ -72,13 +75,16 @@ def serve(config) -> int:
     from launch.devices import use_cpu_devices
     from shardlm.mesh import MeshSpec
     from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
+    from shardlm.serve.bench.workload import check_shared, spread
     from shardlm.serve.build import EngineConfig
 
     sizes = mesh_sizes({"tensor": config.mesh.tensor, "expert": config.mesh.expert})
     use_cpu_devices(config.cpu_devices and math.prod(sizes.values()))
     prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
     options = {"mesh": MeshSpec(**sizes), **engine_options()}
-    options["max_model_len"] = options["max_model_len"] or prompt + output
+    ratio = _RATIO.value
+    options["max_model_len"] = options["max_model_len"] or spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
+    check_shared(_SHARED.value, prompt, ratio)
     engine = random_engine(config.model.transformer(), EngineConfig(**options))
     found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value)
     if _RATES.value or _CONCURRENCY.value:
@@ -94,7 +100,7 @@ def _client_command(file: pathlib.Path, vocab: int) -> list[str]:
     """`load` with the same flags as here, for a server of this process."""
     shared = [_RATES, _CONCURRENCY, _GOODPUT]
     flags = [f"--{flag.name}={','.join(map(str, flag.value))}" for flag in shared if flag.value]
-    given = [_REQUESTS, _PROMPT_LEN, _OUTPUT_LEN, _SHARED, _FILE, _PLOT]
+    given = [_REQUESTS, _PROMPT_LEN, _OUTPUT_LEN, _SHARED, _RATIO, _FILE, _PLOT]
     flags += [f"--{flag.name}={flag.value}" for flag in given if flag.value]
     return [sys.executable, "-m", "launch.bench", "serve", *flags, f"--vocab={vocab}", f"--output={file}", "--quiet"]
 
@@ -105,7 +111,8 @@ def load(benchmark: str) -> int:
     from shardlm.serve.bench.client import Client
     from shardlm.serve.bench.picture import plot_load
 
-    count, new = _REQUESTS.value, _OUTPUT_LEN.value
+    count, new, prompt = _REQUESTS.value, _OUTPUT_LEN.value, _PROMPT_LEN.value
+    shared, ratio = _SHARED.value, _RATIO.value
     rates, limits = numbers("rates", _RATES.value, float), seen.limits_of(_GOODPUT.value)
     concurrency = numbers("concurrency", _CONCURRENCY.value, int)
     if not rates and not concurrency:
@@ -114,11 +121,12 @@ def load(benchmark: str) -> int:
     def jobs(seed: int):
         if _FILE.value:
             return workload.file_jobs(_FILE.value, count, new, seed)
-        return workload.random_jobs(count, _PROMPT_LEN.value, new, _SHARED.value, _VOCAB.value, seed)
+        return workload.random_jobs(count, prompt, new, shared, _VOCAB.value, seed, ratio)
 
     client = Client(_URL.value, os.environ.get("SHARDLM_API_KEY", ""))
     found = asyncio.run(online.bench(client, jobs, rates=rates, concurrency=concurrency, limits=limits))
-    kind = {"file": _FILE.value} if _FILE.value else {"prompt_len": _PROMPT_LEN.value, "shared_prefix": _SHARED.value}
+    made = {"prompt_len": prompt, "shared_prefix": shared, "range_ratio": ratio}
+    kind = {"file": _FILE.value} if _FILE.value else made
     write({"benchmark": benchmark, "model": client.model, "workload": {**kind, "output_len": new}, "online": found})
     if _PLOT.value:
         plot_load(found, _PLOT.value)

@@ -35,6 +35,11 @@ _SPECULATIVE = flags.DEFINE_string(
     None,
     "JSON of drafts to verify: {method: ngram, draft_model or mtp, num_speculative_tokens, ...}.",
 )
+_ENABLE_LORA = flags.DEFINE_bool("enable_lora", False, "Room for adapters beside the weights, which come later.")
+_MAX_LORAS = flags.DEFINE_integer("max_loras", 1, "Adapters at once, at least those that are given.", lower_bound=1)
+_MAX_LORA_RANK = flags.DEFINE_integer(
+    "max_lora_rank", None, "Of each; by default the largest of those that are given, at least 16.", lower_bound=1
+)
 
 
 def mesh_sizes(otherwise: dict[str, int] | None = None) -> dict[str, int]:
@@ -64,5 +69,8 @@ def engine_options() -> dict[str, Any]:
         "enable_prefix_caching": _PREFIX.value,
         "prefill_attention": _PREFILL.value,
         "deterministic": _DETERMINISTIC.value,
+        "enable_lora": _ENABLE_LORA.value,
+        "max_loras": _MAX_LORAS.value,
+        "max_lora_rank": _MAX_LORA_RANK.value,
         "speculative_config": SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
     }

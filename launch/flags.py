@@ -15,6 +15,12 @@ from shardlm.errors import ShardlmError
 PREFIX = "--config."
 _CONSTRAINT = re.compile(r"--(\w+\.[\w.]+|rules|remat|matmul)(<=|>=|=)")
 
+# Of launch/plan_serve_flags.py, which is imported with --serve alone.
+OF_SERVING = (
+    *("prompt_len", "output_len", "range_ratio", "shared_prefix", "file", "request_rate"),
+    *("ttft_seconds", "itl_seconds", "attainment", "acceptance_rate"),
+)
+
 _CONFIG = flags.DEFINE_string("config", None, "Python file whose get_config() returns the run's configuration.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved configuration with sources, and stop.")
 _COORDINATOR = flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, for several processes.")
@@ -63,6 +69,13 @@ def show_help(flag: str, *modules: str) -> None:
     for module in modules:
         print(flags.FLAGS.module_help(importlib.import_module(module)))
     sys.exit(0)
+
+
+def refuse_without(flag: str, names: Sequence[str]) -> None:
+    """Ends with one line where one of these flags is on the command line without that which gives them a meaning."""
+    given = {word.lstrip("-").partition("=")[0] for word in sys.argv[1:] if word.startswith("-")}
+    if flag.lstrip("-") not in given and (alone := [name for name in names if name in given]):
+        sys.exit(f"error: --{alone[0]} goes with {flag}: add that, or leave it out")
 
 
 def _parsed(argv: Sequence[str]) -> list[str]:

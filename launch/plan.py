@@ -17,7 +17,7 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import config_name, run, show_help, split_constraints
+from launch.flags import OF_SERVING, config_name, refuse_without, run, show_help, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -163,6 +163,7 @@ if __name__ == "__main__":
     if "--validate" in sys.argv:
         run(validation, needs_config=False)
     show_help("--serve", "launch.plan_serve_flags", "launch.engine_flags")
+    refuse_without("--serve", OF_SERVING)
     if "--serve" in sys.argv:
         import launch.plan_serve_flags  # noqa: F401  its flags
 

@@ -1,5 +1,7 @@
 """The flags of a serving plan, beside those of the engine."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -9,6 +11,15 @@ from launch.flags import config_name
 
 _PROMPT = flags.DEFINE_integer("prompt_len", 1024, "Tokens of a prompt.", lower_bound=1)
 _OUTPUT = flags.DEFINE_integer("output_len", 256, "Tokens of a reply.", lower_bound=1)
+_SHARED = flags.DEFINE_integer("shared_prefix", 0, "Tokens that all prompts begin with.", lower_bound=0)
+_RATIO = flags.DEFINE_float(
+    "range_ratio", 0.0, "Lengths are spread evenly over 1 - RATIO to 1 + RATIO times the above."
+)
+_FILE = flags.DEFINE_string(
+    "file",
+    None,
+    "JSONL of prompts, messages or ShareGPT's conversations, instead; replies without max_tokens: the above.",
+)
 _RATE = flags.DEFINE_float("request_rate", 0.0, "Requests a second to be served; 0: as many as possible.")
 _TTFT = flags.DEFINE_float("ttft_seconds", 0.0, "The longest mean time to the first token that will do; 0: any.")
 _ACCEPTED = flags.DEFINE_float(
@@ -39,16 +50,59 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     draft = ServedModel.of_folder(drafts.model, length) if drafts and drafts.model else None
     engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
+    if _FILE.value:
+        asked |= _listed(source, model, engine, bool(target))
     if target:
         twice = [flag.name for flag in (_PROMPT, _OUTPUT, _RATE) if flag.present]
         if twice:
             raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
-        if _ATTAINMENT.value:
-            raise ShardlmError("--attainment is of one plan (launch.plan --serve), not of an advice; leave it out")
         asked = {name: getattr(target, name) for name in asked}
     asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}
-    asked |= {"acceptance_rate": _ACCEPTED.value}
+    asked |= {flag.name: flag.value for flag in (_ACCEPTED, _RATIO, _SHARED)}
     return ServingCase(model, cluster, engine, **asked, draft=draft)
+
+
+def _listed(source: Any, model: Any, engine: Any, target: bool) -> dict[str, Any]:
+    """Of the requests of --file: they, and their mean lengths."""
+    import pathlib
+
+    from shardlm.errors import ShardlmError
+    from shardlm.plan.serving.mix import of_file
+    from shardlm.train.config import RunConfig
+
+    other = [flag.name for flag in (_PROMPT, _RATIO, _SHARED) if flag.present]
+    if target or other:
+        what = "the target" if target else f"--{other[0]}={getattr(flags.FLAGS, other[0])}"
+        raise ShardlmError(f"{what} says what requests are like, and so does --file={_FILE.value}; give one of the two")
+    path = None if isinstance(source, RunConfig) else pathlib.Path(source)
+    folder = path and (path if path.is_dir() else path.parent)
+    found = of_file(_FILE.value, _OUTPUT.value, folder, model.shape.vocab_size, engine.block_size)
+    lengths = {"prompt_len": round(found.prompt), "output_len": max(1, round(found.output))}
+    return lengths | {"file": _FILE.value, "listed": found}
+
+
+@contextlib.contextmanager
+def set_to(name: str, word: str) -> Iterator[None]:
+    """A flag of this module or of the engine's with another value for a while, as a sweep has it: none for what is not
+    asked for. Raises ShardlmError for a flag that is not there or is given besides, and for no value of it."""
+    from shardlm.errors import ShardlmError
+
+    modules = flags.FLAGS.flags_by_module_dict()
+    own = {flag.name: flag for module in (__name__, "launch.engine_flags") for flag in modules[module]}
+    if name not in own:
+        raise ShardlmError(f"sweep of {name}: it is one of num_gpus, gpu, cluster, {', '.join(own)}")
+    flag = own[name]
+    if flag.present:
+        raise ShardlmError(f"--{name}={flag.value} is what the sweep varies; leave it out")
+    before = flag.value
+    try:
+        flag.value = None if word == "none" and flag.default is None else flag.parser.parse(word)
+    except ValueError as error:
+        raise ShardlmError(f"sweep of {name}: {word!r} is no value of --{name}: {error}") from None
+    try:
+        yield
+    finally:
+        flag.value = before
 
 
 def plan_serving(

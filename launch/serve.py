@@ -44,6 +44,9 @@ _GENERATION_CONFIG = flags.DEFINE_enum(
     ["auto", "none"],
     "Temperature and the like of requests that leave them open; auto: as the checkpoint's generation_config.json says.",
 )
+_LORA_MODULES = flags.DEFINE_list(
+    "lora_modules", [], "Adapters beside the model, as NAME=FOLDER: of PEFT, or runs with lora.rank. Clients name one."
+)
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
@@ -59,6 +62,17 @@ def settings(sampling: Mapping[str, float] = MappingProxyType({})) -> Settings:
         request_seconds=_REQUEST_SECONDS.value,
         sampling=sampling,
     )
+
+
+def lora_modules() -> dict[str, str]:
+    """Folders of adapters by name. Raises ShardlmError for a module without a name or a folder."""
+    modules = {}
+    for given in _LORA_MODULES.value:
+        name, _, path = given.partition("=")
+        if not name or not path or name in modules:
+            raise ShardlmError(f"--lora_modules={given}: give NAME=FOLDER, each name once")
+        modules[name] = path
+    return modules
 
 
 def serve(llm, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -79,7 +93,7 @@ def main() -> int:
     from shardlm.serve.build import EngineConfig, build, described, template_of
     from shardlm.serve.defaults import recommended
 
-    config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options())
+    config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), lora_modules=lora_modules())
     engine, opened = build(_MODEL.value, config)
     sampling = recommended(opened.generation) if _GENERATION_CONFIG.value == "auto" else {}
     print(described(opened, engine), file=sys.stderr)

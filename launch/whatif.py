@@ -6,6 +6,7 @@ python -m launch.whatif --config=configs/llama3_70b.py --num_gpus=256 --sweep=gp
 python -m launch.whatif --config=configs/llama3_8b.py --profile=machine.json --sweep=num_gpus=8,16,32
 python -m launch.whatif --config=configs/llama3_70b.py --target='2T tokens in 30 days' --clusters=aws-p5,gcp-a3-mega
 python -m launch.whatif --serve --model=FOLDER --target='500 requests/s at 2k in, 200 out' --ttft_seconds=2
+python -m launch.whatif --serve --model=FOLDER --gpu=h100 --num_gpus=8 --sweep=prompt_len=512,2048,8192
 """
 
 import functools
@@ -15,13 +16,13 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import run, show_help, split_constraints
+from launch.flags import OF_SERVING, refuse_without, run, show_help, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 
-_SWEEP = flags.DEFINE_string("sweep", None, "FIELD=VALUE,VALUE: num_gpus, gpu, cluster, a field of the configuration.")
+_SWEEP = flags.DEFINE_string("sweep", None, "FIELD=VALUE,VALUE: num_gpus, gpu, cluster, a field; --serve: a flag.")
 _SCALE = flags.DEFINE_bool("scale_batch", False, "Sweep of num_gpus: keep rows per GPU and not the global batch.")
 _PNG = flags.DEFINE_string("png", None, "Draw the sweep into this .png file.")
 _GPU = flags.DEFINE_string("gpu", None, f"{', '.join(GPUS)}; or one of --hardware.")
@@ -43,8 +44,8 @@ _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with furthe
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
 OF_SWEEPS = (_SCALE, _PNG, _GPU, _CLUSTER, _NUM_GPUS, _GPUS_PER_HOST, _FABRIC, _PROFILE, _TOKENS)
-OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH, _MODEL, _SERVE)
-OF_TRAINING = (_DOLLARS, _BATCH)
+OF_TARGETS = (_CLUSTERS, _DOLLARS, _BATCH)
+OF_TRAINING = (_DOLLARS, _BATCH, _SCALE, _PNG, _PROFILE, _TOKENS)
 
 
 def main(words: list[str], resolved: Resolved | None = None) -> int:
@@ -63,7 +64,12 @@ def main(words: list[str], resolved: Resolved | None = None) -> int:
         _refuse(OF_TRAINING, "--serve")
         if words:
             raise ShardlmError(f"--{words[0]} is a constraint of training; with --serve give --tensor=N and the like")
-        return _advise_serving(resolved, hardware)
+        if (resolved is None) == (_MODEL.value is None):
+            raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+        source = resolved.config if resolved else _MODEL.value
+        return (_sweep_serving if _SWEEP.value else _advise_serving)(source, hardware)
+    if _MODEL.value:
+        raise ShardlmError(f"--model={_MODEL.value} goes with --serve")
     return (_sweep if _SWEEP.value else _advise)(
         resolved.config, Constraints.parse([*words, *fixed_fields(given(resolved))]), hardware
     )
@@ -82,6 +88,7 @@ def _sweep(config, constraints, hardware) -> int:
 
     if _PNG.value and not _PNG.value.endswith(".png"):
         raise ShardlmError(f"--png={_PNG.value}: the name must end in .png")
+    _refuse((_PRICE,), "a sweep of serving")
     over = Over.parse(_SWEEP.value)
     named = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value, _PROFILE.value)
     cluster = base_cluster(over, *named, fabric=_FABRIC.value)
@@ -118,13 +125,13 @@ def _advise(config, constraints, hardware) -> int:
         max_batch_tokens=_BATCH.value,
         dollars_per_gpu_hour=_PRICE.value,
         hardware=hardware,
-        say=functools.partial(print, file=sys.stderr, flush=True),
+        say=_telling,
     )
     print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
     return 0 if found.best else 2
 
 
-def _advise_serving(resolved, hardware) -> int:
+def _advise_serving(source, hardware) -> int:
     from launch.engine_flags import fixed_axes
     from launch.plan_serve_flags import serving_case
     from shardlm.plan.serving.advice import KINDS, advise_serving
@@ -134,25 +141,57 @@ def _advise_serving(resolved, hardware) -> int:
     target, fixed = parse_target(_TARGET.value), fixed_axes()
     if not isinstance(target, ServingTarget):
         raise ShardlmError(f"target {_TARGET.value!r} is one of training; leave out --serve")
-    if (resolved is None) == (_MODEL.value is None):
-        raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
     if "data" in fixed:
         raise ShardlmError("--data is the number of replicas, which the target decides; leave it out")
-    source = resolved.config if resolved else _MODEL.value
     found = advise_serving(
         lambda cluster: serving_case(source, cluster, target),
         names=_CLUSTERS.value or KINDS,
         fixed=fixed,
         dollars_per_gpu_hour=_PRICE.value,
         hardware=hardware,
+        say=_telling,
     )
     print(json.dumps(to_json(found, target), indent=2) if _FORMAT.value == "json" else to_text(found))
     return 0 if found.offers else 2
 
 
+def _sweep_serving(source, hardware) -> int:
+    from launch.engine_flags import fixed_axes
+    from launch.plan_serve_flags import serving_case, set_to
+    from shardlm.plan.asked import cluster_of
+    from shardlm.plan.serving.sweep import Asked, sweep_serving
+    from shardlm.plan.serving.sweep_output import to_json, to_text
+    from shardlm.plan.sweep import HARDWARE_FIELDS, Over, base_cluster
+
+    _refuse((_PRICE,), "a sweep of serving")
+    over = Over.parse(_SWEEP.value)
+    named = {flag.name: flag.value for flag in (_GPU, _CLUSTER, _NUM_GPUS)}
+    rest = {"gpus_per_host": _GPUS_PER_HOST.value, "file": _HARDWARE.value, "fabric": _FABRIC.value}
+    cluster, every = base_cluster(over, **named, **rest), []
+    for value in over.values:
+        if over.field in HARDWARE_FIELDS:
+            number = over.field == _NUM_GPUS.name
+            if number and not (value.isdigit() and int(value)):
+                raise ShardlmError(f"num_gpus={value}: a number of GPUs is a whole number of at least 1")
+            there = cluster_of(**named | {over.field: int(value) if number else value}, **rest)
+            every.append(Asked(value, serving_case(source, there), fixed_axes()))
+            continue
+        with set_to(over.field, value):
+            every.append(Asked(value, serving_case(source, cluster), fixed_axes()))
+    found = sweep_serving(over.field, every, _telling)
+    print(json.dumps(to_json(found), indent=2) if _FORMAT.value == "json" else to_text(found))
+    return 0 if found.fits else 2
+
+
+def _telling(what: str) -> None:
+    """What takes long is said on stderr as it begins."""
+    print(what, file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
     sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
     show_help("--serve", "launch.plan_serve_flags", "launch.engine_flags")
+    refuse_without("--serve", OF_SERVING)
     if "--serve" in sys.argv:
         import launch.plan_serve_flags  # noqa: F401  its flags
 

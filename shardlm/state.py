@@ -72,7 +72,8 @@ class ModelDef:
         graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, execution, nnx.Rngs(0))))
         shapes = flatten_dict(nnx.to_pure_dict(state))
         names = {path: (v.get_metadata("stack_names"), v.get_metadata("names")) for path, v in nnx.to_flat_state(state)}
-        trained = {path for path in shapes if not execution.lora.rank or is_adapter(path)}
+        alone = execution.lora.rank and not execution.adapters  # several are served, and none is trained
+        trained = {path for path in shapes if not alone or is_adapter(path)}
         frozen = {path: held_as(path, s, execution.dtype) for path, s in shapes.items() if path not in trained}
         return cls(
             config,

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from shardlm.hlo.kernels import kernel
 from shardlm.hlo.text import parse
+from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
@@ -38,7 +39,7 @@ from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.serving_rules import serving_rules
-from shardlm.state import ModelDef, at_rest
+from shardlm.state import ModelDef, at_rest, joined
 from shardlm.topology import topology
 
 pytestmark = MARKS
@@ -63,9 +64,10 @@ def decoding(
     expert: int = 1,
     weights: WeightFormat = "dtype",
     rows: int = ROWS,
+    adapters: int = 0,
 ):
     """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
-    by a module of the model's; its state's shapes)."""
+    by a module of the model's, or with adapters of rank 16; its state's shapes)."""
     spec = MeshSpec(tensor=tensor, expert=expert)
     mesh = spec.build(topology(gpu, 1, tensor * expert))
     with jax.set_mesh(mesh):
@@ -77,6 +79,8 @@ def decoding(
             kv_cache=kv_cache,
             weights=weights,
             few_bits=grouped_weights.choose("gpu"),
+            lora=LoraConfig(16 * adapters),
+            adapters=adapters,
         )
         if drafts == "mtp":
             shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
@@ -91,8 +95,11 @@ def decoding(
         state = jax.eval_shape(lambda: empty_state(model, layout, 16, rows, proposer.empty if drafts else tuple))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         whole = NamedSharding(mesh, jax.P())
-        where = programs.DecodeRows(jax.ShapeDtypeStruct((rows, 3 + 256), jnp.int32, sharding=whole))
+        where = programs.DecodeRows(jax.ShapeDtypeStruct((rows, 3 + 256 + 1), jnp.int32, sharding=whole))
         function, params = functools.partial(programs.decode, model, layout, 8), model.held_at_rest(mesh)
+        if adapters:
+            own = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16, sharding=s.sharding), model.shapes)
+            params = joined(params, jax.tree.map(lambda s: at_rest(s, mesh), own))
         if drafts:
             function = functools.partial(speculation.decode, model, layout, 8, proposer)
             params = (params, {"draft_model": draft.held_at_rest(mesh), "mtp": None, "ngram": ()}[drafts])
@@ -100,9 +107,12 @@ def decoding(
         return jax.jit(function, donate_argnums=1).lower(params, state, where, steps).compile(), state
 
 
-@pytest.mark.parametrize(("tensor", "drafts"), [(1, ""), (4, ""), (1, "draft_model"), (1, "mtp"), (1, "ngram")])
-def test_decoding_copies_neither_weights_nor_pages(tensor, drafts):
-    compiled, state = decoding(tensor, drafts=drafts)
+@pytest.mark.parametrize(
+    ("tensor", "drafts", "adapters"),
+    [(1, "", 0), (4, "", 0), (1, "draft_model", 0), (1, "mtp", 0), (1, "ngram", 0), (1, "", 4), (4, "", 4)],
+)
+def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters):
+    compiled, state = decoding(tensor, drafts=drafts, adapters=adapters)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pools = jax.tree.leaves((state.pages, state.drafts))
     pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in pools) // tensor
@@ -177,7 +187,7 @@ def test_a_whole_prompt_attends_by_cudnn(window):
         here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         tokens = np.zeros((1, 8192), np.int32)
         rest = (RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8))
-        rows = programs.ChunkRows(np.zeros((1, 6 + 512), np.int32), tokens, tokens, *rest)
+        rows = programs.ChunkRows(np.zeros((1, 6 + 512 + 1), np.int32), tokens, tokens, *rest)
         function = functools.partial(programs.chunk, model, layout, whole=choose_prefill("auto", model, False))
         lowered = jax.jit(function, donate_argnums=1).lower(model.held_at_rest(mesh), state, jax.tree.map(here, rows))
         compiled = lowered.compile()

@@ -114,7 +114,8 @@ class Paged:
     page_table int32 [B, groups * W], of each group of layers the pages of a row's tokens, page 0 is scrap; valid bool
     [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
-    is for models without soft caps, sinks and latents; "": to pages.
+    is for models without soft caps, sinks and latents; "": to pages. adapter int32 [B]: which of several each row has
+    (layers/lora.py); None where the model has not several.
     """
 
     absorbs: ClassVar[bool] = True
@@ -125,13 +126,21 @@ class Paged:
     implementation: str = dataclasses.field(default="blocked", metadata={"static": True})
     whole: str = dataclasses.field(default="", metadata={"static": True})
     weights: None = None
+    adapter: jax.Array | None = None
 
     @classmethod
     def make(
-        cls, page_table: jax.Array, valid: jax.Array, layout: PageLayout, execution: Execution, whole: str = ""
+        cls,
+        page_table: jax.Array,
+        valid: jax.Array,
+        layout: PageLayout,
+        execution: Execution,
+        whole: str = "",
+        adapter: jax.Array | None = None,
     ) -> "Paged":
         """The context of a batch, as a model with this execution runs it."""
-        return cls(page_table, valid, layout, execution.rules, execution.paged_attention, whole)
+        how = (layout, execution.rules, execution.paged_attention, whole)
+        return cls(page_table, valid, *how, adapter=adapter if execution.adapters else None)
 
     @property
     def real(self) -> jax.Array:

@@ -48,6 +48,9 @@ class Execution:
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
     microbatches, rounds  of a pipeline (layers/pipeline.py)
     lora       adapters beside the projections
+    adapters   how many of them lie side by side in parts of lora.rank, of which a row of tokens has one or none
+               (layers/lora.py); 0: a single one, which all rows have
+    shares     float [B, lora.rank], of a call with several: what each row takes of each part
     weights    what projections and experts are held in (ops/grouped_weights.py)
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
@@ -67,6 +70,8 @@ class Execution:
     microbatches: int = 1
     rounds: int = 1
     lora: LoraConfig = LoraConfig()
+    adapters: int = 0
+    shares: jax.Array | None = None
     weights: WeightFormat = "dtype"
     paged_attention: str = "blocked"
     kv_cache: KvFormat = "auto"
@@ -229,7 +234,9 @@ def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution
 
 def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> jax.Array:
     """alpha / rank * x A B; where latent attention absorbs W into queries, and so sums over its outputs, x B^T A^T. The
-    middle is as narrow as the rank, so a sum over devices happens there."""
+    middle is as narrow as the rank, so a sum over devices happens there. Of several adapters each row keeps its own
+    part of the middle."""
+    assert not execution.adapters or execution.shares is not None, "who calls says which adapter each row has"
     inputs, y = letters.split("->")
     xs, ws = inputs.split(",")
     into = len(getattr(module, name + A).get_metadata("names")) - 1
@@ -243,6 +250,8 @@ def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> ja
         split = jax.sharding.PartitionSpec(*(parts.get(letter) for letter in middle))
     narrow = jnp.einsum(f"{xs},{of_first}->{middle}", x, in_use(getattr(module, first), execution), out_sharding=split)
     narrow = narrow * jnp.asarray(execution.lora.alpha / execution.lora.rank, narrow.dtype)
+    if execution.shares is not None:
+        narrow = narrow * jnp.expand_dims(execution.shares, range(1, narrow.ndim - 1)).astype(narrow.dtype)
     wide = in_use(getattr(module, second), execution)
     return jnp.einsum(f"{middle},{of_second}->{y}", narrow, wide, out_sharding=out_sharding)
 

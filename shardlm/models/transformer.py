@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from shardlm.flops import attention_width
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.lora import shares
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.norm import Norm, NormConfig
@@ -149,9 +150,13 @@ class Transformer(nnx.Module):
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
         """x [B, T, D] through the blocks of all segments, or of a slice of them."""
         found: dict[str, list[jax.Array]] = {}
+        execution = self.execution
+        if execution.adapters:
+            own = shares(ctx.adapter, execution.adapters, execution.lora.rank)
+            execution = dataclasses.replace(execution, shares=own)
         first_layers = itertools.accumulate((s.num_layers for s in self.config.segments), initial=0)
         for stack, first_layer in list(zip(self.segments, first_layers, strict=False))[which]:
-            x, pages, aux = stack(x, positions, ctx, pages, first_layer, self.execution)
+            x, pages, aux = stack(x, positions, ctx, pages, first_layer, execution)
             for name, value in aux.items():
                 found.setdefault(name, []).append(value)
         return x, pages, {name: jnp.concatenate(values) for name, values in found.items()}

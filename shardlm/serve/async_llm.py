@@ -10,11 +10,13 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.serve import adapters
+from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.build import build, template_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
@@ -26,6 +28,8 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SHORT = 4096  # characters, tokenized in about as long as a thread takes to be asked
 
@@ -82,10 +86,12 @@ class AsyncLLM:
         priority: int = 0,
         embed: bool = False,
         salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the replies as they grow, the last time with `finished`. Leaving the loop early aborts the request.
 
-        Only requests of equal `salt` share what is computed.
+        Only requests of equal `salt` share what is computed. `lora_request`: the adapter, which is loaded where it is
+        not and a path says where it is.
 
         Raises ShardlmError before the first output for what cannot be served, and EngineError where the engine died.
         """
@@ -97,7 +103,8 @@ class AsyncLLM:
         if params.structured_outputs or params.thinking_token_budget is not None:
             form = await asyncio.to_thread(self._engine.compile_form, params)
         stream = _Stream(asyncio.get_running_loop())
-        options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt}
+        adapter = await self._adapter_of(lora_request)
+        options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt, "adapter": adapter}
         self._do(lambda: self._add(request_id, tokens, params, options, stream), stream)
         finished = False
         try:
@@ -109,11 +116,12 @@ class AsyncLLM:
             if not finished:
                 self._do(lambda: self._leave(request_id, stream))
 
-    async def embed(self, token_ids: Sequence[int]) -> list[float]:
+    async def embed(self, token_ids: Sequence[int], lora_request: LoRARequest | None = None) -> list[float]:
         """A vector of length 1: what the model makes of the last token. Raises as `generate` does."""
         name = f"embed-{uuid.uuid4().hex}"
         params = SamplingParams(max_tokens=0)
-        return [one async for one in self.generate(token_ids, params, request_id=name, embed=True)][-1].embedding
+        outputs = self.generate(token_ids, params, request_id=name, embed=True, lora_request=lora_request)
+        return [one async for one in outputs][-1].embedding
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream ends with what there is."""
@@ -130,23 +138,57 @@ class AsyncLLM:
         runner = self._engine.runner
         drafts = await asyncio.to_thread(new_draft, draft, runner)
         params = await asyncio.to_thread(new_weights, weights, runner)
-        done = _Stream(asyncio.get_running_loop())
-        unfinished = 0
 
-        def swap() -> None:
-            nonlocal unfinished
+        def swap() -> int:
+            self._engine.update_weights(params, drafts)
+            now = self._engine.stats()
+            return now.num_running + now.num_waiting  # which all wait, to be computed anew
+
+        return await self._run_there(swap)
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """Those that are loaded, in the order in which they came."""
+        return self._engine.adapters.loaded
+
+    async def load_adapter(self, request: LoRARequest) -> None:
+        """An adapter from its path, in place of the one of its name where there is one. It is read beside the engine's
+        thread. Raises ShardlmError for what does not fit or has no room, EngineError where the engine died."""
+        self.check_health()
+        engine, path = self._engine, request.lora_path
+        parts = await asyncio.to_thread(adapters.read, path, engine.runner, engine.adapters.room)
+        await self._run_there(lambda: engine.load_adapter(request.lora_name, path, parts))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that run go on with it. Raises ShardlmError for one that is not loaded, EngineError as above."""
+        await self._run_there(lambda: self._engine.adapters.leave(name))
+
+    async def _adapter_of(self, request: LoRARequest | None) -> str:
+        """Its name, once it is loaded."""
+        if request is None:
+            return ""
+        here = next((one.path for one in self.adapters if one.name == request.lora_name), None)
+        if request.lora_path and request.lora_path != here:
+            await self.load_adapter(request)
+        return request.lora_name
+
+    async def _run_there(self, command: Callable[[], T]) -> T:
+        """What it gives on the engine's thread. Raises ShardlmError as it does, and EngineError where it breaks or the
+        engine died."""
+        self.check_health()
+        done, found = _Stream(asyncio.get_running_loop()), []
+
+        def run() -> None:
             try:
-                self._engine.update_weights(params, drafts)
-                now = self._engine.stats()
-                unfinished = now.num_running + now.num_waiting  # which all wait, to be computed anew
+                found.append(command())
             except Exception as error:
-                done.put(EngineError(f"{type(error).__name__}: {error}"))
+                done.put(error if isinstance(error, ShardlmError) else EngineError(f"{type(error).__name__}: {error}"))
                 return
             done.put(None)
 
-        self._do(swap, done)
+        self._do(run, done)
         await done.next()
-        return unfinished
+        return found[0]
 
     def check_health(self) -> None:
         """Raises EngineError where the engine died."""

@@ -18,6 +18,8 @@ from shardlm.opened import Opened, describe, load
 from shardlm.ops.grouped_weights import STORED
 from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
+from shardlm.serve.adapter_table import AdapterTable, Room
+from shardlm.serve.adapters import read, settled_rank, with_room
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
@@ -67,6 +69,10 @@ class EngineConfig:
                             "pages", so that a hit and a miss of the prefix cache run the same kernel
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
     speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
+    enable_lora             room for adapters beside the weights, of which each request has one or none (adapters.py)
+    max_loras               at once, at least as many as lora_modules
+    max_lora_rank           of each; None: the largest of lora_modules, at least 16
+    lora_modules            adapters that are loaded at first, by name: folders of PEFT or runs with lora.rank
     """
 
     mesh: MeshSpec = MeshSpec()
@@ -84,6 +90,10 @@ class EngineConfig:
     prefill_attention: Wanted = "auto"
     deterministic: bool = False
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int | None = None
+    lora_modules: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.speculative_config is not None:
@@ -106,6 +116,14 @@ class EngineConfig:
                 f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
                 "tensor, expert, pipeline or data"
             )
+
+    @property
+    def room(self) -> Room:
+        """For adapters."""
+        if not (self.enable_lora or self.lora_modules):
+            return Room()
+        rank = settled_rank(self.lora_modules, self.max_lora_rank)
+        return Room(max(self.max_loras, len(self.lora_modules)), rank)
 
     @property
     def drafts(self) -> int:
@@ -141,6 +159,8 @@ def build(
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     opened = load(path, mesh=mesh, decoding=True, length=length, **options)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
+    for name, adapter in config.lora_modules.items():
+        engine.load_adapter(name, str(adapter), read(adapter, engine.runner, engine.adapters.room))
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
 
@@ -155,9 +175,10 @@ def assemble(
 ) -> Engine | EngineGroup:
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
     of its draft model."""
-    meshes, speculative = submeshes(config.mesh), config.speculative_config
+    meshes, speculative, adapters = submeshes(config.mesh), config.speculative_config, AdapterTable(config.room)
     with jax.set_mesh(opened.mesh):
-        model, params = taken_apart(opened.model, opened.params, config.kv_cache_dtype)
+        model, params = with_room(opened.model, opened.params, adapters.room)
+        model, params = taken_apart(model, params, config.kv_cache_dtype)
     draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
     del params  # the stages have their own, and pages want the room
@@ -178,7 +199,7 @@ def assemble(
             runners.append(make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like))
     with waiting("compiling", jax.process_index() == 0):
         compile_all(runners, progress)
-    engines = [Engine(*pair, tokenizer, stop_ids) for pair in zip(runners, schedulers, strict=True)]
+    engines = [Engine(*pair, tokenizer, stop_ids, adapters) for pair in zip(runners, schedulers, strict=True)]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
 

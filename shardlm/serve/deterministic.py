@@ -130,12 +130,12 @@ class DeterministicRunner(Runner):
 
     def _where(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> np.ndarray:
         """TokenRows.where of these tokens of a batch; the rest is padding."""
-        where = np.zeros((self._part, 6 + self.config.row_pages), np.int32)
+        where = np.zeros((self._part, self.config.columns(6)), np.int32)
         where[:, 0], where[:, 3] = self.config.max_rows, -1
         for i, token in enumerate(tokens):
             row, pages = batch.rows[token.row], batch.page_table[token.row]
             where[i, :6] = _described(row, token.offset)
-            self._fill(where[i, 6:], pages)
+            self._fill(where[i, 6:], pages, row.request)
         return where
 
 

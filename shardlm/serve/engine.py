@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.adapter_table import AdapterTable, Room
+from shardlm.serve.adapters import Parts, load
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
 from shardlm.serve.probe import probe
-from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, take
+from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
 from shardlm.serve.runner import Runner
@@ -39,9 +41,19 @@ FAILURES = 3  # batches that fail, none landing between them, before the engine 
 class Engine:
     """`add` requests, then `step` until `has_unfinished` is False."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, tokenizer: Tokenizer, stop_ids: Sequence[int]):
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        adapters: AdapterTable | None = None,
+    ):
+        """`adapters`: those of all replicas."""
+        self.adapters = adapters or AdapterTable(Room())
         self.runner, self.scheduler, self.tokenizer, self.stop_ids = runner, scheduler, tokenizer, tuple(stop_ids)
         self._vocab = runner.model.config.vocab_size
+        self._forms = FormCompiler(tokenizer, self._vocab, self.stop_ids)
         self._groups: dict[str, Group] = {}
         self._replies: dict[str, Reply] = {}
         self._started: collections.deque[Started] = collections.deque()
@@ -75,23 +87,26 @@ class Engine:
         text: str | None = None,
         priority: int = 0,
         salt: str = "",
+        adapter: str = "",
         embed: bool = False,
         form: ReplyForm | None = None,
     ) -> None:
         """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `form`:
-        that of `params`, where it was compiled before. Raises ShardlmError for what cannot be served; nothing is added
-        then. Raises EngineError where the engine ended."""
+        that of `params`, where it was compiled before; `adapter`: the name of one that is loaded. Raises ShardlmError
+        for what cannot be served; nothing is added then. Raises EngineError where the engine ended."""
         if self.ended is not None:
             raise self.ended
         check_prompt(prompt, self._vocab)
         params.check_vocabulary(self._vocab)
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
+        number, salt = self.adapters.of(adapter).number, self.adapters.salted(salt, adapter)
+        options = {"priority": priority, "salt": salt, "adapter": number}
         form = form or self.compile_form(params)
         group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
-            request = Request(own, prompt, params, self.stop_ids, priority=priority, salt=salt)
+            request = Request(own, prompt, params, self.stop_ids, **options)
             said = form.copy() if form and params.n > 1 else form
             stream = self._forms.stream(form, params) if form else None
             group.replies.append(Reply.make(request, index, said, stream, group, self.tokenizer))
@@ -118,19 +133,7 @@ class Engine:
     def compile_form(self, params: SamplingParams) -> ReplyForm | None:
         """Of params.structured_outputs and thinking_token_budget; slow for large grammars, and safe on another thread.
         Raises ShardlmError."""
-        wanted, budget = params.structured_outputs, params.thinking_token_budget
-        if budget is not None and params.thoughts is None:
-            raise ShardlmError(
-                f"thinking_token_budget={budget}, and it is not known how this model marks its thoughts; give "
-                "SamplingParams(thoughts=Thoughts(...)) too, as LLM(reasoning_parser=...) does"
-            )
-        if budget is None:
-            return None if wanted is None else self._forms.wanted(wanted)
-        return self._forms.wanted(wanted, params.thoughts, budget)
-
-    @functools.cached_property
-    def _forms(self) -> FormCompiler:
-        return FormCompiler(self.tokenizer, self._vocab, self.stop_ids)
+        return self._forms.of(params)
 
     def abort(self, id: str) -> RequestOutput | None:
         """Ends a request with the reason "abort" and frees its pages at once; None where there is none."""
@@ -149,6 +152,16 @@ class Engine:
         tokens; nothing cached is kept."""
         self.runner.update_weights(params, draft)
         self.scheduler.reset()
+
+    @property
+    def used_adapters(self) -> set[int]:
+        """Numbers of those that unfinished requests have."""
+        return {reply.request.adapter for reply in self._replies.values()}
+
+    def load_adapter(self, name: str, path: str, parts: Parts) -> None:
+        """An adapter as adapters.read has it, or another in place of the one of this name, with which its requests that
+        run go on. Raises ShardlmError without room."""
+        load(self.adapters, name, path, parts, [self.runner], self.used_adapters)
 
     def stats(self) -> Stats:
         pages = self.scheduler.pages
@@ -242,7 +255,8 @@ class Engine:
             self.pace.landed(batch.number, len(batch.rows), batch.steps if batch.kind == "decode" else 0)
         collect_scores(started, self._replies, self.tokenizer)
         collect_embeddings(started, self._replies)
-        counts, back = self._read(started.batch, sampled.token, self._counts(started))
+        awaited, counted = functools.partial(self.scheduler.awaits, started.batch), self._counts(started)
+        counts, back = read(started.batch, sampled.token, counted, self._replies, awaited)
         for request, row, tokens in self.scheduler.land(started.batch, sampled.token, counts, back):
             reply = self._replies.get(request.id)
             if reply is None:  # aborted while the batch was under way
@@ -260,22 +274,6 @@ class Engine:
         for output in moved.values():
             if not output.finished:
                 self._finish(self._groups[output.request_id])
-
-    def _read(self, batch: ScheduledBatch, tokens: np.ndarray, counts: np.ndarray | None) -> tuple:
-        """(how many tokens of each row count, which rows' later ones are taken back), as forms say what may follow."""
-        counts = np.array([row.samples for row in batch.rows]) if counts is None else counts
-        back = set()
-        for n, row in enumerate(batch.rows):
-            reply, request = self._replies.get(row.request.id), row.request
-            if not row.samples or reply is None or reply.form is None or not self.scheduler.awaits(batch, request):
-                continue
-            kept = reply.read(tokens[n, : counts[n]].tolist())
-            later = request.most_in_flight - row.samples
-            ahead = reply.form.ahead
-            if kept < counts[n] or (later and (reply.rule != reply.sent or (ahead is not None and later > ahead))):
-                back.add(n)
-            counts[n] = kept
-        return counts, back
 
     def _recover(self, error: Exception, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """After `error` at a batch, or before there was one: the request that has ended with it, if it is known. The

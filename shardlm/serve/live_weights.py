@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
+from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
 from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.draft_model import DraftModelProposer
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, is_adapter
 
 Tree = Any
 STRETCHED = ("dynamic", "longrope")  # rotations that depend on the longest row
@@ -85,11 +87,10 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
     execution = model.execution
     mtp, shape = model.config.mtp is not None, found.source.transformer()
     shape = shape if mtp else shape.without_mtp()
-    differences = [*_differences(apart(shape), model.config)]
-    differences += _differences(found.lora, execution.lora, "lora.")
-    if differences:
-        raise ShardlmError(f"{path} is another architecture than what is served: {_some(differences)}")
-    quantised = not execution.lora.rank and execution.weights != "dtype"
+    lora = LoraConfig() if execution.adapters else execution.lora
+    if wrong := differences_of(shape, model.config) or _some([*_differences(found.lora, lora, "lora.")]):
+        raise ShardlmError(f"{path} is another architecture than what is served: {wrong}")
+    quantised = not lora.rank and execution.weights != "dtype"
     return load(
         path,
         mesh=served.mesh,
@@ -106,6 +107,9 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
     which whoever gave the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do.
     Raises ShardlmError where names or shapes differ, with both shapes."""
     tree = {name: part for name, part in _apart(tree, release).items() if name != "mtp" or name in served.params}
+    if served.model.execution.adapters:  # which stay
+        own = {path: a for path, a in flatten_dict(served.params).items() if is_adapter(path)}
+        tree = unflatten_dict(flatten_dict(tree) | own)
     given, wanted = (plain_shapes(served.model, params) for params in (tree, served.params))
     wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]
     wrong += [f"{_name(path)} is not known" for path in given.keys() - wanted.keys()]
@@ -146,6 +150,11 @@ def _whole(a) -> bool:
 
 def _name(path: tuple) -> str:
     return ".".join(map(str, path))
+
+
+def differences_of(shape: TransformerConfig, served: TransformerConfig) -> str:
+    """Between a model as training has it and one that is served, with both values; "" without any."""
+    return _some([*_differences(apart(shape), served)])
 
 
 def _some(found: list[str]) -> str:

@@ -14,6 +14,8 @@ from shardlm.chat import ChatTemplate
 from shardlm.mesh import MeshSpec
 from shardlm.progress_bar import count_bar
 from shardlm.serve import prompts as prompt_forms
+from shardlm.serve.adapter_table import LoRARequests
+from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.build import build, template_of
 from shardlm.serve.defaults import recommended
@@ -72,13 +74,15 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
         _embed: bool = False,
         **others: Any,
     ) -> list[RequestOutput]:
         """Replies to prompts (texts, token ids, or mappings with either), in their order; `error` says of one what
-        broke it. A terminal shows how many are done. Raises ShardlmError, before any runs, for a prompt or parameters
-        that cannot be served, and EngineError where the engine ended."""
-        refuse("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"), CALLS)
+        broke it. A terminal shows how many are done. `lora_request`: an adapter for all, or one or None for each, which
+        is loaded where it is not (EngineConfig.enable_lora). Raises ShardlmError, before any runs, for a prompt or
+        parameters that cannot be served, and EngineError where the engine ended."""
+        refuse("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"), CALLS)
         every = prompt_forms.several(prompts)
         texts = [prompt_forms.read(one, self.tokenizer) for one in every]
 
@@ -86,7 +90,7 @@ class LLM:
             ids, text = texts[prompt]
             return self._reasoning.of_text(self.tokenizer.decode(ids, skip_special=False) if text is None else text)
 
-        return self._run(texts, sampling_params, use_tqdm, of_text, priority, _embed)
+        return self._run(texts, sampling_params, use_tqdm, of_text, lora_request, priority, _embed)
 
     def chat(
         self,
@@ -94,6 +98,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -116,17 +121,30 @@ class LLM:
             begun = plain_text(last, "messages") or "" if continue_final_message else None
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
-        return self._run([(self.tokenizer.encode(text), text) for text in texts], sampling_params, use_tqdm, of_chat)
+        encoded = [(self.tokenizer.encode(text), text) for text in texts]
+        return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request)
 
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: LoRARequests = None,
+    ) -> list[list[float]]:
         """The log-probability of each token of each prompt but the first, given those before it. Raises EngineError
         where one could not be read."""
-        outputs = whole(self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        outputs = whole(self.generate(prompts, params, lora_request=lora_request))
         return [[place.chosen.logprob for place in output.prompt_logprobs[1:]] for output in outputs]
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: LoRARequests = None,
+    ) -> list[list[float]]:
         """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
-        return [output.embedding for output in whole(self.generate(prompts, SamplingParams(max_tokens=0), _embed=True))]
+        outputs = self.generate(prompts, SamplingParams(max_tokens=0), lora_request=lora_request, _embed=True)
+        return [output.embedding for output in whole(outputs)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""
@@ -152,6 +170,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shown: bool,
         thoughts: Callable[[int], Thoughts | None],
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         embed: bool = False,
     ) -> list[RequestOutput]:
@@ -164,9 +183,10 @@ class LLM:
                 bounded(self._reasoning, self._seeded(one), lambda _, number=number: thoughts(number))
                 for number, one in enumerate(prompt_forms.params_of(params, usual, len(texts)))
             ]
+            adapters = names_of(self.engine, lora_request, len(ids))
             try:
-                for id, (tokens, text), own, turn in zip(ids, texts, each, turns, strict=True):
-                    self.engine.add(id, tokens, own, text=text, priority=turn, embed=embed)
+                for id, (tokens, text), own, turn, adapter in zip(ids, texts, each, turns, adapters, strict=True):
+                    self.engine.add(id, tokens, own, text=text, priority=turn, embed=embed, adapter=adapter)
                 done: dict[str, RequestOutput] = {}
                 with count_bar("prompts", len(ids), shown) as tell:
                     while len(done) < len(ids):

@@ -10,7 +10,6 @@ from shardlm.errors import ShardlmError
 
 T = TypeVar("T", bound=type)
 _CHOOSE = "ask for n replies and choose"
-_ADAPTERS = "adapters are served as a model: LLM(model=FOLDER_OF_THE_ADAPTERS)"
 _IDS = 'prompts that are tokens are {"prompt_token_ids": ids}, and truncate_prompt_tokens of SamplingParams cuts them'
 SAMPLING = {
     "guided_decoding": "it is called structured_outputs, a StructuredOutputs or a mapping",
@@ -26,7 +25,6 @@ STRUCTURES = {
     "whitespace_pattern": "white space between the parts of a JSON text is free",
 }
 CALLS = {
-    "lora_request": _ADAPTERS,
     "prompt_token_ids": _IDS,
     "tokenization_kwargs": _IDS,
     "guided_options_request": "give SamplingParams(structured_outputs=...)",

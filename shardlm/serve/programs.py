@@ -28,8 +28,9 @@ SCORED_AT_ONCE = 32  # positions of each row whose logits are there at one time
 class DecodeRows:
     """Rows that decode. Padding has the last slot and no samples.
 
-    where   int32 [B, 3 + W]: slot, position of its last token, samples, and the row's pages in each group. Where drafts
-            are verified the position is the slot's, and one past the last that the row may write stands in its place
+    where   int32 [B, 3 + W + 1]: slot, position of its last token, samples, the row's pages in each group, and which
+            adapter it has (layers/lora.py). Where drafts are verified the position is the slot's, and one past the last
+            that the row may write stands in its place
     """
 
     where: jax.Array
@@ -40,8 +41,8 @@ class DecodeRows:
 class ChunkRows:
     """Chunks of prompts, all as long as the longest bucket. Padding has the last slot and no tokens.
 
-    where     int32 [R, 6 + W]: slot, first position, tokens, samples (0 or 1), whether scores are wanted (0 or 1),
-              whether the request is new in its slot (0 or 1), and the row's pages in each group
+    where     int32 [R, 6 + W + 1]: slot, first position, tokens, samples (0 or 1), whether scores are wanted (0 or 1),
+              whether the request is new in its slot (0 or 1), the row's pages in each group, and its adapter
     tokens    int32 [R, C]
     targets   int32 [R, C], the token that follows each, where scores are wanted
     settings, edits, told  of the row's request, which its slot takes over (state.py)
@@ -86,14 +87,14 @@ def decode(
     """`steps` (int32, at most `most`) tokens for every row, each fed to the next step; a row with fewer samples idles.
     Returns (state, Sampled of [B, most, ...])."""
     slot, start, samples = rows.where[:, 0], rows.where[:, 1], rows.where[:, 2]
-    table = rows.where[:, 3:]
+    table, adapter = rows.where[:, 3:-1], rows.where[:, -1]
     own = take(state.slots, slot)
 
     def step(i, carry):
         pages, own, found = carry
         active = i < samples
         position = start + i
-        lm, hidden, pages = hidden_of_one(model, layout, params, pages, table, own.last, position, active)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, table, own.last, position, active, adapter)
         sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
@@ -146,11 +147,11 @@ def chunk_context(
     model: ModelDef, layout: PageLayout, where: jax.Array, count: int, whole: str = ""
 ) -> tuple[jax.Array, Paged]:
     """(positions int32 [R, C], what the tokens attend to) of chunks padded to `count` tokens."""
-    start, length, table = where[:, 1], where[:, 2], where[:, 6:]
+    start, length, table, adapter = where[:, 1], where[:, 2], where[:, 6:-1], where[:, -1]
     index = jnp.arange(count, dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole)
+    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole, adapter)
 
 
 def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array):
@@ -215,10 +216,10 @@ def set_last(state: ServeState, slot: jax.Array, token: jax.Array, position: jax
     return dataclasses.replace(state, slots=new)
 
 
-def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active):
+def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active, adapter):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
-    ctx = Paged.make(table, active[:, None], layout, model.execution)
+    ctx = Paged.make(table, active[:, None], layout, model.execution, adapter=adapter)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

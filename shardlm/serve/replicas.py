@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from shardlm.serve.adapters import Parts, load
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
@@ -57,7 +58,7 @@ class EngineGroup:
     def __init__(self, engines: Sequence[Engine]):
         self.engines = tuple(engines)
         first = self.engines[0]
-        self.scheduler = first.scheduler
+        self.scheduler, self.adapters = first.scheduler, first.adapters
         self.tokenizer, self.stop_ids, self.max_model_len = first.tokenizer, first.stop_ids, first.max_model_len
         self._places: dict[str, _Place] = {}
         self._weights = [0] * len(self.engines)
@@ -79,10 +80,22 @@ class EngineGroup:
 
     # Requests.
 
-    def add(self, id: str, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", **options: Any) -> None:
+    def add(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        **options: Any,
+    ) -> None:
         """As Engine.add, to the replica that `route` chooses."""
-        replica, missing = self.route(prompt, params, salt) if id not in self._places else (self._places[id].replica, 0)
-        self.engines[replica].add(id, prompt, params, salt=salt, **options)
+        if id in self._places:
+            replica, missing = self._places[id].replica, 0
+        else:
+            replica, missing = self.route(prompt, params, self.adapters.salted(salt, adapter))
+        self.engines[replica].add(id, prompt, params, salt=salt, adapter=adapter, **options)
         self._enter(id, replica, missing + REPLY_WEIGHT * params.n)
 
     def _enter(self, id: str, replica: int, weight: int) -> None:
@@ -123,6 +136,13 @@ class EngineGroup:
         engines = [self.engines[number] for number in self._up]
         for engine, new in zip(engines, [_own(engine, params, draft) for engine in engines], strict=True):
             engine.update_weights(*new)
+        for out in self._out.values():
+            out.missed = True
+
+    def load_adapter(self, name: str, path: str, parts: Parts) -> None:
+        """As Engine.load_adapter, for all replicas."""
+        used = set().union(*(engine.used_adapters for engine in self.engines))
+        load(self.adapters, name, path, parts, [self.engines[number].runner for number in self._up], used)
         for out in self._out.values():
             out.missed = True
 

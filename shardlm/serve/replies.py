@@ -11,6 +11,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve.bad_words import BadWords, allow_only
+from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput, TokenLogprob
 from shardlm.serve.reply_form import FREE, ReplyForm
@@ -120,6 +121,31 @@ def allowed_next(
         allow_only(reply.request.params.allowed_token_ids, mask)
         reply.bad_words.forbid(reply.request.generated, mask)
     return masks
+
+
+def read(
+    batch: ScheduledBatch,
+    tokens: np.ndarray,
+    counts: np.ndarray | None,
+    replies: Mapping[str, Reply],
+    awaited: Callable[[Request], bool],
+) -> tuple[np.ndarray, set[int]]:
+    """(how many of a batch's tokens [rows, width] count in each row, which rows' later ones are taken back), as forms
+    say what may follow. `counts`: those that were sampled, None for all; `awaited`: whether a request still waits for
+    the batch."""
+    counts = np.array([row.samples for row in batch.rows]) if counts is None else counts
+    back = set()
+    for n, row in enumerate(batch.rows):
+        reply, request = replies.get(row.request.id), row.request
+        if not row.samples or reply is None or reply.form is None or not awaited(request):
+            continue
+        kept = reply.read(tokens[n, : counts[n]].tolist())
+        later = request.most_in_flight - row.samples
+        ahead = reply.form.ahead
+        if kept < counts[n] or (later and (reply.rule != reply.sent or (ahead is not None and later > ahead))):
+            back.add(n)
+        counts[n] = kept
+    return counts, back
 
 
 def take(

@@ -283,6 +283,18 @@ class FormCompiler:
         self._tokenizer, self._sizes = tokenizer, (vocab_size, stop_ids)
         self._free_parts: dict[tuple, FreePart] = {}
 
+    def of(self, params: SamplingParams) -> ReplyForm | None:
+        """As `wanted`, of params.structured_outputs and thinking_token_budget; None without either."""
+        wish, budget = params.structured_outputs, params.thinking_token_budget
+        if budget is not None and params.thoughts is None:
+            raise ShardlmError(
+                f"thinking_token_budget={budget}, and it is not known how this model marks its thoughts; give "
+                "SamplingParams(thoughts=Thoughts(...)) too, as LLM(reasoning_parser=...) does"
+            )
+        if budget is None:
+            return None if wish is None else self.wanted(wish)
+        return self.wanted(wish, params.thoughts, budget)
+
     def wanted(self, wish: StructuredOutputs | None, thoughts: Thoughts | None = None, budget: int = 0) -> ReplyForm:
         """What a request asks for; `budget` of `thoughts` where those are given. Raises ShardlmError, for the client,
         for what cannot be compiled."""

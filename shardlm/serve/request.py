@@ -39,7 +39,8 @@ class Request:
 
     __slots__ = (
         # What was asked for.
-        *("id", "params", "priority", "salt", "tokens", "prompt_len", "truncated", "eos_ids", "stop_ids"),
+        *("id", "params", "priority", "salt", "adapter", "tokens", "prompt_len", "truncated"),
+        *("eos_ids", "stop_ids"),
         # Where it stands.
         *("turn", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh", "computed", "prefill_end"),
         *("in_flight", "most_in_flight", "batches_in_flight", "page_hashes", "cached_tokens", "preemptions"),
@@ -55,14 +56,15 @@ class Request:
         *,
         priority: int = 0,
         salt: str = "",
+        adapter: int = 0,
         lockstep: bool = False,
     ):
         """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
-        `salt` share pages. With `lockstep` the host sees each token before the next is sampled, unless it sets `bound`.
-        Raises ShardlmError for an empty prompt."""
+        `salt` share pages. `adapter`: its number (adapters.py). With `lockstep` the host sees each token before the
+        next is sampled, unless it sets `bound`. Raises ShardlmError for an empty prompt."""
         if not len(prompt):
             raise ShardlmError("the prompt has no tokens; give at least one")
-        self.id, self.params, self.priority, self.salt = id, params, priority, salt
+        self.id, self.params, self.priority, self.salt, self.adapter = id, params, priority, salt, adapter
         self.truncated = max(0, len(prompt) - (params.truncate_prompt_tokens or len(prompt)))  # tokens left out
         self.tokens = array("i", prompt[self.truncated :])  # prompt and reply, as far as known
         self.prompt_len = len(self.tokens)

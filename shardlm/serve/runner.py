@@ -61,6 +61,10 @@ class RunnerConfig:
         """Columns of the page table: those of the longest request in each group."""
         return len(self.layout.windows) * -(-self.max_model_len // self.page_size)
 
+    def columns(self, first: int) -> int:
+        """Of the array that describes rows: the `first`, those of the page table, and the adapter."""
+        return first + self.row_pages + 1
+
     @property
     def decode_sizes(self) -> tuple[int, ...]:
         """Rows of the decode programs: powers of two and the most there can be."""
@@ -304,28 +308,29 @@ class Runner:
 
     # Inputs.
 
-    def _fill(self, columns: np.ndarray, pages: np.ndarray) -> None:
-        """A row's pages [groups, width] into its columns of the page table, int32 [row_pages]."""
-        columns.reshape(len(pages), -1)[:, : pages.shape[1]] = pages
+    def _fill(self, columns: np.ndarray, pages: np.ndarray, request: Request) -> None:
+        """A row's pages [groups, width] and its request's adapter into its last columns, int32 [row_pages + 1]."""
+        columns[:-1].reshape(len(pages), -1)[:, : pages.shape[1]] = pages
+        columns[-1] = request.adapter
 
     def _decode_rows(self, rows: Sequence[tuple[Row, np.ndarray]], size: int) -> DecodeRows:
-        where = np.zeros((size, 3 + self.config.row_pages), np.int32)
+        where = np.zeros((size, self.config.columns(3)), np.int32)
         where[:, 0] = self.config.max_rows  # the slot for padding
         for i, (row, pages) in enumerate(rows):
             where[i, :3] = row.slot, row.end if self.proposer else row.start, row.samples
-            self._fill(where[i, 3:], pages)
+            self._fill(where[i, 3:], pages, row.request)
         return DecodeRows(where)
 
     def _chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
         count = size[0]
-        where = np.zeros((count, 6 + self.config.row_pages), np.int32)
+        where = np.zeros((count, self.config.columns(6)), np.int32)
         where[:, 0] = self.config.max_rows
         tokens, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
         defaults, edits, told = RowSettings.defaults(count), no_edits(count), np.zeros(count, np.int8)
         for i, (row, pages, settings) in enumerate(rows):
             scored = settings.params.prompt_logprobs is not None
             where[i, :6] = row.slot, row.start, len(row.tokens), row.samples, scored, row.fresh
-            self._fill(where[i, 6:], pages)
+            self._fill(where[i, 6:], pages, row.request)
             tokens[i, : len(row.tokens)] = row.tokens
             following = row.request.tokens[row.start + 1 : row.end + 1]
             targets[i, : len(following)] = following

@@ -66,6 +66,12 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def least_remaining(self) -> int:
+        """Tokens that the reply which ends first may still be scheduled for, of those that run and have any left; 0
+        where none has."""
+        return min((left for request in self._running if (left := request.remaining) > 0), default=0)
+
+    @property
     def num_in_flight(self) -> int:
         """Batches that have been scheduled and have not landed."""
         return len(self._in_flight)

@@ -47,7 +47,7 @@ def last_step(
     hidden = lm.finish(x)
     logits = jax.reshard(lm.logits(hidden), programs.WHOLE)
     _, fed, count, position, room = entering
-    rows = Rows(where[:, 0], where[:, 3:], position, room, own)
+    rows = Rows(where[:, 0], where[:, 3:-1], position, room, own, where[:, -1])
     own, drafts, *out = verified(proposer, proposers, drafts, rows, fed, count, hidden, logits, found, tally)
     drafts, entering = _proposed(proposer, proposers, drafts, where, (own, *out), left > 0)
     return (pages, drafts, (own, *out)), entering
@@ -64,5 +64,5 @@ def _proposed(proposer: Proposer, params, drafts: Any, where: jax.Array, held: H
 def _read(stage: Stage, layout: PageLayout, params, pages, where: jax.Array, entering: Fed):
     x, fed, count, position, room = entering
     positions, valid = places(position, room, count, fed.shape[1])
-    ctx = Paged.make(where[:, 3:], valid, layout, stage.model.execution)
+    ctx = Paged.make(where[:, 3:-1], valid, layout, stage.model.execution, adapter=where[:, -1])
     return through(stage, params, pages, x, positions, ctx)

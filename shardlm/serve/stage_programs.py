@@ -92,7 +92,7 @@ def last_chunk(
 def _step(stage: Stage, layout: PageLayout, params, pages: Pages, where: jax.Array, entering: tuple, i: jax.Array):
     active = i < where[:, 2]
     position = jnp.where(active, where[:, 1] + i, 0)
-    ctx = Paged.make(where[:, 3:], active[:, None], layout, stage.model.execution)
+    ctx = Paged.make(where[:, 3:-1], active[:, None], layout, stage.model.execution, adapter=where[:, -1])
     return through(stage, params, pages, entering[0], position[:, None], ctx)
 
 

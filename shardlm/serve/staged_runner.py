@@ -119,7 +119,7 @@ class StagedRunner(Runner):
         edits = {key: what for key, what in super()._shapes().items() if key in ("counts", "allowed", "last", "text")}
         work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
         for rows in self.group_sizes:
-            work |= self._step_shapes(self._decoding, np.zeros((rows, 3 + self.config.row_pages), np.int32))
+            work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
         for key, whole in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, whole)
         return work

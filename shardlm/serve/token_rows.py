@@ -23,8 +23,8 @@ class TokenRows:
     """Rows of a token each. Of a prompt, a row before another of the same request has the smaller position. Padding has
     the last slot, no samples and no token.
 
-    where   int32 [M, 6 + W]: slot, position, samples, the token or -1 for the slot's last one, the token whose score is
-            wanted, whether it is (0 or 1), and the row's pages in each group
+    where   int32 [M, 6 + W + 1]: slot, position, samples, the token or -1 for the slot's last one, the token whose
+            score is wanted, whether it is (0 or 1), the row's pages in each group, and its adapter
     """
 
     where: jax.Array
@@ -40,7 +40,8 @@ def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeStat
     def step(i, carry):
         pages, own, said = carry
         read, position, active = fed(where, own.last, i)
-        lm, hidden, pages = hidden_of_one(model, layout, params, pages, where[:, 6:], read, position, active)
+        given = (pages, where[:, 6:-1], read, position, active, where[:, -1])
+        lm, hidden, pages = hidden_of_one(model, layout, params, *given)
         own, said = sampled(lm, hidden, where, own, said, i)
         return pages, own, said
 

@@ -80,12 +80,17 @@ def bytes_by_device(tree) -> set[int]:
     return set(found.values())
 
 
+ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
+
+
 @pytest.mark.parametrize(
     ("family", "axes", "options"),
     [
         ("llama", {"tensor": 2}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "int4", "kv_cache_dtype": "fp8"}),
         ("gemma3", {"pipeline": 2, "data": 2}, {}),
+        ("gemma3", {"pipeline": 2}, ROOM),
+        ("deepseek_v2", {"tensor": 2}, {"quantization": "int8"} | ROOM),
         ("gemma3", {"tensor": 2}, {"speculative_config": {"model": str(REFERENCES / "llama")} | DRAFTED}),
         ("llama", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3")} | DRAFTED}),
         ("llama", {"data": 2}, {"speculative_config": {"method": "ngram"} | DRAFTED}),
@@ -198,6 +203,11 @@ def test_what_must_follow():
     assert packed.memory.fullest.weights < 0.6 * base.memory.fullest.weights
     assert packed.decode[0].seconds < 0.7 * steps[0].seconds  # read as it is held
     assert packed.prefill > base.prefill  # and in many rows made anew in 16 bits
+    room = ServingPlan.of(on("h100", 1, enable_lora=True, max_loras=4))
+    own = 64 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14_336))  # of rank 4 x 16, in 32 layers
+    assert room.memory.fullest.weights == base.memory.fullest.weights + 2 * own
+    assert room.decode[0].least == pytest.approx(steps[0].least + 2 * own / 3.35e12)
+    assert 1.02 * steps[0].seconds < room.decode[0].seconds < 1.5 * steps[0].seconds
 
 
 def test_drafts_bring_tokens_and_cost_what_makes_and_verifies_them():

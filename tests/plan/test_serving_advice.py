@@ -1,5 +1,6 @@
 """Hardware for a serving target, held against the serving plans themselves; by formulas alone."""
 
+import dataclasses
 import json
 import math
 
@@ -13,8 +14,9 @@ from shardlm.hardware_file import hardware_from
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.advice import advise_serving
 from shardlm.plan.serving.advice_output import reasons, to_json, to_text
+from shardlm.plan.serving.attainment import Trials, without_latencies
 from shardlm.plan.serving.case import ServedModel, ServingCase
-from shardlm.plan.serving.search import search
+from shardlm.plan.serving.search import ServingPlan, search
 from shardlm.plan.target import ServingTarget
 from shardlm.serve.build import EngineConfig
 
@@ -26,7 +28,7 @@ def asked(rate: float, **latencies):
 
 
 def advised(case_on, names=("l40s", "dgx-h100", "azure-nd-h100-v5", "aws-p5", "gb300-nvl72"), **options):
-    return advise_serving(case_on, names=names, fixed={}, **options)
+    return advise_serving(case_on, names=names, **{"fixed": {}} | options)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,39 @@ def test_more_requests_need_more_gpus_and_tighter_latencies_no_fewer():
     assert gpus(500) <= gpus(500, itl_seconds=0.03) <= gpus(500, itl_seconds=0.02)
 
 
+def test_a_share_in_time_takes_as_many_replicas_and_no_fewer():
+    def case_on(cluster):
+        return ServingCase(MODEL, cluster, EngineConfig(), 2048, 16, 60.0, ttft_seconds=0.2, attainment=0.95)
+
+    heard = []
+    found = advised(case_on, names=("dgx-h100", "aws-p5"), say=heard.append)
+    assert [one for one in heard if one.startswith("looking")] == ["looking at dgx-h100 (h100) ..."]
+    offer, other = found.offers
+    plan, each = offer.plan, offer.plan.gpus_per_replica
+    assert other.plan is plan and plan.usual.rate == pytest.approx(60 / plan.replicas)
+    assert 0.95 <= offer.times["within_limits"] < 1 and offer.times["requests_per_second"] == plan.usual.rate
+    # By means fewer would do; and of this mesh and all others, fewer GPUs do not.
+    means = advised(lambda cluster: dataclasses.replace(case_on(cluster), attainment=0.0), names=["h100"]).offers[0]
+    assert offer.num_gpus > means.num_gpus
+    for one in search(case_on(Cluster.of(GPUS["h100"], 8))).plans:
+        trials = Trials(ServingPlan.of(without_latencies(one.case)), one.case)
+        assert not trials.fewest(60.0, (offer.num_gpus - 1) // one.gpus_per_replica), one.mesh
+    text, said = to_text(found), " ".join(reasons(offer))
+    assert "The first token within 0.2 s for 0.95 of them" in text and "in time" in text
+    assert f"take {plan.replicas} of them, {offer.num_gpus} GPUs: of 1,000 requests that come at random" in said
+    assert f"{offer.times['within_limits']:.1%} are in time" in said and "GPUs would take as many GPUs or more" in said
+    told = json.loads(json.dumps(to_json(found, ServingTarget(60, 2048, 16))))
+    assert told["attainment"] == 0.95 and told["offers"][0]["most_requests_per_second"] is None
+    assert told["offers"][0]["times_of_requests"]["ttft_seconds"]["p90"] <= 0.2 and each
+
+
 def test_what_no_replica_does_says_why():
+
+    def in_time(cluster):  # where two come together, one is late
+        return ServingCase(MODEL, cluster, EngineConfig(), 2048, 16, 5, ttft_seconds=0.112, attainment=0.9999)
+
+    late = advised(in_time, names=["h100"], fixed={"tensor": 1, "pipeline": 1})
+    assert not late.offers and "a replica on one GPU gives 99.2% of requests" in to_text(late)
     none = advised(asked(5, itl_seconds=1e-5), names=["h100"])
     assert not none.offers and "as fast as asked for" in to_text(none)
     large = ServedModel.of_config(config("llama3_70b"))
@@ -91,5 +125,13 @@ def test_the_command_advises_and_says_what_is_wrong():
     done = run("launch.whatif", *words, "--target=50 requests/s at 2k in, 200 out", "--itl_seconds=0.05")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["offers"][0]["itl_seconds"] <= 0.05
+    short = ("--target=5 requests/s at 2k in, 2 out", "--attainment=0.9")
+    done = run("launch.whatif", *words, *short, "--ttft_seconds=0.3")
+    assert done.returncode == 0 and "requests at random on replicas of one GPU" in done.stderr, done.stderr
+    assert json.loads(done.stdout)["offers"][0]["times_of_requests"]["within_limits"] >= 0.9
+    done = run("launch.whatif", *words, *short)
+    assert done.returncode == 1 and "attainment=0.9 is the share of requests that must keep" in done.stderr
+    done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=2T tokens in 30 days", "--attainment=0.9")
+    assert (done.returncode, done.stderr) == (1, "error: --attainment goes with --serve: add that, or leave it out\n")
     done = run("launch.whatif", *words, "--target=5 requests/s at 2k in, 2 out", "--prompt_len=3")
     assert done.returncode == 1 and "--prompt_len is what the target says" in done.stderr, done.stderr

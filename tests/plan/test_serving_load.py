@@ -11,12 +11,13 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving.arrivals import Programs, times_of_requests
-from shardlm.plan.serving.attainment import search_attained
+from shardlm.plan.serving import attainment
+from shardlm.plan.serving.arrivals import Programs, keep_latencies, times_of_requests
+from shardlm.plan.serving.attainment import Trials, search_attained, without_latencies
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.load import Load, Replica
 from shardlm.plan.serving.memory import serving_memory
-from shardlm.plan.serving.search import search
+from shardlm.plan.serving.search import ServingPlan, search
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.pace import steps_of
@@ -75,6 +76,40 @@ def test_a_share_keeps_the_latencies_asked_for():
         replica, case=dataclasses.replace(replica.case, ttft_seconds=times["ttft_seconds"]["p90"])
     )
     assert times_of_requests(Programs(replica), load) == times | {"within_limits": pytest.approx(0.9, abs=0.002)}
+
+
+def test_whether_requests_are_in_time_is_known_sooner_than_their_times():
+    """Decode programs that nobody waits for are run as one: times differ by little, and with the limit as far from the
+    percentile the answer by nothing."""
+    replica = replica_of(2048, 32)
+    for share in (0.1, 0.6):
+        load = replica.at(share * replica.most().rate)
+        times = times_of_requests(Programs(replica), load)
+        for name, limit in (("ttft_seconds", "ttft_seconds"), ("tpot_seconds", "itl_seconds")):
+            for times_more, kept in ((1.03, True), (0.97, False)):
+                asked = {limit: times_more * times[name]["p90"], "attainment": 0.9}
+                programs = Programs(dataclasses.replace(replica, case=dataclasses.replace(replica.case, **asked)))
+                assert keep_latencies(programs, load) == kept, (share, name, times_more)
+
+
+def test_the_fewest_replicas_are_found_with_few_trials(monkeypatch):
+    """Of a rule that is known: requests are in time up to a rate."""
+    case = replica_of(2048, 16, ttft_seconds=0.25, request_rate=100.0, attainment=0.9).case
+    tried = []
+
+    def kept(_, load: Load) -> bool:
+        return tried.append(load) or load.rate <= most
+
+    monkeypatch.setattr(attainment, "keep_latencies", kept)
+    monkeypatch.setattr(attainment, "times_of_requests", lambda *asked: {"within_limits": float(kept(*asked))})
+    for most in (0.3, 3.0, 9.0, 11.0, 12.1):
+        trials = Trials(ServingPlan.of(without_latencies(case)), case)
+        assert trials.plan.most.rate > 12.2
+        needed = math.ceil(100 / most)
+        assert needed <= trials.fewest(100.0) <= 1.03 * needed
+        assert trials.fewest(100.0, needed - 1) == 0 and needed <= trials.fewest(100.0, needed + 2) <= needed + 2
+        assert most / 1.04 < trials.highest() <= most
+    assert len(tried) < 5 * 20
 
 
 def test_a_plan_by_attainment_has_as_many_requests_as_leave_most_in_time():

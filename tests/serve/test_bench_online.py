@@ -167,6 +167,22 @@ def test_workloads(tmp_path):
         workload.prompts(1, 3, 4, 9)
 
 
+def test_lengths_are_spread_evenly():
+    assert workload.spread(100, 0.1) == range(90, 111) and workload.spread(9, 0) == range(9, 10)
+    assert workload.spread(1, 0.9) == range(1, 3)
+    jobs = workload.random_jobs(400, 10, 20, 4, 50, seed=1, ratio=0.5)
+    both = [(len(job.body["prompt"]), job.body["max_tokens"]) for job in jobs]
+    assert both == workload.lengths(400, 10, 20, 0.5, seed=1) != workload.lengths(400, 10, 20, 0.5, seed=2)
+    assert {asked for asked, _ in both} == set(range(5, 16)) and {told for _, told in both} == set(range(10, 31))
+    assert len({tuple(job.body["prompt"][:4]) for job in jobs}) == 1
+    equal = workload.random_jobs(2, 10, 20, 4, 50, seed=1)
+    assert [job.body["prompt"] for job in equal] == workload.prompts(2, 10, 4, 50, seed=1)
+    with pytest.raises(ShardlmError, match="range_ratio=1 is a share of the lengths"):
+        workload.random_jobs(1, 10, 20, 0, 50, 0, ratio=1.0)
+    with pytest.raises(ShardlmError, match=r"prompt_len=10, of which range_ratio=0\.5 makes the shortest 5"):
+        workload.random_jobs(1, 10, 20, 6, 50, 0, ratio=0.5)
+
+
 def test_command_lines_that_cannot_be():
     with pytest.raises(ShardlmError, match="a limit is NAME:SECONDS, of ttft, tpot"):
         limits_of(["ttft:1", "tfft:1"])

@@ -41,7 +41,7 @@ def test_decoding_on_a_cpu_copies_neither_weights_nor_pages(tensor, made_first):
         layout = PageLayout.whole(1, PAGES)
         state = jax.eval_shape(lambda: empty_state(model, layout, PAGE, ROWS))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
-        rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 8), jnp.int32))
+        rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 8 + 1), jnp.int32))
         decode = functools.partial(programs.decode, model, layout, 8)
         arguments = (model.held_at_rest(mesh), state, rows, jax.ShapeDtypeStruct((), jnp.int32))
         compiled = jax.jit(decode, donate_argnums=1).lower(*arguments).compile()

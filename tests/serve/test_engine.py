@@ -20,6 +20,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.bench.engine import bench_serving, serve_to
+from shardlm.serve.bench.workload import lengths
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
@@ -278,12 +279,15 @@ def test_the_benchmark_offline_and_over_http(served, tmp_path):
     assert alone["batch"] == 1 and 0 < alone["prefill_seconds"] < alone["seconds"]
     file, picture = tmp_path / "online.json", tmp_path / "online.png"
     words = ["--rates=inf", "--concurrency=2", "--requests=5", "--prompt_len=9", "--output_len=6", "--shared_prefix=4"]
+    words += ["--range_ratio=0.5"]
     words += [f"--vocab={CONFIG.vocab_size}", "--goodput=e2e:99,ttft:1e-9", f"--output={file}", f"--plot={picture}"]
     asyncio.run(serve_to(served[0], [sys.executable, "-m", "launch.bench", "serve", "--quiet", *words]))
     written = json.loads(file.read_text())
     assert written["model"] == "bench" and [row.get("request_rate") for row in written["online"]] == ["inf", None]
-    for row in written["online"]:
-        assert row["requests"] == 5 and row["failed"] == 0 and row["output_tokens"] == 5 * 6
+    assert written["workload"]["range_ratio"] == 0.5
+    for seed, row in enumerate(written["online"], 1):
+        replies = sum(new for _, new in lengths(5, 9, 6, 0.5, seed))
+        assert row["requests"] == 5 and row["failed"] == 0 and row["output_tokens"] == replies
         assert 0 < row["ttft_seconds"]["p50"] <= row["e2e_seconds"]["p50"] <= row["e2e_seconds"]["p99"]
         assert row["goodput"]["share"] == 0 and row["goodput"]["limits_seconds"] == {"e2e": 99, "ttft": 1e-9}
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -145,10 +145,8 @@ def test_what_vllm_s_users_give_and_is_not_here(llm):
     assert llm.generate("true", GREEDY, **none)[0].finished
     assert llm.chat(user, GREEDY, chat_template_content_format="auto", **none)[0].finished
     for call, message in (
-        (
-            lambda: llm.generate("a", lora_request=1),
-            "LLM.generate has no lora_request .* LLM.model=FOLDER_",
-        ),
+        (lambda: llm.generate("a", prompt_token_ids=[[1]]), "LLM.generate has no prompt_token_ids .* prompts that are"),
+        (lambda: llm.generate("a", lora_request=1), "lora_request has a int; give shardlm.LoRARequest"),
         (lambda: llm.generate("a", sampling_parms=GREEDY), "did you mean sampling_params"),
         (lambda: llm.chat(user, chat_template_content_format="openai"), "templates are given contents as texts"),
     ):

@@ -11,23 +11,28 @@ import functools
 import numpy as np
 import pytest
 from engines import CONFIG, END, TOKENIZER
+from flax.traverse_util import flatten_dict, unflatten_dict
 from oracle import Oracle, opened_of
 from pairwise import covering
 from small_moe import MOE
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.lora import A, LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened
+from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.engine import Engine
+from shardlm.serve.layers import split
 from shardlm.serve.live_weights import new_weights
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.submeshes import of_replica
+from shardlm.state import is_adapter, joined
 
 ONE = MeshSpec()
 BUILT = {
@@ -36,7 +41,7 @@ BUILT = {
     "kv_cache_dtype": ("auto", "fp8", "int8"),
     "tie_embeddings": (False, True),
     "window": (0, 6),
-    "adapters": (False, True),
+    "adapters": ("", "own", "several"),  # the model's own one, or room for two, of which each request has one or none
     "deterministic": (False, True),
     "drafts": (None, "ngram", "mtp"),
 }
@@ -96,8 +101,21 @@ def shape_of(build: dict) -> TransformerConfig:
     return dataclasses.replace(shape, segments=(Segment((windowed, block), 1),), mtp=mtp)
 
 
-def opened(build: dict, spec: MeshSpec, seed: int = 0) -> Opened:
-    return opened_of(shape_of(build), of_replica(spec), seed, lora=2 * build["adapters"], weights=build["weights"])
+def opened(build: dict, spec: MeshSpec, seed: int = 0, adapter: bool | None = None) -> Opened:
+    """With `adapter` or without, by default as the model has one of its own."""
+    own = build["adapters"] == "own" if adapter is None else adapter
+    return opened_of(shape_of(build), of_replica(spec), seed, lora=2 * own, weights=build["weights"])
+
+
+def loaded(engine: Engine | EngineGroup, build: dict) -> None:
+    """Two adapters, one after the other: "other" in the first place, "own" in the second, as `opened` has it."""
+    for name, seed in (("other", 1), ("own", 0)):
+        params = opened(build, ONE, seed, adapter=True).params
+        flat = flatten_dict({"segments": split(params["segments"])})
+        parts = {path: np.asarray(a) for path, a in flat.items() if is_adapter(path)}
+        scale = LoraConfig(2).alpha / 2
+        parts = {path: a if path[-1].endswith(A) else scale * a for path, a in parts.items()}
+        engine.load_adapter(name, "", parts)
 
 
 def runners_of(build: dict) -> list:
@@ -111,6 +129,9 @@ def runners_of(build: dict) -> list:
         max_num_batched_tokens=32,
         block_size=PAGE,
         decode_steps=4,
+        enable_lora=build["adapters"] == "several",
+        max_loras=2,
+        max_lora_rank=3,
     )
     engine = assemble(opened(build, build["mesh"]), TOKENIZER, [END], LENGTH, config)
     return [one.runner for one in (engine.engines if isinstance(engine, EngineGroup) else [engine])]
@@ -127,8 +148,12 @@ def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
         )
         sizes = dataclasses.replace(sizes, layout=dataclasses.replace(sizes.layout, num_pages=1 + longest))
     config = EngineConfig(enable_prefix_caching=case["caching"], speculative_config=drafts_of(case))
-    engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END]) for runner in runners]
-    return engines[0] if len(engines) == 1 else EngineGroup(engines)
+    adapters = AdapterTable(Room(2, 3) if case["adapters"] == "several" else Room())
+    engines = [Engine(runner, scheduler_of(sizes, config), TOKENIZER, [END], adapters) for runner in runners]
+    engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
+    if case["adapters"] == "several":
+        loaded(engine, case)
+    return engine
 
 
 def params_of(case: dict) -> SamplingParams:
@@ -178,24 +203,33 @@ def test_every_pair_of_features_gives_what_the_oracle_says():
     preemptions = hits = 0
     for build, cases in engines_and_cases():
         runners, plain = runners_of(build), Oracle(opened(build, ONE), build["kv_cache_dtype"])
+        several = build["adapters"] == "several"
+        adapted = Oracle(opened(build, ONE, adapter=True), build["kv_cache_dtype"]) if several else plain
+        has = {"adapter": "own"} if several else {}
         for case in cases:
-            engine, params, oracle, old = engine_of(runners, case), params_of(case), plain, runners[0].params
+            engine, params, old = engine_of(runners, case), params_of(case), runners[0].params
+            of = {"first": adapted, "again": adapted, "beside": plain}
             greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
             if case["new_weights"]:
-                engine.add("old", PROMPT, greedy)
-                check(run(engine)["old"], PROMPT, greedy, plain, False)
+                engine.add("old", PROMPT, greedy, **has)
+                check(run(engine)["old"], PROMPT, greedy, adapted, False)
                 engine.update_weights(new_weights(opened(build, build["mesh"], seed=1).params, runners[0]))
-                oracle = plain.of(opened(build, ONE, seed=1).params)
-            engine.add("first", PROMPT, params, embed=case["embed"])
+                new = opened(build, ONE, seed=1).params
+                of["beside"] = plain.of(new)
+                if several:  # adapters stay
+                    old_ones = {p: a for p, a in flatten_dict(adapted.opened.params).items() if is_adapter(p)}
+                    new = joined(new, unflatten_dict(old_ones))
+                of["first"] = of["again"] = adapted.of(new)
+            engine.add("first", PROMPT, params, embed=case["embed"], **has)
             engine.add("beside", BESIDE, greedy)
             done = run(engine)
             before = engine.stats().prefix_hits
-            engine.add("again", PROMPT, params, embed=case["embed"])
+            engine.add("again", PROMPT, params, embed=case["embed"], **has)
             done |= run(engine)
             try:
-                check(done["beside"], BESIDE, greedy, oracle, False)
+                check(done["beside"], BESIDE, greedy, of["beside"], False)
                 for id in ("first", "again"):
-                    check(done[id], PROMPT, params, oracle, case["embed"])
+                    check(done[id], PROMPT, params, of[id], case["embed"])
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
             found = engine.stats().prefix_hits - before

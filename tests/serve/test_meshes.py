@@ -17,6 +17,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.serve import runner, staged_runner
+from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
@@ -223,7 +224,7 @@ class _Fake:
     """As much of an engine as routes are found by."""
 
     def __init__(self):
-        self.scheduler = types.SimpleNamespace(pages=PageTable(200, 4))
+        self.scheduler, self.adapters = types.SimpleNamespace(pages=PageTable(200, 4)), AdapterTable(Room())
         self.ended = self.runner = self.tokenizer = self.stop_ids = self.max_model_len = None
         self.ids = []
 

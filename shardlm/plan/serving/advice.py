@@ -5,13 +5,15 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from shardlm.clusters import ClusterKind
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED, Hardware
 from shardlm.plan.advice import SYSTEMS, kind_named
-from shardlm.plan.asked import list_price
+from shardlm.plan.asked import Say, list_price, silent
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.attainment import fewest_gpus
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.change import why_not
 from shardlm.plan.serving.search import ServingPlan, meshes
@@ -25,7 +27,9 @@ class ServingOffer:
     """What a kind of cluster has for a target.
 
     plan      of the replica whose copies together take the fewest GPUs
-    others    the same of replicas of other numbers of GPUs, the fewest GPUs first
+    others    the same of replicas of other numbers of GPUs, the fewest GPUs first; by attainment they would take as
+              many or more, and how many is not looked for
+    times     by attainment, of requests that come at random to the replica (arrivals.times_of_requests)
     """
 
     kind: ClusterKind
@@ -33,6 +37,7 @@ class ServingOffer:
     others: tuple[ServingPlan, ...]
     dollars_per_gpu_hour: float
     price_source: str
+    times: Mapping[str, Any] | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -66,51 +71,80 @@ def advise_serving(
     fixed: Mapping[str, int],
     dollars_per_gpu_hour: float = 0,
     hardware: Hardware = SHIPPED,
+    say: Say = silent,
 ) -> ServingAdvice:
     """Looks at every kind of cluster of `names`, or GPU in hosts of eight.
 
     case_on  what is to be served, at which rate, on a cluster
     fixed    sizes of axes of a replica's mesh that are not searched
+    say      is told which kind is looked at, and on which meshes requests are tried
 
     Raises ShardlmError for a name that is neither, and for a case that cannot be.
     """
     start = time.perf_counter()
     kinds = [kind_named(name, hardware) for name in dict.fromkeys(names)]
     offers, nothing = [], []
-    found: dict[tuple, tuple[ServingPlan, ...] | str] = {}  # kinds of equal GPUs, hosts and network are one search
+    found: dict[tuple, _Plans | str] = {}
     for kind in kinds:
-        key = (kind.gpu, kind.gpus_per_host, kind.nic_bytes_per_second, kind.fabric)
-        if key not in found:
-            found[key] = _by_size(case_on, kind, hardware, fixed)
+        hosts = (kind.gpu, kind.gpus_per_host)
+        key = (*hosts, kind.nic_bytes_per_second, kind.fabric)
+        if hosts in found:  # replicas within a host, whatever joins the hosts
+            key = hosts
+        elif key not in found:
+            say(f"looking at {kind.name} ({kind.gpu}) ...")
+            plans = _by_size(case_on, kind, hardware, fixed, say)
+            if not isinstance(plans, str) and plans.best.gpus_per_replica <= kind.gpus_per_host:
+                key = hosts
+            found[key] = plans
         plans = found[key]
         if isinstance(plans, str):
             nothing.append((kind, plans))
             continue
         price = (dollars_per_gpu_hour, "as given") if dollars_per_gpu_hour else list_price(kind.gpu, kind.name)
-        offers.append(ServingOffer(kind, plans[0], plans[1:], *price))
+        offers.append(ServingOffer(kind, plans.best, plans.others, *price, plans.times))
     offers.sort(key=lambda offer: (not offer.dollars_per_gpu_hour, offer.dollars_per_hour, offer.num_gpus))
     return ServingAdvice(tuple(offers), tuple(nothing), time.perf_counter() - start)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plans:
+    """What a ServingOffer has of them."""
+
+    best: ServingPlan
+    others: tuple[ServingPlan, ...]
+    times: Mapping[str, Any] | None = None
+
+
 def _by_size(
-    case_on: Callable[[Cluster], ServingCase], kind: ClusterKind, hardware: Hardware, fixed: Mapping[str, int]
-) -> tuple[ServingPlan, ...] | str:
+    case_on: Callable[[Cluster], ServingCase],
+    kind: ClusterKind,
+    hardware: Hardware,
+    fixed: Mapping[str, int],
+    say: Say,
+) -> _Plans | str:
     """The best plan for each number of GPUs of a replica, the fewest GPUs in all first: of those within a host, else
     within two, four, ...; why there is none."""
-    hosts = 1
+    hosts, late, tried = 1, "", 0
     while True:
         count = hosts * kind.gpus_per_host
         gpu, network = hardware.gpu(kind.gpu), (kind.nic_bytes_per_second, kind.fabric)
         cluster = Cluster.of(gpu, count, kind.gpus_per_host, *network)
         case = case_on(cluster)
-        plans = sorted(_plans(case, fixed), key=_order)
+        plans = sorted((p for p in _plans(case, fixed) if p.gpus_per_replica > tried), key=_order)
+        best: dict[int, ServingPlan] = {}
+        for plan in plans:
+            best.setdefault(plan.gpus_per_replica, plan)
+        if plans and not case.attainment:
+            return _Plans(plans[0], tuple(best.values())[1:])
         if plans:
-            best: dict[int, ServingPlan] = {}
-            for plan in plans:
-                best.setdefault(plan.gpus_per_replica, plan)
-            return tuple(best.values())
+            try:
+                plan, times = fewest_gpus(plans, say)
+                others = (other for size, other in best.items() if size != plan.gpus_per_replica)
+                return _Plans(plan, tuple(others), times)
+            except ShardlmError as error:
+                late, tried = str(error), count
         if hosts == MOST_HOSTS:
-            return why_not(case, fixed)
+            return late or why_not(case, fixed)
         hosts *= 2
 
 

@@ -6,8 +6,10 @@ from typing import Any
 from shardlm.hardware import GIB
 from shardlm.plan.columns import columns, three_digits
 from shardlm.plan.serving.advice import MOST_HOSTS, ServingAdvice, ServingOffer
+from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM
-from shardlm.plan.serving.search import ServingPlan
+from shardlm.plan.serving.report.tables import requests
+from shardlm.plan.serving.search import mesh_text
 from shardlm.plan.target import ServingTarget
 
 WIDTH = 120
@@ -32,8 +34,10 @@ def to_text(advice: ServingAdvice) -> str:
     if advice.offers:
         case = advice.offers[0].plan.case
         asked = f"{case.request_rate:g} requests/s of {case.prompt_len:,} tokens in and {case.output_len:,} out"
-        blocks = [f"{asked} of {case.model.name}. All figures are estimated."]
-        blocks.append(columns(HEAD, [_line(offer) for offer in advice.offers], left=(0, 1, 10)))
+        kept = f" {wanted(case)} for {case.attainment:.4g} of them." if case.attainment else ""
+        blocks = [f"{asked} of {case.model.name}.{_uneven(case)}{kept} All figures are estimated."]
+        head = (*HEAD[:-1], "in time", HEAD[-1]) if case.attainment else HEAD
+        blocks.append(columns(head, [_line(offer) for offer in advice.offers], left=(0, 1, len(head) - 1)))
     for i, offer in enumerate(advice.offers, 1):
         text = f"{i}. {offer.kind.name}: {' '.join(reasons(offer))}"
         blocks.append(textwrap.fill(text, WIDTH, subsequent_indent="   "))
@@ -44,9 +48,28 @@ def to_text(advice: ServingAdvice) -> str:
     return "\n\n".join(blocks)
 
 
+def _uneven(case: ServingCase) -> str:
+    """What requests are like where not all are of the target's lengths and new."""
+    if not (case.range_ratio or case.shared_prefix):
+        return ""
+    said = requests({"shared_prefix": case.shared_prefix}, case.mix.told(), case.engine.enable_prefix_caching)
+    return f" {said[0].upper()}{said[1:]}."
+
+
+def wanted(case: ServingCase) -> str:
+    """The latencies asked for."""
+    token = "a further one every" if case.ttft_seconds else "a further token every"
+    limits = {"the first token within": case.ttft_seconds, token: case.itl_seconds}
+    said = " and ".join(f"{what} {three_digits(limit)} s" for what, limit in limits.items() if limit)
+    return said[0].upper() + said[1:]
+
+
 def _line(offer: ServingOffer) -> list[str]:
-    plan, priced = offer.plan, offer.dollars_per_gpu_hour
+    plan, priced, times = offer.plan, offer.dollars_per_gpu_hour, offer.times
     replied, both = _prices(offer)
+    first, further = plan.usual.ttft_seconds, plan.usual.itl_seconds
+    if times:
+        first, further = times["ttft_seconds"]["mean"], times["tpot_seconds"].get("mean", 0.0)
     return [
         offer.kind.name,
         offer.kind.gpu,
@@ -56,9 +79,10 @@ def _line(offer: ServingOffer) -> list[str]:
         f"{offer.dollars_per_hour:,.2f}" if priced else "-",
         f"{replied:.3f}" if priced else "-",
         f"{both:.3f}" if priced else "-",
-        three_digits(plan.usual.ttft_seconds),
-        three_digits(plan.usual.itl_seconds),
-        mesh_text(plan),
+        three_digits(first),
+        three_digits(further),
+        *([f"{times['within_limits']:.1%}"] if times else []),
+        mesh_text(plan.case.engine.mesh),
     ]
 
 
@@ -68,31 +92,52 @@ def _prices(offer: ServingOffer) -> tuple[float, float]:
     return offer.dollars_per_million(case.output_len), offer.dollars_per_million(case.prompt_len + case.output_len)
 
 
-def mesh_text(plan: ServingPlan) -> str:
-    """Of one replica, axes of size 1 left out."""
-    mesh = plan.case.engine.mesh
-    return " ".join(f"{a}={mesh.size(a)}" for a in ("tensor", "expert", "pipeline") if mesh.size(a) > 1) or "one GPU"
-
-
 def reasons(offer: ServingOffer) -> list[str]:
     """Sentences: the replica, what limits it, how many, why not larger or smaller ones, the price."""
     plan, case = offer.plan, offer.plan.case
-    fullest, most, usual = plan.memory.fullest, plan.most, plan.usual
-    weights, pages = fullest.weights / GIB, fullest.pages / GIB
+    weights, pages = plan.memory.fullest.weights / GIB, plan.memory.fullest.pages / GIB
     said = [
-        f"A replica on {mesh_text(plan)} holds {weights:.1f} GiB of weights and {pages:.1f} GiB of pages a GPU, for "
-        f"{plan.at_once:,} such requests at once, and sustains {three_digits(most.rate)} requests/s at most, where "
-        f"{most.limit} limits it.",
-        f"At {HEADROOM:.0%} of that {case.request_rate:g} requests/s take {plan.replicas:,} of them, "
-        f"{offer.num_gpus:,} GPUs; {usual.prompts:.0%} of their time goes to prompts, and "
-        f"{three_digits(usual.running)} replies run in each.",
+        f"A replica on {mesh_text(case.engine.mesh)} holds {weights:.1f} GiB of weights and {pages:.1f} GiB of pages a "
+        f"GPU, for {plan.at_once:,} such requests at once.",
+        *(_in_time(offer) if offer.times else _by_means(offer)),
     ]
-    for other in offer.others:
-        said.append(f"Replicas of {other.gpus_per_replica} ({mesh_text(other)}) would take {other.num_gpus:,} GPUs.")
     if offer.dollars_per_gpu_hour:
         said.append(f"A GPU-hour is ${offer.dollars_per_gpu_hour:.2f} ({offer.price_source}).")
     else:
         said.append(f"No price of a {offer.kind.gpu} is known; give --dollars_per_gpu_hour.")
+    return said
+
+
+def _by_means(offer: ServingOffer) -> list[str]:
+    plan, most, usual = offer.plan, offer.plan.most, offer.plan.usual
+    said = [
+        f"It sustains {three_digits(most.rate)} requests/s at most, where {most.limit} limits it.",
+        f"At {HEADROOM:.0%} of that {plan.case.request_rate:g} requests/s take {plan.replicas:,} of them, "
+        f"{offer.num_gpus:,} GPUs; {usual.prompts:.0%} of their time goes to prompts, and "
+        f"{three_digits(usual.running)} replies run in each.",
+    ]
+    for other in offer.others:
+        mesh = mesh_text(other.case.engine.mesh)
+        said.append(f"Replicas of {other.gpus_per_replica} ({mesh}) would take {other.num_gpus:,} GPUs.")
+    return said
+
+
+def _in_time(offer: ServingOffer) -> list[str]:
+    """By attainment."""
+    plan, times = offer.plan, offer.times
+    first, further = times["ttft_seconds"], times["tpot_seconds"]
+    rest = (
+        f", further ones every {three_digits(further['p50'])} and {three_digits(further['p99'])} s" if further else ""
+    )
+    said = [
+        f"{plan.case.request_rate:g} requests/s take {plan.replicas:,} of them, {offer.num_gpus:,} GPUs: of "
+        f"{times['requests']:,} requests that come at random to one, {three_digits(times['requests_per_second'])} a "
+        f"second, {times['within_limits']:.1%} are in time, half of the first tokens within "
+        f"{three_digits(first['p50'])} s and 99% within {three_digits(first['p99'])} s{rest}."
+    ]
+    if offer.others:
+        sizes = ", ".join(map(str, sorted(other.gpus_per_replica for other in offer.others)))
+        said.append(f"Replicas of {sizes} GPUs would take as many GPUs or more.")
     return said
 
 
@@ -103,6 +148,8 @@ def to_json(advice: ServingAdvice, target: ServingTarget) -> dict[str, Any]:
             "prompt_tokens": target.prompt_len,
             "reply_tokens": target.output_len,
         },
+        "requests": next((offer.plan.case.mix.told() for offer in advice.offers), None),
+        "attainment": next((offer.plan.case.attainment for offer in advice.offers), None) or None,
         "offers": [_offer(offer) for offer in advice.offers],
         "nothing": [{"cluster": kind.name, "gpu": kind.gpu, "why": why} for kind, why in advice.nothing],
         "seconds": round(advice.seconds, 1),
@@ -120,10 +167,12 @@ def _offer(offer: ServingOffer) -> dict[str, Any]:
         "replicas": plan.replicas,
         "gpus_per_replica": plan.gpus_per_replica,
         "mesh": {axis: plan.case.engine.mesh.size(axis) for axis in ("tensor", "expert", "pipeline")},
-        "most_requests_per_second": plan.most.rate,
+        "requests_per_second_each": plan.usual.rate,
+        "most_requests_per_second": None if offer.times else plan.most.rate,  # not looked for by attainment
         "limited_by": plan.most.limit,
         "ttft_seconds": plan.usual.ttft_seconds,
         "itl_seconds": plan.usual.itl_seconds,
+        "times_of_requests": offer.times,
         "dollars_per_gpu_hour": price or None,
         "price_source": offer.price_source or None,
         "dollars_per_hour": offer.dollars_per_hour if price else None,

@@ -1,29 +1,36 @@
 """Serving plans by the share of requests that keep their latencies (the attainment of DistServe, https://arxiv.org/abs/
 2401.09670, section 2.2) and not by means: the highest rate of a replica for which, of requests that come at random to
-its own scheduler, as many do."""
+its own scheduler, as many do; the fewest replicas for a rate of all."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.plan.asked import Say
-from shardlm.plan.serving.arrivals import Programs, times_of_requests
+from shardlm.plan.serving.arrivals import Programs, keep_latencies, times_of_requests
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.load import Replica
-from shardlm.plan.serving.search import Found, ServingPlan, search
+from shardlm.plan.serving.load import Load, Replica
+from shardlm.plan.serving.search import Found, ServingPlan, mesh_text, search
 from shardlm.plan.serving.time import Speed
 
+SLACK = 1.25  # a share of a half and more keeps latencies at no rate higher than the means do, by as much as those err
 LEAST = 0.01  # of the most: all but idle
 EXACT = 1.03  # two rates as near to each other are the same
+STEP = 1.15  # from where a rate is looked for, up or down
+
+
+def without_latencies(case: ServingCase) -> ServingCase:
+    return dataclasses.replace(case, ttft_seconds=0.0, itl_seconds=0.0, attainment=0.0)
 
 
 def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Found:
     """As search, for a case with an attainment. Meshes are looked at from the one with most tokens of replies a GPU,
     whatever their latencies, on, as long as one may have more than the best so far within them."""
-    free = search(dataclasses.replace(case, ttft_seconds=0.0, itl_seconds=0.0, attainment=0.0), fixed)
+    free = search(without_latencies(case), fixed)
     plans: list[ServingPlan] = []
     refused: list[tuple[MeshSpec, str]] = []
     for plan in free.plans:
@@ -35,48 +42,137 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
             )
             continue
         say(f"requests at random on {plan.mesh} ...")
-        try:
-            plans.append(_attained(plan, case.on(mesh=plan.case.engine.mesh)))
-        except ShardlmError as error:
-            refused.append((plan.mesh, str(error)))
+        trials = Trials(plan, case.on(mesh=plan.case.engine.mesh))
+        rate = trials.highest()
+        if not rate:
+            refused.append((plan.mesh, trials.too_slow()))
+            continue
+        count = math.ceil(case.request_rate / rate) if case.request_rate else plan.case.engine.mesh.data
+        plans.append(trials.plan_of(count, case.request_rate / count if case.request_rate else rate, rate))
     if not plans:
         raise ShardlmError(f"no mesh of {case.cluster.num_gpus} {case.cluster.gpu.name} will do: {refused[0][1]}")
     plans.sort(key=lambda plan: (-plan.tokens_per_second_per_gpu, plan.gpus_per_replica))
     return Found(tuple(plans), (*refused, *free.refused))
 
 
-def _attained(plan: ServingPlan, case: ServingCase) -> ServingPlan:
-    """A plan without latencies, at the highest rate that keeps those of the case, and on the replicas that takes.
-    Raises ShardlmError where none does."""
-    free = Replica.of(plan.case, Speed.of(plan.case, plan.memory))
-    replica = dataclasses.replace(free, case=case)
-    programs = Programs(replica)
-
-    def times(rate: float) -> dict[str, Any]:
-        return times_of_requests(programs, free.at(rate))
-
-    most = plan.most.rate
-    if times(most)["within_limits"] < case.attainment:
-        alone = times(most * LEAST)
-        if alone["within_limits"] < case.attainment:
-            raise ShardlmError(_too_slow(case, alone))
-        low, high = most * LEAST, most
-        while high / low > EXACT:
-            middle = math.sqrt(low * high)
-            kept = times(middle)["within_limits"] >= case.attainment
-            low, high = (middle, high) if kept else (low, middle)
-        most = low
-    limit = plan.most.limit if most == plan.most.rate else "attainment"
-    count = math.ceil(case.request_rate / most) if case.request_rate else case.engine.mesh.data
-    usual = free.at(case.request_rate / count if case.request_rate else most)
-    most = dataclasses.replace(free.at(most), limit=limit)
-    return dataclasses.replace(plan, case=case, most=most, usual=usual, replicas=count)
+def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, dict[str, Any]]:
+    """Of plans by means, on one cluster: the mesh whose replicas serve the rate with the fewest GPUs within the
+    latencies, and what came of its requests. Meshes are looked at from the likeliest on, each as long as it may need
+    fewer GPUs than the best so far. Raises ShardlmError where no mesh does."""
+    tried = [(plan, Trials(ServingPlan.of(without_latencies(plan.case)), plan.case)) for plan in plans]
+    tried.sort(key=lambda one: one[1].likely_gpus())
+    best: tuple[Trials, int] | None = None
+    fewest = math.inf
+    for plan, trials in tried:
+        rate, each = plan.case.request_rate, plan.gpus_per_replica
+        if each * rate / (SLACK * plan.most.rate) > fewest - 1:
+            continue
+        at_most = math.inf if best is None else (fewest - 1) // each
+        say(f"requests at random on replicas of {mesh_text(plan.case.engine.mesh)} ...")
+        if count := trials.fewest(rate, at_most):
+            best, fewest = (trials, count), each * count
+    if best is None:
+        raise ShardlmError(tried[0][1].too_slow())
+    trials, count = best
+    rate = trials.case.request_rate / count
+    return trials.plan_of(count, rate, rate), trials.times(rate)
 
 
-def _too_slow(case: ServingCase, alone: dict[str, Any]) -> str:
-    first, further = alone["ttft_seconds"]["p50"], alone["tpot_seconds"].get("p50", 0.0)
-    return (
-        f"{case.engine.mesh} gives {alone['within_limits']:.1%} of requests the latencies asked for where hardly any "
-        f"run at once, and attainment={case.attainment:g}: half of the first tokens come within {first:.3g} s, further "
-        f"ones every {further:.3g} s (estimated). Ask for longer ones"
-    )
+class Trials:
+    """Requests that come at random to a replica of a plan, at one rate after another; what came of it is remembered."""
+
+    def __init__(self, plan: ServingPlan, case: ServingCase):
+        """`plan`: of `without_latencies(case)`, on the case's mesh."""
+        self.plan, self.case = plan, case
+        self._free = Replica.of(plan.case, Speed.of(plan.case, plan.memory))
+        self._programs = Programs(dataclasses.replace(self._free, case=case))
+        self._kept, self._failed = 0.0, math.inf  # the highest rate that did, the lowest that did not
+
+    def keep(self, rate: float) -> bool:
+        """Whether as many requests as are asked for keep the latencies; more of them do at a lower rate."""
+        if self._kept < rate < self._failed:
+            if keep_latencies(self._programs, self.load(rate)):
+                self._kept = rate
+            else:
+                self._failed = rate
+        return rate <= self._kept
+
+    @functools.cache  # noqa: B019 - trials live as long as a search
+    def times(self, rate: float) -> dict[str, Any]:
+        """Of one request after another, streams too: what `keep` is quicker than, and differs from by little."""
+        return times_of_requests(self._programs, self.load(rate))
+
+    def load(self, rate: float) -> Load:
+        return self._free.at(min(rate, self.plan.most.rate))
+
+    def highest(self) -> float:
+        """The highest rate at which they do, as exact as EXACT; 0 where there is none."""
+        most = self.plan.most.rate
+        low, rate, step = most * LEAST, self._guess(), STEP
+        while self.keep(rate) and rate < most:
+            rate, step = min(most, rate * step), step * step
+        while self._kept < low and rate > low:
+            rate, step = max(low, rate / step), step * step
+            self.keep(rate)
+        while self._kept and min(self._failed, most) / self._kept > EXACT:
+            self.keep(math.sqrt(self._kept * min(self._failed, most)))
+        rate = self._kept
+        while rate and self.times(rate)["within_limits"] < self.case.attainment:
+            rate /= math.sqrt(EXACT)
+        return rate
+
+    def fewest(self, rate: float, at_most: float = math.inf) -> int:
+        """The fewest replicas that together do so at `rate`, exactly or, of many, within EXACT; 0 where more than
+        `at_most` are needed, or any number is too few."""
+        least = math.ceil(rate / self.plan.most.rate)
+        if least > at_most or (at_most < math.inf and not self.keep(rate / at_most)):
+            return 0
+        low, count, step = least - 1, max(least, math.ceil(rate / self._guess())), STEP
+        count = int(min(count, at_most))
+        while not self.keep(rate / count):
+            if count > least / LEAST:
+                return 0
+            low, count, step = count, int(min(at_most, max(count + 1, count * step))), step * step
+        step = STEP
+        while count > least and self.keep(rate / (down := max(least, min(count - 1, int(count / step))))):
+            count, step = down, step * step
+        low = max(low, math.floor(rate / self._failed + 1e-9))
+        while count - low > max(1, (EXACT - 1) * count):
+            middle = (low + count) // 2
+            low, count = (low, middle) if self.keep(rate / middle) else (middle, count)
+        while count <= at_most and self.times(rate / count)["within_limits"] < self.case.attainment:
+            count += 1
+        return count if count <= at_most else 0
+
+    def likely_gpus(self) -> float:
+        """For the case's rate."""
+        return self.plan.gpus_per_replica * math.ceil(self.case.request_rate / self._guess())
+
+    def plan_of(self, count: int, usual: float, most: float) -> ServingPlan:
+        """The plan on so many replicas, each at the rate `usual`, of at most `most`."""
+        limit = self.plan.most.limit if most == self.plan.most.rate else "attainment"
+        highest = dataclasses.replace(self.load(most), limit=limit)
+        return dataclasses.replace(self.plan, case=self.case, most=highest, usual=self.load(usual), replicas=count)
+
+    def too_slow(self) -> str:
+        case, alone = self.case, self.times(self.plan.most.rate * LEAST)
+        first, further = alone["ttft_seconds"]["p50"], alone["tpot_seconds"].get("p50", 0.0)
+        return (
+            f"a replica on {mesh_text(case.engine.mesh)} gives {alone['within_limits']:.1%} of requests the latencies "
+            f"asked for where hardly any run at once, and attainment={case.attainment:g}: half of the first tokens "
+            f"come within {first:.3g} s, further ones every {further:.3g} s (estimated). Ask for longer ones"
+        )
+
+    @functools.cache  # noqa: B019 - trials live as long as a search
+    def _guess(self) -> float:
+        """A rate to begin with: where the fluid's waits, as much longer as the slowest that must be in time are in
+        M/D/1 queues (6.4 times the mean for 99 of 100, 3.2 for 90), leave as much time as is asked for."""
+        case, free, most = self.case, self._free, self.plan.most
+        idle, late = free.at(LEAST * most.rate), -math.log(1 - case.attainment)
+
+        def kept(load: Load) -> bool:
+            first = idle.ttft_seconds + 1.4 * late * (load.ttft_seconds - idle.ttft_seconds)
+            further = load.itl_seconds + 0.05 * late * (load.itl_seconds - idle.itl_seconds)
+            return first <= (case.ttft_seconds or math.inf) and further <= (case.itl_seconds or math.inf)
+
+        return max(LEAST * most.rate, free.running(free.largest(kept, most.running)).rate)

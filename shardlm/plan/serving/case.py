@@ -2,6 +2,7 @@
 (serve/build.py's EngineConfig, whose names and defaults launch.serve has too), lengths and how much is asked for."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -17,7 +18,9 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import DTYPES, stored_dtype
 from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.build import EngineConfig
 from shardlm.train.config import RunConfig
 
@@ -59,8 +62,11 @@ class ServedModel:
 @dataclasses.dataclass(frozen=True)
 class ServingCase:
     """engine         as launch.serve makes it; mesh.data counts replicas
-    prompt_len     tokens of a prompt, of which none is in the prefix cache
+    prompt_len     tokens of a prompt
     output_len     tokens of a reply
+    range_ratio    both are spread evenly over 1 - range_ratio to 1 + range_ratio times that
+    shared_prefix  tokens that all prompts begin with
+    file           that requests are of, and `listed` what they are like (mix.of_file): lengths are then their means
     request_rate   requests a second that are to be served; 0: as many as possible
     ttft_seconds   the longest mean time to the first token that will do; 0: any
     itl_seconds    the longest time between two tokens of a reply that will do; 0: any
@@ -81,6 +87,10 @@ class ServingCase:
     attainment: float = 0.0
     acceptance_rate: float = 0.0
     draft: ServedModel | None = None
+    range_ratio: float = 0.0
+    shared_prefix: int = 0
+    file: str = ""
+    listed: Mix | None = None
 
     def __post_init__(self):
         if self.cluster.measured is not None:
@@ -114,12 +124,30 @@ class ServingCase:
             )
         if not self.length:
             raise ShardlmError(f"{self.model.name} does not say how long its texts may be; give max_model_len")
-        both = self.prompt_len + self.output_len
-        if both > self.length:
-            raise ShardlmError(
-                f"prompt_len={self.prompt_len} and output_len={self.output_len} are {both} tokens, and max_model_len="
-                f"{self.length}; shorten them, or raise max_model_len"
+        check_shared(self.shared_prefix, self.prompt_len, self.range_ratio)
+        if self.mix.longest > self.length:
+            raise ShardlmError(self._too_long())
+
+    def _too_long(self) -> str:
+        both, raised = self.mix.longest, f"and max_model_len={self.length}; shorten them, or raise max_model_len"
+        if self.listed:
+            count = sum(kind.prompt + kind.output > self.length for kind in self.listed.kinds)
+            return (
+                f"{count} of {len(self.listed.kinds)} requests of {self.file} are longer, with their replies, than "
+                f"max_model_len={self.length}, the longest {both} tokens; leave them out, or raise max_model_len"
             )
+        spread = f" with range_ratio={self.range_ratio:g}" if self.range_ratio else ""
+        lengths = f"prompt_len={self.prompt_len} and output_len={self.output_len}{spread}"
+        return f"{lengths} are {f'up to {both}' if spread else both} tokens, {raised}"
+
+    @functools.cached_property
+    def mix(self) -> Mix:
+        """What its requests are like, as far as this engine shares what they have in common."""
+        caching, page = self.engine.enable_prefix_caching, self.engine.block_size
+        if self.listed:
+            return self.listed if caching else self.listed.unshared
+        shared = self.shared_prefix if caching else 0
+        return made_up(self.prompt_len, self.output_len, self.range_ratio, shared, page)
 
     def _check_drafts(self) -> None:
         asked, rate = self.engine.speculative_config, self.acceptance_rate

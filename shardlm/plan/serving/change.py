@@ -73,7 +73,7 @@ def told(error: DoesNotFit, change: Change | None, basis: str, more: Change | No
 
 def _choices(case: ServingCase) -> Iterator[tuple[str, object]]:
     """Those that change no reply first, and 16 bits where a checkpoint that names no type would be held in 32."""
-    engine, both = case.engine, case.prompt_len + case.output_len
+    engine, both = case.engine, case.mix.longest
     if engine.gpu_memory_utilization < 0.95:
         yield "gpu_memory_utilization", 0.95
     if case.length > both:

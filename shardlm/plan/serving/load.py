@@ -4,7 +4,11 @@ the device's time and replies the rest; a prompt waits for those before it. Esti
 Replies: of R requests a second with O tokens each, B = R O t run at once (Little's law), where t is the time between
 two tokens of one, a decode step over the share of time that prompts leave. Prompts: a queue with random arrivals and
 equal service, M/D/1, whose mean wait is R S^2 / 2 (1 - R S); DistServe (https://arxiv.org/abs/2401.09670, section 3.1)
-takes the same for the time to the first token. Lengths are all equal here; longer bursts than Poisson's wait longer.
+takes the same for the time to the first token. Longer bursts than Poisson's wait longer.
+
+Where lengths differ, all is by means: of the time of a prompt, of its square for the wait (the Pollaczek-Khinchine
+formula, of which M/D/1 is the case of equal service), of the context of replies under way. Tokens that the prefix cache
+has are not computed; it is taken to have all that another request brought before, which arrivals.py finds out.
 
 Against the scheduler itself with random arrivals and these times of programs (arrivals.py), at half of the most, the
 mean time to the first token is within a quarter and the time between tokens within a fifth.
@@ -13,6 +17,8 @@ mean time to the first token is within a quarter and the time between tokens wit
 import dataclasses
 import math
 from collections.abc import Callable
+
+import numpy as np
 
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.time import Speed
@@ -40,7 +46,7 @@ class Load:
     prompts: float
     limit: str
 
-    def tokens_per_second(self, output_len: int) -> float:
+    def tokens_per_second(self, output_len: float) -> float:
         return self.rate * output_len
 
 
@@ -49,6 +55,7 @@ class Replica:
     """A replica of a case, as the fluid sees it.
 
     alone    seconds of one prompt with nothing beside it
+    uneven   the mean of its square, of that of the mean
     crowded  its share of steps that always have others to read: cut where the budget of a step ends, and each part
              padded to the next power of two, for PADDED times the tokens
     """
@@ -56,25 +63,28 @@ class Replica:
     case: ServingCase
     speed: Speed
     alone: float
+    uneven: float
     crowded: float
     slots: int
 
     @classmethod
     def of(cls, case: ServingCase, speed: Speed) -> "Replica":
-        at_once = speed.memory.at_once(case.prompt_len, case.output_len)
-        whole = speed.memory.sizes.max_batch_tokens
-        chunk = speed.chunk(whole, max(0, (case.prompt_len - whole) // 2))
-        alone = speed.prefill(case.prompt_len)
-        return cls(case, speed, alone, max(alone, PADDED * case.prompt_len / whole * chunk), at_once)
+        mix, whole = case.mix, speed.memory.sizes.max_batch_tokens
+        each = np.array([speed.prefill(kind.prompt, mix.cached(kind)) for kind in mix.kinds])
+        fresh = mix.prompt - mix.found
+        chunk = speed.chunk(whole, int(mix.found + max(0.0, (fresh - whole) // 2)))
+        alone, uneven = float(np.mean(each)), float(np.mean(each**2) / np.mean(each) ** 2)
+        crowded = max(alone, PADDED * fresh / whole * chunk)
+        return cls(case, speed, alone, uneven, crowded, speed.memory.at_once_of(mix))
 
     @property
     def context(self) -> float:
         """Of a reply under way, on average."""
-        return self.case.prompt_len + self.case.output_len / 2
+        return self.case.mix.context
 
     def running(self, batch: float) -> Load:
         """With so many replies under way on average."""
-        P, O = self.case.prompt_len, self.case.output_len
+        P, O = self.case.mix.prompt - self.case.mix.found, self.case.mix.output
         sizes = self.speed.memory.sizes
         step, made = self.speed.step_seconds(batch, self.context), self.case.tokens_a_step
         budget = sizes.max_batch_tokens - batch * (1 + self.case.engine.drafts)
@@ -84,7 +94,7 @@ class Replica:
             service = prompt + P / budget * step  # several short prompts share a step
             busy = rate * service
             prompt = self.alone + min(1.0, busy) * (self.crowded - self.alone)
-        wait = rate * service**2 / (2 * (1 - busy)) if busy < 1 else math.inf
+        wait = rate * self.uneven * service**2 / (2 * (1 - busy)) if busy < 1 else math.inf
         own = prompt + math.ceil(P / budget) * step
         # A request finds a batch under way, on average half done, and those started behind it; with no prompt among
         # them each is a whole decode program.
@@ -97,8 +107,8 @@ class Replica:
         where none is."""
         case, sizes = self.case, self.speed.memory.sizes
         # Each reply needs its prompt read before it ends: B P tokens of prompts in the steps of a reply.
-        steps = case.output_len / case.tokens_a_step
-        by_budget = steps * sizes.max_batch_tokens / (case.prompt_len + steps * (1 + case.engine.drafts))
+        fresh, steps = case.mix.prompt - case.mix.found, case.mix.output / case.tokens_a_step
+        by_budget = steps * sizes.max_batch_tokens / (fresh + steps * (1 + case.engine.drafts))
         limits = {
             "max_num_seqs" if self.slots == sizes.max_rows else "pages": float(self.slots),
             "max_num_batched_tokens": 0.999 * by_budget,
@@ -109,7 +119,7 @@ class Replica:
         if case.itl_seconds:
             targets["itl_seconds"] = lambda load: load.itl_seconds <= case.itl_seconds
         for name, holds in targets.items():
-            limits[name] = self._largest(holds, min(limits.values()))
+            limits[name] = self.largest(holds, min(limits.values()))
         name = min(limits, key=limits.get)
         if limits[name] <= LEAST:
             one = self.running(LEAST)
@@ -121,10 +131,10 @@ class Replica:
         most = self.most()
         if rate > most.rate:
             return None
-        batch = self._largest(lambda load: load.rate <= rate, most.running)
+        batch = self.largest(lambda load: load.rate <= rate, most.running)
         return dataclasses.replace(self.running(batch), rate=rate, limit="")
 
-    def _largest(self, holds: Callable[[Load], bool], most: float) -> float:
+    def largest(self, holds: Callable[[Load], bool], most: float) -> float:
         """The largest number of replies under way for which this holds; it does for fewer, and not for more."""
         low, high = LEAST, most
         if holds(self.running(high)):

@@ -1,8 +1,12 @@
 """What a serving engine holds on each device, and how many requests at once: the arithmetic is the engine's own
 (serve/build.py, layers/page_layout.py), on sizes that are known without devices."""
 
+import bisect
 import dataclasses
 import math
+from collections import Counter
+
+import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
@@ -10,6 +14,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.ops import attention
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
+from shardlm.plan.serving.mix import Mix
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
@@ -106,13 +111,35 @@ class ServingMemory:
         most = self.layout.pages_of(prompt_len + output_len - 1, self.sizes.page_size, self.decoded)
         return min(self.sizes.max_rows, (self.layout.num_pages - 1) // most)
 
+    def at_once_of(self, mix: Mix) -> int:
+        """The same of a mix: on average of its requests, each at its longest. A page that several of those under way
+        share is held once, in layers that see all."""
+        if len(mix.kinds) == 1 and not mix.shares:
+            return self.at_once(mix.kinds[0].prompt, mix.kinds[0].output)
+        replies = sum(kind.output for kind in mix.kinds)
+        own, groups = 0.0, self.layout.windows.count(0)
+        having: Counter[bytes] = Counter()  # share of those under way that have a page
+        for kind in mix.kinds:
+            share, common = kind.output / replies, mix.cached(kind) // mix.page
+            pages = self.layout.pages_of(kind.prompt + kind.output - 1, self.sizes.page_size, self.decoded)
+            own += share * (pages - groups * common)
+            for page in kind.shared[:common]:
+                having[page] += share
+        without = np.maximum(0.0, 1 - np.array(list(having.values())))
+
+        def pages_of(count: int) -> float:
+            return own * count + groups * float(np.sum(1 - without**count))
+
+        every = range(1, self.sizes.max_rows + 1)
+        return bisect.bisect_right(every, self.layout.num_pages - 1, key=pages_of)
+
 
 def serving_memory(case: ServingCase) -> ServingMemory:
     """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
     as the engine does."""
     engine, shape = case.engine, case.model.shape
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
-    weights = weights_of(shape, mesh, case.dtype, case.weights)
+    weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
     windows = [block.attention.window for block in shape.blocks()]
     drafter = drafter_of(case)

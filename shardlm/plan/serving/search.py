@@ -70,12 +70,17 @@ class ServingPlan:
     @property
     def at_once(self) -> int:
         """Requests of these lengths that run at once in a replica, none of them preempted."""
-        return self.memory.at_once(self.case.prompt_len, self.case.output_len)
+        return self.memory.at_once_of(self.case.mix)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Of replies, at the highest rate."""
-        return self.most.rate * self.case.output_len / self.gpus_per_replica
+        return self.most.rate * self.case.mix.output / self.gpus_per_replica
+
+
+def mesh_text(mesh: MeshSpec) -> str:
+    """Of one replica, axes of size 1 left out."""
+    return " ".join(f"{a}={mesh.size(a)}" for a in ("tensor", "expert", "pipeline") if mesh.size(a) > 1) or "one GPU"
 
 
 def _too_slow(case: ServingCase, least: Load) -> str:

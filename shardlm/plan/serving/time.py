@@ -73,7 +73,7 @@ class Speed:
     @classmethod
     def of(cls, case: ServingCase, memory: ServingMemory) -> "Speed":
         mesh = of_replica(case.engine.mesh)
-        weights = weights_of(case.model.shape, mesh, case.dtype, case.weights)
+        weights = weights_of(case.model.shape, mesh, case.dtype, case.weights, case.engine.room)
         return cls(case, memory, weights, serving_rules(case.model.shape, of_stage(mesh), case.weights))
 
     @property
@@ -127,14 +127,14 @@ class Speed:
     def _distinct(self) -> set[int]:
         return set(self._like)
 
-    def prefill(self, prompt_len: int, beside: int = 0) -> float:
-        """Seconds of a prompt's chunks in a replica where `beside` rows decode: each step holds that many tokens less.
-        Chunks follow each other through the stages."""
-        budget, done, total = self.memory.sizes.max_batch_tokens - beside, 0, 0.0
+    def prefill(self, prompt_len: int, cached: int = 0) -> float:
+        """Seconds of a prompt's chunks with nothing beside them, after those tokens that are cached. Chunks follow each
+        other through the stages."""
+        budget, done, total = self.memory.sizes.max_batch_tokens, cached, 0.0
         while done < prompt_len:
             count = min(budget, prompt_len - done)
             chunk = self.chunk(self.padded(count), done)
-            total += chunk if not done else chunk / self.stages
+            total += chunk if done == cached else chunk / self.stages
             done += count
         return total
 

@@ -21,6 +21,8 @@ from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.serving.search import ServingPlan
+from shardlm.serve.adapter_table import NO_ROOM, Room
+from shardlm.serve.adapters import executed
 from shardlm.serve.layers import apart
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.build import DraftModel, by_modules, make_proposer
@@ -117,7 +119,7 @@ def runner_of(plan: ServingPlan) -> Runner:
     speculative, kv_cache = case.engine.speculative_config, case.engine.kv_cache_dtype
     if speculative and speculative.method == "mtp":
         shape = dataclasses.replace(shape, mtp=case.model.mtp)
-    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache)
+    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache, case.engine.room)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:
         own = _described(case.draft.shape, meshes[-1], case.engine.dtype or case.draft.dtype, "dtype", kv_cache)
@@ -132,12 +134,14 @@ def runner_of(plan: ServingPlan) -> Runner:
     return _Staged(model, Place(stages, [stage.held for stage in stages], params), sizes, proposer=proposer)
 
 
-def _described(shape: TransformerConfig, mesh: Mesh, dtype: str, weights: WeightFormat, kv_cache: KvFormat) -> ModelDef:
-    """A model on devices that are not there, its layers apart."""
+def _described(
+    shape: TransformerConfig, mesh: Mesh, dtype: str, weights: WeightFormat, kv_cache: KvFormat, room: Room = NO_ROOM
+) -> ModelDef:
+    """A model on devices that are not there, its layers apart, with room for adapters."""
     device = mesh.devices.flat[0]
     with jax.set_mesh(mesh):
         rules = serving_rules(shape, MeshSpec(**mesh.shape), weights)
-        execution = execution_of(shape, rules, dtype, device, weights, LoraConfig())
+        execution = executed(execution_of(shape, rules, dtype, device, weights, LoraConfig()), room)
         return ModelDef.make(apart(shape), dataclasses.replace(execution, kv_cache=kv_cache))
 
 

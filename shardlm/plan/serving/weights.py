@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
+from shardlm.layers.lora import A
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -17,12 +18,14 @@ from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, numbers_a_byte
 from shardlm.ops.kv_format import KvFormat
 from shardlm.rules import Rules, Table
+from shardlm.serve.adapter_table import NO_ROOM, Room
+from shardlm.serve.adapters import executed
 from shardlm.serve.build import page_bytes
 from shardlm.serve.layers import apart
 from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
-from shardlm.state import ModelDef, held_as
+from shardlm.state import ModelDef, held_as, is_adapter
 
 BY_HEAD = ("wk_up", "wv_up")  # latent attention multiplies by each head's part of them (layers/mla.py)
 
@@ -108,9 +111,12 @@ class Weights:
         return own + [held for name in here for held in self.beside.get(name, ())]
 
 
-def weights_of(shape: TransformerConfig, mesh: MeshSpec, dtype: str, held: WeightFormat) -> Weights:
-    """Of a replica on a mesh. Raises ShardlmError for what does not divide, as the engine does."""
-    found = _traced(shape, of_stage(mesh), dtype, held)
+def weights_of(
+    shape: TransformerConfig, mesh: MeshSpec, dtype: str, held: WeightFormat, room: Room = NO_ROOM
+) -> Weights:
+    """Of a replica on a mesh, with room for adapters. Raises ShardlmError for what does not divide, as the engine
+    does."""
+    found = _traced(shape, of_stage(mesh), dtype, held, room)
     rest = serving_rules(shape, dataclasses.replace(mesh, data=1), held).rest
     kinds = set(found.layers) | set(found.beside.values())
     for weight in {weight for kind in kinds for weight in kind}:
@@ -132,9 +138,9 @@ def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: WeightFormat) -> Weights:
+def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: WeightFormat, room: Room) -> Weights:
     """On a mesh."""
-    execution = Execution(serving_rules(shape, mesh, weights), jnp.dtype(dtype), weights=weights)
+    execution = executed(Execution(serving_rules(shape, mesh, weights), jnp.dtype(dtype), weights=weights), room)
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         _, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, execution, nnx.Rngs(0))))
     shapes = flatten_dict(nnx.to_pure_dict(state))
@@ -145,6 +151,8 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
         leaf = held_as(path, shapes[path], jnp.dtype(dtype))
         into = param.get_metadata("into")
         packed = numbers_a_byte(weights) if into and weights != "dtype" else 0
+        if is_adapter(path):  # [inputs, rank] and [rank, outputs], as they are in training
+            into = len(names) - 1 if path[-1].endswith(A) else 1
         own = Held(path[-1], leaf.shape[len(stack) :], names, into, leaf.dtype.itemsize, packed)
         if path[0] == "segments":
             blocks.setdefault((path[1], path[3]), []).append(own)

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardlm.serve.api import metrics
+from shardlm.serve.api.adapters import load_adapter, unload_adapter
 from shardlm.serve.api.chat import chat
 from shardlm.serve.api.completions import completions
 from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, tokenizer_info
@@ -22,8 +23,10 @@ from shardlm.serve.api.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    LoadAdapterRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
 from shardlm.serve.api.responses import responses
@@ -41,6 +44,8 @@ POSTS = {
     "/detokenize": (DetokenizeRequest, detokenize),
 }
 ADMIN = {
+    "/v1/load_lora_adapter": (LoadAdapterRequest, load_adapter),
+    "/v1/unload_lora_adapter": (UnloadAdapterRequest, unload_adapter),
     "/update_weights": (UpdateWeightsRequest, update_weights),
     "/update_weights_from_disk": (UpdateWeightsRequest, update_weights),  # SGLang's name
 }
@@ -76,16 +81,20 @@ class _About:
         self._service = service
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self._service.names]})
+        names = [*self._service.names, *self._service.adapters]
+        return json_response({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._service.check_model(name)
+        self._service.adapter_of(name)
         return json_response(self._model(name))
 
     def _model(self, name: str) -> dict:
-        about = {"id": name, "object": "model", "created": self._service.created, "owned_by": "shardlm"}
-        return {**about, "root": self._service.root, "max_model_len": self._service.llm.max_model_len}
+        service = self._service
+        about = {"id": name, "object": "model", "created": service.created, "owned_by": "shardlm"}
+        adapter = service.adapters.get(name)
+        root = {"root": adapter.path, "parent": service.names[0]} if adapter else {"root": service.root}
+        return {**about, **root, "max_model_len": service.llm.max_model_len}
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(tokenizer_info(self._service.llm))

@@ -31,7 +31,7 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     ids = [one[-keep:] for one in read]
     for one in ids:
         check_prompt(one, llm.tokenizer.vocab_size)
-    tasks = [asyncio.ensure_future(llm.embed(one)) for one in ids]
+    tasks = [asyncio.ensure_future(llm.embed(one, call.adapter)) for one in ids]
     try:
         vectors = await asyncio.gather(*tasks)
     finally:

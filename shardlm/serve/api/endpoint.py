@@ -64,6 +64,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(self.service.settings.request_seconds), call.stack:
                 request = await self._request(scope, receive)
+                call.adapter = self.service.adapter_of(request.model)
                 await until_gone(receive, self._respond(call, request, answer))
         except Gone:
             raise
@@ -78,7 +79,6 @@ class Endpoint:
         body = await read_body(scope, receive, settings.max_body, settings.read_seconds)
         request, ignored = parse(body, self.model)
         self.service.metrics.ignored_fields += ignored
-        self.service.check_model(request.model)
         return request
 
     async def _respond(self, call: Call, request: msgspec.Struct, answer: "_Answer") -> None:

@@ -186,6 +186,19 @@ class UpdateWeightsRequest(Common, kw_only=True):
     model_path: str | None = None
 
 
+class LoadAdapterRequest(Common, kw_only=True):
+    """lora_path: adapters of PEFT, or a run with lora.rank, on the server's machine. load_inplace: also in place of the
+    one of this name."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(Common, kw_only=True):
+    lora_name: str | None = None
+
+
 def parse(body: bytes, model: type[T]) -> tuple[T, int]:
     """(the request, how many of its fields are not known). Raises ApiError for what is no JSON or has wrong types."""
     try:

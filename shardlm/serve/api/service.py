@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from shardlm.errors import ShardlmError
+from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
@@ -27,6 +29,8 @@ class Service(Serving):
         super().__init__()
         self.llm, self.settings = llm, settings
         self.names = settings.model_names or (llm.model_name,)
+        if twice := set(self.names) & set(self.adapters):
+            raise ShardlmError(f"the adapter {min(twice)!r} has the model's own name; choose another (--model_names)")
         self.reasoning = choose(settings.reasoning_parser, llm.template, llm.tokenizer)
         self.root = llm.model_name  # where the weights are from
         self.metrics = Metrics(self.names[0])
@@ -39,15 +43,24 @@ class Service(Serving):
         await super().drain()
         await self.llm.drain()
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not here; none named is this one."""
-        if name is not None and name not in self.names:
-            raise ApiError(
-                f"the model {name!r} is not here; here is {', '.join(self.names)}",
-                404,
-                param="model",
-                code="model_not_found",
-            )
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """Those that are loaded, by name."""
+        return {adapter.name: adapter for adapter in self.llm.adapters}
+
+    def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """The adapter of a model's name, if it is one's; none named is the model itself. Raises ApiError for a model
+        that is not here."""
+        if name is None or name in self.names:
+            return None
+        if name in self.adapters:
+            return LoRARequest(name)
+        raise ApiError(
+            f"the model {name!r} is not here; here is {', '.join([*self.names, *self.adapters])}",
+            404,
+            param="model",
+            code="model_not_found",
+        )
 
     def admit(self, prompts: int, n: int) -> None:
         """Raises ApiError where a request asks for too much, or too many wait."""
@@ -65,13 +78,14 @@ class Service(Serving):
 
 
 class Call:
-    """One request. What it starts ends with `stack`, whichever way it ends."""
+    """One request. What it starts ends with `stack`, whichever way it ends. `adapter`: the one that it asks for."""
 
     def __init__(self, service: Service):
         self.service = service
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.stack = contextlib.AsyncExitStack()
+        self.adapter: LoRARequest | None = None
 
     async def replies(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int = 0, salt: str = ""
@@ -85,10 +99,8 @@ class Call:
         waiting = set(range(len(prompts)))
         self.service.unanswered += len(waiting)
         self.stack.callback(lambda: self._forget(waiting))
-        streams = [
-            self._one(i, prompt, params, {"priority": priority, "salt": salt}, waiting)
-            for i, prompt in enumerate(prompts)
-        ]
+        options = {"priority": priority, "salt": salt, "lora_request": self.adapter}
+        streams = [self._one(i, prompt, params, options, waiting) for i, prompt in enumerate(prompts)]
         outputs = _merged(streams)
         self.stack.push_async_callback(outputs.aclose)
         return _chained(await anext(outputs), outputs)

@@ -47,7 +47,7 @@ class DraftModelProposer:
         def draft(i, carry: tuple[Any, Any, jax.Array]):
             pages, own, found = carry
             position, active = rows.position + i, i <= last
-            where = (pages, rows.table, own.last, position, active)
+            where = (pages, rows.table, own.last, position, active, rows.adapter)
             lm, hidden, pages = hidden_of_one(self.model, self.layout, params, *where)
             sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
             return pages, own, found.at[:, i].set(sampled.token, mode="drop")

@@ -115,7 +115,7 @@ def rows_of(where: jax.Array, own: Slots, tally: Tally) -> Rows:
     """Rows (DecodeRows.where) as they are once they have made what `tally` says. One whose request came to its end in a
     batch that the host had not seen is idle."""
     room = jnp.minimum(where[:, 1] - own.position, where[:, 2] - tally.made)
-    return Rows(where[:, 0], where[:, 3:], own.position, jnp.maximum(room, 0), own)
+    return Rows(where[:, 0], where[:, 3:-1], own.position, jnp.maximum(room, 0), own, where[:, -1])
 
 
 def proposed(proposer: Proposer, params, drafts: Any, rows: Rows) -> tuple[jax.Array, jax.Array, Any]:
@@ -150,7 +150,7 @@ def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows,
     """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], logits
     float32 [B, 1 + K, V] whole on every device, pages)."""
     positions, valid = places(rows.position, rows.room, count, fed.shape[1])
-    ctx = Paged.make(rows.table, valid, layout, model.execution)
+    ctx = Paged.make(rows.table, valid, layout, model.execution, adapter=rows.adapter)
     lm = model.model(params)
     hidden, pages, _ = lm(fed, positions, ctx, pages)
     return hidden, jax.reshard(lm.logits(hidden), WHOLE), pages

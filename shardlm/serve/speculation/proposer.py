@@ -20,6 +20,7 @@ class Rows:
     position  int32 [B], of the last token, `own.last`
     room      int32 [B], the most tokens that they may still sample: so many less one are drafted at most; 0: idle
     own       what is kept of their slots
+    adapter   int32 [B] (layers/lora.py)
     """
 
     slot: jax.Array
@@ -27,6 +28,7 @@ class Rows:
     position: jax.Array
     room: jax.Array
     own: Slots
+    adapter: jax.Array
 
 
 class Proposer(Protocol):

@@ -32,6 +32,7 @@ class FakeLLM:
     chunk: int = 1
     fail_at: int | None = None
     model_name: str = "fake"
+    adapters: tuple = ()
     max_model_len: int = 4096
     ready: bool = True
     template_name: str = "qwen25"
@@ -41,7 +42,7 @@ class FakeLLM:
         source = (TEMPLATES / f"{self.template_name}.jinja").read_text() if self.template_name else ""
         self.template = ChatTemplate(source) if source else None
         self.seen = []  # (prompt as text, params, priority) of each request
-        self.salts = []
+        self.salts, self.adapted = [], []
         self.running = set()
         self.aborted = []
         self.died = ""
@@ -49,13 +50,14 @@ class FakeLLM:
         self._end = self.tokenizer.end_of_document_id
         self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
 
-    async def generate(self, prompt, params, *, request_id, priority=0, salt=""):
+    async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
         self._check(kept, params)
         text = self.tokenizer.decode(kept, skip_special=False)
         self.seen.append((text, params, priority))
         self.salts.append(salt)
+        self.adapted.append(lora_request)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, kept, None, [], False)
         output.truncated, output.num_cached_tokens = len(ids) - len(kept), 3
         output.prompt_logprobs = self._prompt_logprobs(kept, params.prompt_logprobs)
@@ -120,12 +122,15 @@ class FakeLLM:
     def _text(self, token):
         return self.tokenizer.decode([token], skip_special=False)
 
-    async def embed(self, token_ids):
+    async def embed(self, token_ids, lora_request=None):
         await asyncio.sleep(0)
         return [float(len(token_ids)), 0.5, -1.25]
 
     async def update_weights(self, weights, draft=None):
         raise ShardlmError(f"there is no folder {weights}")
+
+    async def load_adapter(self, request):
+        raise ShardlmError(f"there is no folder {request.lora_path}")
 
     async def abort(self, request_id):
         self.running.discard(request_id)

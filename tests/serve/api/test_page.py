@@ -8,6 +8,8 @@ from client import Client
 from fake_llm import FakeLLM
 from sockets import listens
 
+from shardlm.serve.adapter_table import Adapter, LoRARequest
+
 BROWSER = chromium.find()
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here: SHARDLM_CHROMIUM=PATH names one")
 REPLY = "the quick brown fox jumps over the lazy dog, é日🙂 " * 2
@@ -31,6 +33,23 @@ def test_thoughts_are_shown_apart_and_not_said_again(tmp_path):
             page.until("document.getElementById('send').textContent == 'Send'")
         assert page.value("document.querySelector('.thought').textContent") == "I look." and page.errors == []
     assert "the fox" in llm.seen[-1][0] and "I look." not in llm.seen[-1][0]
+
+
+def test_an_adapter_is_chosen_as_a_model(tmp_path):
+    llm = FakeLLM(adapters=(Adapter("poet", "folder", 1, 1),))
+    with serving(llm) as address, chromium.browser(BROWSER, tmp_path) as page:
+        page.open(address)
+        page.until(
+            "document.querySelectorAll('#which > option').length == 2 && !document.getElementById('choice').hidden"
+        )
+        for name in ("fake", "poet"):
+            page.value(f"document.getElementById('which').value = '{name}'")
+            page.type("text", "hello")
+            page.press_enter()
+            page.until(f"{LAST}?.textContent && document.getElementById('send').textContent == 'Send'")
+            page.until(f"document.getElementById('which').value == '{name}'")  # it stays
+        assert page.errors == []
+    assert llm.adapted == [None, LoRARequest("poet")]
 
 
 def test_a_person_chats_and_watches(tmp_path):
@@ -62,7 +81,7 @@ def test_a_person_chats_and_watches(tmp_path):
         page.until("document.getElementById('send').textContent == 'Send'")
         partial = page.value(f"{LAST}.textContent")
         assert REPLY.startswith(partial) and len(partial) < len(REPLY)
-        assert page.errors == []
+        assert len(page.errors) == 1 and "401" in page.errors[0]  # its models, before there was a key
         history, params, _ = llm.seen[-1]
         assert len(llm.seen) == 2 and REPLY.strip() in history and "again" in history and params.temperature == 0.7
         page.value("document.getElementById('clear').click(); document.getElementById('key').value = 'wrong'")

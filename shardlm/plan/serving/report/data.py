@@ -22,11 +22,13 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
     first = answer.first.plan
     case, cluster = first.case, _cluster_of(first)
     asked = ("prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds", "attainment")
+    asked += ("range_ratio", "shared_prefix", "file")
     return {
         "model": case.model.name,
         "cluster": cluster_facts(cluster),
         "engine": _engine(first),
         "asked": {"num_gpus": case.cluster.num_gpus} | {name: getattr(case, name) for name in asked},
+        "requests": case.mix.told(),
         "headroom": 1.0 if case.attainment else HEADROOM,
         "unverified": answer.unverified,
         "times_of_requests": answer.times,
@@ -49,10 +51,12 @@ def _engine(plan: ServingPlan) -> dict[str, Any]:
     return {
         "dtype": case.dtype,
         "quantization": case.engine.quantization,
+        "adapters": dataclasses.asdict(case.engine.room),
         "kv_cache_dtype": case.dtype if case.engine.kv_cache_dtype == "auto" else case.engine.kv_cache_dtype,
         "max_model_len": case.length,
         "gpu_memory_utilization": case.engine.gpu_memory_utilization,
         "block_size": sizes.page_size,
+        "enable_prefix_caching": case.engine.enable_prefix_caching,
         "max_num_seqs": sizes.max_rows,
         "max_num_batched_tokens": sizes.max_batch_tokens,
         "prefill_attention": sizes.prefill,
@@ -99,8 +103,8 @@ def _plan(one: RankedServing) -> dict[str, Any]:
             "max_concurrency": plan.at_once,
             "decode": [_step(step) for step in plan.decode],
             "prefill_seconds": plan.prefill,
-            "at_most": _load(plan.most, plan.case.output_len),
-            "at_rate": _load(plan.usual, plan.case.output_len),
+            "at_most": _load(plan.most, plan.case.mix.output),
+            "at_rate": _load(plan.usual, plan.case.mix.output),
             "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         },
         "compiled": [_program(program) for program in one.verified.programs] if one.verified else None,
@@ -119,7 +123,7 @@ def _step(step: DecodeStep) -> dict[str, Any]:
     }
 
 
-def _load(load: Load, output_len: int) -> dict[str, Any]:
+def _load(load: Load, output_len: float) -> dict[str, Any]:
     return {
         "requests_per_second": load.rate,
         "tokens_per_second": load.tokens_per_second(output_len),

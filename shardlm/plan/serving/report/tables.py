@@ -13,16 +13,35 @@ GUESS = "estimated"
 
 def headline(answer: Data) -> list[str]:
     """The model on its hardware, and what is asked of it, in a line each."""
-    engine, asked, plan = answer["engine"], answer["asked"], answer["plans"][0]
+    engine, plan = answer["engine"], answer["plans"][0]
     replicas = "1 replica" if plan["replicas"] == 1 else f"{plan['replicas']:,} replicas"
     held = engine["quantization"] or engine["dtype"]
     lines = [
         f"{answer['model']} on {plan['num_gpus']:,} x {answer['cluster']['gpu']}: {replicas} of "
         f"{plan['gpus_per_replica']:,} ({plan['mesh_text']})",
         f"weights {held}, keys and values {engine['kv_cache_dtype']}, max_model_len {engine['max_model_len']:,}, "
-        f"prompts of {asked['prompt_len']:,} tokens, replies of {asked['output_len']:,}",
+        f"{requests(answer['asked'], answer['requests'], engine['enable_prefix_caching'])}",
     ]
+    if room := engine["adapters"]["count"]:
+        lines.append(f"room for {room} adapters of rank {engine['adapters']['rank']}, by which all rows are multiplied")
     return [*lines, *filter(None, [_drafting(engine["drafts"])])]
+
+
+def requests(asked: Data, found: Data, caching: bool) -> str:
+    """What they are like, of data.py's `asked` and `requests`, where equal beginnings are computed once or not."""
+    prompts, replies = (_lengths(found[f"{name}_tokens"]) for name in ("prompt", "output"))
+    listed = f"{found['listed']:,} requests of {asked['file']}: " if found["listed"] else ""
+    shared = f", the first {asked['shared_prefix']:,} the same in all," if asked["shared_prefix"] else ","
+    if listed and found["shared_tokens"]:
+        shared = f", of which {found['shared_tokens']:,.0f} in pages that others have too,"
+    cached = " and no prefix cache," if asked["shared_prefix"] and not caching else ""
+    return f"{listed}prompts of {prompts} tokens{shared}{cached} replies of {replies}"
+
+
+def _lengths(tokens: Data) -> str:
+    if tokens["least"] == tokens["most"]:
+        return f"{tokens['most']:,}"
+    return f"{tokens['least']:,} to {tokens['most']:,} (on average {tokens['mean']:,.0f})"
 
 
 def _drafting(drafts: Data | None) -> str:
@@ -155,8 +174,19 @@ def times(answer: Data) -> Table:
         "tokens of a program at once. launch.bench serve reports the same of a server that runs."
     ]
     said += [f"{found['within_limits']:.1%} have {wanted}."] if wanted else []
+    said += _cached(found["cached_share"], answer["requests"])
     said += [f"{found['preemptions']:,} preemptions."] if found["preemptions"] else []
     return Table("times", "Times of requests, a replica of the first plan", columns, tuple(rows), note=" ".join(said))
+
+
+def _cached(share: float, requests: Data) -> list[str]:
+    foreseen = requests["shared_tokens"] / requests["prompt_tokens"]["mean"]
+    if not foreseen:
+        return []
+    return [
+        f"Of the prompts' tokens {share:.0%} were in the prefix cache; all other estimates are with {foreseen:.0%}, "
+        "which is all that another request may have brought."
+    ]
 
 
 def programs(answer: Data) -> Table | None:
