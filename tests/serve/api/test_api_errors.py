@@ -272,7 +272,7 @@ def test_a_full_queue():
         assert error(await client.send("POST", PATH, '{"prompt": "a", "n": 5}'), 400)["param"] == "n"
         over, seen = asyncio.Event(), []
 
-        async def embed(token_ids):
+        async def embed(token_ids, *adapter):
             seen.append(client.service.unanswered)
             await over.wait()
             return [1.0]
