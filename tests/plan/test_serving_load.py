@@ -78,17 +78,18 @@ def test_a_share_keeps_the_latencies_asked_for():
     assert times_of_requests(Programs(replica), load) == times | {"within_limits": pytest.approx(0.9, abs=0.002)}
 
 
-def test_whether_requests_are_in_time_is_known_sooner_than_their_times():
+@pytest.mark.parametrize(("output_len", "asked"), [(32, {}), (64, {"range_ratio": 0.5, "shared_prefix": 512})])
+def test_whether_requests_are_in_time_is_known_sooner_than_their_times(output_len, asked):
     """Decode programs that nobody waits for are run as one: times differ by little, and with the limit as far from the
     percentile the answer by nothing."""
-    replica = replica_of(2048, 32)
+    replica = replica_of(2048, output_len, **asked)
     for share in (0.1, 0.6):
         load = replica.at(share * replica.most().rate)
         times = times_of_requests(Programs(replica), load)
         for name, limit in (("ttft_seconds", "ttft_seconds"), ("tpot_seconds", "itl_seconds")):
             for times_more, kept in ((1.03, True), (0.97, False)):
-                asked = {limit: times_more * times[name]["p90"], "attainment": 0.9}
-                programs = Programs(dataclasses.replace(replica, case=dataclasses.replace(replica.case, **asked)))
+                wanted = {limit: times_more * times[name]["p90"], "attainment": 0.9}
+                programs = Programs(dataclasses.replace(replica, case=dataclasses.replace(replica.case, **wanted)))
                 assert keep_latencies(programs, load) == kept, (share, name, times_more)
 
 

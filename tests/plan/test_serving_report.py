@@ -124,6 +124,9 @@ def test_the_figures_of_the_first_plan_are_in_text_and_page():
         bound = step["tokens_per_second"] / step["bandwidth_bound_tokens_per_second"]
         assert bound == pytest.approx(step["share_of_bandwidth_bound"]) and bound < 1
     assert pickle.loads(pickle.dumps(plan)).usual == plan.usual  # it goes to another process to be compiled
+    facts = {fact.what: fact.said for fact in tables.facts(told)}
+    means = {name: f"{1000 * answer.times[f'{name}_seconds']['mean']:.3g} ms" for name in ("ttft", "tpot")}
+    assert (facts["first token, mean"], facts["between tokens, mean"]) == (means["ttft"], means["tpot"])
     rate = plan.usual.rate * plan.replicas
     assert rate == pytest.approx(20) and ("requests/s of all", "20.0") in {(f.what, f.said) for f in tables.facts(told)}
     # The hosts that its replicas take, the last of them perhaps not whole.

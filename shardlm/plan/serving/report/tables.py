@@ -78,17 +78,18 @@ def plans(answer: Data) -> Table:
 
 
 def facts(answer: Data) -> list[Fact]:
-    """What the first plan comes to; a replica is at the rate asked for, or at the headroom of its most."""
+    """What the first plan comes to; a replica is at the rate asked for, or at the headroom of its most. Means are those
+    of the scheduler on random arrivals, as in `times`; the fluid's first token comes a sixth sooner at the headroom."""
     plan, asked = answer["plans"][0], answer["asked"]
     found = plan["estimated"]
-    most, usual = found["at_most"], found["at_rate"]
+    most, usual, times = found["at_most"], found["at_rate"], answer["times_of_requests"]
     shown = [
         ("requests/s of a replica, at most", figure(most["requests_per_second"])),
         ("requests/s of a replica, planned", figure(usual["requests_per_second"])),
         ("requests/s of all", figure(usual["requests_per_second"] * plan["replicas"])),
-        ("first token, mean", seconds(usual["ttft_seconds"])),
+        ("first token, mean", seconds(times["ttft_seconds"]["mean"])),
         ("first token of an idle replica", seconds(found["prefill_seconds"])),
-        ("between tokens", seconds(usual["itl_seconds"])),
+        ("between tokens, mean", seconds(times["tpot_seconds"].get("mean", usual["itl_seconds"]))),
         ("requests running in a replica", f"{usual['requests_running']:.0f}"),
         ("its time for prompts", f"{usual['share_of_time_for_prompts']:.0%}"),
         ("requests at once, none preempted", f"{found['max_concurrency']:,}"),
