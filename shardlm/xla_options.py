@@ -6,6 +6,7 @@ XLA_FLAGS, where one unknown name ends the process.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
@@ -75,6 +76,11 @@ def _several_at_once(mesh: Mesh) -> bool:
     return _over_network(mesh) and (_without_exchange(mesh) or mesh.shape.get("fsdp", 1) >= 4)
 
 
+def _over_many(mesh: Mesh) -> bool:
+    """Where a gather over all that weights are split over takes most of its time in steps from device to device."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "context")) >= 512
+
+
 def _layers_over_network(mesh: Mesh) -> bool:
     """Whether layers are not in stages of which tensor splits the sequence: that is gathered in each tick too."""
     return _over_network(mesh) and 1 in (mesh.shape.get("tensor", 1), mesh.shape.get("pipeline", 1))
@@ -98,7 +104,8 @@ def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -
 # the loop unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit on memory
 # remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek V3 held
 # 63.5 GiB for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge gathers
-# into ones that nothing can cover.
+# into ones that nothing can cover. But V3's shared experts and latents, 8 to 29 MB each over 1,024 devices, take 1 ms
+# each for 0.1 ms of bytes: together 84.8 s a step, apart 87.5 (fsdp=32 x expert=8 x context=4).
 _OVERLAP = (
     Option(
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
@@ -117,6 +124,11 @@ _OVERLAP = (
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         "lets gathers of several weights be under way at once, which over the network take as long as a layer",
         _several_at_once,
+    ),
+    Option(
+        (("xla_gpu_all_gather_combine_threshold_bytes", 128 * 2**20),),
+        "gathers a layer's small weights together, where each takes as long by itself",
+        _over_many,
     ),
     _pipelined(
         "all_gather",

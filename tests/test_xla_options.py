@@ -2,6 +2,7 @@
 say."""
 
 import importlib.util
+import math
 import types
 
 import jax
@@ -81,7 +82,21 @@ def test_a_profile_of_known_options_takes_one_trial_compile(monkeypatch):
     hosts = [fake(kind="NVIDIA H200", process_index=i) for i in range(2)]
     resolved = resolve_profile("hopper", mesh_of(*hosts))
     assert tried == [resolved.options]
-    assert len(resolved.options) == len(PROFILES["hopper"])
+    assert len(resolved.options) == len(PROFILES["hopper"]) - 1  # but what is for hundreds of devices
+
+
+def test_small_gathers_are_made_together_over_hundreds_of_devices(monkeypatch):
+    monkeypatch.setattr(xla_options, "_error", lambda options, device: None)
+    one, other = (fake(kind="NVIDIA H100 80GB HBM3", process_index=i) for i in range(2))
+
+    def combined(**axes):
+        devices = [one, other] * (math.prod(axes.values()) // 2)
+        return (
+            "xla_gpu_all_gather_combine_threshold_bytes" in resolve_profile("auto", mesh_of(*devices, **axes)).options
+        )
+
+    assert combined(fsdp=64, expert=4, context=2)
+    assert not combined(fsdp=64, expert=4) and not combined(fsdp=64, tensor=8)
 
 
 def test_gathers_are_pipelined_over_the_network_but_in_stages_that_split_the_sequence(monkeypatch):
@@ -111,10 +126,11 @@ def test_every_option_has_a_reason():
 @needs_plugin
 @pytest.mark.parametrize(("gpu", "profile"), [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell")])
 def test_the_installed_jaxlib_knows_every_option(gpu, profile):
-    resolved = resolve_profile("auto", mesh_of(*topology(gpu, 2, 1)))
-    assert resolved.profile == profile
-    assert resolved.report() == ""
-    assert len(resolved.options) == len(PROFILES[profile])
+    devices = topology(gpu, 2, 1)
+    assert resolve_profile("auto", mesh_of(*devices)).profile == profile
+    checked = check_options(profile, PROFILES[profile], devices[0])
+    assert checked.report() == ""
+    assert len(checked.options) == len(PROFILES[profile])
 
 
 @pytest.mark.gpu_program

@@ -12,6 +12,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from shardlm.ops.or_zero import or_zero, zeros_beside
+
 Exchange = Literal["local", "everywhere", "gather", "all_to_all"]
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 """(rows [n, D] sorted by this device's experts, group_sizes int32 [E local]) -> [n, D]."""
@@ -128,7 +130,7 @@ def _move(buffer, sizes, received, ragged: bool):
     ranks, room, D = buffer.shape
     offsets = jnp.arange(ranks, dtype=jnp.int32) * room
     here = jnp.full(ranks, jax.lax.axis_index("expert") * room, jnp.int32)
-    flat, empty = buffer.reshape(-1, D), jnp.zeros((ranks * room, D), buffer.dtype)
+    flat, empty = buffer.reshape(-1, D), zeros_beside(sizes, (ranks * room, D), buffer.dtype)
     sizes, received = sizes.astype(jnp.int32), received.astype(jnp.int32)
     moved = jax.lax.ragged_all_to_all(flat, empty, offsets, sizes, here, received, axis_name="expert")
     return moved.reshape(buffer.shape)
@@ -189,4 +191,4 @@ take_back.defvjp(_back_forward, _back_backward)
 
 def _rows(a, index):
     """a[index], zeros where the index is beyond the end."""
-    return jnp.where((index < len(a))[:, None], a[jnp.minimum(index, len(a) - 1)], 0)
+    return or_zero(index < len(a), a[jnp.minimum(index, len(a) - 1)])

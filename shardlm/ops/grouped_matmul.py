@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from absl import flags, logging
 
 from shardlm.errors import ShardlmError
+from shardlm.ops.or_zero import or_zero
 
 GroupedMatmul = Literal["reference", "blocked", "tokamax"]
 
@@ -170,7 +171,7 @@ def _tokamax(lhs, rhs, group_sizes, dims, rhs_groups):
 
 
 def _only_first(y: jax.Array, count: jax.Array) -> jax.Array:
-    return jnp.where((jnp.arange(y.shape[0]) < count)[:, None], y, 0)
+    return or_zero(jnp.arange(y.shape[0]) < count, y)
 
 
 _ROWS = {"blocked": _blocked_rows, "tokamax": _tokamax_rows}

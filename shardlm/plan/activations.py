@@ -33,7 +33,7 @@ class Layer:
     expert_hidden  the same of experts, for all rows that may come to this device
     rows     that come, as wide as the stream
     pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
-    zeros    that experts need throughout: XLA makes them once for all layers
+    zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
     mask     that keeps documents apart; of XLA's attention the scores of a block
     """
 

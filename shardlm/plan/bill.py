@@ -18,7 +18,8 @@ from shardlm.hlo.walk import Visit, collect
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op
-from shardlm.plan.measured import kernels_of, route_of
+from shardlm.plan.links import Route
+from shardlm.plan.measured import MeasuredRoute, kernels_of, route_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +62,14 @@ class CompiledStep:
     xla_compute_seconds  the same kernels by XLA's own estimate, for comparison; None where the program was compiled
                  without xla_gpu_collect_cost_model_stats
     unknown      custom calls whose operations are not known, which are counted by the memory they touch -> executions
+    contention_seconds  by how much collectives beside them, which take some of the cores, slow the kernels down
     """
 
     compute_seconds: float
     rows: tuple[Charge, ...]
     xla_compute_seconds: float | None
     unknown: Mapping[str, int]
+    contention_seconds: float = 0.0
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -82,7 +85,7 @@ class CompiledStep:
 
     @property
     def step_seconds(self) -> float:
-        return self.compute_seconds + self.exposed_seconds
+        return self.compute_seconds + self.contention_seconds + self.exposed_seconds
 
 
 def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1.0) -> CompiledStep:
@@ -90,9 +93,10 @@ def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1
     (program_layers.buffers_filled): a program shows the buffers alone. Raises ShardlmError for text that is not an
     optimised module.
 
-    Kernels follow each other as they are scheduled; collectives run one at a time beside them, each from its start, or
-    the end of the one before, and a kernel behind its end waits for it. A synchronous one has its end at its start. Of
-    a conditional, the branch that takes longest; of a loop of unknown length, one iteration.
+    Kernels follow each other as they are scheduled; collectives run beside them, one at a time on each link, from its
+    start, or the end of the one before there: what stays inside an island does not wait for what crosses the network.
+    A kernel behind a collective's end waits for it, and one beside it has fewer cores. A synchronous one has its end
+    at its start. Of a conditional, the branch that takes longest; of a loop of unknown length, one iteration.
     """
     schedule = _Schedule(parse(text), cluster, mesh, filled)
     found = collect(schedule.module, schedule.items, lambda items: math.fsum(item.total for item in items))
@@ -105,6 +109,7 @@ def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1
         _rows([item.charge for item in found if item.charge]),
         None if not any(noted) else math.fsum(filter(None, noted)),
         {name: count for name, count in unknown.items() if count},
+        math.fsum(item.slowed_seconds for item in found),
     )
 
 
@@ -114,22 +119,24 @@ class _Item:
 
     count: int
     kernel_seconds: float = 0.0
+    slowed_seconds: float = 0.0
     noted_seconds: float | None = None
     unknown: str = ""
     charge: Charge | None = None
 
     @property
     def total(self) -> float:
-        return self.kernel_seconds + (self.charge.exposed_seconds if self.charge else 0.0)
+        return self.kernel_seconds + self.slowed_seconds + (self.charge.exposed_seconds if self.charge else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """One run of a computation: its seconds, and of its collectives by the instruction that issues them (seconds,
-    seconds that kernels wait)."""
+    """One run of a computation: its seconds; of its collectives by the instruction that issues them (seconds, seconds
+    that kernels wait); and of its kernels by how much collectives beside them slow each down."""
 
     seconds: float
     waits: Mapping[str, tuple[float, float]]
+    slowed: Mapping[str, float]
 
 
 class _Schedule:
@@ -154,7 +161,9 @@ class _Schedule:
             return []
         noted = noted_seconds(at)
         unknown = _target(at) if at.opcode == "custom-call" and own.unit == "memory" else ""
-        return [_Item(visit.count, seconds * visit.count, noted * visit.count if noted else None, unknown)]
+        slowed = self.span(visit.computation.name).slowed.get(at.name, 0.0)
+        times = visit.count
+        return [_Item(times, seconds * times, slowed * times, noted * times if noted else None, unknown)]
 
     def _charge(self, one: Collective, arrays: list[Collective], seconds: float, waited: float) -> Charge:
         share = self._sent(one) / max(math.fsum(map(self._sent, arrays)), 1e-30) * one.count
@@ -177,37 +186,47 @@ class _Schedule:
         return one.wire_bytes * (self.filled if one.kind == "ragged-all-to-all" else 1.0)
 
     def _span(self, name: str) -> _Span:
-        """The clock of the kernels and the time until which the link is busy; every wait is shared out among the
-        collectives that the link is busy with meanwhile."""
+        """The clock of the kernels and the times until which the links are busy; every wait is shared out among the
+        collectives that its link is busy with meanwhile."""
         computation = self.module.computations[name]
-        clock = busy = 0.0
-        on_link: dict[str, tuple[float, float]] = {}  # instruction -> (from, until)
-        waited: dict[str, float] = {}
+        clock, busy = 0.0, collections.defaultdict(float)
+        on_links: dict[str, tuple[str, float, float]] = {}  # instruction -> (link, from, until)
+        taken: list[tuple[float, float, float]] = []  # (from, until, share of the cores), of what is not over yet
+        slowed: dict[str, float] = {}
+        waited: dict[str, float] = collections.defaultdict(float)
 
-        def wait(until: float) -> float:
-            for other, (begin, end) in on_link.items():
+        def wait(link: str, until: float) -> float:
+            for other, (its, begin, end) in on_links.items():
                 overlap = min(end, until) - max(begin, clock)
-                if overlap > 0:
-                    waited[other] = waited.get(other, 0.0) + overlap
+                if its == link and overlap > 0:
+                    waited[other] += overlap
             return max(clock, until)
 
         for at in computation.instructions:
             inner = self._collective(computation, at)
             if inner:
-                begin = max(clock, busy)
-                busy = begin + self._collective_seconds(*inner)
-                on_link[at.name] = (begin, busy)
+                way = link(self.cluster, self.mesh, spanned_axes(inner[1], self.mesh.sizes()))
+                begin = max(clock, busy[way])
+                busy[way] = begin + self._collective_seconds(*inner)
+                on_links[at.name] = (way, begin, busy[way])
+                taken.append((begin, busy[way], self._route(inner[1]).cores))
                 if _synchronous(at):
-                    clock = wait(busy)
+                    clock = wait(way, busy[way])
             elif at.opcode.endswith(("-done", "-update")):
                 started = _start(computation, at)
-                if started in on_link and at.opcode.endswith("-done"):
-                    clock = wait(on_link[started][1])
+                if started in on_links and at.opcode.endswith("-done"):
+                    way, _, until = on_links[started]
+                    clock = wait(way, until)
             else:
-                clock += self._seconds(computation, at)
-        clock = wait(busy)  # what is never waited for ends with the computation
-        waits = {name: (end - begin, waited.get(name, 0.0)) for name, (begin, end) in on_link.items()}
-        return _Span(clock, waits)
+                seconds, alone = self._seconds(computation, at), at.opcode in _RUN_OTHERS
+                taken = [one for one in taken if one[1] > clock]
+                until = clock + seconds if alone else _ends(clock, seconds, taken)
+                slowed[at.name] = until - clock - seconds
+                clock = until
+        for way, until in sorted(busy.items(), key=lambda item: item[1]):
+            clock = wait(way, until)  # what is never waited for ends with the computation
+        waits = {name: (end - begin, waited[name]) for name, (_, begin, end) in on_links.items()}
+        return _Span(clock, waits, slowed)
 
     def _seconds(self, computation: Computation, at: Instruction) -> float:
         if at.opcode == "while":
@@ -247,11 +266,26 @@ class _Schedule:
     def _collective_seconds(self, computation: Computation, at: Instruction) -> float:
         arrays = moved_by(self.module, Visit(at, computation, 1, 0, "", None), self.mesh.sizes())
         sent = math.fsum(map(self._sent, arrays))
-        route = route_of(self.cluster.group(self.mesh, arrays[0].axes), self.cluster)
-        return route.seconds(arrays[0].kind, sent, 1)
+        return self._route(at).seconds(arrays[0].kind, sent, 1)
+
+    def _route(self, at: Instruction) -> Route | MeasuredRoute:
+        return route_of(self.cluster.group(self.mesh, spanned_axes(at, self.mesh.sizes())), self.cluster)
 
 
+_RUN_OTHERS = ("while", "conditional", "call", "async-start", "call-start")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+def _ends(clock: float, seconds: float, taken: list[tuple[float, float, float]]) -> float:
+    """When a kernel of so many seconds ends that begins now, beside collectives (from, until, share of the cores)."""
+    while seconds > 0:
+        held = sum(cores for begin, end, cores in taken if begin <= clock < end)
+        change = min((at for one in taken for at in one[:2] if at > clock), default=math.inf)
+        work = (change - clock) * (1 - held)
+        if work >= seconds:
+            return clock + seconds / (1 - held)
+        clock, seconds = change, seconds - work
+    return clock
 
 
 def link(cluster: Cluster, mesh: MeshSpec, axes: tuple[str, ...]) -> str:

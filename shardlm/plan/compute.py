@@ -233,6 +233,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     for what, n, k in _projections(block.attention, D, tensor):
         yield matmul("attention", what, tokens, n, k)
     yield _scores(sketch, block.attention)
+    if ours and (turned := _turned(sketch, block.attention)):
+        yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
     if isinstance(block.mlp, MlpConfig):
         F = block.mlp.mlp_dim / tensor
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
@@ -285,6 +287,18 @@ def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dtype=_dtype(sketch), **how)
 
 
+def _turned(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> float:
+    """Bytes read and written, forward or for gradients, of what our program does to queries, keys and values besides:
+    latent attention puts the parts of a head together, and Ulysses' exchange takes them, and the output, head by
+    head."""
+    tokens, tensor, size = sketch.tokens, sketch.mesh.tensor, sketch.itemsize
+    heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
+    width = heads * attention.head_dim + kv * (attention.head_dim + attention.value_dim)
+    joined = width if isinstance(attention, MlaConfig) else 0
+    exchanged = sketch.mesh.context > 1 and sketch.execution.context_attention == "ulysses"
+    return 2 * size * tokens * (joined + (width + heads * attention.value_dim if exchanged else 0))
+
+
 def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]:
     """An even load: of tokens that the devices of `expert` bring together, each device's experts take their share."""
     D, mesh = sketch.shape.embed_dim, sketch.mesh
@@ -294,26 +308,50 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     for what, n, k in (("up", 2 * F, D), ("down", D, F)):
         one = matmul("moe", what, rows, n, k)
         yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
-    moved = _moved(sketch, moe) if ours else 4 * rows * experts
-    yield Op("moe", "activation and moving", "memory", 0, sketch.itemsize * (3 * F * rows * experts + D * moved), 1)
-    yield matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
+    if ours:
+        yield from _moved(sketch, moe)
+    else:
+        nbytes = sketch.itemsize * (3 * F + 4 * D) * rows * experts
+        yield Op("moe", "activation and moving", "memory", 0, nbytes, 1)
+    router = matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
+    yield dataclasses.replace(router, dtype="fp32") if ours else router  # layers/moe.py, precision="highest"
     if moe.shared_dim:
         yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
         yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)
 
 
-def _moved(sketch: Sketch, moe: MoeConfig) -> float:
-    """Rows that ops/expert_dispatch.py reads and writes in a forward pass: of buffers as wide as the worst case, full
-    or not, and of pairs of tokens and experts. Of its operations compiled for H100s, without matmuls, a forward and a
-    backward pass read and write 13 rows for each of an exchange's buffers and 5.6 for each pair (16 devices of 64
-    experts, room for 2 and 16 times an even share; 8 of 8), forward alone 7 and 2; where tokens are gathered, or all
-    experts are here, 7 and 3 for each of both (2 and 8 devices, and one)."""
-    ranks, pairs = sketch.mesh.expert, sketch.tokens * moe.top_k
+def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
+    """What experts' program moves beside its products, forward and for gradients, as XLA fuses it for H100
+    (ops/expert_dispatch.py, ops/grouped_matmul.py). Of the rows R that buffers have room for, full or not, and the n
+    tokens that they come from: forward, rows are taken from tokens and results from rows; backward, rows of the input
+    and of the output's gradient, the input's turned too, the sum of two gradients, and sums for tokens and for the
+    router. Sent to their experts they are moved between buffers besides, by compiled programs of 16 devices of 64
+    experts: 20 for each row of a buffer and 8 for each pair of a token and an expert.
+
+    Weights: the kernels want both of a product's operands one way round, so that they are turned for gradients of rows,
+    and gradients of weights are passed over for empty experts. Gathered by another dimension than their first, of more
+    than one expert, they are turned as they come, both times, and their gradients as they leave."""
+    D, F, ranks = sketch.shape.embed_dim, moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
+    pairs = sketch.tokens * moe.top_k
     room = pairs / filled(moe, ranks, sketch.tokens)
     exchange = choose_exchange(ranks, moe.top_k)
     if exchange == "all_to_all":
-        return 5 * room + 2 * pairs
-    return 1.25 * (room + pairs * (ranks if exchange == "gather" else 1))
+        there, back = 5 * room + 2 * pairs, 10 * room + 4 * pairs
+    else:
+        tokens = sketch.tokens * (ranks if exchange == "gather" else 1)
+        there, back = 2 * (room + tokens), 6 * room + 2 * tokens
+    forward = sketch.itemsize * (there * D + 3 * room * F)
+    gradients = sketch.itemsize * (back * D + 4 * room * F)
+    yield Op("moe", "activation and moving", "memory", 0, forward, 1, gradient_bytes=gradients)
+    weights = 2 * sketch.itemsize * 3 * moe.num_experts / ranks * D * F
+    turned = weights if _gathered_inside(sketch) and moe.num_experts > ranks else 0
+    yield Op("moe", "weights turned", "memory", 0, turned, 1, gradient_bytes=2 * weights + turned)
+
+
+def _gathered_inside(sketch: Sketch) -> bool:
+    """Whether experts' weights rest split by another dimension than their first, and are gathered."""
+    rules = sketch.rules
+    return bool(set(rules.rest.axes("expert_embed")) - set(rules.use.axes("expert_embed")) - {"pipeline"})
 
 
 def _head(sketch: Sketch) -> Iterator[Op]:

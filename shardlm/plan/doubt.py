@@ -6,7 +6,7 @@ from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.sketch import Sketch
 
 SCORES = 0.035  # part of all bytes above which scores of XLA's attention decide
-ROOM = 0.92  # of a GPU's memory: DeepSeek V3 with accumulation=4 takes 0.94 by the estimate, and 11% less compiled
+ROOM = 0.92  # of a GPU's memory (DeepSeek V3 with accumulation=4 takes 0.87 by the estimate, and 8% less compiled)
 UNSURE = 0.05  # of all bytes
 TOKENS = 32_768  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 

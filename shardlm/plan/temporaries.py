@@ -46,9 +46,12 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     """Of the forward pass, and without a pipeline what gradients are summed in."""
     found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
     found["weights turned"] = parts.turned
-    zeros = max(one.zeros for pattern in parts.layers for one in pattern)
-    if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways and "all_to_all" in exchanges(sketch):
-        zeros = max(one.rows for pattern in parts.layers for one in pattern)  # those of one buffer serve all
+    ones = [one for pattern in parts.layers for one in pattern]
+    sent = "all_to_all" in exchanges(sketch)
+    if sketch.mesh.pipeline > 1 and sketch.schedule.both_ways:
+        zeros = max(one.rows if sent else one.zeros for one in ones)  # those of one buffer serve all
+    else:  # that rows are received in: XLA makes them once, of several microbatches for all exchanges
+        zeros = max((1 if sketch.passes > 1 else 4) * one.rows for one in ones) if sent else 0
     found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch.
@@ -201,8 +204,7 @@ def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
     gone."""
     ones = [one for pattern in parts.layers for one in pattern]
     begun = max(one.expert_hidden + 3 * one.rows for one in ones)
-    zeros = max(one.zeros for one in ones)  # the first layer's are made in it, those of the others where they are read
-    return {"experts": begun}, {"weights in use": 2 * parts.largest, "experts": rows - zeros}
+    return {"experts": begun}, {"weights in use": 2 * parts.largest, "experts": rows}
 
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:

@@ -13,6 +13,7 @@ from shardlm.models.llama import LlamaConfig
 from shardlm.plan.bill import CompiledStep, compiled_step, link
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import Op
+from shardlm.plan.constants import NVLINK
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
 from shardlm.topology import topology
@@ -24,6 +25,7 @@ CLUSTER = Cluster.of(GPUS["h100"], 8)
 N = 4096
 KERNELS = Kernels.of(CLUSTER.gpu)
 MATMUL = KERNELS.one_seconds(Op("mlp", "", "matmul", 2.0 * N**3, 3 * 2 * N**2, 1, dims=(N, N, N)))
+TAKEN = NVLINK.cores  # of a GPU's cores, by a collective
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
 PROGRAM = f"""HloModule m
@@ -76,7 +78,10 @@ def test_what_a_kernel_covers_is_hidden_and_the_rest_waits():
     for rows, sync in ((512, "false"), (8192, "false"), (512, "true")):
         step = step_of(rows, sync)
         whole, once = 2 * 8 * rows * N * 7 / 8, seconds("all-gather", 2 * 8 * rows * N * 7 / 8)
-        waited = once if sync == "true" else max(0.0, once - MATMUL)
+        # Beside the gather the product has 1 - TAKEN of the cores: it is longer by what it could not do meanwhile.
+        beside = sync == "false"
+        slowed = min(once * TAKEN, MATMUL * TAKEN / (1 - TAKEN)) if beside else 0.0
+        waited = max(0.0, once - MATMUL - slowed) if beside else once
         assert (waited == 0) == (rows == 512 and sync == "false"), "the cases are to differ"
         gather = next(row for row in step.rows if row.kind == "all-gather")
         assert (gather.cause, gather.link, gather.phase, gather.count) == ("state.params.w", "NVLink", "forward", 5)
@@ -85,7 +90,8 @@ def test_what_a_kernel_covers_is_hidden_and_the_rest_waits():
         assert gather.hidden_seconds == pytest.approx(5 * (once - waited))
         assert step.compute_seconds == pytest.approx(5 * (MATMUL + adding))
         assert step.exposed == {"fsdp": pytest.approx(5 * waited + reduced)}
-        assert step.step_seconds == pytest.approx(5 * (MATMUL + adding + waited) + reduced)
+        assert step.contention_seconds == pytest.approx(5 * slowed)
+        assert step.step_seconds == pytest.approx(5 * (MATMUL + adding + slowed + waited) + reduced)
         assert step.rows[0].exposed_seconds == max(row.exposed_seconds for row in step.rows)
         assert step.xla_compute_seconds is None and not step.unknown
 
@@ -117,9 +123,36 @@ def test_collectives_under_way_together_share_a_link_and_no_kernel_twice():
     short = seconds("reduce-scatter", 2 * N * N * 7 / 8)
     exposed = {row.kind: row.exposed_seconds for row in step.rows}
     # The first kernel runs beside the long one, which the short one waits for; the second beside nothing.
-    assert exposed["all-gather"] == pytest.approx(long - MATMUL)
+    first = MATMUL / (1 - TAKEN)
+    assert exposed["all-gather"] == pytest.approx(long - first)
     assert exposed["reduce-scatter"] == pytest.approx(short)
-    assert step.step_seconds == pytest.approx(2 * MATMUL + (long - MATMUL) + short)
+    assert step.step_seconds == pytest.approx(first + (long - first) + short + MATMUL)
+
+
+def test_what_stays_inside_an_island_does_not_wait_for_the_network():
+    """Beside each other over fsdp, between hosts, and tensor, inside one; one after the other over the same link."""
+    mesh, cluster = MeshSpec(fsdp=2, tensor=8), Cluster.of(GPUS["h100"], 16)
+    inside = "replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}"
+    across = "replica_groups={{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+    text = TWO.replace(f"reduce-scatter(%a), {GROUPS}", f"reduce-scatter(%a), {inside}")
+    text = text.replace(GROUPS, across).replace("524288", "131072")
+    step = compiled_step(text, cluster, mesh)
+
+    def route(axis: str) -> Route:
+        return Route.of(cluster.group(mesh, (axis,)), cluster)
+
+    long = route("fsdp").seconds("all-gather", 2 * 131072 * N / 2, 1)
+    short = route("tensor").seconds("reduce-scatter", 2 * N * N * 7 / 8, 1)
+    network, nvlink = route("fsdp").cores, route("tensor").cores
+    first = short + (MATMUL - short * (1 - network - nvlink)) / (1 - network)
+    second = MATMUL / (1 - network)
+    assert short < MATMUL < first and first + second < long, "the short one ends beside the first kernel"
+    assert {row.link: row.exposed_seconds for row in step.rows} == {
+        "network": pytest.approx(long - first - second),
+        "NVLink": 0,
+    }
+    assert step.contention_seconds == pytest.approx(first + second - 2 * MATMUL)
+    assert step.step_seconds == pytest.approx(long)
 
 
 def test_xlas_own_estimate_stands_beside():

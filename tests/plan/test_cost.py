@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardlm.hardware import GPUS
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
 from shardlm.models.pretrained import Pretrained
@@ -216,21 +217,56 @@ def test_a_cost_takes_no_time():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "top_k", "capacity", "rows"),
+    ("ranks", "top_k", "capacity", "room", "forward", "backward"),
     [
-        (8, 2, 0.0, 5 * 8 + 2 * 2),  # each device has room for all tokens of all, one expert each
-        (8, 2, 2.0, 5 * 4 + 2 * 2),
-        (2, 2, 0.0, 1.25 * (4 + 4)),  # tokens of both gathered, two experts each
-        (1, 2, 0.0, 1.25 * (2 + 2)),
+        (8, 2, 0.0, 8, 5 * 8 + 2 * 2, 10 * 8 + 4 * 2),  # a device has room for all tokens of all, one expert each
+        (8, 2, 2.0, 4, 5 * 4 + 2 * 2, 10 * 4 + 4 * 2),
+        (2, 2, 0.0, 4, 2 * (4 + 2), 6 * 4 + 2 * 2),  # tokens of both gathered, two experts each
+        (1, 2, 0.0, 2, 2 * (2 + 1), 6 * 2 + 2 * 1),
     ],
 )
-def test_buffers_of_experts_are_moved_whole(ranks, top_k, capacity, rows):
+def test_buffers_of_experts_are_moved_whole(ranks, top_k, capacity, room, forward, backward):
     model = MixtralConfig(num_layers=2, top_k=top_k, capacity_factor=capacity)
     config = RunConfig(model, mesh=MeshSpec(expert=ranks), train=TrainConfig(global_batch=ranks, seq_len=1024))
     found = {}
     for ours in (True, False):
         ops = operations(Sketch.of(config, GPUS["h100"]), ours)
-        (found[ours],) = [op.hbm_bytes for op in ops if op.what == "activation and moving"]
-    even = 3 * 14336 * top_k
-    assert found[True] == pytest.approx(1024 * 2 * (even + 4096 * rows))
-    assert found[False] == 1024 * 2 * (even + 4096 * 4 * top_k)
+        (found[ours],) = [op for op in ops if op.what == "activation and moving"]
+    hidden = 14336 * room
+    assert found[True].hbm_bytes == pytest.approx(1024 * 2 * (3 * hidden + 4096 * forward))
+    assert found[True].gradient_bytes == pytest.approx(1024 * 2 * (4 * hidden + 4096 * backward))
+    assert found[False].hbm_bytes == 1024 * 2 * (3 * 14336 * top_k + 4096 * 4 * top_k)
+
+
+@pytest.mark.parametrize(
+    ("axes", "turned"),
+    [
+        ({"expert": 2}, 0),  # nothing is gathered
+        ({"expert": 2, "fsdp": 4}, 1),
+        ({"expert": 8, "fsdp": 4}, 0),  # one expert a device: what is gathered of it follows each other
+    ],
+)
+def test_gathered_experts_are_turned_for_their_kernels(axes, turned):
+    mesh = MeshSpec(**axes)
+    batch = mesh.size(*axes)
+    config = RunConfig(MixtralConfig(num_layers=2), mesh=mesh, train=TrainConfig(global_batch=batch, seq_len=1024))
+    (op,) = [op for op in operations(Sketch.of(config, GPUS["h100"])) if op.what == "weights turned"]
+    once = 2 * 2 * 3 * 8 / mesh.expert * 4096 * 14336  # read and written, in 16 bits
+    assert (op.hbm_bytes, op.gradient_bytes) == (turned * once, (2 + turned) * once)
+
+
+def test_heads_are_turned_for_latent_attention_and_ulysses_exchange():
+    def turned(model, **axes) -> list[float]:
+        config = RunConfig(model, mesh=MeshSpec(**axes), train=TrainConfig(global_batch=1, seq_len=1024))
+        return [op.hbm_bytes for op in operations(Sketch.of(config, GPUS["h100"])) if op.what == "heads turned"]
+
+    dense, latent = LlamaConfig(num_layers=1), DeepseekConfig(num_layers=4)
+    heads = 2 * 2 * 512 * (2 * 32 + 2 * 8) * 128  # queries, output, keys and values of half a row
+    assert turned(dense) == [] and turned(dense, context=2) == [heads]
+    assert turned(latent) == [2 * 2 * 1024 * 128 * (192 + 192 + 128)] * 2
+
+
+def test_a_router_multiplies_in_full_precision():
+    config = RunConfig(MixtralConfig(num_layers=2), mesh=MeshSpec(), train=TrainConfig(global_batch=1, seq_len=1024))
+    ops = operations(Sketch.of(config, GPUS["h100"]))
+    assert [op.dtype for op in ops if op.what == "router"] == ["fp32"]

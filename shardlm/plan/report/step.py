@@ -79,6 +79,7 @@ def compiled_step(checked: Verified | None) -> dict[str, Any] | None:
     step = checked.step
     return {
         "compute_seconds": step.compute_seconds,
+        "contention_seconds": step.contention_seconds,
         "xla_compute_seconds": step.xla_compute_seconds,
         "exposed_seconds": step.exposed_seconds,
         "step_seconds": step.step_seconds,
