@@ -36,6 +36,7 @@ def test_each_value_has_the_plan_of_its_case():
     assert [row["fits"] for row in told["rows"]] == [True, True, False] and "as fast as" in told["rows"][2]["why"]
     assert told["rows"][1]["most_requests_per_second"] == second.most.rate
     text = " ".join(to_text(found).split())
+    assert "prompts of 2,048 tokens, replies of 16, in" in text
     assert "planned with 80% of what limits them" in text and "ttft_seconds=1e-6: no mesh of 2 h100 is as fast" in text
 
 
