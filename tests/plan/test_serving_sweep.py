@@ -4,9 +4,12 @@ searched."""
 import json
 
 import pytest
+from absl import flags
 from commands import run
 from test_sweep import config
 
+from launch import plan_serve_flags
+from launch.flags import OF_SERVING
 from shardlm.hardware import GPUS
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.attainment import search_attained
@@ -67,6 +70,11 @@ def test_the_command_sweeps_hardware_lengths_and_options():
     assert done.returncode == 0, done.stderr
     plain, packed = json.loads(done.stdout)["rows"]
     assert packed["value"] == "fp8" and plain["itl_seconds"] != packed["itl_seconds"]
+
+
+def test_the_flags_that_need_serve_are_all_known():
+    own = flags.FLAGS.flags_by_module_dict()[plan_serve_flags.__name__]
+    assert {flag.name for flag in own} == set(OF_SERVING)
 
 
 @pytest.mark.parametrize(
