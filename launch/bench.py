@@ -75,7 +75,7 @@ def serve(config) -> int:
     from launch.devices import use_cpu_devices
     from shardlm.mesh import MeshSpec
     from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
-    from shardlm.serve.bench.workload import check_shared, spread
+    from shardlm.serve.bench.workload import check_shared, read_jobs, spread
     from shardlm.serve.build import EngineConfig
 
     sizes = mesh_sizes({"tensor": config.mesh.tensor, "expert": config.mesh.expert})
@@ -85,6 +85,11 @@ def serve(config) -> int:
     ratio = _RATIO.value
     options["max_model_len"] = options["max_model_len"] or spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
     check_shared(_SHARED.value, prompt, ratio)
+    if _FILE.value and any(not isinstance(job.body.get("prompt"), list) for job in read_jobs(_FILE.value, output)):
+        raise ShardlmError(
+            f"{_FILE.value} has texts, and a model of random weights has no tokenizer or chat template for them: give "
+            "prompts as token ids, or --url of a server of the model"
+        )
     engine = random_engine(config.model.transformer(), EngineConfig(**options))
     found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value)
     if _RATES.value or _CONCURRENCY.value:

@@ -4,9 +4,12 @@ searched."""
 import json
 
 import pytest
+from absl import flags
 from commands import run
 from test_sweep import config
 
+from launch import plan_serve_flags
+from launch.flags import OF_SERVING
 from shardlm.hardware import GPUS
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.attainment import search_attained
@@ -36,6 +39,7 @@ def test_each_value_has_the_plan_of_its_case():
     assert [row["fits"] for row in told["rows"]] == [True, True, False] and "as fast as" in told["rows"][2]["why"]
     assert told["rows"][1]["most_requests_per_second"] == second.most.rate
     text = " ".join(to_text(found).split())
+    assert "prompts of 2,048 tokens, replies of 16, in" in text
     assert "planned with 80% of what limits them" in text and "ttft_seconds=1e-6: no mesh of 2 h100 is as fast" in text
 
 
@@ -66,6 +70,11 @@ def test_the_command_sweeps_hardware_lengths_and_options():
     assert done.returncode == 0, done.stderr
     plain, packed = json.loads(done.stdout)["rows"]
     assert packed["value"] == "fp8" and plain["itl_seconds"] != packed["itl_seconds"]
+
+
+def test_the_flags_that_need_serve_are_all_known():
+    own = flags.FLAGS.flags_by_module_dict()[plan_serve_flags.__name__]
+    assert {flag.name for flag in own} == set(OF_SERVING)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import run
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.bench import online, workload
@@ -183,7 +184,7 @@ def test_lengths_are_spread_evenly():
         workload.random_jobs(1, 10, 20, 6, 50, 0, ratio=0.5)
 
 
-def test_command_lines_that_cannot_be():
+def test_command_lines_that_cannot_be(tmp_path):
     with pytest.raises(ShardlmError, match="a limit is NAME:SECONDS, of ttft, tpot"):
         limits_of(["ttft:1", "tfft:1"])
     with pytest.raises(ShardlmError, match="is no address of a server"):
@@ -191,3 +192,7 @@ def test_command_lines_that_cannot_be():
     command = [sys.executable, "-m", "launch.bench", "serve", "--url=http://a", "--rates=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: rates=x must be numbers above 0\n"
+    (tmp_path / "f.jsonl").write_text('{"prompt": "all words of which would be one token"}')
+    asked = ("--config=configs/bench_768x12.py", "--rates=1", f"--file={tmp_path / 'f.jsonl'}")
+    done = run("launch.bench", "serve", *asked)
+    assert done.returncode == 1 and "f.jsonl has texts, and a model of random weights has no tokenizer" in done.stderr

@@ -74,8 +74,10 @@ def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, di
     if best is None:
         raise ShardlmError(tried[0][1].too_slow())
     trials, count = best
-    rate = trials.case.request_rate / count
-    return trials.plan_of(count, rate, rate), trials.times(rate)
+    rate = trials.case.request_rate
+    while trials.times(rate / count)["within_limits"] < trials.case.attainment:  # `keep` differs from it by little
+        count += 1
+    return trials.plan_of(count, rate / count, rate / count), trials.times(rate / count)
 
 
 class Trials:
@@ -122,8 +124,8 @@ class Trials:
         return rate
 
     def fewest(self, rate: float, at_most: float = math.inf) -> int:
-        """The fewest replicas that together do so at `rate`, exactly or, of many, within EXACT; 0 where more than
-        `at_most` are needed, or any number is too few."""
+        """The fewest replicas that together do so at `rate` by `keep`, exactly or, of many, within EXACT; 0 where more
+        than `at_most` are needed, or any number is too few."""
         least = math.ceil(rate / self.plan.most.rate)
         if least > at_most or (at_most < math.inf and not self.keep(rate / at_most)):
             return 0
@@ -140,9 +142,7 @@ class Trials:
         while count - low > max(1, (EXACT - 1) * count):
             middle = (low + count) // 2
             low, count = (low, middle) if self.keep(rate / middle) else (middle, count)
-        while count <= at_most and self.times(rate / count)["within_limits"] < self.case.attainment:
-            count += 1
-        return count if count <= at_most else 0
+        return count
 
     def likely_gpus(self) -> float:
         """For the case's rate."""

@@ -6,6 +6,7 @@ from typing import Any
 from shardlm.hardware import GIB
 from shardlm.plan.columns import columns, three_digits
 from shardlm.plan.serving.load import HEADROOM
+from shardlm.plan.serving.report.tables import requests
 from shardlm.plan.serving.search import ServingPlan, mesh_text
 from shardlm.plan.serving.sweep import Row, ServingSweep
 
@@ -43,9 +44,12 @@ def _footnote(sweep: ServingSweep) -> str:
     if shares != {0.0}:
         share = f"{case.attainment:.4g}" if len(shares) == 1 else "the share asked for"
         planned = f"Replicas are planned with as many requests, which come at random, as leave {share} of them in time"
+    alike = {str(row.asked.case.mix.told()) for row in sweep.rows}
+    asked = {"shared_prefix": case.shared_prefix, "file": case.file}
+    what = f", {requests(asked, case.mix.told(), case.engine.enable_prefix_caching)}" if len(alike) == 1 else ""
     return (
-        f"All estimated, of {case.model.name}, in {sweep.seconds:.0f} s. {planned}; tokens/s a GPU are of replies, at "
-        "the most that a replica sustains, first token and next the means at the rate that is planned."
+        f"All estimated, of {case.model.name}{what}, in {sweep.seconds:.0f} s. {planned}; tokens/s a GPU are of "
+        "replies, at the most that a replica sustains, first token and next the means at the rate that is planned."
     )
 
 
