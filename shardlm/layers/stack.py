@@ -121,10 +121,12 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     # last layer beside the head (Llama 3 8B on 8 H100: 12.5 GiB of temporaries, 11.5 so, and 0.3% more seconds, as x is
     # copied out of what was kept; compiled), and as it begins gathers a layer ahead, and all that leads to them,
     # attention a second time where tokens or sequences are gathered inside a layer (DeepSeek V3 on 1,024 as fsdp=32 x
-    # expert=8 x context=4: 91.5 s a step and 54.8 GiB, 89.6 and 48.9 so). Not in a pipeline's stages: bound there (all
+    # expert=8 x context=4: 91.5 s a step and 54.8 GiB, 89.6 and 48.9 so); of layers outside a pipeline's stages, beside
+    # the stages' backward pass (seed 17 16.4 | 14.9 GiB, 1.89 s both). Not in stages themselves: bound there (all
     # arguments, as jax 0.10.2 fails with a tuple in a checkpoint inside another), 8B in four takes 20.02 GiB of
-    # temporaries either way and 4.68 | 4.71 s, llama3_70b_256 36.05 | 36.07 GiB and 22.8 | 23.0 s.
-    bound = (True, False) if execution.remat != "none" and execution.rules.mesh.pipeline == 1 else False
+    # temporaries either way and 4.68 | 4.71 s, llama3_70b_256 36.05 | 36.07 GiB and 22.8 | 23.0 s, V3 of 19 layers in
+    # four 30.3 | 25.5 GiB and 16.3 | 16.9 s.
+    bound = (True, False) if execution.remat != "none" else False
     body = layer if pages is not None else rematerialised(layer, execution.remat, stacked, prevent_cse=bound)
     unroll = execution.unroll or repeats
     (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)

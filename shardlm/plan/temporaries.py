@@ -182,11 +182,10 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     found |= _waiting(sketch, whole if stages or (_gathers_ahead(sketch) and _head_waits(sketch)) else rests)
     if stages:
         # Gradients of a stage; in one round XLA stacks those of a tick that go back to where weights rest, behind its
-        # layers. Layers outside are made again meanwhile.
+        # layers.
         back = sketch.config.pipeline.laps == 1 and parts.gathers
         stacked = parts.resting * itemsize(sketch) / MASTER if back else 0
         found["gradients"] = parts.resting + stacked
-        found = _joined(found, _made_again_outside(sketch, parts))
     return found
 
 
@@ -278,20 +277,6 @@ def _let_go(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1 or sketch.schedule.both_ways or not before:
         return {}
     return _kept_of(sketch, longest, parts.layers[longest])
-
-
-def _made_again_outside(sketch: Sketch, parts: Parts) -> Kinds:
-    """Of the last layer outside the stages, which nothing holds back from being made again but the moves of a ring:
-    then no more than its keys are."""
-    longest = sketch.shape.pipelined_segment()
-    others = [pattern[-1] for number, pattern in enumerate(parts.layers) if number != longest]
-    if not others:
-        return {}
-    rows, one = sketch.passes / sketch.mesh.pipeline, others[-1]
-    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
-        return {"attention": rows * one.keys, "streams": rows * 2 * one.stream}
-    attention = one.queries + one.keys + one.output
-    return {"mlp": rows * one.hidden, "attention": rows * attention, "streams": rows * 4 * one.stream}
 
 
 def _fullest(sketch: Sketch, layers: Iterable[tuple[Layer, ...]]) -> Kinds:
