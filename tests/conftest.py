@@ -11,9 +11,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The older emitters of fused loops make the same loops in half the time; XLA ignores the option where it has but one.
 # Instructions before AVX2 round each product before it is added, so that numbers do not depend on how loops are cut.
 # A program is one module of LLVM: in up to 32, which busy cores do not speed up, it took 1 to 10% more CPU.
+# Work stands in one order, or programs of several devices that are read back from the cache go wrong (xla_options.py).
 COMPILE = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 if "cuda" in os.environ["JAX_PLATFORMS"]:  # tests/gpu: programs as they are used, and room for processes beside this
     COMPILE = ""

@@ -73,6 +73,12 @@ def test_weights_are_not_kept_where_all_else_is():
     assert (3, 4) in kept and (6, 4, 5) in kept and (3, 4, 5) not in kept
 
 
+def test_a_program_that_is_read_from_the_compile_cache_gives_the_same():
+    """XLA:CPU's did not (xla_options.py)."""
+    for _ in range(3):
+        assert_same(loss_and_gradients(MeshSpec(pipeline=2), "zero3", SIX, rounds=3), SIX)
+
+
 def test_more_stages_than_layers_divide_into():
     assert_same(loss_and_gradients(MeshSpec(pipeline=4, tensor=2), "zero1", SIX, microbatches=8), SIX)
     assert_same(loss_and_gradients(MeshSpec(pipeline=4), "zero1", SIX, microbatches=16), SIX)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlm import xla_options
 from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
 from shardlm.topology import topology
 from shardlm.xla_options import PROFILES, Option, check_options, profile_of, resolve_profile
 
@@ -46,7 +47,9 @@ def test_auto_goes_by_the_generation_of_the_device():
 
 def test_auto_on_this_machine_compiles():
     resolved = resolve_profile("auto", mesh_of(jax.devices("cpu")[0]))
-    assert resolved.profile == "cpu"
+    assert resolved.profile == "cpu" and not resolved.options
+    several = resolve_profile("auto", MeshSpec(tensor=2).build(jax.devices("cpu")[:2]))
+    assert dict(several.options) == {"xla_cpu_enable_concurrency_optimized_scheduler": False} and not several.left_out
     assert resolved.report() == ""
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=dict(resolved.options))
 

@@ -35,6 +35,7 @@ from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.started import Call, Started
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef, at_rest
+from shardlm.xla_options import resolve_profile
 
 # Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
 WHOLE_LEAST = 512
@@ -196,9 +197,17 @@ class Runner:
 
     def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
         """The program of a key of `_shapes`, not compiled yet."""
-        jitted = self._jitted.setdefault(key, jax.jit(function, donate_argnums=1))
+        jitted = self._jitted.setdefault(key, self._jit(function))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
             return jitted.lower(self._weights, self._state, *arguments)
+
+    def _jit(self, function: Callable) -> Any:
+        return jax.jit(function, donate_argnums=1, compiler_options=self._options)
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        """On CPUs those of training; what it takes on GPUs is for steps that gather weights."""
+        return dict(resolve_profile("cpu", self.mesh).options) if self.platform == "cpu" else {}
 
     @property
     def _weights(self) -> Any:

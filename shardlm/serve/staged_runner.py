@@ -169,7 +169,7 @@ class StagedRunner(Runner):
         return jax.ShapeDtypeStruct(shape, self.model.execution.dtype, sharding=self._whole[s])
 
     def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
-        jitted = self._jitted.setdefault(key, jax.jit(function, donate_argnums=1))
+        jitted = self._jitted.setdefault(key, self._jit(function))
         with jax.set_mesh(self.stages[key[-1]].mesh), jax.default_matmul_precision(self._precision):
             return jitted.lower(*arguments)
 
