@@ -147,7 +147,7 @@ _IN_ORDER = (
     Option(
         (("xla_cpu_enable_concurrency_optimized_scheduler", False),),
         "keeps collectives in one order in programs that are read from a compile cache",
-        lambda mesh: mesh.size > 1,
+        lambda mesh: mesh.devices.size > 1,
     ),
 )
 
