@@ -39,7 +39,7 @@ from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.state import empty_state, no_edits
 from shardlm.serving_rules import serving_rules
-from shardlm.state import ModelDef, at_rest, joined
+from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
 
 pytestmark = MARKS
@@ -97,9 +97,6 @@ def decoding(
         whole = NamedSharding(mesh, jax.P())
         where = programs.DecodeRows(jax.ShapeDtypeStruct((rows, 3 + 256 + 1), jnp.int32, sharding=whole))
         function, params = functools.partial(programs.decode, model, layout, 8), model.held_at_rest(mesh)
-        if adapters:
-            own = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16, sharding=s.sharding), model.shapes)
-            params = joined(params, jax.tree.map(lambda s: at_rest(s, mesh), own))
         if drafts:
             function = functools.partial(speculation.decode, model, layout, 8, proposer)
             params = (params, {"draft_model": draft.held_at_rest(mesh), "mtp": None, "ngram": ()}[drafts])
