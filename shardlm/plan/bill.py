@@ -17,9 +17,9 @@ from shardlm.hlo.trips import trip_count
 from shardlm.hlo.walk import Visit, collect
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import Op
 from shardlm.plan.links import Route
 from shardlm.plan.measured import MeasuredRoute, kernels_of, route_of
+from shardlm.plan.op import Op
 
 
 @dataclasses.dataclass(frozen=True)

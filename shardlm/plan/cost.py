@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from shardlm.flops import attention_pairs, training_flops
 from shardlm.plan import limits
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import Op, of_layers, of_weights
+from shardlm.plan.compute import of_layers, of_weights
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
+from shardlm.plan.op import Op
 from shardlm.plan.overlap import IN_STAGES, Timed, overlapped
 from shardlm.plan.program_layers import activations
 from shardlm.plan.program_traffic import Moved, program_traffic
@@ -54,7 +55,7 @@ class AxisComm:
 class StepCost:
     """One step of one device, in seconds.
 
-    compute   of kernels by layer (compute.Layer)
+    compute   of kernels by layer (op.Layer)
     units     the same by what limits them (compute.Unit); the optimizer apart
     repeated  of these, the forward pass a second time
     comms     every collective's

@@ -6,7 +6,6 @@ import math
 from statistics import NormalDist
 
 from shardlm.hardware import Gpu
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import (
     ATTENTION_KEYS,
     ATTENTION_WIDTH,
@@ -21,6 +20,7 @@ from shardlm.plan.constants import (
     Achieved,
     achieved_by,
 )
+from shardlm.plan.op import Op
 from shardlm.topology import CHIPS
 
 EIGHT_BITS = ("fp8", "int8")

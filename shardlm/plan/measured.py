@@ -12,10 +12,10 @@ from shardlm.network.profile import CollectiveRate, Profile
 from shardlm.network.rates import MatmulRate
 from shardlm.ops.grouped_matmul import block_rows
 from shardlm.plan.cluster import Cluster, Group
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP, UNFUSED_BYTES, Achieved, achieved_by
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
+from shardlm.plan.op import Op
 
 REACHED = Achieved(1, 1, 1, 1, 1, 1, 1)  # by a CPU of its figures, which are what was measured
 NAMES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}

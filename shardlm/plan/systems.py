@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from shardlm.layers.attention import AttentionConfig
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import HOST
+from shardlm.plan.op import Op
 from shardlm.plan.published import Model, Point
 from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent, share
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterator
 from statistics import NormalDist
 
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP, MODULE, NVLINK
 from shardlm.plan.cost import StepCost
+from shardlm.plan.op import Op
 from shardlm.plan.published import Experts, Model, Point
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems import MEGATRON

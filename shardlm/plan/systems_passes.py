@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.mla import MlaConfig
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP
+from shardlm.plan.op import Op
 from shardlm.plan.published import Model, Point
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.systems import AUTOMODEL, BRIDGE, MEGATRON, RECIPES, Recomputed

@@ -10,9 +10,9 @@ Not counted: recipes that put the gradient of the head's weight off until the pi
 
 import math
 
-from shardlm.plan.compute import Op
 from shardlm.plan.cost import StepCost, kernel_seconds
 from shardlm.plan.kernels import Kernels
+from shardlm.plan.op import Op
 from shardlm.plan.published import Point
 
 LAYERS = ("attention", "mlp", "moe", "norm", "other")

@@ -30,9 +30,10 @@ from shardlm.errors import ShardlmError
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan import systems, systems_experts, systems_passes, systems_stages
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import Op, adapters, frozen, operations
+from shardlm.plan.compute import adapters, frozen, operations
 from shardlm.plan.cost import StepCost, cost_of
 from shardlm.plan.kernels import Kernels
+from shardlm.plan.op import Op
 from shardlm.plan.published import Model, Point, Published, load
 from shardlm.plan.published_models import step_seconds, transformer
 from shardlm.plan.sketch import Sketch

@@ -110,6 +110,13 @@ class EngineConfig:
             raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from auto, pages")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ShardlmError(f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above 0, at most 1")
+        if self.max_loras < 1 or (self.max_lora_rank is not None and self.max_lora_rank < 1):
+            raise ShardlmError(f"max_loras={self.max_loras}, max_lora_rank={self.max_lora_rank}: both are at least 1")
+        if not (self.enable_lora or self.lora_modules) and (self.max_loras > 1 or self.max_lora_rank):
+            raise ShardlmError(
+                f"max_loras={self.max_loras}, max_lora_rank={self.max_lora_rank} without room for adapters: give "
+                "enable_lora=True or lora_modules"
+            )
         split = [axis for axis in ("fsdp", "context") if getattr(self.mesh, axis) > 1]
         if split:
             raise ShardlmError(
@@ -144,7 +151,7 @@ def build(
     use_memory()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
-    submeshes(config.mesh)  # says where devices are too few
+    submeshes(config.mesh), config.room  # say where devices are too few, or an adapter is none
     found, mesh = describe(path), of_replica(config.mesh)
     longest = found.longest
     length = config.max_model_len or longest

@@ -12,10 +12,10 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.bill import CompiledStep, compiled_step, link
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import NVLINK
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
+from shardlm.plan.op import Op
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.program import Program

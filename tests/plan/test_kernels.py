@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlm.hardware import GPUS, Gpu
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP
 from shardlm.plan.kernels import Kernels
+from shardlm.plan.op import Op
 
 MEASURED = json.loads((pathlib.Path(__file__).parents[2] / "benchmarks" / "achieved.json").read_text())
 H100 = Kernels.of(GPUS["h100"])

@@ -23,12 +23,12 @@ from shardlm.plan.apart import impossible
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
 from shardlm.plan.cluster import Group
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import achieved_by
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.links import Route
 from shardlm.plan.local import cluster_of_profile, provenance, spread
 from shardlm.plan.measured import kernels_of, route_of
+from shardlm.plan.op import Op
 from shardlm.plan.plan import Plan
 from shardlm.plan.report.data import to_json
 from shardlm.plan.report.text import to_text

@@ -129,9 +129,7 @@ def runners_of(build: dict) -> list:
         max_num_batched_tokens=32,
         block_size=PAGE,
         decode_steps=4,
-        enable_lora=build["adapters"] == "several",
-        max_loras=2,
-        max_lora_rank=3,
+        **({"enable_lora": True, "max_loras": 2, "max_lora_rank": 3} if build["adapters"] == "several" else {}),
     )
     engine = assemble(opened(build, build["mesh"]), TOKENIZER, [END], LENGTH, config)
     return [one.runner for one in (engine.engines if isinstance(engine, EngineGroup) else [engine])]
@@ -246,6 +244,8 @@ def test_what_does_not_go_together_is_refused_by_name():
     for options, *named in (
         ({"speculative_config": drafts, "deterministic": True}, "speculative_config", "deterministic=True"),
         ({"mesh": MeshSpec(fsdp=2, context=2)}, "fsdp, context", "tensor, expert, pipeline or data"),
+        ({"max_loras": 2}, "max_loras=2", "enable_lora=True or lora_modules"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras=0", "at least 1"),
     ):
         with pytest.raises(ShardlmError) as refusal:
             EngineConfig(**options)

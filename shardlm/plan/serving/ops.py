@@ -10,7 +10,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.grouped_weights import GROUP, splits_of
-from shardlm.plan.compute import Op
+from shardlm.plan.op import Op
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 

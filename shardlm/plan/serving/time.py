@@ -5,10 +5,10 @@ import dataclasses
 import functools
 from collections import Counter
 
-from shardlm.plan.compute import Op
 from shardlm.plan.constants import GAP
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
+from shardlm.plan.op import Op
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
@@ -23,7 +23,7 @@ from shardlm.serving_rules import serving_rules
 class Timed:
     """Seconds of one device.
 
-    parts   by layer (compute.Layer), and of collectives by their axes
+    parts   by layer (op.Layer), and of collectives by their axes
     least   of reading what has to be read at the memory's full rate
     """
 
