@@ -12,7 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ MASKS = 8  # rows of grammars' masks that one call sets
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
     how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
+    platform: what chunks are cut and dealt for.
     """
 
     layout: PageLayout
@@ -56,6 +57,7 @@ class RunnerConfig:
     decode_steps: int
     prefill: str = "pages"
     least_rows: int = 1
+    platform: Literal["cpu", "gpu"] = "gpu"
 
     @property
     def row_pages(self) -> int:
@@ -312,7 +314,7 @@ class Runner:
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows)."""
         left = iter(rows)
-        parts = dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.platform)
+        parts = dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.config.platform)
         return [(size, list(itertools.islice(left, count))) for size, count in parts]
 
     # Inputs.
