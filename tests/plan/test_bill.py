@@ -181,12 +181,29 @@ FUSIONS = """HloModule m
   ROOT %u = f32[32,64,64] dynamic-update-slice(%stack, %new, %i, %i, %i)
 }
 
+%cast_first (stack: f32[32,64,64]) -> bf16[1,64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %whole = bf16[32,64,64] convert(%stack)
+  ROOT %last = bf16[1,64,64] slice(%whole), slice={[31:32], [0:64], [0:64]}
+}
+
+%updated_and_used (stack: f32[32,64,64], x: bf16[64,64], i: s32[]) -> f32[32,64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %x = bf16[64,64] parameter(1)
+  %i = s32[] parameter(2)
+  %new = f32[1,64,64] convert(%x)
+  %u = f32[32,64,64] dynamic-update-slice(%stack, %new, %i, %i, %i)
+  ROOT %twice = f32[32,64,64] add(%u, %u)
+}
+
 ENTRY %main (stack: f32[32,64,64], i: s32[], x: f32[64,64]) -> bf16[64,64] {
   %stack = f32[32,64,64] parameter(0)
   %i = s32[] parameter(1)
   %x = f32[64,64] parameter(2)
   %slice = bf16[64,64] fusion(%stack, %i), kind=kLoop, calls=%sliced
   %update = f32[32,64,64] fusion(%stack, %x, %i), kind=kLoop, calls=%updated
+  %cast = bf16[1,64,64] fusion(%stack), kind=kLoop, calls=%cast_first
+  %changed = f32[32,64,64] fusion(%stack, %slice, %i), kind=kLoop, calls=%updated_and_used
   %rows = bf16[100,64] custom-call(%i, %slice, %stack), MOSAIC
   %blackwell = bf16[100,48] custom-call(%slice, %stack, %i, %i), MOSAIC
   %grads = bf16[8,64,64] custom-call(%slice, %x, %i), TRITON, metadata={op_name="a/ragged_dot.x"}
@@ -201,11 +218,13 @@ def test_what_kernels_read_and_write():
     text = FUSIONS.replace("MOSAIC", of_experts).replace("TRITON", 'custom_call_target="__gpu$xla.gpu.triton"')
     module = parse(text)
     entry = module.computations[module.entry]
-    names = ("slice", "update", "rows", "blackwell", "grads", "few_bits", "i")
+    names = ("slice", "update", "cast", "changed", "rows", "blackwell", "grads", "few_bits", "i")
     found = {name: kernel(module, entry, entry.named[name]) for name in names}
     assert found["i"] is None
     assert found["slice"].nbytes == 64 * 64 * (4 + 2) + 4  # a slice of what is stacked, and its index
     assert found["update"].nbytes == 64 * 64 * (4 + 4) + 4  # what is new; the rest stays in its place
+    assert found["cast"].nbytes == 64 * 64 * (4 + 2)  # of what is cast, the slice
+    assert found["changed"].nbytes == 32 * 64 * 64 * (4 + 4) + 64 * 64 * 2 + 4  # all of it is read and written
     assert found["rows"].grouped and found["rows"].flops == 2 * 64 * 64 * 64
     assert found["blackwell"].flops == 2 * 64 * 64 * 48 and found["blackwell"].dtype == "bf16"
     assert found["grads"].grouped and found["grads"].flops == 2 * 64 * 64 * 64 and not found["few_bits"].grouped
