@@ -232,6 +232,53 @@ def test_what_kernels_read_and_write():
     assert dict(step.unknown) == {"own": 1, "__gpu$xla.gpu.triton": 1}
 
 
+OFFLOADED = """HloModule m
+
+%fetched (stack: f32[4,1024,1024], i: s32[]) -> f32[1,1024,1024] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %one = f32[1,1024,1024]{2,1,0} dynamic-slice(%stack, %i, %i, %i), dynamic_slice_sizes={1,1024,1024}
+}
+
+%returned (stack: f32[4,1024,1024], x: f32[1,1024,1024], i: s32[]) -> f32[4,1024,1024] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %x = f32[1,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %u = f32[4,1024,1024]{2,1,0:S(5)} dynamic-update-slice(%stack, %x, %i, %i, %i)
+}
+
+ENTRY %main (stack: f32[4,1024,1024], whole: f32[1024,1024], i: s32[], x: bf16[4096,4096]) -> bf16[4096,4096] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0), metadata={op_name="state.opt_state['mu']"}
+  %whole = f32[1024,1024]{1,0:S(5)} parameter(1)
+  %i = s32[] parameter(2)
+  %x = bf16[4096,4096]{1,0} parameter(3)
+  %f = ((f32[4,1024,1024]{2,1,0:S(5)}, s32[]), f32[1,1024,1024]{2,1,0}, u32[]) fusion-start(%stack, %i), calls=%fetched
+  %fd = f32[1,1024,1024]{2,1,0} fusion-done(%f)
+  %c = (f32[1024,1024]{1,0}, f32[1024,1024]{1,0:S(5)}, u32[]) copy-start(%whole)
+  %g = ((f32[4,1024,1024]{2,1,0:S(5)}, f32[1,1024,1024]{2,1,0}, s32[]), f32[4,1024,1024]{2,1,0:S(5)}, u32[]) \
+fusion-start(%stack, %fd, %i), calls=%returned
+  %y = bf16[4096,4096]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %cd = f32[1024,1024]{1,0} copy-done(%c)
+  %gd = f32[4,1024,1024]{2,1,0:S(5)} fusion-done(%g)
+  ROOT %r = bf16[4096,4096]{1,0} bitcast(%y)
+}
+"""
+
+
+def test_copies_to_the_host_and_from_it_take_its_link_both_ways_at_once():
+    step = compiled_step(OFFLOADED, CLUSTER, MESH)
+    once = 4 * 1024**2 / CLUSTER.host_bytes_per_second + KERNELS.gap
+    assert once < MATMUL, "what begins before the product is to end beside it"
+    assert CLUSTER.host_bytes_per_second < CLUSTER.gpu.pcie_bytes_per_second < KERNELS.memory
+    assert {(row.kind, row.axes, row.link) for row in step.rows} == {("copy", ("host",), "PCIe")}
+    waits = {row.cause: (row.count, row.nbytes, row.seconds, row.exposed_seconds) for row in step.rows}
+    slice_bytes, mu = 4 * 1024**2, "state.opt_state.mu"
+    assert waits[f"{mu}, from the host"] == (1, slice_bytes, pytest.approx(once), pytest.approx(once))
+    assert waits[f"{mu}, to the host"] == (1, slice_bytes, pytest.approx(once), 0)
+    assert step.compute_seconds == pytest.approx(MATMUL)  # the copies are no kernels
+    assert step.step_seconds == pytest.approx(MATMUL + once)
+
+
 def test_links():
     two_hosts, mesh = Cluster.of(GPUS["h100"], 16), MeshSpec(fsdp=2, tensor=8)
     assert [link(two_hosts, mesh, axes) for axes in (("tensor",), ("fsdp",))] == ["NVLink", "network"]
