@@ -114,7 +114,9 @@ def test_remat_repeats_the_forward_pass_but_its_last_product():
     assert seconds == sorted(seconds)
     full = repeated["full"]
     assert 0.15 < full.repeated_seconds / full.compute_seconds < 0.25
-    assert full.timeline[0].compute == repeated["none"].timeline[0].compute
+    forward = {remat: one.timeline[0].compute for remat, one in repeated.items()}
+    assert forward["full"] < forward["names"] < forward["none"], "what is kept is written into all layers'"
+    assert forward["full"] == pytest.approx(forward["none"], rel=0.1)
 
 
 def test_weights_that_are_not_trained_have_no_gradient():
