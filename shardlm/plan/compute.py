@@ -291,7 +291,8 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     tokens that they come from: forward, rows are taken from tokens and results from rows; backward, rows of the input
     and of the output's gradient, the input's turned too, the sum of two gradients, and sums for tokens and for the
     router. Sent to their experts they are moved between buffers besides, by compiled programs of 16 devices of 64
-    experts: 20 for each row of a buffer and 8 for each pair of a token and an expert.
+    experts: 20 for each row of a buffer and 8 for each pair of a token and an expert; and an exchange writes into
+    zeros, copied for each of five from those that XLA makes before the loop: 10 for each row.
 
     Weights: the kernels want both of a product's operands one way round, so that they are turned for gradients of rows,
     and gradients of weights are passed over for empty experts. Gathered by another dimension than their first, of more
@@ -301,7 +302,7 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     room = pairs / filled(moe, ranks, sketch.tokens)
     exchange = choose_exchange(ranks, moe.top_k)
     if exchange == "all_to_all":
-        there, back = 5 * room + 2 * pairs, 10 * room + 4 * pairs
+        there, back = 9 * room + 2 * pairs, 12 * room + 4 * pairs
     else:
         tokens = sketch.tokens * (ranks if exchange == "gather" else 1)
         there, back = 2 * (room + tokens), 6 * room + 2 * tokens

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.ops.ring_attention import stops
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
@@ -25,8 +27,24 @@ def of_block(sketch: Sketch, block: BlockConfig, ops: int) -> Iterator[Op]:
         heads, kv = attention.num_heads / sketch.mesh.tensor, max(1, attention.num_kv_heads / sketch.mesh.tensor)
         turned = 2 * sketch.itemsize * sketch.tokens * (heads + kv) * attention.head_dim
         yield Op("attention", "positions", "memory", 0, turned, 1, gradient_bytes=turned)
+    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
+        yield _ring(sketch, attention)
     kernels = (KERNELS_OF_EXPERTS if isinstance(block.mlp, MoeConfig) else KERNELS) - ops
     yield Op("other", "small kernels", "memory", 0, 0, 1, host=(kernels - 1) * GAP)
+
+
+def _ring(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
+    """Between the moves of a ring, in float32: of each part of the output that is cast, added to what is there and
+    copied, and a mask; for gradients of queries alike, and of keys and values, which go on (ops/attention_pair.py)."""
+    mesh, tokens = sketch.mesh, sketch.tokens
+    moves = len(stops(mesh.context, sketch.config.train.seq_len // (2 * mesh.context), attention.window))
+    heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
+    output = WIDE * tokens * heads * attention.value_dim
+    queries = WIDE * tokens * heads * attention.head_dim
+    visitors = WIDE * tokens * kv * (attention.head_dim + attention.value_dim)
+    there = (6.5 * moves + 3) * output
+    back = (5 * moves + 3) * queries + 9 * moves * visitors
+    return Op("attention", "ring", "memory", 0, there, 1, gradient_bytes=back)
 
 
 def of_losses(sketch: Sketch) -> float:

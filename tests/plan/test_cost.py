@@ -221,8 +221,8 @@ def test_a_cost_takes_no_time():
 @pytest.mark.parametrize(
     ("ranks", "top_k", "capacity", "room", "forward", "backward"),
     [
-        (8, 2, 0.0, 8, 5 * 8 + 2 * 2, 10 * 8 + 4 * 2),  # a device has room for all tokens of all, one expert each
-        (8, 2, 2.0, 4, 5 * 4 + 2 * 2, 10 * 4 + 4 * 2),
+        (8, 2, 0.0, 8, 9 * 8 + 2 * 2, 12 * 8 + 4 * 2),  # a device has room for all tokens of all, one expert each
+        (8, 2, 2.0, 4, 9 * 4 + 2 * 2, 12 * 4 + 4 * 2),
         (2, 2, 0.0, 4, 2 * (4 + 2), 6 * 4 + 2 * 2),  # tokens of both gathered, two experts each
         (1, 2, 0.0, 2, 2 * (2 + 1), 6 * 2 + 2 * 1),
     ],
