@@ -211,7 +211,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
     dtype = _dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
     moved = sketch.itemsize * (rows * n + rows * k + n * k)
-    return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
+    weights = _dtype(sketch) if dtype == "int8" else ""  # ops/quantized_matmul.py
+    return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype, weight_dtype=weights)
 
 
 def _dtype(sketch: Sketch) -> str:

@@ -67,7 +67,8 @@ class Kernels:
         """Of all that makes one execution's gradients."""
         if op.unit == "matmul":
             rows, n, k = op.dims
-            weight = dataclasses.replace(op, hbm_bytes=op.hbm_bytes + op.added_bytes, drawn=False)
+            added = {"hbm_bytes": op.hbm_bytes + op.added_bytes, "dtype": op.weight_dtype or op.dtype}
+            weight = dataclasses.replace(op, **added, drawn=False)
             products = self._product(op, rows, k, n) + (0.0 if op.frozen else self._product(weight, k, n, rows))
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":

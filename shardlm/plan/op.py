@@ -27,6 +27,7 @@ class Op:
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
     host       seconds that the device waits for its host: other systems' (systems_experts.py)
     split      a matmul so narrow that XLA cuts what is summed into parts, so that more cores have work
+    weight_dtype  of the product that makes a weight's gradient, where it is another; "": the same
     frozen     a matmul with a weight that is not trained: no gradient of it is made
     Other systems' as well (systems_passes.py):
     gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
@@ -54,6 +55,7 @@ class Op:
     seen: float = 0.0
     host: float = 0.0
     split: bool = False
+    weight_dtype: str = ""
     frozen: bool = False
     gradient_bytes: float | None = None
     cast_weights: float = 1.0
