@@ -162,25 +162,18 @@ def step_cost(
     sketch: Sketch, cluster: Cluster, layers: Layers | None = None, moved: Iterable[Moved] | None = None
 ) -> StepCost:
     """The estimate for a step; `layers` of it and the weights that are `moved`, where they are known already."""
+    layers = layers or Layers.of(sketch, cluster)
+    times = layers.times.and_of(of_weights(sketch), kernels_of(cluster, sketch.execution.attention))
+    copied = host_copies(sketch, cluster, times.forward, times.backward)
     hidden = IN_STAGES[sketch.config.pipeline.schedule]
-    sent = program_traffic(sketch, moved, layers.sent if layers else None)
-    return _cost(sketch, cluster, layers or Layers.of(sketch, cluster), sent, hidden, copies=True)
+    return _summed(sketch, cluster, times, program_traffic(sketch, moved, layers.sent), hidden, copied)
 
 
 def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:
-    """The same of a step that moved no weights, gradients or state, which no split of them and no schedule can make
-    faster."""
+    """The same of a step that did nothing with weights, gradients and state outside layers, which no split of them and
+    no schedule can make faster: of all meshes that differ only in that split it is the same."""
     layers = layers or Layers.of(sketch, cluster)
-    return _cost(sketch, cluster, layers, list(layers.sent), max(IN_STAGES.values()))
-
-
-def _cost(
-    sketch: Sketch, cluster: Cluster, layers: Layers, sent: list[Sent], hidden_in_stages: float, copies: bool = False
-) -> StepCost:
-    kernels = kernels_of(cluster, sketch.execution.attention)
-    times = layers.times.and_of(of_weights(sketch), kernels)
-    copied = host_copies(sketch, cluster, times.forward, times.backward) if copies else ()
-    return _summed(sketch, cluster, times, sent, hidden_in_stages, copied)
+    return _summed(sketch, cluster, layers.times, list(layers.sent), max(IN_STAGES.values()))
 
 
 def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
