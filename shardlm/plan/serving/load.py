@@ -10,8 +10,8 @@ Where lengths differ, all is by means: of the time of a prompt, of its square fo
 formula, of which M/D/1 is the case of equal service), of the context of replies under way. Tokens that the prefix cache
 has are not computed; it is taken to have all that another request brought before, which arrivals.py finds out.
 
-Against the scheduler itself with random arrivals and these times of programs (arrivals.py), at half of the most, the
-mean time to the first token is within a quarter and the time between tokens within a fifth.
+Against the scheduler itself with random arrivals and these times of programs (arrivals.py), up to half of the most, the
+mean time to the first token is within 15%, all but idle within 5%, and the time between tokens within 12%.
 """
 
 import dataclasses
@@ -88,17 +88,18 @@ class Replica:
         sizes = self.speed.memory.sizes
         step, made = self.speed.step_seconds(batch, self.context), self.case.tokens_a_step
         budget = sizes.max_batch_tokens - batch * (1 + self.case.engine.drafts)
+        met = (1 - math.exp(-batch)) * step  # beside a prompt; of B that came at random none is left e^-B of the time
         prompt = self.alone
         for _ in range(4):  # how often prompts meet others depends on how long they take
             rate = batch / (O * step / made + batch * prompt)
-            service = prompt + P / budget * step  # several short prompts share a step
+            service = prompt + P / budget * met  # several short prompts share a step
             busy = rate * service
             prompt = self.alone + min(1.0, busy) * (self.crowded - self.alone)
         wait = rate * self.uneven * service**2 / (2 * (1 - busy)) if busy < 1 else math.inf
-        own = prompt + math.ceil(P / budget) * step
+        own = prompt + math.ceil(P / budget) * met
         # A request finds a batch under way, on average half done, and those started behind it; with no prompt among
         # them each is a whole decode program.
-        found = (AHEAD - 0.5) * step * (steps_of(step, sizes.decode_steps) * max(0.0, 1 - busy) + min(1.0, busy))
+        found = (AHEAD - 0.5) * met * (steps_of(step, sizes.decode_steps) * max(0.0, 1 - busy) + min(1.0, busy))
         share = rate * prompt
         return Load(rate, batch, step / made / (1 - share), found + wait + own, share, "")
 
