@@ -18,6 +18,7 @@ from shardlm.plan.constants import (
     TRITON,
     UNFUSED_BYTES,
     Achieved,
+    Tiles,
     achieved_by,
 )
 from shardlm.plan.op import Op
@@ -101,14 +102,16 @@ class Kernels:
         fraction = self.achieved.matmul_8bit if dtype in EIGHT_BITS and peak else self.achieved.matmul
         return (peak or self.gpu.peak.bf16) * fraction * self.clock
 
-    def tiled_seconds(self, rows: float, n: float, k: float, copies: int, dtype: str, drawn: bool = False) -> float:
-        """Of `copies` products [rows, k] x [k, n] at once, by the best of TILES: cores work in waves, and the last
+    def tiled_seconds(
+        self, rows: float, n: float, k: float, copies: int, dtype: str, drawn: bool = False, tiles: Tiles = TILES
+    ) -> float:
+        """Of `copies` products [rows, k] x [k, n] at once, by the best of `tiles`: cores work in waves, and the last
         wave, like the last tile of a row, may be mostly empty. Of rows that are `drawn` each product has its own."""
         best = math.inf
-        for height, width, worth in TILES:
+        for height, width, worth in tiles:
             high = _drawn_tiles(rows, height) if drawn else math.ceil(rows / height)
-            tiles = copies * high * math.ceil(n / width)
-            filled = math.ceil(tiles / self.cores) * self.cores if self.cores else tiles
+            count = copies * high * math.ceil(n / width)
+            filled = math.ceil(count / self.cores) * self.cores if self.cores else count
             best = min(best, filled * height * width / worth)
         return 2.0 * best * k / self.matmul_rate(dtype)
 

@@ -15,6 +15,7 @@ from shardlm.hardware import GPUS, Gpu
 from shardlm.plan.constants import GAP
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.op import Op
+from shardlm.plan.serving.time import kernel_seconds
 
 MEASURED = json.loads((pathlib.Path(__file__).parents[2] / "benchmarks" / "achieved.json").read_text())
 H100 = Kernels.of(GPUS["h100"])
@@ -197,3 +198,14 @@ def test_attention_takes_what_others_measured():
             assert errors[-1] < 0.10, one
     assert len(errors) >= 23
     assert statistics.median(errors) < 0.12
+
+
+def test_some_rows_more_than_a_tile_are_not_twice_the_work():
+    """Of decoding: 129 rows are tiles of 160 (cublasLtMatmulTile_t), and were as long as 256."""
+    seconds = [
+        kernel_seconds(
+            Op("mlp", "up", "matmul", 2.0 * rows * 57_344 * 8192, 0, 1, dims=(rows, 57_344, 8192), dtype="bf16"), H100
+        )
+        for rows in (128, 129, 256)
+    ]
+    assert 1.05 < seconds[1] / seconds[0] < 1.4 and seconds[2] > 1.8 * seconds[0]

@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 
-from shardlm.plan.constants import GAP
+from shardlm.plan.constants import FEW_ROWS, GAP
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
@@ -257,5 +257,5 @@ def kernel_seconds(op: Op, kernels: Kernels) -> float:
         return kernels.one_seconds(op)
     rows, n, k = op.dims
     copies = max(1, round(op.flops / (2.0 * rows * n * k)))
-    tiled = min(kernels.tiled_seconds(rows, n, k / parts, copies * parts, op.dtype) for parts in SPLITS)
+    tiled = min(kernels.tiled_seconds(rows, n, k / parts, copies * parts, op.dtype, tiles=FEW_ROWS) for parts in SPLITS)
     return max(tiled, op.hbm_bytes / kernels.memory) + GAP
