@@ -35,22 +35,21 @@ class Cuts:
     def of(cls, sizes: Sequence[Size], platform: str) -> "Cuts":
         return cls(tuple(sorted({tokens for _, tokens in sizes})), WHILE_WEIGHTS_ARE_READ[platform])
 
-    def chunk(self, left: int, room: int, prompts: int = 1) -> int:
+    def chunk(self, left: int, room: int, prompts: int = 1, beside: bool = False) -> int:
         """Of `left` tokens of a prompt, how many its next chunk has: as many as there is `room` for, in a program that
         holds them all, or as many as fill a shorter one, whichever makes less work with what is then left. `prompts`
         that are to be read now share the reading of the weights where there is room for them. One of 1,100 tokens is a
-        program of 2,048, or one of 1,024 and one of 128: estimated for Llama 3 8B on an H100 53 ms and 33."""
+        program of 2,048, or one of 1,024 and one of 128: estimated for Llama 3 8B on an H100 53 ms and 33. 0 where it
+        would have a program to itself for a little room `beside` chunks of others, and more of it waits for more."""
         most = min(left, room)
+        if room <= 0 or (beside and room < min(left, self.least)):
+            return 0
         if not self.lengths or most <= self.lengths[0]:
             return most
         below = self.lengths[bisect.bisect(self.lengths, most) - 1]
         least = self.least / max(1, min(prompts, room // most))
         whole = self._of_program(most, least) + self._work(left - most, least)
         return below if self._of_program(below, least) + self._work(left - below, least) < whole else most
-
-    def worth(self, left: int, room: int) -> bool:
-        """Whether a chunk in so little room is worth a program beside others, or better waits for more room."""
-        return left <= room or room >= self.least
 
     def _work(self, tokens: int, least: float) -> float:
         """Of so many tokens of a prompt, in as many chunks as make it least."""

@@ -10,7 +10,8 @@ pages and its slot on at once, also under a batch in flight, because batches run
 Order of service is (priority, arrival), the smallest first. Who lacks pages takes them from the last in that order,
 and nobody passes another in the queue. So the first of all unfinished requests has a row in every batch (but while a
 token it needs is in flight) and ends; then the next one is first. Nothing starves but behind an endless stream of
-better priority, as asked for.
+better priority, as asked for. A prompt that little room is left for in a batch waits for the next one (`cuts`), and
+shorter ones behind it may be read before.
 
 A request whose next token is held to what those before say, as a grammar's is, runs a token at a time and waits for
 each (`bound`). Where that begins within what landed, the tokens after it are taken back, here and in flight: the
@@ -201,10 +202,7 @@ class Scheduler:
         decodes: list[Request] = []
         chunks: list[Row] = []
         decoding = sum(request.computed >= request.prefill_end and request.remaining > 0 for request in self._running)
-        # Where prompts have programs of their own, rows that decode leave them whole: 64 of these beside would make
-        # three chunks of two of 1,024 tokens, which take a tenth longer.
-        budget = self.config.max_batch_tokens - decoding * (1 + self.config.drafts) * (not self.config.cuts.lengths)
-        upcoming = self.upcoming()
+        budget, upcoming = self.config.room(decoding), self.upcoming()
         prompts = len(upcoming) + sum(request.computed < request.prefill_end for request in self._running)
         for request in sorted(self._running + upcoming, key=_turn):
             if request.status is Status.WAITING:
@@ -214,12 +212,10 @@ class Scheduler:
                     continue
             if request.computed < request.prefill_end:
                 left = request.prefill_end - request.computed
-                if budget <= 0 or (chunks and not self.config.cuts.worth(left, budget)):
-                    continue
-                end = request.computed + self.config.cuts.chunk(left, budget, prompts)
-                if self._make_pages(request, end):
-                    chunks.append(self._chunk_row(request, end))
-                    budget -= len(chunks[-1].tokens)
+                count = self.config.cuts.chunk(left, budget, prompts, bool(chunks))
+                if count and self._make_pages(request, request.computed + count):
+                    chunks.append(self._chunk_row(request, request.computed + count))
+                    budget -= count
             elif request.remaining > 0 and not self._must_land(request):
                 unsure = self.config.drafts > 0 and request.in_flight > 0
                 if (self._holdings.grow if unsure else self._make_pages)(request, self._end(request, 1)):

@@ -11,7 +11,7 @@ DRAFTS_AHEAD = 2
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step, in tokens.
+    """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step (see `room`).
     max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
     drafts: tokens that may be verified in a step of decoding besides the one that is sampled. cuts: of prompts.
 
@@ -41,6 +41,11 @@ class SchedulerConfig:
                 "when pages are short); give for example (1, 8)"
             )
         object.__setattr__(self, "decode_steps", tuple(sorted(set(self.decode_steps))))
+
+    def room(self, decoding: int) -> int:
+        """Tokens of prompts in a step, beside so many rows that decode. Where prompts have programs of their own these
+        take nothing: 64 of them beside would make three chunks of two of 1,024 tokens, which take a tenth longer."""
+        return self.max_batch_tokens - (0 if self.cuts.lengths else decoding * (1 + self.drafts))
 
     @property
     def longest_step(self) -> int:

@@ -90,5 +90,6 @@ def test_little_room_waits_for_more():
     """A prompt that is not read to its end has more of it in the next batch, where it costs no program of its own."""
     cuts = Cuts.of(SIZES, "gpu")
     assert cuts.chunk(2048, 2000) == 1024 and cuts.chunk(4000, 2047) == 2047
-    assert not cuts.worth(1500, 255) and cuts.worth(1500, 256) and cuts.worth(70, 72)
-    assert Cuts().chunk(1500, 1499) == 1499 and Cuts().worth(1500, 1)
+    assert [cuts.chunk(1500, room, beside=True) for room in (0, 255, 256)] == [0, 0, 256]
+    assert cuts.chunk(70, 72, beside=True) == 70 and cuts.chunk(1500, 255) == 255
+    assert Cuts().chunk(1500, 1499) == 1499 and Cuts().chunk(1500, 1, beside=True) == 1 and Cuts().chunk(9, 0) == 0
