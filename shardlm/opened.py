@@ -199,6 +199,16 @@ def trained(
         return reader.restore_params(shapes, found.run.step if step is None else step, name, optional=("mtp",))
 
 
+def check_trained(found: Found, model: ModelDef) -> None:
+    """Whether `trained` will find the adapters of `model`, from what files say of themselves. Raises ShardlmError for
+    what is missing, left over, of another shape or damaged."""
+    if found.adapters:
+        peft.parts(model, found.adapters, found.source)
+        return
+    with Checkpoints(found.run.checkpoints_dir) as reader:
+        reader.check_params(model.shapes, found.run.step, optional=("mtp",))
+
+
 def find(path: str | os.PathLike) -> pathlib.Path:
     """A folder as it is, or the local copy of `owner/name` on the Hugging Face hub, fetched where needed.
 

@@ -19,7 +19,7 @@ from shardlm.layers.lora import TARGETS, A, LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
-from shardlm.opened import Found, describe, rank_of, trained
+from shardlm.opened import Found, check_trained, describe, rank_of, trained
 from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable, LoRARequest, LoRARequests, Room
 from shardlm.serve.layers import apart, split
@@ -139,8 +139,7 @@ def fitting(
     if wrong := differences_of(shape, served.without_mtp()):
         raise ShardlmError(f"the adapter {path} is for another model than what is served: {wrong}")
     model = _alone(shape, found.lora)
-    if found.adapters:
-        peft.parts(model, found.adapters, found.source)
+    check_trained(found, model)
     return found, model
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import CONFIG, TOKENIZER, folder_of
@@ -13,15 +14,19 @@ from small_moe import DEEPSEEK, MOE
 from test_adapters_served import PROMPT, SIZES, adapter_of
 
 from shardlm import hf_files, peft
+from shardlm.checkpoint import CheckpointConfig, Checkpoints
+from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import describe, load
+from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.serve import build
 from shardlm.serve.adapter_table import LoRARequest, Room
 from shardlm.serve.adapters import check
 from shardlm.serve.llm import LLM
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.train.config import RunConfig, TrainConfig
 
 LORA = LoraConfig(2, 4.0, ("wq", "wo"))
 
@@ -118,6 +123,19 @@ def test_it_is_refused_before_weights_are_read(how, folders, tmp_path, monkeypat
     monkeypatch.setattr(build, "load", None)
     with pytest.raises(ShardlmError, match=message):
         LLM(folders["base"], lora_modules={"one": folder}, max_lora_rank=4, **SIZES)
+
+
+def test_a_run_without_its_checkpoint_is_refused_before_weights_are_read(folders, tmp_path, monkeypatch):
+    model = Pretrained(str(folders["base"])).pinned()
+    config = RunConfig(model, lora=LORA, train=TrainConfig(steps=1, global_batch=1, seq_len=64))
+    save_run_files(tmp_path, to_json(config), TOKENIZER.to_json().encode())
+    monkeypatch.setattr(build, "load", None)
+    for saved, message in ((False, "no save was completed there"), (True, "wo_lora_a is not in the checkpoint")):
+        with Checkpoints(tmp_path / CHECKPOINTS, CheckpointConfig()) as writer:
+            if saved:
+                writer.save(1, {"params": {"segments": jnp.zeros(2)}}, {}, {})
+        with pytest.raises(ShardlmError, match=message):
+            LLM(folders["base"], lora_modules={"one": tmp_path}, **SIZES)
 
 
 def test_a_model_that_is_an_adapter_has_no_room_for_others(folders, monkeypatch):

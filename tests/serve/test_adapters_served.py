@@ -228,6 +228,8 @@ def test_over_http_they_are_models(llm, folders, alone, monkeypatch):
         assert "administrator" in error(await post("/v1/load_lora_adapter", {}, USER), 401)["message"]
         assert "the model's own name" in error(await load("tiny"), 400)["message"]
         assert error(await load(None), 400)["param"] == "lora_name"
+        wide = error(await load("large", lora_path=str(folders["large"])), 400)
+        assert "has rank 5 and max_lora_rank=4" in wide["message"] and wide["type"] == "invalid_request_error"
         assert error(await post("/v1/unload_lora_adapter", {"lora_name": "nobody"}), 404)["param"] == "lora_name"
 
     asyncio.run(all_of_it())
