@@ -18,12 +18,14 @@ from shardlm.checkpoint import CheckpointConfig, Checkpoints
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.mtp import MtpConfig
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import describe, load
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.serve import build
 from shardlm.serve.adapter_table import LoRARequest, Room
-from shardlm.serve.adapters import check
+from shardlm.serve.adapters import check, fitting
+from shardlm.serve.layers import apart
 from shardlm.serve.llm import LLM
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.train.config import RunConfig, TrainConfig
@@ -146,7 +148,10 @@ def test_a_model_that_is_an_adapter_has_no_room_for_others(folders, monkeypatch)
 
 def test_its_base_may_be_elsewhere(folders, tmp_path):
     folder = changed(folders["fits"], tmp_path / "adapter", ELSEWHERE)
-    check(folder, Pretrained(str(folders["base"])).pinned(), 64, Room(1, 4))
+    base, room = Pretrained(str(folders["base"])).pinned(), Room(1, 4)
+    check(folder, base, 64, room)
+    drafting = dataclasses.replace(apart(base.transformer()), mtp=MtpConfig(next(base.transformer().blocks())))
+    fitting(folder, drafting, base, 64, room)  # the modules that draft have no adapter of their own
     with pytest.raises(ShardlmError, match="someone/else"):
         describe(folder)
 

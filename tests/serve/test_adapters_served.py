@@ -31,6 +31,7 @@ from shardlm.serve.adapters import names_of
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
+from shardlm.serve.live_weights import new_weights
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import EngineError
 from shardlm.serve.replicas import _Out
@@ -146,6 +147,10 @@ def test_they_come_and_go_without_a_compile(llm, folders, alone):
     assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
     llm.update_weights(folders["base"])  # adapters stay
     assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
+    new = new_weights(folders["base"], llm.engine.runner)  # as do those that come while they are read
+    assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of("wide", folders))) == [alone["wide"]]
+    llm.engine.update_weights(new)
+    assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of("wide", folders))) == [alone["wide"]]
 
 
 def test_refusals(llm, folders, tmp_path):
