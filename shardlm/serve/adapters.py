@@ -137,7 +137,10 @@ def fitting(
     found = describe(path, length, base)
     shape = found.source.transformer().without_mtp()
     if wrong := differences_of(shape, served.without_mtp()):
-        raise ShardlmError(f"the adapter {path} is for another model than what is served: {wrong}")
+        raise ShardlmError(
+            f"the adapter {path} is for another model than what is served: {wrong}. It stands on "
+            f"{found.source.folder}; serve that, or leave this adapter out"
+        )
     model = _alone(shape, found.lora)
     check_trained(found, model)
     return found, model

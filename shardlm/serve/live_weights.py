@@ -174,6 +174,8 @@ def _differences(a: Any, b: Any, name: str = "") -> Iterator[str]:
             if isinstance(a, Rope) and field.name == "length" and a.kind not in STRETCHED:
                 continue  # decides nothing: a run's is 0
             yield from _differences(getattr(a, field.name), getattr(b, field.name), f"{name}{field.name}.")
+    elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
+        yield f"{name.rstrip('.')} is a {type(a).__name__}, served is a {type(b).__name__}"
     elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from _differences(one, other, f"{name}{i}.")

@@ -72,8 +72,16 @@ def wider(given):
 
 ELSEWHERE = {"base_model_name_or_path": "someone/else"}  # a name on the hub, which nobody asks
 WRONG = {
-    "other sizes": ("narrow", {}, r"for another model than what is served: embed_dim is 16, served is 32"),
-    "other layers": ("experts", {}, r"for another model than what is served: "),
+    "other sizes": (
+        "narrow",
+        {},
+        r"for another model than what is served: embed_dim is 16, served is 32. It stands on .*; serve",
+    ),
+    "other layers": (
+        "experts",
+        {},
+        r"for another model than what is served: .*mlp is a MoeConfig, served is a MlpConfig; ",
+    ),
     "other sizes of a base elsewhere": (
         "narrow",
         {"config": ELSEWHERE},
