@@ -278,12 +278,12 @@ def execution_of(
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
     heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.all_blocks()}
-    plain = not any(block.attention.soft for block in shape.all_blocks())
+    capped = any(block.attention.softcap for block in shape.all_blocks())
     experts = any(block.mlp.num_experts for block in shape.all_blocks())
     return Execution(
         rules,
         DTYPES[name],
-        attention=attention.choose("auto", device, DTYPES[name], heads, plain, trained=False),
+        attention=attention.choose("auto", device, DTYPES[name], heads, capped, trained=False),
         grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
         lora=lora,
         weights=held,

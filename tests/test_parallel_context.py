@@ -1,5 +1,5 @@
 """Any mesh, same numbers, for rows split over the context axis: loss and gradients equal those of one device, by ring
-and by Ulysses, for packed documents and sliding windows."""
+and by Ulysses, for packed documents, sliding windows, soft caps and sinks."""
 
 import dataclasses
 import functools
@@ -22,13 +22,15 @@ FP32 = 1e-5  # only the order of sums differs, as in test_parallel_parity
 
 @dataclasses.dataclass(frozen=True)
 class Windowed(LlamaConfig):
-    """Layers that see 5 positions."""
+    """Layers that see 5 positions, by soft-capped scores and with sinks."""
 
     def transformer(self):
         whole = super().transformer()
         (segment,) = whole.segments
         (block,) = segment.pattern
-        narrow = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=5))
+        narrow = dataclasses.replace(
+            block, attention=dataclasses.replace(block.attention, window=5, softcap=0.5, sinks=True)
+        )
         return dataclasses.replace(whole, segments=(dataclasses.replace(segment, pattern=(narrow,)),))
 
 
@@ -72,14 +74,15 @@ def test_ring_and_ulysses(spec, context):
 
 
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
-def test_windows_across_shards(context):
+def test_windows_soft_caps_and_sinks_across_shards(context):
     assert_same(loss_and_gradients(MeshSpec(context=4, tensor=2), context, WINDOWED), WINDOWED)
 
 
 @pytest.mark.parametrize("one_f_one_b", [False, True], ids=["circular", "1f1b"])
 def test_inside_pipeline_stages(one_f_one_b):
     spec = MeshSpec(pipeline=2, context=2, tensor=2)
-    assert_same(loss_and_gradients(spec, "ring", accumulation=4, one_f_one_b=one_f_one_b))
+    options = {"accumulation": 4, "one_f_one_b": one_f_one_b}
+    assert_same(loss_and_gradients(spec, "ring", WINDOWED, **options), WINDOWED)
 
 
 def test_refusals():

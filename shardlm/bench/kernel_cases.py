@@ -30,7 +30,8 @@ class Paged:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Causal attention of whole rows, in `documents` of equal length; `back`: its gradients."""
+    """Causal attention of whole rows, in `documents` of equal length, with `sinks` of the heads; `back`: its
+    gradients, without those of the sinks."""
 
     rows: int
     length: int
@@ -40,6 +41,7 @@ class Whole:
     window: int = 0
     documents: int = 1
     back: bool = False
+    sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,7 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "forward, 4 documents": dataclasses.replace(_ROWS, documents=4),
             "backward, 4 documents": dataclasses.replace(_ROWS, documents=4, back=True),
             "backward, window 1k": dataclasses.replace(_ROWS, window=1024, back=True),
+            "backward, heads of 64, window 128, sinks": Whole(2, 4096, 64, 8, 64, window=128, back=True, sinks=True),
         },
         "ring attention": {
             "own block": _MEETING,
@@ -147,7 +150,7 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "decode, int8, window, softcap": Paged(2, 1, 32, 4, 2, 16, how="int8", window=8, softcap=5.0),
             "chunk, latents, fp8": Paged(1, 8, 32, 4, 1, 24, value_dim=16, how="fp8"),
         },
-        "attention": {"backward": Whole(1, 64, 4, 2, 16, documents=2, back=True)},
+        "attention": {"backward, sinks": Whole(1, 64, 4, 2, 16, documents=2, back=True, sinks=True)},
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
         "8-bit products": {"fp8": EightBit(32, 64, 64, "fp8"), "int8, back": EightBit(32, 64, 64, "int8", back=True)},

@@ -139,11 +139,14 @@ def _whole(s: Whole, on_gpu: bool) -> Kernel:
         arrays = normal(key, wide, narrow, narrow, *[wide] * s.back)
         return *arrays, jnp.broadcast_to(segments, (s.rows, s.length))
 
+    def sinks() -> jax.Array | None:
+        return jnp.linspace(-2.0, 6.0, s.heads) if s.sinks else None  # from hardly any of the weight to most
+
     def run(q, k, v, segments):
-        return attention.packed_attention(q, k, v, segments, implementation=chosen, **options)
+        return attention.packed_attention(q, k, v, segments, implementation=chosen, sinks=sinks(), **options)
 
     def reference(q, k, v, segments):
-        return attention.reference(q, k, v, segments, options["scale"], s.window)
+        return attention.reference(q, k, v, segments, options["scale"], s.window, sinks=sinks())
 
     pairs = s.rows * attention_pairs([s.length // s.documents] * s.documents, s.window or None)
     each = nbytes_of((wide, "bfloat16"), (narrow, "bfloat16"))

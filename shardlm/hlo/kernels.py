@@ -1,7 +1,9 @@
 """What one execution of an instruction of a compiled program computes and moves: as much as a roofline needs."""
 
+import collections
 import dataclasses
 import json
+import math
 import re
 from typing import Literal
 
@@ -42,7 +44,7 @@ def kernel(module: Module, computation: Computation, at: Instruction) -> Kernel 
     if at.opcode == "custom-call" and _IDLE.search(at.attributes):
         return None
     nbytes = sum(array.nbytes for array in _changed(module, computation, at))
-    nbytes += sum(_read(module, computation, at, place) for place in range(len(at.operands)))
+    nbytes += _read(module, computation, at)
     grouped = grouped_matmul(at, computation)
     found = [grouped] if grouped else _matmuls(module, computation, at)
     if not found:
@@ -89,32 +91,51 @@ def _through(inner: Computation, at: Instruction) -> Instruction:
     return at
 
 
-def _read(module: Module, computation: Computation, at: Instruction, place: int) -> float:
-    """Bytes that it reads of an operand: of one that a fusion only slices, or updates in place, the slices."""
-    whole = sum(array.nbytes for array in computation.named[at.operands[place]].arrays)
-    if at.opcode in _SLICES and place == 0:
-        return min(whole, sum(array.nbytes for array in at.arrays))
-    if at.opcode == "dynamic-update-slice" and place == 0:
-        return 0.0  # it stays where it is
-    if at.opcode != "fusion":
-        return whole
-    inner = module.computations[at.called("calls")[0]]
-    parameter = next(i for i in inner.instructions if i.opcode == "parameter" and i.inside == str(place))
-    return min(whole, _used(inner, parameter, whole))
+def _read(module: Module, computation: Computation, at: Instruction) -> float:
+    """Bytes that it reads of its operands: of a fusion's, what its results take of them."""
+    whole = [sum(array.nbytes for array in computation.named[name].arrays) for name in at.operands]
+    if at.opcode == "fusion":
+        inner = module.computations[at.called("calls")[0]]
+        asked = _demanded(inner)
+        parameters = {int(one.inside): one.name for one in inner.instructions if one.opcode == "parameter"}
+        return sum(nbytes * asked.get(parameters[place], 0.0) for place, nbytes in enumerate(whole))
+    if at.opcode in _SLICES:
+        whole[0] = min(whole[0], sum(array.nbytes for array in at.arrays))
+    elif at.opcode == "dynamic-update-slice":
+        whole[0] = 0  # it stays where it is
+    return sum(whole)
 
 
-def _used(inner: Computation, value: Instruction, whole: float) -> float:
-    total = 0.0
-    for user in inner.instructions:
-        for place, name in enumerate(user.operands):
-            if name != value.name:
+def _demanded(inner: Computation) -> dict[str, float]:
+    """Of each value of a fusion, the share of its elements that anything asks for: its loop makes the elements of its
+    results, and for each only what that takes. Of a slice of an array that is cast first, the slice is cast."""
+    roots = set(inner.root.operands) if inner.root.opcode == "tuple" else {inner.root.name}
+    asked: dict[str, float] = collections.defaultdict(float)
+    for at in reversed(inner.instructions):
+        kept = at.name in roots or at.is_root
+        share = 1.0 if kept else min(1.0, asked[at.name])
+        if not share:
+            continue
+        for place, name in enumerate(at.operands):
+            if at.opcode == "dynamic-update-slice" and place == 0 and _stays(inner, at, roots):
                 continue
-            if user.opcode in _SLICES and place == 0:
-                total += sum(array.nbytes for array in user.arrays)
-            elif user.opcode == "dynamic-update-slice" and place == 0:
-                total += 0.0  # it stays where it is
-            elif user.opcode == "bitcast":
-                total += _used(inner, user, whole)
-            else:
-                total += whole
-    return total
+            asked[name] += _asked(at, inner.named[name], place, share)
+        asked[at.name] = share
+    return asked
+
+
+def _asked(at: Instruction, operand: Instruction, place: int, share: float) -> float:
+    """The share of an operand that so much of a result takes."""
+    made, there = _elements(at), _elements(operand)
+    if at.opcode in _SLICES and place == 0:
+        return share * made / there if there else 0.0
+    return min(1.0, share * max(1.0, made / there)) if there else 0.0
+
+
+def _stays(inner: Computation, at: Instruction, roots: set[str]) -> bool:
+    """Whether the array that a slice is put into is the fusion's own result, in its place."""
+    return any(_through(inner, inner.named[name]) is at for name in roots)
+
+
+def _elements(at: Instruction) -> int:
+    return sum(math.prod(array.dims) for array in at.arrays)

@@ -12,7 +12,7 @@ from shardlm.errors import ShardlmError
 
 # Bits of one element; fp8 types are matched by prefix, as there are many.
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "bf16": 16, "c64": 64, "c128": 128, "f4e2m1fn": 4}
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^{}]*S\(5\)[^{}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -22,10 +22,12 @@ _QUOTED = r'"((?:[^"\\]|\\.)*)"'
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result, as one device holds it."""
+    """One array of an instruction's result, as one device holds it: in its own memory or the host's, memory space 5 of
+    a layout."""
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +147,9 @@ def _instruction(line: str) -> list[Instruction]:
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
     opcode = _OPCODE.match(rest, end)
     close = _closing(rest, opcode.end() - 1)
-    arrays = tuple(Array(t, tuple(map(int, filter(None, d.split(","))))) for t, d in _ARRAY.findall(rest[:end]))
+    arrays = tuple(
+        Array(t, tuple(map(int, filter(None, d.split(",")))), bool(host)) for t, d, host in _ARRAY.findall(rest[:end])
+    )
     inside = rest[opcode.end() : close - 1]
     operands = tuple(_NAME.findall(inside))
     return [Instruction(match[2], opcode[1], arrays, operands, inside, rest[close:], bool(match[1]))]

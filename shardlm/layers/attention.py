@@ -54,11 +54,6 @@ class AttentionConfig:
         """Of each head; queries and keys have head_dim."""
         return self.head_dim
 
-    @property
-    def soft(self) -> bool:
-        """Whether weights are anything but the softmax of the scores."""
-        return bool(self.softcap or self.sinks)
-
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the four projections, each used once for a token."""
         return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)

@@ -114,7 +114,7 @@ class Paged:
     page_table int32 [B, groups * W], of each group of layers the pages of a row's tokens, page 0 is scrap; valid bool
     [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
-    is for models without soft caps, sinks and latents; "": to pages. adapter int32 [B]: which of several each row has
+    is for models without soft caps and latents; "": to pages. adapter int32 [B]: which of several each row has
     (layers/lora.py); None where the model has not several.
     """
 
@@ -165,11 +165,11 @@ class Paged:
             where = (page_table, positions, valid, first)
             pages = paged_attention.write(pages, new, *where, implementation=self.implementation)
             if self.whole:
-                assert not softcap and sinks is None and not value_dim, "checked before (serve/prefill.py)"
+                assert not softcap and not value_dim, "checked before (serve/prefill.py)"
                 if kv_name == "kv_heads_whole":
                     head = self._own_head(new["k"].shape[2], q.shape[2])
                     new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
-                return of_rows(q, new["k"], new["v"], scale, window, self.whole), pages
+                return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
             options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":

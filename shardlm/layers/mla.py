@@ -40,7 +40,7 @@ class MlaConfig:
     def __post_init__(self):
         self.rope.check(self.rope_dim)
 
-    soft = False  # weights are the softmax of the scores
+    softcap = 0.0  # scores are as they are
     window = 0  # a token sees all before it
 
     @property

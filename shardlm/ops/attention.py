@@ -60,12 +60,12 @@ def reference(q, k, v, segment_ids: jax.Array, scale: float, window: int = 0, so
     return attend(q, k, v, packed_mask(segment_ids, window), scale, softcap, sinks)
 
 
-def of_rows(q, k, v, scale: float, window: int, implementation: str) -> jax.Array:
+def of_rows(q, k, v, scale: float, window: int, implementation: str, sinks: jax.Array | None = None) -> jax.Array:
     """Causal attention of rows of one document each, which padding may follow, on one device's arrays, by "cudnn" or
     "xla"; shapes as in `attend`."""
     if implementation == "cudnn":
-        return cudnn(q, k, v, None, scale, window)
-    return blocked_attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32), scale, window)
+        return cudnn(q, k, v, None, scale, window, sinks)
+    return blocked_attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32), scale, window, sinks=sinks)
 
 
 def choose(
@@ -73,22 +73,22 @@ def choose(
     device: Gpu,
     dtype: jnp.dtype,
     heads: Iterable[tuple[int, int]],
-    plain: bool = True,
+    capped: bool = False,
     trained: bool = True,
 ) -> str:
     """The implementation that runs on devices like this one: cuDNN on a GPU for 16-bit types and head sizes it has
-    kernels for, else XLA. `heads` are (head_dim, value_dim) of all layers, `plain` says that none has a softcap or
-    sinks, which cuDNN does not know, `trained` that gradients are made. Raises ShardlmError for cuDNN without `plain`.
+    kernels for, else XLA. `heads` are (head_dim, value_dim) of all layers, `capped` says that one has a softcap, which
+    cuDNN does not know, `trained` that gradients are made. Raises ShardlmError for cuDNN where one is `capped`.
     """
-    if implementation == "cudnn" and not plain:
-        raise ShardlmError("attention=cudnn has no kernel for soft-capped scores or sinks; choose attention=xla")
+    if implementation == "cudnn" and capped:
+        raise ShardlmError("attention=cudnn has no kernel for soft-capped scores; choose attention=xla")
     if implementation != "auto":
         return implementation
     refused = [pair for pair in heads if not takes(device, *pair, trained)]
     if device.platform not in ("gpu", "cuda"):
         chosen, why = "xla", f"platform is {device.platform}"
-    elif not plain:
-        chosen, why = "xla", "cuDNN has no kernel for soft-capped scores or sinks"
+    elif capped:
+        chosen, why = "xla", "cuDNN has no kernel for soft-capped scores"
     elif jnp.dtype(dtype).itemsize != 2 or refused:
         chosen, why = "xla", f"cuDNN has no kernel for {jnp.dtype(dtype)} with heads (of keys, of values) {refused}"
     else:
@@ -131,28 +131,24 @@ def packed_attention(
 
     q [B, T, N, H], k [B, T, K, H] and v [B, T, K, Hv], batch, sequence and heads split as the activation rules say;
     returns [B, T, N, Hv]. Where the sequence is split, `context` is "ulysses", with tokens in natural order, or "ring",
-    with tokens in zigzag order (ring_attention.py); `softcap` and `sinks` [N] (see `attend`) then do not work, nor with
-    cuDNN.
+    with tokens in zigzag order (ring_attention.py). `softcap`, not with cuDNN, and `sinks` [N] as in `attend`.
     """
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
-    whole = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, scale=scale, window=window)
+    options = {"scale": scale, "window": window} | ({"softcap": softcap} if softcap else {})
+    whole = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, **options)
     if not rules.act.axes("whole_seq"):
         run = whole
     elif context == "ulysses":
         run = functools.partial(ulysses, attend=whole)
     else:
-        run = functools.partial(ring_attention, scale=scale, window=window, implementation=implementation)
-    specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"))
-    if softcap or sinks is not None:
-        assert run is whole and implementation == "xla", "checked before (train/check.py)"
-        run = functools.partial(_soft, attend=whole, softcap=softcap)
-        return shard_map(run, in_specs=(*specs, rules.act.spec("heads")), out_specs=heads)(q, k, v, segment_ids, sinks)
+        run = functools.partial(ring_attention, implementation=implementation, **options)
+
+    def local(q, k, v, segment_ids, sinks):
+        return run(q, k, v, segment_ids, sinks=sinks)
+
+    specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"), rules.act.spec("heads"))
     value_dim = v.shape[-1]
     # Of cuDNN's kernels for narrower values not every version has those of other sizes.
     if implementation == "cudnn" and value_dim < q.shape[-1] and (q.shape[-1], value_dim) != LATENT:
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
-    return shard_map(run, in_specs=specs, out_specs=heads)(q, k, v, segment_ids)[..., :value_dim]
-
-
-def _soft(q, k, v, segment_ids, sinks, *, attend, softcap: float):
-    return attend(q, k, v, segment_ids, softcap=softcap, sinks=sinks)
+    return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks)[..., :value_dim]

@@ -19,12 +19,14 @@ class Pair:
 
     diagonal  keys come after some of the queries: the same block; else every key comes before every query
     window    positions a token sees, itself included; 0: all
+    softcap   scores are softcap * tanh(scores / softcap), in XLA; 0: as they are
     """
 
     scale: float
     diagonal: bool
     window: int
     implementation: str
+    softcap: float = 0.0
 
 
 @jax.tree_util.register_dataclass
@@ -136,9 +138,13 @@ def _xla_backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_ou
         (q, d_out, lse, shift), side = inputs
         grouped = [_grouped(a, K) for a in (q, d_out)]
         across = [a.reshape(*a.shape[:2], K, -1).transpose(0, 2, 3, 1)[..., None] for a in (lse, shift)]
-        weights = jnp.exp(_scores(pair, q, k, side, keys) - across[0])
+        scores = _scores(pair, q, k, side, keys)
+        weights = jnp.exp(scores - across[0])
         d_weights = _dot("btkgh,bskh->bkgts", grouped[1], v)
-        d_scores = (weights * (d_weights - across[1]) * pair.scale).astype(q.dtype)
+        d_scores = weights * (d_weights - across[1]) * pair.scale
+        if pair.softcap:  # where it is masked, the weight is 0
+            d_scores *= jnp.where(weights > 0, 1 - jnp.square(scores / pair.softcap), 0)
+        d_scores = d_scores.astype(q.dtype)
         d_v += _dot("bkgts,btkgh->bskh", weights.astype(v.dtype), grouped[1])
         d_k += _dot("bkgts,btkgh->bskh", d_scores, grouped[0])
         return (d_k, d_v), _dot("bkgts,bskh->btkgh", d_scores, k).reshape(q.shape)
@@ -183,6 +189,8 @@ def _grouped(a, K):
 def _scores(pair: Pair, q, k, queries: Side, keys: Side):
     """Masked scores float32 [B, K, N / K, T, S]."""
     scores = _dot("btkgh,bskh->bkgts", _grouped(q, k.shape[2]), k) * pair.scale
+    if pair.softcap:
+        scores = pair.softcap * jnp.tanh(scores / pair.softcap)
     return jnp.where(visible(pair, queries, keys)[:, None, None], scores, MASKED)
 
 

@@ -9,28 +9,41 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
+from shardlm.ops.sinks import gradient_of_sinks, with_sinks
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def cudnn(q, k, v, segment_ids: jax.Array | None, scale: float, window: int = 0) -> jax.Array:
+
+def cudnn(
+    q, k, v, segment_ids: jax.Array | None, scale: float, window: int = 0, sinks: jax.Array | None = None
+) -> jax.Array:
     """Causal attention in float16 or bfloat16: q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] and segment_ids int32
     [B, T] -> [B, T, N, Hv]. Scores are never materialised; packed documents are kept apart by a bias on top of the
-    causal mask, whose upper half cuDNN skips. Without `segment_ids` a row is one document."""
+    causal mask, whose upper half cuDNN skips. Without `segment_ids` a row is one document. `sinks` [N]: sinks.py."""
+    return _attend(q, k, v, segment_ids, sinks, scale, window)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q, k, v, segment_ids, sinks, scale, window):
+    if sinks is not None:
+        return _forward(q, k, v, segment_ids, sinks, scale, window)[0]
     options = {"scale": scale, "mask_type": _mask_type(True), "sliding_window_length": window or None}
     return fused_attention_stablehlo.dot_product_attention(q, k, v, _bias(segment_ids, q.dtype), **options)
 
 
-def _forward(q, k, v, segment_ids, scale, window):
+def _forward(q, k, v, segment_ids, sinks, scale, window):
     out, lse = forward(q, k, v, _bias(segment_ids, q.dtype), scale, causal=True, window=window)
-    return out, (q, k, v, segment_ids, out, lse)
+    if sinks is not None:
+        out, rows = with_sinks(out, lse.transpose(0, 2, 1), sinks)
+        lse = rows.transpose(0, 2, 1)
+    return out, (q, k, v, segment_ids, sinks, out, lse)
 
 
 def _backward(scale, window, kept, d_out):
-    q, k, v, segment_ids, out, lse = kept
-    bias = _bias(segment_ids, q.dtype)
-    return *backward(q, k, v, bias, out, lse, d_out, scale, causal=True, window=window), None
+    q, k, v, segment_ids, sinks, out, lse = kept
+    gradients = backward(q, k, v, _bias(segment_ids, q.dtype), out, lse, d_out, scale, causal=True, window=window)
+    return *gradients, None, gradient_of_sinks(sinks, out, lse.transpose(0, 2, 1), d_out)
 
 
-cudnn.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _bias(segment_ids: jax.Array | None, dtype) -> jax.Array | None:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.ops.attention_pair import Pair, Side, backward, forward, merge
+from shardlm.ops.sinks import gradient_of_sinks, with_sinks
 from shardlm.rules import Rules
 
 
@@ -36,21 +37,32 @@ def zigzag(a: jax.Array, rules: Rules) -> jax.Array:
     return jax.reshard(moved, spec)
 
 
-def ring_attention(q, k, v, segment_ids, *, scale: float, window: int, implementation: str) -> jax.Array:
+def ring_attention(
+    q,
+    k,
+    v,
+    segment_ids,
+    *,
+    scale: float,
+    window: int,
+    implementation: str,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """This device's part of causal attention within segments. q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] and
-    segment_ids int32 [B, T] in zigzag order; returns [B, T, N, Hv]."""
-    return _ring(q, k, v, segment_ids, scale, window, implementation)
+    segment_ids int32 [B, T] in zigzag order; returns [B, T, N, Hv]. `softcap`, which cuDNN does not know, and `sinks`
+    [N] as in ops/attention.py."""
+    return _ring(q, k, v, segment_ids, sinks, Pair(scale, True, window, implementation, softcap))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _ring(q, k, v, segment_ids, scale, window, implementation):
-    return _forward(q, k, v, segment_ids, scale, window, implementation)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring(q, k, v, segment_ids, sinks, pair: Pair):
+    return _forward(q, k, v, segment_ids, sinks, pair)[0]
 
 
-def _forward(q, k, v, segment_ids, scale, window, implementation):
-    ring = _Ring.make(_after(q, segment_ids), window)
+def _forward(q, k, v, segment_ids, sinks, pair: Pair):
+    ring = _Ring.make(_after(q, segment_ids), pair.window)
     mine, half = ring.side(ring.me), ring.half
-    pair = Pair(scale, True, window, implementation)
     before = dataclasses.replace(pair, diagonal=False)
 
     def meet(other, result, kv):
@@ -68,16 +80,16 @@ def _forward(q, k, v, segment_ids, scale, window, implementation):
         branches = [lambda result, *_: result, first_half, second_half]
         return jax.lax.switch(ring.meeting(other), branches, result, *_unpack(kv, k)), None
 
-    (out, lse), _ = ring.tour(_pack(k, v), forward(pair, q, k, v, mine, mine), None, meet)
+    result, _ = ring.tour(_pack(k, v), forward(pair, q, k, v, mine, mine), None, meet)
+    out, lse = with_sinks(*result, sinks)
     out = out.astype(q.dtype)
-    return out, (q, k, v, segment_ids, out, lse)
+    return out, (q, k, v, segment_ids, sinks, out, lse)
 
 
-def _backward(scale, window, implementation, kept, d_out):
-    q, k, v, segment_ids, out, lse = kept
-    ring = _Ring.make(_after(q, segment_ids), window)
+def _backward(pair: Pair, kept, d_out):
+    q, k, v, segment_ids, sinks, out, lse = kept
+    ring = _Ring.make(_after(q, segment_ids), pair.window)
     mine, half = ring.side(ring.me), ring.half
-    pair = Pair(scale, True, window, implementation)
     before = dataclasses.replace(pair, diagonal=False)
 
     def meet(other, d_q, kv):
@@ -102,7 +114,8 @@ def _backward(scale, window, implementation, kept, d_out):
 
     d_q, *d_kv = backward(pair, q, k, v, mine, mine, out, lse, d_out)
     d_q, d_kv = ring.tour(_pack(k, v), d_q, _pack(*d_kv), meet)
-    return d_q.astype(q.dtype), *(a.astype(k.dtype) for a in _unpack(d_kv, k)), None
+    d_k, d_v = (a.astype(k.dtype) for a in _unpack(d_kv, k))
+    return d_q.astype(q.dtype), d_k, d_v, None, gradient_of_sinks(sinks, out, lse, d_out)
 
 
 _ring.defvjp(_forward, _backward)

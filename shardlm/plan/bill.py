@@ -1,6 +1,7 @@
-"""The bill of a compiled step with its times: every collective, over which link, how long, how much of that kernels
-cover as the program is scheduled, and what causes it. Read from the optimised program; rates are kernels.py's
-and links.py's, so that this and the estimate from formulas differ by the program and not by the GPU."""
+"""The bill of a compiled step with its times: every collective and every copy to the host or from it, over which link,
+how long, how much of that kernels cover as the program is scheduled, and what causes it. Read from the optimised
+program; rates are kernels.py's and links.py's, so that this and the estimate from formulas differ by the program and
+not by the GPU."""
 
 import collections
 import dataclasses
@@ -11,20 +12,23 @@ from collections.abc import Mapping
 from shardlm.hlo.bill import source_of, where_of
 from shardlm.hlo.collectives import KINDS, Collective, moved_by
 from shardlm.hlo.groups import spanned_axes
+from shardlm.hlo.host import HostCopy, host_copy
 from shardlm.hlo.kernels import Kernel, kernel, noted_seconds
+from shardlm.hlo.origin import argument, phase
+from shardlm.hlo.origin import cause as cause_of
 from shardlm.hlo.text import Computation, Instruction, Module, parse
 from shardlm.hlo.trips import trip_count
 from shardlm.hlo.walk import Visit, collect
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.links import Route
-from shardlm.plan.measured import MeasuredRoute, kernels_of, route_of
+from shardlm.plan.measured import kernels_of, route_of
 from shardlm.plan.op import Op
 
 
 @dataclasses.dataclass(frozen=True)
 class Charge:
-    """What one device sends in a step for one cause, by one kind of collective.
+    """What one device sends in a step for one cause, by one kind of collective, or copies to its host's memory or from
+    it ("copy" over ("host",)).
 
     dtype, phase  as hlo/collectives.py has them
     link          "NVLink", "PCIe" or "network": the slowest that it crosses
@@ -94,9 +98,10 @@ def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1
     optimised module.
 
     Kernels follow each other as they are scheduled; collectives run beside them, one at a time on each link, from its
-    start, or the end of the one before there: what stays inside an island does not wait for what crosses the network.
-    A kernel behind a collective's end waits for it, and one beside it has fewer cores. A synchronous one has its end
-    at its start. Of a conditional, the branch that takes longest; of a loop of unknown length, one iteration.
+    start, or the end of the one before there: what stays inside an island does not wait for what crosses the network,
+    and copies to the host's memory and from it have a link each. A kernel behind a collective's end waits for it, and
+    one beside it has fewer cores. A synchronous one has its end at its start. Of a conditional, the branch that takes
+    longest; of a loop of unknown length, one iteration.
     """
     schedule = _Schedule(parse(text), cluster, mesh, filled)
     found = collect(schedule.module, schedule.items, lambda items: math.fsum(item.total for item in items))
@@ -156,6 +161,8 @@ class _Schedule:
             return [_Item(visit.count, charge=self._charge(one, arrays, seconds, waited)) for one in arrays]
         if _inside_another(visit) or self._collective(visit.computation, at):
             return []
+        if copy := host_copy(self.module, visit.computation, at):
+            return [_Item(visit.count, charge=self._copied(visit, copy))]
         seconds, own = self._kernel_seconds(visit.computation, at)
         if not own:
             return []
@@ -182,6 +189,26 @@ class _Schedule:
             guess=one.guess,
         )
 
+    def _copied(self, visit: Visit, copy: HostCopy) -> Charge:
+        """Of a copy to the host's memory or from it, which stands in the bill as a profile names it (hlo/rows.py)."""
+        rests = visit.instruction.operands[0]
+        op_name, frames = cause_of(self.module, visit, rests)
+        seconds, waited = self.span(visit.computation.name).waits[visit.instruction.name]
+        return Charge(
+            kind="copy",
+            axes=("host",),
+            dtype=visit.instruction.arrays[0].dtype,
+            phase=phase(op_name),
+            link="PCIe",
+            cause=f"{argument(self.module, visit, rests) or op_name}, {copy.direction}",
+            where=str(frames[0]) if frames else "",
+            count=visit.count,
+            nbytes=copy.nbytes * visit.count,
+            seconds=seconds * visit.count,
+            exposed_seconds=waited * visit.count,
+            guess=visit.guess,
+        )
+
     def _sent(self, one: Collective) -> float:
         return one.wire_bytes * (self.filled if one.kind == "ragged-all-to-all" else 1.0)
 
@@ -203,13 +230,13 @@ class _Schedule:
             return max(clock, until)
 
         for at in computation.instructions:
-            inner = self._collective(computation, at)
-            if inner:
-                way = link(self.cluster, self.mesh, spanned_axes(inner[1], self.mesh.sizes()))
+            moving = self._moving(computation, at)
+            if moving:
+                way, seconds, cores = moving
                 begin = max(clock, busy[way])
-                busy[way] = begin + self._collective_seconds(*inner)
+                busy[way] = begin + seconds
                 on_links[at.name] = (way, begin, busy[way])
-                taken.append((begin, busy[way], self._route(inner[1]).cores))
+                taken.append((begin, busy[way], cores))
                 if _synchronous(at):
                     clock = wait(way, busy[way])
             elif at.opcode.endswith(("-done", "-update")):
@@ -263,13 +290,17 @@ class _Schedule:
         found = (self._collective(c, other) for c in inner for other in c.instructions)
         return next(filter(None, found), None)
 
-    def _collective_seconds(self, computation: Computation, at: Instruction) -> float:
-        arrays = moved_by(self.module, Visit(at, computation, 1, 0, "", None), self.mesh.sizes())
-        sent = math.fsum(map(self._sent, arrays))
-        return self._route(at).seconds(arrays[0].kind, sent, 1)
-
-    def _route(self, at: Instruction) -> Route | MeasuredRoute:
-        return route_of(self.cluster.group(self.mesh, spanned_axes(at, self.mesh.sizes())), self.cluster)
+    def _moving(self, computation: Computation, at: Instruction) -> tuple[str, float, float] | None:
+        """(link, seconds, share of the cores) of a collective or a copy that `at` is, or issues."""
+        if inner := self._collective(computation, at):
+            axes = spanned_axes(inner[1], self.mesh.sizes())
+            arrays = moved_by(self.module, Visit(inner[1], inner[0], 1, 0, "", None), self.mesh.sizes())
+            route = route_of(self.cluster.group(self.mesh, axes), self.cluster)
+            seconds = route.seconds(arrays[0].kind, math.fsum(map(self._sent, arrays)), 1)
+            return link(self.cluster, self.mesh, axes), seconds, route.cores
+        if copy := host_copy(self.module, computation, at):  # both ways at once, by engines of their own
+            return copy.direction, copy.nbytes / self.cluster.host_bytes_per_second + self.kernels.gap, 0.0
+        return None
 
 
 _RUN_OTHERS = ("while", "conditional", "call", "async-start", "call-start")

@@ -11,6 +11,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.network.profile import Profile
+from shardlm.plan.constants import PCIE
 
 HOST = 8  # GPUs; a larger NVLink domain is a rack of hosts
 NIC = 25e9  # bytes/s a GPU where the GPU's own systems name none: a 200 Gb/s adapter
@@ -99,6 +100,11 @@ class Cluster:
         gpu = self.gpu
         joined = gpu.nvlink_domain >= min(self.gpus_per_host, self.num_gpus)
         return gpu.nvlink_bytes_per_second if joined and gpu.nvlink_bytes_per_second else gpu.pcie_bytes_per_second
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Of one GPU to its host's memory or from it: both ways at once."""
+        return self.gpu.pcie_bytes_per_second * PCIE.bandwidth
 
     def group(self, mesh: MeshSpec, axes: Sequence[str]) -> Group:
         """The devices along these axes, in the mesh's physical order (mesh.py)."""

@@ -14,6 +14,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.ops.blocked_attention import LEAST_BLOCK
 from shardlm.ops.cudnn_heads import LATENT
 from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.plan import program_memory
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.muon import newton_schulz
 from shardlm.plan.op import Layer, Op
@@ -29,7 +30,7 @@ def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
 
 def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
     """Of these, what is the same wherever weights rest."""
-    found = [*_layers(sketch, ours), *_head(sketch)]
+    found = [*_layers(sketch, ours), *_head(sketch, ours)]
     if rank := sketch.config.lora.rank:
         yield from frozen(found)
         yield from adapters(sketch, rank)
@@ -82,6 +83,9 @@ def of_weights(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
     """All else."""
     if ours and sketch.mesh.pipeline > 1:
         yield from _of_a_stage(sketch)
+    if ours and sketch.gpu.generation != "cpu":  # measured.py counts what XLA:CPU does besides
+        yield from program_memory.of_weights(sketch)
+        yield from program_memory.of_update(sketch)
     yield from _optimizer(sketch)
 
 
@@ -97,12 +101,12 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
                 run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, 0, idle)
             else:
                 run = _Run.outside(sketch, block.norms, segment.repeats, number)
-            for op in _block(sketch, block, ours):
+            for op in _all_of(sketch, block, ours):
                 yield dataclasses.replace(run(op), in_stages=in_stages or both_ways)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
         run = _Run.outside(sketch, shape.mtp.block.norms, 1, len(shape.segments))
         D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
-        for op in (*_block(sketch, shape.mtp.block, ours), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
+        for op in (*_all_of(sketch, shape.mtp.block, ours), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
             yield dataclasses.replace(run(op), in_stages=both_ways)
 
 
@@ -156,19 +160,31 @@ def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float
     keys, and makes gradients in five matmuls, three as wide as keys; one of them makes the scores again, which XLA
     takes from the layer's own repetition where there is one.
     """
-    T, keys, mean = op.dims
-    wide, parts = op.wide / mean, sketch.mesh.context
+    keys, mean = op.dims[1:]
+    wide = op.wide / mean
     if sketch.execution.attention == "cudnn":
         if (op.wide, 2 * mean - op.wide) != LATENT:
             return wide
         return (forward + (4 + wide) / 5 * gradients) / (forward + gradients)
-    if parts > 1 and sketch.execution.context_attention == "ring":
-        seen = T / parts * (1 + parts) / 2
-    else:
-        blocks = next((n for n in (8, 4, 2) if T % n == 0 and T // n >= LEAST_BLOCK), 1)
-        seen = T * (1 + 1 / blocks) / 2
     worth = (4 + wide) / 5 if sketch.config.remat == "none" else 4 / 5
-    return seen / keys * (forward + worth * gradients) / (forward + gradients)
+    return _seen(sketch) / keys * (forward + worth * gradients) / (forward + gradients)
+
+
+def _seen(sketch: Sketch) -> float:
+    """Keys that XLA's own attention computes for a query, on average."""
+    T, parts = sketch.config.train.seq_len, sketch.mesh.context
+    if parts > 1 and sketch.execution.context_attention == "ring":
+        return T / parts * (1 + parts) / 2
+    blocks = next((n for n in (8, 4, 2) if T % n == 0 and T // n >= LEAST_BLOCK), 1)
+    return T * (1 + 1 / blocks) / 2
+
+
+def _all_of(sketch: Sketch, block, ours: bool) -> list[Op]:
+    """Of a layer, forward, once."""
+    ops = list(_block(sketch, block, ours))
+    if ours and sketch.gpu.generation != "cpu":
+        ops += program_memory.of_block(sketch, block, len(ops))
+    return ops
 
 
 def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
@@ -177,7 +193,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     matmul = functools.partial(_matmul, sketch)
     for what, n, k in _projections(block.attention, D, tensor):
         yield matmul("attention", what, tokens, n, k)
-    yield _scores(sketch, block.attention)
+    scores = _scores(sketch, block.attention)
+    yield dataclasses.replace(scores, seen=_seen(sketch)) if ours else scores
     if ours and (turned := _turned(sketch, block.attention)):
         yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
     if isinstance(block.mlp, MlpConfig):
@@ -194,7 +211,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
     dtype = _dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
     moved = sketch.itemsize * (rows * n + rows * k + n * k)
-    return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype)
+    weights = _dtype(sketch) if dtype == "int8" else ""  # ops/quantized_matmul.py
+    return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype, weight_dtype=weights)
 
 
 def _dtype(sketch: Sketch) -> str:
@@ -252,6 +270,8 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     rows = sketch.tokens * moe.top_k / experts
     for what, n, k in (("up", 2 * F, D), ("down", D, F)):
         one = matmul("moe", what, rows, n, k)
+        # Tokamax's kernels leave float32 to the TF32 units.
+        one = dataclasses.replace(one, dtype="tf32") if ours and one.dtype == "fp32" else one
         yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
     if ours:
         yield from _moved(sketch, moe)
@@ -259,7 +279,8 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
         nbytes = sketch.itemsize * (3 * F + 4 * D) * rows * experts
         yield Op("moe", "activation and moving", "memory", 0, nbytes, 1)
     router = matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
-    yield dataclasses.replace(router, dtype="fp32") if ours else router  # layers/moe.py, precision="highest"
+    # layers/moe.py, precision="highest"
+    yield dataclasses.replace(router, dtype="fp32", split=True) if ours else router
     if moe.shared_dim:
         yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
         yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)
@@ -271,7 +292,8 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     tokens that they come from: forward, rows are taken from tokens and results from rows; backward, rows of the input
     and of the output's gradient, the input's turned too, the sum of two gradients, and sums for tokens and for the
     router. Sent to their experts they are moved between buffers besides, by compiled programs of 16 devices of 64
-    experts: 20 for each row of a buffer and 8 for each pair of a token and an expert.
+    experts: 20 for each row of a buffer and 8 for each pair of a token and an expert; and an exchange writes into
+    zeros, copied for each of five from those that XLA makes before the loop: 10 for each row.
 
     Weights: the kernels want both of a product's operands one way round, so that they are turned for gradients of rows,
     and gradients of weights are passed over for empty experts. Gathered by another dimension than their first, of more
@@ -281,7 +303,7 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     room = pairs / filled(moe, ranks, sketch.tokens)
     exchange = choose_exchange(ranks, moe.top_k)
     if exchange == "all_to_all":
-        there, back = 5 * room + 2 * pairs, 10 * room + 4 * pairs
+        there, back = 9 * room + 2 * pairs, 12 * room + 4 * pairs
     else:
         tokens = sketch.tokens * (ranks if exchange == "gather" else 1)
         there, back = 2 * (room + tokens), 6 * room + 2 * tokens
@@ -299,7 +321,7 @@ def _gathered_inside(sketch: Sketch) -> bool:
     return bool(set(rules.rest.axes("expert_embed")) - set(rules.use.axes("expert_embed")) - {"pipeline"})
 
 
-def _head(sketch: Sketch) -> Iterator[Op]:
+def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
     """Cross-entropy makes its gradients as it goes: three matmuls, and none again (ops/cross_entropy.py)."""
     shape, mesh = sketch.shape, sketch.mesh
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
@@ -316,22 +338,27 @@ def _head(sketch: Sketch) -> Iterator[Op]:
         run.passes,
         0,
         (tokens, V, D),
+        dtype=_dtype(sketch),
         in_stages=run.idle > 1,
         executed=run.idle,
     )
+    if ours and sketch.gpu.generation != "cpu":
+        read = program_memory.of_losses(sketch)
+        yield Op("head", "softmax", "memory", 0, read, run.passes, run.passes, in_stages=run.idle > 1)
     read = 3 * sketch.itemsize * tokens / mesh.tensor * D
     yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.idle > 1)
 
 
 def _optimizer(sketch: Sketch) -> Iterator[Op]:
-    """AdamW reads weight, gradient and two moments, and writes three. Muon multiplies in float32."""
+    """AdamW reads weight, gradient and two moments, and writes three. Muon multiplies float32, which jax leaves to the
+    TF32 units."""
     numbers = sum(w.numbers(sketch.rules.optimizer) for w in sketch.weights if w.trained)
     yield Op("optimizer", "update", "memory", 0, 7 * 4.0 * numbers, 1)
     for weight, many, *products in newton_schulz(sketch):
         for dims in products:
             rows, n, k = dims
             moved = 4.0 * (rows * n + rows * k + n * k)
-            yield Op("optimizer", weight.path, "matmul", 2.0 * rows * n * k, moved, many, dims=dims, dtype="fp32")
+            yield Op("optimizer", weight.path, "matmul", 2.0 * rows * n * k, moved, many, dims=dims, dtype="tf32")
 
 
 def _of_a_stage(sketch: Sketch) -> Iterator[Op]:

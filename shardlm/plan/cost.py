@@ -10,6 +10,7 @@ from shardlm.flops import attention_pairs, training_flops
 from shardlm.plan import limits
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import of_layers, of_weights
+from shardlm.plan.host import host_copies
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
@@ -161,21 +162,18 @@ def step_cost(
     sketch: Sketch, cluster: Cluster, layers: Layers | None = None, moved: Iterable[Moved] | None = None
 ) -> StepCost:
     """The estimate for a step; `layers` of it and the weights that are `moved`, where they are known already."""
+    layers = layers or Layers.of(sketch, cluster)
+    times = layers.times.and_of(of_weights(sketch), kernels_of(cluster, sketch.execution.attention))
+    copied = host_copies(sketch, cluster, times.forward, times.backward)
     hidden = IN_STAGES[sketch.config.pipeline.schedule]
-    sent = program_traffic(sketch, moved, layers.sent if layers else None)
-    return _cost(sketch, cluster, layers or Layers.of(sketch, cluster), sent, hidden)
+    return _summed(sketch, cluster, times, program_traffic(sketch, moved, layers.sent), hidden, copied)
 
 
 def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:
-    """The same of a step that moved no weights and no gradients, which no split of them and no schedule can make
-    faster."""
+    """The same of a step that did nothing with weights, gradients and state outside layers, which no split of them and
+    no schedule can make faster: of all meshes that differ only in that split it is the same."""
     layers = layers or Layers.of(sketch, cluster)
-    return _cost(sketch, cluster, layers, list(layers.sent), max(IN_STAGES.values()))
-
-
-def _cost(sketch: Sketch, cluster: Cluster, layers: Layers, sent: list[Sent], hidden_in_stages: float) -> StepCost:
-    kernels = kernels_of(cluster, sketch.execution.attention)
-    return _summed(sketch, cluster, layers.times.and_of(of_weights(sketch), kernels), sent, hidden_in_stages)
+    return _summed(sketch, cluster, layers.times, list(layers.sent), max(IN_STAGES.values()))
 
 
 def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
@@ -183,12 +181,20 @@ def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent
     return _summed(sketch, cluster, _Times.of(ops, kernels), sent, 1.0)
 
 
-def _summed(sketch: Sketch, cluster: Cluster, times: "_Times", sent: list[Sent], hidden_in_stages: float) -> StepCost:
-    """`hidden_in_stages` as in overlap.py."""
-    comms = overlapped(sent, sketch, cluster, times.forward, times.backward, hidden_in_stages)
+def _summed(
+    sketch: Sketch,
+    cluster: Cluster,
+    times: "_Times",
+    sent: list[Sent],
+    hidden_in_stages: float,
+    copied: tuple[Timed, ...] = (),
+) -> StepCost:
+    """`hidden_in_stages` as in overlap.py; `copied` to the host and from it."""
+    comms = overlapped(sent, sketch, cluster, times.forward, times.backward, hidden_in_stages, times.optimizer)
+    comms += copied
     timeline = _timeline(times, comms)
     passes = times.forward + times.backward
-    slower = 1 + sum(phase.contention for phase in timeline) / passes if passes else 1.0
+    slower = 1 + sum(phase.contention for phase in timeline[:2]) / passes if passes else 1.0
     staged = times.staged * slower + sum(one.exposed_seconds for one in comms if _in_stages(one.sent))
     bubble = sketch.schedule.bubble_fraction()
     train = sketch.config.train
@@ -278,11 +284,12 @@ def _in_stages(sent: Sent) -> bool:
 def _timeline(times: _Times, comms: tuple[Timed, ...]) -> tuple[Phase, ...]:
     last = sum(one.exposed_seconds for one in comms if one.sent.update)
     exposed = sum(one.exposed_seconds for one in comms) - last
-    slowed = sum(one.slowing_seconds for one in comms)
+    slowed_last = sum(one.slowing_seconds for one in comms if one.sent.update)
+    slowed = sum(one.slowing_seconds for one in comms) - slowed_last
     first = sum(one.exposed_seconds * one.forward for one in comms)
     slowed_first = sum(one.slowing_seconds * one.forward for one in comms)
     return (
         Phase("forward", times.forward, slowed_first, first),
         Phase("backward", times.backward, slowed - slowed_first, exposed - first),
-        Phase("optimizer", times.optimizer, 0.0, last),
+        Phase("optimizer", times.optimizer, slowed_last, last),
     )

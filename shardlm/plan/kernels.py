@@ -24,6 +24,7 @@ from shardlm.plan.op import Op
 from shardlm.topology import CHIPS
 
 EIGHT_BITS = ("fp8", "int8")
+SPLIT = (1, 2, 4, 8)  # parts of what is summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Kernels:
         """Of all that makes one execution's gradients."""
         if op.unit == "matmul":
             rows, n, k = op.dims
-            weight = dataclasses.replace(op, hbm_bytes=op.hbm_bytes + op.added_bytes, drawn=False)
+            added = {"hbm_bytes": op.hbm_bytes + op.added_bytes, "dtype": op.weight_dtype or op.dtype}
+            weight = dataclasses.replace(op, **added, drawn=False)
             products = self._product(op, rows, k, n) + (0.0 if op.frozen else self._product(weight, k, n, rows))
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":
@@ -115,7 +117,8 @@ class Kernels:
         copies = _copies(op)
         if op.grouped and self.cores:
             k += EDGE_SECONDS * self.matmul_rate(op.dtype) / self.cores / (2 * 128 * 128)
-        tiled = self.tiled_seconds(rows, n, k, copies, op.dtype, op.drawn)
+        parts = SPLIT if op.split else (1,)
+        tiled = min(self.tiled_seconds(rows, n, k / part, copies * part, op.dtype, op.drawn) for part in parts)
         return max(tiled, op.hbm_bytes / self.memory) + self.gap
 
     def _casts(self, op: Op, numbers: float) -> float:
@@ -133,11 +136,11 @@ class Kernels:
         return max(op.flops / rate, op.hbm_bytes / self.memory) + self.gap
 
     def _unfused(self, op: Op) -> float:
-        """Two products of the whole square, masked or not, and the scores in memory between them."""
+        """Two products of the whole square, masked or not, or of what is seen, and in memory the scores between."""
         positions, keys, width = op.dims
-        square = op.flops * positions / keys
+        square = op.flops * (op.seen or positions) / keys
         scores = square / (4 * width)
-        return square / self.matmul_rate("bf16") + scores * UNFUSED_BYTES / self.memory + 4 * self.gap
+        return square / self.matmul_rate(op.dtype) + scores * UNFUSED_BYTES / self.memory + 4 * self.gap
 
 
 def _drawn_tiles(rows: float, height: int) -> float:

@@ -18,7 +18,8 @@ from shardlm.plan.links import Route
 from shardlm.plan.op import Op
 
 REACHED = Achieved(1, 1, 1, 1, 1, 1, 1)  # by a CPU of its figures, which are what was measured
-NAMES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
+NAMES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}
+NAMES |= dict.fromkeys(("fp32", "tf32"), "float32")
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of operands and results; else 1
 # What XLA:CPU makes of one kernel that only moves memory: kernels, and times the bytes. Counted in the compiled step of
 # configs/bench_strategies.py on data=8 (jax 0.10.2): 1,223 kernels and 467 MB of a device besides products, where the

@@ -23,8 +23,11 @@ class Op:
     executed   what a program runs for each of its FLOPs: stages that fill and drain compute too, as do their empty
                slots, and so do attention's kernels where a mask hides parts of their blocks
     wide       of attention: width of queries and keys of a head
+    seen       of attention that is not fused: keys that it computes for a query, on average; 0: all
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
     host       seconds that the device waits for its host: other systems' (systems_experts.py)
+    split      a matmul so narrow that XLA cuts what is summed into parts, so that more cores have work
+    weight_dtype  of the product that makes a weight's gradient, where it is another; "": the same
     frozen     a matmul with a weight that is not trained: no gradient of it is made
     Other systems' as well (systems_passes.py):
     gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
@@ -49,7 +52,10 @@ class Op:
     executed: float = 1.0
     grouped: bool = False
     wide: float = 0.0
+    seen: float = 0.0
     host: float = 0.0
+    split: bool = False
+    weight_dtype: str = ""
     frozen: bool = False
     gradient_bytes: float | None = None
     cast_weights: float = 1.0

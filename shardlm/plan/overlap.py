@@ -1,9 +1,10 @@
 """What communication costs beside the kernels that hide it.
 
 Gathers of weights run behind the layer before, forward and backward; scatters of gradients behind the layer that the
-backward pass does next; sums over replicas behind the backward pass of the last microbatch. The first gather and the
-last scatter of a pass find nothing to hide behind. In pipeline stages our programs hide little. What a layer waits for
-(sequences over tensor, tokens to experts, a microbatch from the stage before) is exposed in full.
+backward pass does next, and so do sums of every microbatch; sums over replicas behind the backward pass of the last
+microbatch. The first gather and the last scatter of a pass find nothing to hide behind. What the optimizer moves hides
+behind what it does to other weights. In pipeline stages our programs hide little. What a layer waits for (sequences
+over tensor, tokens to experts, a microbatch from the stage before) is exposed in full.
 """
 
 import dataclasses
@@ -51,10 +52,16 @@ class Timed:
 
 
 def overlapped(
-    sent: list[Sent], sketch: Sketch, cluster: Cluster, forward: float, backward: float, in_stages: float = 1.0
+    sent: list[Sent],
+    sketch: Sketch,
+    cluster: Cluster,
+    forward: float,
+    backward: float,
+    in_stages: float = 1.0,
+    update: float = 0.0,
 ) -> tuple[Timed, ...]:
-    """Each with what of it is exposed, beside `forward` and `backward` seconds of kernels in a step. `in_stages` is how
-    much of what pipeline stages could hide is hidden."""
+    """Each with what of it is exposed, beside `forward`, `backward` and the optimizer's `update` seconds of kernels in
+    a step. `in_stages` is how much of what pipeline stages could hide is hidden."""
     routes = {axes: route_of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
     timed = [_timed(one, routes[one.axes], sketch.config.remat) for one in sent]
     # While a layer waits on a link inside the island, weights move over the network.
@@ -62,18 +69,23 @@ def overlapped(
         if not one.sent.beside and not one.sent.update and one.link != "network":
             forward += one.seconds * one.forward
             backward += one.seconds * (1 - one.forward)
-    layers = [one for one in timed if one.sent.beside and one.sent.kind != REDUCE]
+    layers = [one for one in timed if one.sent.beside and not _last(one.sent, sketch)]
     # XLA:CPU runs a collective as any kernel: nothing beside it.
     hideable = 0.0 if cluster.is_cpu else 1 - 1 / max(1, sketch.shape.cached_layers)
     first = hideable * sum(one.seconds * one.forward for one in layers)
     then = hideable * sum(one.seconds * (1 - one.forward) for one in layers)
-    sums = hideable * sum(one.seconds for one in timed if one.sent.beside and one.sent.kind == REDUCE)
+    sums = hideable * sum(one.seconds for one in timed if one.sent.beside and _last(one.sent, sketch))
     in_forward, in_backward = _part(forward, first), _part(backward, then)
     behind = _part((backward - then * in_backward) / sketch.passes, sums)
+    updated = sum(one.seconds for one in timed if one.sent.update)
+    behind_update = 0.0 if cluster.is_cpu else _part(update, updated)
     share = in_stages if sketch.mesh.pipeline > 1 else 1.0
 
     def exposed(one: Timed) -> Timed:
-        seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, behind), share)
+        if one.sent.update:
+            return dataclasses.replace(one, exposed_seconds=one.seconds * (1 - behind_update))
+        last = behind if _last(one.sent, sketch) else None
+        seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, last), share)
         return one if seconds == one.exposed_seconds else dataclasses.replace(one, exposed_seconds=seconds)
 
     return tuple(map(exposed, timed))
@@ -93,11 +105,16 @@ def _part(window: float, wanted: float) -> float:
     return max(0.0, min(1.0, window / wanted)) if wanted else 0.0
 
 
-def _hidden(one: Timed, hideable: float, in_forward: float, in_backward: float, behind: float) -> float:
-    """Seconds, where all that could be hidden is."""
+def _last(sent: Sent, sketch: Sketch) -> bool:
+    """Whether it is a sum over replicas, made once all microbatches are done, and not one of every layer."""
+    return sent.kind == REDUCE and (sent.count < sketch.passes or sketch.passes == 1 or sketch.mesh.pipeline > 1)
+
+
+def _hidden(one: Timed, hideable: float, in_forward: float, in_backward: float, last: float | None) -> float:
+    """Seconds, where all that could be hidden is; `last` is what the last microbatch covers of such a sum."""
     if not one.sent.beside:
         return one.hidden_seconds
-    part = behind if one.sent.kind == REDUCE else in_forward * one.forward + in_backward * (1 - one.forward)
+    part = in_forward * one.forward + in_backward * (1 - one.forward) if last is None else last
     return one.seconds * hideable * part
 
 

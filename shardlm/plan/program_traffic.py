@@ -133,7 +133,8 @@ def _updated(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     rules, weight = sketch.rules, moved.weight
     axes = ordered(sketch.mesh, set(weight.axes(rules.optimizer)) - set(weight.axes(rules.rest)))
     held = moved.rests * MASTER
-    yield moved.sent(axes, "updated", held * share(sketch.mesh.size(*axes)), GATHER)
+    sent = moved.sent(axes, "updated", held * share(sketch.mesh.size(*axes)), GATHER)
+    yield dataclasses.replace(sent, beside=False, update=True)
 
 
 def _of_all(sketch: Sketch, moved: Moved) -> Iterator[Sent]:

@@ -34,7 +34,7 @@ class Sent:
     beside  whether kernels of other layers run meanwhile: weights and gradients, which no layer waits for
     idle_bytes  besides, by stages that fill and drain, and for their empty slots
     host    seconds of the host for each, which nothing hides: other systems' (systems.py); XLA's programs need none
-    update  whether the optimizer does so, when the layers are done: nothing runs beside it
+    update  whether the optimizer does so, when the layers are done: only its own kernels run beside it
     shown   how many times as much a compiled program shows: of a ragged exchange the buffers, which hold the worst
             case, and a branch of a conditional as if it were always taken
     """

@@ -20,6 +20,7 @@ from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.adapters import check, ready, refuse_own, settled_rank, with_room
+from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
@@ -250,14 +251,24 @@ def sized(
     # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): one row's norms and products
     # are reductions, and nothing is merged with them. The weights that are read are the same.
     least = 1 if cpu else 2
-    own = RunnerConfig(layout, config.block_size, rows, tokens, length, config.decode_steps, least_rows=least)
+    own = RunnerConfig(
+        layout,
+        config.block_size,
+        rows,
+        tokens,
+        length,
+        config.decode_steps,
+        least_rows=least,
+        platform="cpu" if cpu else "gpu",
+    )
     return own, *beside
 
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     """Of one replica."""
     layout, steps = sizes.layout, tuple(range(1, sizes.decode_steps + 1))
-    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts)
+    cuts = Cuts() if config.deterministic else Cuts.of(sizes.chunk_sizes, sizes.platform)
+    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts, cuts)
     table = PageTable(
         layout.num_pages,
         sizes.page_size,

@@ -1,8 +1,11 @@
-"""Which programs read chunks of prompts: how many rows and tokens they have, and how the chunks of a batch are dealt to
-them. No jax."""
+"""Which programs read chunks of prompts: how many rows and tokens they have, how prompts are cut into chunks, and how
+the chunks of a batch are dealt to programs. No jax."""
 
+import bisect
+import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 # A program of fewer tokens takes as long as reading the weights: so many multiply a bfloat16 weight while an H100 loads
@@ -12,7 +15,62 @@ WHILE_WEIGHTS_ARE_READ = {"cpu": 32, "gpu": 256}
 SHORTEST = 32  # tokens of a row
 FEW = tuple(4**i for i in range(12))  # rows of programs that the budget of a batch has more room for
 
+BESIDE = 1 / 4  # of reading the weights, a program's work beside its tokens: the host's, and that of sampling
+
 Size = tuple[int, int]  # rows, tokens of each
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """How prompts are cut into chunks: where programs end, so that little is padded.
+
+    lengths  of the programs, the shortest first; () where any chunk is as good as another
+    least    tokens that take as long as reading the weights: WHILE_WEIGHTS_ARE_READ
+    """
+
+    lengths: tuple[int, ...] = ()
+    least: int = 0
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], platform: str) -> "Cuts":
+        return cls(tuple(sorted({tokens for _, tokens in sizes})), WHILE_WEIGHTS_ARE_READ[platform])
+
+    def chunk(self, left: int, room: int, prompts: int = 1) -> int:
+        """Of `left` tokens of a prompt, how many its next chunk has: as many as there is `room` for, in a program that
+        holds them all, or as many as fill a shorter one, whichever makes less work with what is then left. `prompts`
+        that are to be read now share the reading of the weights where there is room for them. One of 1,100 tokens is a
+        program of 2,048, or one of 1,024 and one of 128: estimated for Llama 3 8B on an H100 53 ms and 33."""
+        most = min(left, room)
+        if not self.lengths or most <= self.lengths[0]:
+            return most
+        below = self.lengths[bisect.bisect(self.lengths, most) - 1]
+        least = self.least / max(1, min(prompts, room // most))
+        whole = self._of_program(most, least) + self._work(left - most, least)
+        return below if self._of_program(below, least) + self._work(left - below, least) < whole else most
+
+    def worth(self, left: int, room: int) -> bool:
+        """Whether a chunk in so little room is worth a program beside others, or better waits for more room."""
+        return left <= room or room >= self.least
+
+    def _work(self, tokens: int, least: float) -> float:
+        """Of so many tokens of a prompt, in as many chunks as make it least."""
+        most, total = self.lengths[-1], 0.0
+        if tokens > most:
+            total, tokens = tokens // most * self._of_program(most, least), tokens % most
+        best = math.inf
+        while tokens:
+            best = min(best, total + self._of_program(tokens, least))
+            below = bisect.bisect(self.lengths, tokens) - 1
+            if below < 0:
+                break
+            total += self._of_program(self.lengths[below], least)
+            tokens -= self.lengths[below]
+        return min(best, total) if not tokens else best
+
+    def _of_program(self, tokens: int, least: float) -> float:
+        """Of the shortest that holds them."""
+        padded = self.lengths[bisect.bisect_left(self.lengths, tokens)]
+        return max(padded, least) + BESIDE * self.least
 
 
 def sizes_of(max_batch_tokens: int, max_rows: int) -> tuple[Size, ...]:

@@ -30,9 +30,7 @@ def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[str, s
         "prefill_attention=pages": wanted == "pages",
         "the deterministic mode has one program for all tokens": deterministic,
         "latents are wider than cuDNN's heads": latent,
-        f"attention is {execution.attention} (platform, dtype, head size, soft caps and sinks)": (
-            execution.attention != "cudnn"
-        ),
+        f"attention is {execution.attention} (platform, dtype, head size, soft caps)": (execution.attention != "cudnn"),
         f"pages hold {execution.kv_cache}: a prompt that is cached and one that is not would differ by its rounding": (
             execution.kv_cache in ("fp8", "int8")
         ),

@@ -335,7 +335,7 @@ class Runner:
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows)."""
         left = iter(rows)
-        parts = dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.platform)
+        parts = dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.config.platform)
         return [(size, list(itertools.islice(left, count))) for size, count in parts]
 
     # Inputs.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Literal
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.chunk_programs import sizes_of
@@ -14,6 +15,7 @@ WHOLE_LEAST = 512
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
     how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
+    platform: what chunks are cut and dealt for.
     """
 
     layout: PageLayout
@@ -24,6 +26,7 @@ class RunnerConfig:
     decode_steps: int
     prefill: str = "pages"
     least_rows: int = 1
+    platform: Literal["cpu", "gpu"] = "gpu"
 
     @property
     def row_pages(self) -> int:

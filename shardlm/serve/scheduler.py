@@ -201,16 +201,23 @@ class Scheduler:
         decodes: list[Request] = []
         chunks: list[Row] = []
         decoding = sum(request.computed >= request.prefill_end and request.remaining > 0 for request in self._running)
-        budget = self.config.max_batch_tokens - decoding * (1 + self.config.drafts)
-        for request in sorted(self._running + self.upcoming(), key=_turn):
+        # Where prompts have programs of their own, rows that decode leave them whole: 64 of these beside would make
+        # three chunks of two of 1,024 tokens, which take a tenth longer.
+        budget = self.config.max_batch_tokens - decoding * (1 + self.config.drafts) * (not self.config.cuts.lengths)
+        upcoming = self.upcoming()
+        prompts = len(upcoming) + sum(request.computed < request.prefill_end for request in self._running)
+        for request in sorted(self._running + upcoming, key=_turn):
             if request.status is Status.WAITING:
                 # Not so where one before it was, or has just been, turned out.
                 first = request is next(r for r in self._waiting if self._only is None or r in self._only)
                 if not (first and budget > 0 and self._admit(request)):
                     continue
             if request.computed < request.prefill_end:
-                end = min(request.computed + budget, request.prefill_end)
-                if budget > 0 and self._make_pages(request, end):
+                left = request.prefill_end - request.computed
+                if budget <= 0 or (chunks and not self.config.cuts.worth(left, budget)):
+                    continue
+                end = request.computed + self.config.cuts.chunk(left, budget, prompts)
+                if self._make_pages(request, end):
                     chunks.append(self._chunk_row(request, end))
                     budget -= len(chunks[-1].tokens)
             elif request.remaining > 0 and not self._must_land(request):

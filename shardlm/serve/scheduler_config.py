@@ -3,6 +3,7 @@
 import dataclasses
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.chunk_programs import Cuts
 
 # Batches of a request under way whose drafts are not verified yet: each more would hold pages for as many tokens again.
 DRAFTS_AHEAD = 2
@@ -12,7 +13,7 @@ DRAFTS_AHEAD = 2
 class SchedulerConfig:
     """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step, in tokens.
     max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
-    drafts: tokens that may be verified in a step of decoding besides the one that is sampled.
+    drafts: tokens that may be verified in a step of decoding besides the one that is sampled. cuts: of prompts.
 
     Raises: ShardlmError for sizes with which nothing could run.
     """
@@ -22,6 +23,7 @@ class SchedulerConfig:
     max_model_len: int = 4096
     decode_steps: tuple[int, ...] = (1, 8)
     drafts: int = 0
+    cuts: Cuts = Cuts()
 
     def __post_init__(self):
         if self.max_rows < 1 or self.max_model_len < 1:

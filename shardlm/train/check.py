@@ -109,11 +109,6 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
     for block in model.kinds:
         kv_heads_name(block.attention.num_kv_heads, block.attention.num_heads, rules.mesh.tensor)
         rules.act.check("heads", block.attention.num_heads)
-        if block.attention.soft and rules.mesh.context > 1:
-            raise ShardlmError(
-                f"mesh.context={rules.mesh.context}: soft-capped scores or sinks cannot cross devices yet; set "
-                "mesh.context=1 and give its devices to fsdp or tensor"
-            )
         check_context(context_attention, block.attention.num_heads, block.attention.num_kv_heads, rules.mesh)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)

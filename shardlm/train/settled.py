@@ -71,12 +71,12 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
     heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.kinds}
-    plain = not any(block.attention.soft for block in shape.kinds)
+    capped = any(block.attention.softcap for block in shape.kinds)
     execution = Execution(
         rules=rules,
         dtype=dtype,
         remat=config.remat,
-        attention=choose(config.attention, device, dtype, heads, plain),
+        attention=choose(config.attention, device, dtype, heads, capped),
         context_attention=context,
         matmul=config.matmul,
         grouped_matmul=_grouped_matmul(shape, device.platform, traced),

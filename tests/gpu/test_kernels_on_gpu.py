@@ -25,6 +25,7 @@ SHAPES = {
         "forward": Whole(2, 512, 8, 2, 128, documents=2),
         "backward": Whole(2, 512, 8, 2, 64, documents=2, back=True),
         "window": Whole(1, 512, 8, 8, 128, window=100, back=True),
+        "window, sinks": Whole(1, 512, 8, 8, 128, window=100, back=True, sinks=True),
     },
     "ring attention": {
         f"{place}{', back' if back else ''}": Meeting(1, 512, 8, 2, 128, diagonal=place == "own block", back=back)

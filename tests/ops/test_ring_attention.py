@@ -1,6 +1,7 @@
 """Attention over the context axis against the reference on whole rows, values and gradients; the zigzag order; which
 meetings of blocks a window or documents leave out; and what is handed to cuDNN, by its documented contract."""
 
+import functools
 import itertools
 
 import jax
@@ -44,33 +45,39 @@ def arrays(seed=0, dtype=jnp.float32):
     return [a.astype(dtype) for a in (q.at[..., 0].set(level), k.at[..., 0].set(level), v, d_out)]
 
 
-def with_gradients(attention, inputs, segments):
-    """(out, d_q, d_k, d_v)."""
+SINKS = jnp.linspace(4, 16, N)  # from hardly any of the weight to nearly all
+
+
+def with_gradients(attention, inputs, segments, sinks=None):
+    """(out, d_q, d_k, d_v, and of the sinks where there are any)."""
     *qkv, d_out = inputs
-    out, back = jax.vjp(lambda *a: attention(*a, segments), *qkv)
+    out, back = jax.vjp(lambda *a: attention(*a[:3], segments, sinks=a[3]), *qkv, sinks)
     return out, *back(d_out)
 
 
-def assert_equals_reference(C, context, window, documents, implementation="xla", dtype=jnp.float32, tolerance=1e-5):
+def assert_equals_reference(
+    C, context, window, documents, implementation="xla", dtype=jnp.float32, tolerance=1e-5, softcap=0.0, sinks=None
+):
     """On rows of every kind by one program."""
     spec, inputs = MeshSpec(context=C), arrays(dtype=dtype)
-    options = {"scale": SCALE, "rules": Rules.make("zero1", spec), "implementation": implementation}
+    rule = {"scale": SCALE, "window": window, "softcap": softcap}
+    options = {"rules": Rules.make("zero1", spec), "implementation": implementation, "context": context}
     place = order(C) if context == "ring" else np.arange(T)
-    whole = jax.jit(lambda *a: with_gradients(lambda *b: reference(*b, SCALE, window), *a))
+    whole = jax.jit(lambda *a: with_gradients(functools.partial(reference, **rule), *a, sinks))
     with jax.set_mesh(mesh_of(spec)):
         sharding = options["rules"].act.spec("batch", "whole_seq")
 
         def placed(a):
             return jax.device_put(jnp.asarray(a)[:, place], jax.NamedSharding(jax.sharding.get_mesh(), sharding))
 
-        run = lambda *a: packed_attention(*a, window=window, context=context, **options)  # noqa: E731
-        split = jax.jit(lambda *a: with_gradients(run, *a))
+        split = jax.jit(lambda *a: with_gradients(functools.partial(packed_attention, **rule, **options), *a, sinks))
         got = {kind: split([placed(a) for a in inputs], placed(ids)) for kind, ids in documents.items()}
         got = jax.tree.map(np.asarray, got)
     exact = [np.asarray(a, np.float32) for a in inputs]
     for kind, ids in documents.items():
-        expected = jax.tree.map(lambda a: np.asarray(a)[:, place], whole(exact, jnp.asarray(ids)))
-        assert relative_error(got[kind], expected) < tolerance, kind
+        *expected, of_sinks = whole(exact, jnp.asarray(ids))
+        expected = [*jax.tree.map(lambda a: np.asarray(a)[:, place], expected), of_sinks]
+        assert relative_error(got[kind], tuple(expected)) < tolerance, kind
 
 
 # Float32 sums in another order (measured: up to 2.3e-6).
@@ -82,6 +89,12 @@ def test_ring_equals_the_reference(C, window):
 @pytest.mark.parametrize("C,window", [(2, 0), (4, 0), (8, 0), (4, 20)])  # with 2 kv heads: own ones, and repeated ones
 def test_ulysses_equals_the_reference(C, window):
     assert_equals_reference(C, "ulysses", window, rows_of_documents())
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+@pytest.mark.parametrize("softcap,window", [(0.0, 20), (8.0, 0)])
+def test_soft_caps_and_sinks_cross_devices(context, softcap, window):
+    assert_equals_reference(4, context, window, rows_of_documents(), softcap=softcap, sinks=SINKS)
 
 
 def test_a_chunk_of_queries_at_a_time(monkeypatch):
@@ -96,18 +109,19 @@ def test_what_cudnn_is_given(window, bias_bytes, monkeypatch):
     monkeypatch.setattr(attention_pair, "BIAS_BYTES", bias_bytes)
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", contract_forward)
     monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", contract_backward)
-    assert_equals_reference(2, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03)
+    sinks = None if bias_bytes > 2048 else SINKS
+    assert_equals_reference(2, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03, sinks=sinks)
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_what_cudnn_is_given_of_whole_rows(window, monkeypatch):
+@pytest.mark.parametrize("window,sinks", [(0, None), (20, None), (20, SINKS)])
+def test_what_cudnn_is_given_of_whole_rows(window, sinks, monkeypatch):
     """Under a policy that keeps everything no [T, T] of a layer is kept (measured error: 0.012)."""
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", contract_forward)
     monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_rule", contract_backward)
-    assert_equals_reference(1, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03)
+    assert_equals_reference(1, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03, sinks=sinks)
     *qkv, _ = arrays(dtype=jnp.bfloat16)
     ids = jnp.ones((B, T), jnp.int32)
-    kept = saved_residuals(lambda *a: cudnn(*a, ids, SCALE, window), *qkv)
+    kept = saved_residuals(lambda *a: cudnn(*a, ids, SCALE, window, sinks), *qkv)
     assert kept and not [aval.shape for aval, _ in kept if aval.shape[-2:] == (T, T)]
 
 

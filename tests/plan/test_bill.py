@@ -181,12 +181,29 @@ FUSIONS = """HloModule m
   ROOT %u = f32[32,64,64] dynamic-update-slice(%stack, %new, %i, %i, %i)
 }
 
+%cast_first (stack: f32[32,64,64]) -> bf16[1,64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %whole = bf16[32,64,64] convert(%stack)
+  ROOT %last = bf16[1,64,64] slice(%whole), slice={[31:32], [0:64], [0:64]}
+}
+
+%updated_and_used (stack: f32[32,64,64], x: bf16[64,64], i: s32[]) -> f32[32,64,64] {
+  %stack = f32[32,64,64] parameter(0)
+  %x = bf16[64,64] parameter(1)
+  %i = s32[] parameter(2)
+  %new = f32[1,64,64] convert(%x)
+  %u = f32[32,64,64] dynamic-update-slice(%stack, %new, %i, %i, %i)
+  ROOT %twice = f32[32,64,64] add(%u, %u)
+}
+
 ENTRY %main (stack: f32[32,64,64], i: s32[], x: f32[64,64]) -> bf16[64,64] {
   %stack = f32[32,64,64] parameter(0)
   %i = s32[] parameter(1)
   %x = f32[64,64] parameter(2)
   %slice = bf16[64,64] fusion(%stack, %i), kind=kLoop, calls=%sliced
   %update = f32[32,64,64] fusion(%stack, %x, %i), kind=kLoop, calls=%updated
+  %cast = bf16[1,64,64] fusion(%stack), kind=kLoop, calls=%cast_first
+  %changed = f32[32,64,64] fusion(%stack, %slice, %i), kind=kLoop, calls=%updated_and_used
   %rows = bf16[100,64] custom-call(%i, %slice, %stack), MOSAIC
   %blackwell = bf16[100,48] custom-call(%slice, %stack, %i, %i), MOSAIC
   %grads = bf16[8,64,64] custom-call(%slice, %x, %i), TRITON, metadata={op_name="a/ragged_dot.x"}
@@ -201,16 +218,65 @@ def test_what_kernels_read_and_write():
     text = FUSIONS.replace("MOSAIC", of_experts).replace("TRITON", 'custom_call_target="__gpu$xla.gpu.triton"')
     module = parse(text)
     entry = module.computations[module.entry]
-    names = ("slice", "update", "rows", "blackwell", "grads", "few_bits", "i")
+    names = ("slice", "update", "cast", "changed", "rows", "blackwell", "grads", "few_bits", "i")
     found = {name: kernel(module, entry, entry.named[name]) for name in names}
     assert found["i"] is None
     assert found["slice"].nbytes == 64 * 64 * (4 + 2) + 4  # a slice of what is stacked, and its index
     assert found["update"].nbytes == 64 * 64 * (4 + 4) + 4  # what is new; the rest stays in its place
+    assert found["cast"].nbytes == 64 * 64 * (4 + 2)  # of what is cast, the slice
+    assert found["changed"].nbytes == 32 * 64 * 64 * (4 + 4) + 64 * 64 * 2 + 4  # all of it is read and written
     assert found["rows"].grouped and found["rows"].flops == 2 * 64 * 64 * 64
     assert found["blackwell"].flops == 2 * 64 * 64 * 48 and found["blackwell"].dtype == "bf16"
     assert found["grads"].grouped and found["grads"].flops == 2 * 64 * 64 * 64 and not found["few_bits"].grouped
     step = compiled_step(text, CLUSTER, MESH)
     assert dict(step.unknown) == {"own": 1, "__gpu$xla.gpu.triton": 1}
+
+
+OFFLOADED = """HloModule m
+
+%fetched (stack: f32[4,1024,1024], i: s32[]) -> f32[1,1024,1024] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %one = f32[1,1024,1024]{2,1,0} dynamic-slice(%stack, %i, %i, %i), dynamic_slice_sizes={1,1024,1024}
+}
+
+%returned (stack: f32[4,1024,1024], x: f32[1,1024,1024], i: s32[]) -> f32[4,1024,1024] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %x = f32[1,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %u = f32[4,1024,1024]{2,1,0:S(5)} dynamic-update-slice(%stack, %x, %i, %i, %i)
+}
+
+ENTRY %main (stack: f32[4,1024,1024], whole: f32[1024,1024], i: s32[], x: bf16[4096,4096]) -> bf16[4096,4096] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0), metadata={op_name="state.opt_state['mu']"}
+  %whole = f32[1024,1024]{1,0:S(5)} parameter(1)
+  %i = s32[] parameter(2)
+  %x = bf16[4096,4096]{1,0} parameter(3)
+  %f = ((f32[4,1024,1024]{2,1,0:S(5)}, s32[]), f32[1,1024,1024]{2,1,0}, u32[]) fusion-start(%stack, %i), calls=%fetched
+  %fd = f32[1,1024,1024]{2,1,0} fusion-done(%f)
+  %c = (f32[1024,1024]{1,0}, f32[1024,1024]{1,0:S(5)}, u32[]) copy-start(%whole)
+  %g = ((f32[4,1024,1024]{2,1,0:S(5)}, f32[1,1024,1024]{2,1,0}, s32[]), f32[4,1024,1024]{2,1,0:S(5)}, u32[]) \
+fusion-start(%stack, %fd, %i), calls=%returned
+  %y = bf16[4096,4096]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %cd = f32[1024,1024]{1,0} copy-done(%c)
+  %gd = f32[4,1024,1024]{2,1,0:S(5)} fusion-done(%g)
+  ROOT %r = bf16[4096,4096]{1,0} bitcast(%y)
+}
+"""
+
+
+def test_copies_to_the_host_and_from_it_take_its_link_both_ways_at_once():
+    step = compiled_step(OFFLOADED, CLUSTER, MESH)
+    once = 4 * 1024**2 / CLUSTER.host_bytes_per_second + KERNELS.gap
+    assert once < MATMUL, "what begins before the product is to end beside it"
+    assert CLUSTER.host_bytes_per_second < CLUSTER.gpu.pcie_bytes_per_second < KERNELS.memory
+    assert {(row.kind, row.axes, row.link) for row in step.rows} == {("copy", ("host",), "PCIe")}
+    waits = {row.cause: (row.count, row.nbytes, row.seconds, row.exposed_seconds) for row in step.rows}
+    slice_bytes, mu = 4 * 1024**2, "state.opt_state.mu"
+    assert waits[f"{mu}, from the host"] == (1, slice_bytes, pytest.approx(once), pytest.approx(once))
+    assert waits[f"{mu}, to the host"] == (1, slice_bytes, pytest.approx(once), 0)
+    assert step.compute_seconds == pytest.approx(MATMUL)  # the copies are no kernels
+    assert step.step_seconds == pytest.approx(MATMUL + once)
 
 
 def test_links():

@@ -30,13 +30,22 @@ def replica_of(prompt_len: int, output_len: int, engine: EngineConfig | None = N
 
 
 @pytest.mark.parametrize(("prompt_len", "output_len"), [(1024, 128), (4000, 64)])
-def test_times_are_those_of_the_scheduler(prompt_len, output_len):
+@pytest.mark.parametrize(("share", "exact"), [(0.01, 0.05), (0.5, 0.2)])
+def test_times_are_those_of_the_scheduler(prompt_len, output_len, share, exact):
     replica = replica_of(prompt_len, output_len)
-    load = replica.at(0.5 * replica.most().rate)
+    load = replica.at(share * replica.most().rate)
     found = times_of_requests(Programs(replica), load)
-    assert load.ttft_seconds == pytest.approx(found["ttft_seconds"]["mean"], rel=0.25)
-    assert load.itl_seconds == pytest.approx(found["tpot_seconds"]["mean"], rel=0.2)
+    assert load.ttft_seconds == pytest.approx(found["ttft_seconds"]["mean"], rel=exact)
+    assert load.itl_seconds == pytest.approx(found["tpot_seconds"]["mean"], rel=exact)
     assert found["preemptions"] == 0 and found["within_limits"] is None
+
+
+def test_a_latency_that_an_idle_replica_keeps_is_one_to_plan_by():
+    """Hardly any prompt finds a decode program under way."""
+    free = replica_of(2048, 200)
+    replica = replica_of(2048, 200, ttft_seconds=1.15 * free.alone)
+    most = replica.most()
+    assert most.limit == "ttft_seconds" and 0 < most.rate < 0.1 * free.most().rate
 
 
 def test_a_request_that_is_alone_takes_what_its_programs_take():

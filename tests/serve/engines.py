@@ -14,6 +14,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.llama import LlamaConfig
 from shardlm.rules import Rules
+from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
@@ -45,6 +46,7 @@ def of_model(
     speculative=None,
     draft=None,
     prefill="pages",
+    cuts=None,
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig."""
     drafts = speculative.num_speculative_tokens if speculative else 0
@@ -52,11 +54,11 @@ def of_model(
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
     )
-    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill)
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, platform="cpu")
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
-    config = SchedulerConfig(rows, tokens, length, (1, steps), drafts)
+    config = SchedulerConfig(rows, tokens, length, (1, steps), drafts, cuts or Cuts())
     table = PageTable(pages, 4, windows=layout.windows, longest_step=config.longest_step, caching=caching)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 

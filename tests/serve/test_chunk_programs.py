@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from shardlm.serve.chunk_programs import WHILE_WEIGHTS_ARE_READ, dealt, sizes_of
+from shardlm.serve.chunk_programs import WHILE_WEIGHTS_ARE_READ, Cuts, dealt, sizes_of
 
 SIZES = sizes_of(2048, 256)
 
@@ -47,3 +47,48 @@ def test_no_cut_into_programs_is_less_work(platform):
         cuts = (cut for many in range(1, 5) for cut in itertools.combinations_with_replacement(rows, many))
         least = min((work(cut, tokens) for cut in cuts if sum(cut) >= count), default=float("inf"))
         assert work([size[0] for size, _ in found], tokens) <= least
+
+
+def cut(cuts: Cuts, tokens: int, prompts: int = 1) -> list[int]:
+    """The chunks of a prompt, each with room for a whole batch."""
+    found = []
+    while sum(found) < tokens:
+        found.append(cuts.chunk(tokens - sum(found), 2048, prompts))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("platform", "tokens", "prompts", "chunks"),
+    [
+        ("gpu", 2048, 1, [2048]),
+        ("gpu", 1100, 1, [1024, 76]),  # 2,048 tokens' work, or 1,024's and that of the weights
+        ("gpu", 1900, 1, [1900]),
+        ("gpu", 300, 1, [300]),  # a program of 64 takes as long as one of 256
+        ("gpu", 300, 6, [256, 44]),  # which six prompts share
+        ("cpu", 300, 1, [256, 44]),
+        ("cpu", 20, 1, [20]),
+        ("gpu", 5000, 1, [2048, 2048, 904]),
+    ],
+)
+def test_prompts_are_cut_where_programs_end(platform, tokens, prompts, chunks):
+    assert cut(Cuts.of(SIZES, platform), tokens, prompts) == chunks
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_cutting_is_never_more_work(platform):
+    cuts, least = Cuts.of(SIZES, platform), WHILE_WEIGHTS_ARE_READ[platform]
+
+    def work(chunks):
+        programs = (min(n for _, n in SIZES if n >= count) for count in chunks)
+        return sum(max(tokens, least) for tokens in programs)
+
+    saved = [1 - work(cut(cuts, tokens)) / work([tokens]) for tokens in range(1, 2049)]
+    assert min(saved) == 0 and sum(saved) / len(saved) > 0.1
+
+
+def test_little_room_waits_for_more():
+    """A prompt that is not read to its end has more of it in the next batch, where it costs no program of its own."""
+    cuts = Cuts.of(SIZES, "gpu")
+    assert cuts.chunk(2048, 2000) == 1024 and cuts.chunk(4000, 2047) == 2047
+    assert not cuts.worth(1500, 255) and cuts.worth(1500, 256) and cuts.worth(70, 72)
+    assert Cuts().chunk(1500, 1499) == 1499 and Cuts().worth(1500, 1)

@@ -21,6 +21,7 @@ from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.bench.engine import bench_serving, serve_to
 from shardlm.serve.bench.workload import lengths
+from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
@@ -30,8 +31,8 @@ PROMPTS = [TOKENIZER.encode(text) for text in ('{"name": "ab"', '{"name": "abc",
 
 @pytest.fixture(scope="module")
 def served():
-    """On two devices, with 19 pages: two requests of 64 tokens do not fit."""
-    return random_engine(MeshSpec(tensor=2))
+    """On two devices, with 19 pages: two requests of 64 tokens do not fit. Prompts are cut into small chunks."""
+    return random_engine(MeshSpec(tensor=2), cuts=Cuts((4, 8, 16, 32), 2))
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,11 @@ PROMPTS = [TEXT[:11], TEXT[3:30], TEXT[5:9], [*TEXT[3:23], *TEXT[:5]], TEXT[7:37
 
 
 def engine_of(spec: MeshSpec, window: int, **options):
-    """Two layers, the first with the window, and one kv head."""
+    """Two layers, the first with the window, and sinks where there is one, and one kv head."""
     shape = dataclasses.replace(CONFIG, num_layers=2, num_kv_heads=1).transformer()
     [block] = shape.segments[0].pattern
-    windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=window))
+    attention = dataclasses.replace(block.attention, window=window, sinks=bool(window))
+    windowed = dataclasses.replace(block, attention=attention)
     opened = opened_of(dataclasses.replace(shape, segments=(Segment((windowed, block), 1),)), spec)
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params)

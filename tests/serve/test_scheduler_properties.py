@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shardlm.layers.page_layout import PageLayout
+from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import UNBOUNDED, Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -49,11 +50,13 @@ class Serving(RuleBasedStateMachine):
         caching=st.sampled_from((True, True, True, False)),
         windows=st.sampled_from(((0,), (0,), (0, 3), (5,), (0, 2, 2, 7))),
         drafts=st.sampled_from((0, 0, 1, 3)),
+        least=st.sampled_from((None, 0, 3)),
         seed=st.integers(0, 100),
     )
-    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts, seed):
+    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts, least, seed):
         tokens = max_rows * (1 + drafts) + budget
-        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts)
+        cuts = Cuts() if least is None else Cuts(tuple(sorted({min(n, tokens) for n in (2, 4, 8, 16, 32)})), least)
+        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts)
         step = config.longest_step
         least = PageLayout(0, windows, ()).pages_of(MAX_MODEL_LEN, page_size, step)
         self.pages = PageTable(1 + least + spare_pages, page_size, windows=windows, longest_step=step, caching=caching)
@@ -144,7 +147,9 @@ class Serving(RuleBasedStateMachine):
         kinds = [row.tokens is not None for row in rows]
         assert kinds == sorted(kinds), "decodes come first"
         if batch.kind == "mixed":
-            assert any(kinds) and batch.steps == 1 and batch.num_tokens <= config.max_batch_tokens
+            beside = 0 if config.cuts.lengths else batch.num_tokens - sum(len(row.tokens) for row in rows if row.tokens)
+            assert any(kinds) and batch.steps == 1
+            assert sum(len(row.tokens) for row in rows if row.tokens) <= config.max_batch_tokens - beside
         else:
             assert not any(kinds) and batch.steps in config.decode_steps
             assert batch.steps <= batch.width <= batch.steps * (1 + config.drafts)

@@ -80,7 +80,7 @@ def from_folders(model, draft):
     options = {"max_model_len": 48, "block_size": 4, "kv_cache_bytes": 13 * 4 * layers, "decode_steps": 4}
     speculative = {"model": str(draft), "num_speculative_tokens": 3}
     llm = LLM(model, max_num_seqs=2, max_num_batched_tokens=32, speculative_config=speculative, **options)
-    assert llm.engine.runner.config == RunnerConfig(PageLayout.whole(3, 13), 4, 2, 32, 48, 4)
+    assert llm.engine.runner.config == RunnerConfig(PageLayout.whole(3, 13), 4, 2, 32, 48, 4, platform="cpu")
     return llm.engine
 
 

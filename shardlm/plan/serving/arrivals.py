@@ -55,7 +55,8 @@ class Programs:
         """Of each program that the runner deals these rows to."""
         left = iter(rows)
         found = []
-        for size, count in dealt([len(row.tokens) for row in rows], self.replica.speed.memory.sizes.chunk_sizes, "gpu"):
+        sizes = self.replica.speed.memory.sizes
+        for size, count in dealt([len(row.tokens) for row in rows], sizes.chunk_sizes, sizes.platform):
             before = sum(row.start for row in itertools.islice(left, count)) / count
             found.append(self.replica.speed.chunk(math.prod(size), _rounded(before), size[0]))
         return found

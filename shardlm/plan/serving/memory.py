@@ -181,9 +181,9 @@ def serving_memory(case: ServingCase) -> ServingMemory:
 def _prefill(case: ServingCase, model: ModelDef) -> str:
     """How prompts attend that nothing stands before (serve/prefill.py), on the cluster's GPUs."""
     layers = [block.attention for block in case.model.shape.all_blocks()]
-    heads, plain = {(one.head_dim, one.value_dim) for one in layers}, not any(one.soft for one in layers)
+    heads, capped = {(one.head_dim, one.value_dim) for one in layers}, any(one.softcap for one in layers)
     device = Described.of(case.cluster.gpu)
-    how = attention.choose("auto", device, model.execution.dtype, heads, plain, trained=False)
+    how = attention.choose("auto", device, model.execution.dtype, heads, capped, trained=False)
     model = dataclasses.replace(model, execution=dataclasses.replace(model.execution, attention=how))
     return chosen(case.engine.prefill_attention, model, case.engine.deterministic)[0]
 

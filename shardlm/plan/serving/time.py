@@ -4,6 +4,7 @@ links, and both against the time that reading the bytes alone would take. Estima
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Iterator
 
 from shardlm.plan.constants import GAP
 from shardlm.plan.kernels import Kernels
@@ -15,6 +16,7 @@ from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
+from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
 
@@ -130,13 +132,21 @@ class Speed:
     def prefill(self, prompt_len: int, cached: int = 0) -> float:
         """Seconds of a prompt's chunks with nothing beside them, after those tokens that are cached. Chunks follow each
         other through the stages."""
-        budget, done, total = self.memory.sizes.max_batch_tokens, cached, 0.0
-        while done < prompt_len:
-            count = min(budget, prompt_len - done)
+        done, total = cached, 0.0
+        for count in self.chunks(prompt_len - cached):
             chunk = self.chunk(self.padded(count), done)
             total += chunk if done == cached else chunk / self.stages
             done += count
         return total
+
+    def chunks(self, tokens: int, prompts: int = 1) -> Iterator[int]:
+        """Of so many tokens of a prompt, where `prompts` are to be read at once."""
+        sizes = self.memory.sizes
+        cuts = Cuts.of(sizes.chunk_sizes, sizes.platform)
+        while tokens > 0:
+            count = cuts.chunk(tokens, sizes.max_batch_tokens, prompts)
+            yield count
+            tokens -= count
 
     @property
     def itemsize(self) -> int:

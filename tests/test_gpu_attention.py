@@ -1,5 +1,5 @@
-"""Latent attention compiled for GPUs that are not there: cuDNN's where the target has kernels for its heads, whatever
-this process runs on; and planned as it is compiled."""
+"""Attention compiled for GPUs that are not there: of latents, and with sinks, cuDNN's where the target has kernels for
+its heads, whatever this process runs on; and planned as it is compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,23 @@ def test_heads_of_192_with_values_of_128(gpu, kernels):
         assert compiled_attention(devices[0]).count("__cudnn$fmhaScaleBiasSoftmax") == 2
 
 
-def compiled_attention(device: jax.Device) -> str:
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_sinks_beside_the_kernels(gpu):
+    """No scores are materialised: but for the bias of documents nothing has rows and columns of tokens."""
+    text = compiled_attention(topology(gpu, 1, 1)[0], width=64, window=100, sinks=True)
+    assert text.count("__cudnn$fmhaScaleBiasSoftmax") == 2
+    assert "1,1,512,512]" in text and "1,2,512,512]" not in text
+
+
+def compiled_attention(device: jax.Device, width: int = 192, window: int = 0, sinks: bool = False) -> str:
     """The program of attention and its gradients alone."""
     on = jax.sharding.SingleDeviceSharding(device)
-    q, v = (jax.ShapeDtypeStruct((1, 512, 2, width), jnp.bfloat16, sharding=on) for width in (192, 128))
+    q, v = (jax.ShapeDtypeStruct((1, 512, 2, size), jnp.bfloat16, sharding=on) for size in (width, min(width, 128)))
     documents = jax.ShapeDtypeStruct((1, 512), jnp.int32, sharding=on)
+    sink = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=on) if sinks else None
 
-    def run(q, k, v, documents):
-        return cudnn(q, k, v, documents, 0.1).astype(jnp.float32).sum()
+    def run(q, k, v, sink, documents):
+        return cudnn(q, k, v, documents, 0.1, window, sink).astype(jnp.float32).sum()
 
     with traced_for(device):
-        return jax.jit(jax.grad(run, (0, 1, 2))).lower(q, q, v, documents).compile().as_text()
+        return jax.jit(jax.grad(run, (0, 1, 2, 3))).lower(q, q, v, sink, documents).compile().as_text()

@@ -1,0 +1,127 @@
+"""What our program's kernels move in a GPU's memory besides what layers compute: weights on their way to layers and
+their gradients on the way back, what the optimizer turns, what layers keep, and kernels so small that only their number
+counts. As XLA fuses them for H100; stages' own are compute.py's."""
+
+from collections.abc import Iterator
+
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mla import MlaConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.ops.ring_attention import stops
+from shardlm.plan.activations import kept, layer
+from shardlm.plan.constants import GAP
+from shardlm.plan.op import Op
+from shardlm.plan.sketch import Sketch, Weight
+
+WIDE = 4  # bytes of a float32
+# Kernels of a layer's forward pass, as many again where it is made again, and twice as many for gradients: of 32 layers
+# of Llama 3 8B 105 in all, in other dense ones 115 to 144; of mixtures 190 to 254 (jax 0.10.2, remat=full).
+KERNELS, KERNELS_OF_EXPERTS = 26, 55
+
+
+def of_block(sketch: Sketch, block: BlockConfig, ops: int) -> Iterator[Op]:
+    """Of a layer with so many operations, forward, once: queries and keys are turned by their positions."""
+    attention = block.attention
+    if isinstance(attention, AttentionConfig):
+        heads, kv = attention.num_heads / sketch.mesh.tensor, max(1, attention.num_kv_heads / sketch.mesh.tensor)
+        turned = 2 * sketch.itemsize * sketch.tokens * (heads + kv) * attention.head_dim
+        yield Op("attention", "positions", "memory", 0, turned, 1, gradient_bytes=turned)
+    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
+        yield _ring(sketch, attention)
+    kernels = (KERNELS_OF_EXPERTS if isinstance(block.mlp, MoeConfig) else KERNELS) - ops
+    yield Op("other", "small kernels", "memory", 0, 0, 1, host=(kernels - 1) * GAP)
+
+
+def _ring(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
+    """Between the moves of a ring, in float32: of each part of the output that is cast, added to what is there and
+    copied, and a mask; for gradients of queries alike, and of keys and values, which go on (ops/attention_pair.py)."""
+    mesh, tokens = sketch.mesh, sketch.tokens
+    moves = len(stops(mesh.context, sketch.config.train.seq_len // (2 * mesh.context), attention.window))
+    heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
+    output = WIDE * tokens * heads * attention.value_dim
+    queries = WIDE * tokens * heads * attention.head_dim
+    visitors = WIDE * tokens * kv * (attention.head_dim + attention.value_dim)
+    there = (6.5 * moves + 3) * output
+    back = (5 * moves + 3) * queries + 9 * moves * visitors
+    return Op("attention", "ring", "memory", 0, there, 1, gradient_bytes=back)
+
+
+def of_losses(sketch: Sketch) -> float:
+    """Bytes that cross-entropy reads of its logits besides the products' own: for the largest, for the sum and, as it
+    makes their gradients, twice more."""
+    return 4 * WIDE * sketch.tokens * sketch.shape.vocab_size / sketch.mesh.tensor
+
+
+def of_weights(sketch: Sketch) -> Iterator[Op]:
+    """Weights are cast where they are used, of layers in the backward pass again. A layer's gradient is written into
+    all layers' in float32, zeros at first; what microbatches gave is added up."""
+    passes = 1 if sketch.mesh.pipeline > 1 else sketch.passes
+    forward = backward = 0.0
+    for weight in sketch.weights:
+        if weight.trained and weight.is_matrix:
+            one, other = _of_weight(weight, sketch)
+            forward += one
+            backward += other
+    how = {"count": 2 * passes, "forward": passes}
+    yield Op("other", "weights and gradients", "memory", 0, forward, gradient_bytes=backward, **how)
+    if sketch.mesh.pipeline == 1:
+        yield _stacks(sketch)
+
+
+def _of_weight(weight: Weight, sketch: Sketch) -> tuple[float, float]:
+    """Bytes of a pass, forward and backward."""
+    rules, size = sketch.rules, sketch.itemsize
+    rests, used = weight.numbers(rules.rest), weight.numbers(rules.use)
+    cast = (WIDE + size) * rests if size < WIDE else 0
+    if sketch.staged(weight):
+        return cast, 0.0
+    added = 3 * WIDE * weight.numbers(rules.grads) if sketch.passes > 1 and sketch.mesh.pipeline == 1 else 0
+    if weight.path == "embedding":
+        tied = (cast, WIDE * used) if sketch.shape.tie_embeddings else (0, 0)
+        return cast + tied[0], 3 * size * used + tied[1] + added  # zeros, to which rows are added
+    if not weight.stacked:
+        return cast, WIDE * used + added
+    turned = 2 * size * used if _turned(weight, sketch) else 0
+    return cast, cast + (size + 2 * WIDE) * rests + turned + added
+
+
+def _turned(weight: Weight, sketch: Sketch) -> bool:
+    """Whether its gradient leaves the product the other way round than it rests: what an embedding's dimension is
+    summed over, and where it is not scattered, all; experts' are compute.py's."""
+    names = weight.names[weight.stacked :]
+    if "experts" in names or "router" in names:
+        return False
+    rules = sketch.rules
+    return names[0] == "embed" or rules.rest.split(weight.names) == rules.use.split(weight.names)
+
+
+def _stacks(sketch: Sketch) -> Op:
+    """What layers keep is written into what all keep, zeros at first, and taken from there."""
+    nbytes = sum(
+        segment.repeats * sum(sum(kept(layer(block, sketch), sketch).values()) for block in segment.pattern)
+        for segment in sketch.shape.segments
+    )
+    return Op(
+        *("other", "stacks", "memory", 0, 2 * nbytes),
+        count=2 * sketch.passes,
+        forward=sketch.passes,
+        gradient_bytes=3 * nbytes,
+    )
+
+
+def of_update(sketch: Sketch) -> Iterator[Op]:
+    """Gradients are read for their norm. Where the optimizer's state is split and weights are not, XLA gathers what is
+    new by the first dimension of all: it turns weights and both moments there, and back what was gathered."""
+    rules = sketch.rules
+    norm = turned = 0.0
+    for weight in sketch.weights:
+        if not weight.trained:
+            continue
+        updated = weight.numbers(rules.optimizer)
+        norm += WIDE * updated
+        gathered = set(rules.optimizer.split(weight.names)) - set(rules.rest.split(weight.names))
+        if gathered and weight.is_matrix and not gathered & set(rules.optimizer.axes(weight.names[0])):
+            turned += 2 * WIDE * (weight.numbers(rules.rest) + 2 * updated)
+    yield Op("optimizer", "norm", "memory", 0, norm, 1)
+    yield Op("optimizer", "updated weights turned", "memory", 0, turned, 1)

@@ -1,0 +1,136 @@
+"""Estimated steps against those of programs compiled for H100s (bill.py, jax 0.10.2, read 2026-11-22), and by hand what
+moves memory besides what layers compute, and what goes to the host and back."""
+
+import dataclasses
+
+import pytest
+from record_memory import Run
+
+from shardlm.hardware import GPUS
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import operations
+from shardlm.plan.cost import StepCost, step_cost
+from shardlm.plan.op import Op
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.state import state
+
+H100 = GPUS["h100"]
+HALF = "llama3_8b model.num_layers=16 mesh.fsdp=1 mesh.data=8 rules="
+COMPILED = {  # seconds
+    "llama3_8b": 1.053,
+    "llama3_8b remat=names": 1.042,
+    "llama3_8b remat=dots": 0.940,
+    "llama3_8b remat=offload": 1.078,
+    "llama3_8b train.accumulation=4 train.global_batch=32": 4.191,
+    "llama3_8b precision=fp32 train.seq_len=4096": 6.262,
+    "llama3_8b matmul=fp8": 0.790,
+    "llama3_8b matmul=int8": 0.878,
+    "llama3_8b offload.optimizer=True": 1.383,
+    "llama3_8b offload.optimizer=True offload.params=True": 1.630,
+    "llama3_8b optim.name=muon": 1.354,
+    HALF + "replicated": 0.649,  # XLA makes some of it twice, to need less memory
+    HALF + "zero1": 0.621,
+    "llama3_8b rules=zero1 mesh.fsdp=16 train.accumulation=4 train.global_batch=64 model.num_layers=16": 2.404,
+    "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=16 train.global_batch=32": 4.676,
+    "llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ring train.seq_len=32768": 6.703,
+    "llama3_8b_128k": 64.11,
+    "diloco_two_sites": 1.064,
+    "llama3_70b": 2.521,
+    "mixtral_8x7b": 2.290,
+    "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2": 2.363,
+    "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8": 0.612,
+    "deepseek_v3": 87.15,
+}
+
+
+def sketch(words: str) -> Sketch:
+    return Sketch.of(Run.parse(words).config(), H100)
+
+
+def cost(words: str) -> StepCost:
+    one = sketch(words)
+    return step_cost(one, Cluster.of(H100, one.num_gpus))
+
+
+@pytest.mark.parametrize("words", COMPILED)
+def test_a_step_takes_about_what_its_program_does(words):
+    within = 0.06 if "replicated" in words or words == "mixtral_8x7b" else 0.03
+    assert cost(words).step_seconds == pytest.approx(COMPILED[words], rel=within)
+
+
+def named(words: str, what: str) -> Op:
+    (found,) = (op for op in operations(sketch(words)) if op.what == what)
+    return found
+
+
+ATTENTION, MLP, TABLE = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 14336, 128256 * 4096  # numbers of a layer's matrices
+
+
+def test_what_weights_and_their_gradients_move_by_hand():
+    layers = 16 * (ATTENTION + MLP)
+    whole = named(HALF + "replicated", "weights and gradients")
+    assert whole.hbm_bytes == (4 + 2) * (layers + 2 * TABLE)  # cast where they are used
+    # Cast again, turned, written into zeros; zeros for the head's, and for the embedding's, which rows are added to.
+    backward = layers * (6 + 4 + (4 + 2 + 4)) + (4 + 6) * TABLE
+    assert (whole.gradient_bytes, whole.forward, whole.count) == (backward, 1, 2)
+    split = named("llama3_8b model.num_layers=16", "weights and gradients")
+    # Whole are only gradients as they leave products, which are turned where the embedding is summed over.
+    turned = 4 * 16 * (ATTENTION - 4096 * 4096 + 2 * 4096 * 14336)
+    assert split.hbm_bytes == whole.hbm_bytes / 8
+    assert split.gradient_bytes == layers * 16 / 8 + turned + (4 + 6) * TABLE
+    several = named("llama3_8b model.num_layers=16 train.accumulation=4 train.global_batch=32", "weights and gradients")
+    assert several.gradient_bytes == split.gradient_bytes + 12 * (layers + 2 * TABLE) / 8  # microbatches' sum
+    assert (several.forward, several.count) == (4, 8)
+
+
+def test_what_a_ring_does_between_its_moves_by_hand():
+    ring = named("llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ring train.seq_len=32768", "ring")
+    tokens = 4 * 8192  # four rows, a quarter of each
+    output, visitors = 4 * tokens * 4096, 4 * tokens * 2 * 1024  # float32 of heads, and of KV heads
+    assert ring.hbm_bytes == (6.5 * 3 + 3) * output
+    assert ring.gradient_bytes == (5 * 3 + 3) * output + 9 * 3 * visitors
+    assert not [op for op in operations(sketch("llama3_8b")) if op.what == "ring"]
+
+
+def test_updated_weights_are_gathered_by_their_first_dimension_and_turned():
+    turned = 16 * (ATTENTION + MLP) + TABLE  # the head's first dimension is the one that is split
+    found = named(HALF + "zero1", "updated weights turned")
+    norms = 2 * 16 * 4096 + 4096
+    assert found.hbm_bytes == 8 * turned * (1 + 2 / 8)
+    assert named(HALF + "zero1", "norm").hbm_bytes == pytest.approx(4 * (turned + TABLE + norms) / 8, rel=1e-3)
+    assert named(HALF + "replicated", "updated weights turned").hbm_bytes == 0
+    gathers = [one for one in cost(HALF + "zero1").comms if one.sent.kind == "all-gather"]
+    seconds = sum(one.seconds for one in gathers)
+    assert all(one.sent.update for one in gathers)
+    # Nothing but the optimizer's own kernels runs beside them.
+    update = cost(HALF + "zero1").units["optimizer"]
+    assert sum(one.exposed_seconds for one in gathers) == pytest.approx(seconds - update)
+
+
+def test_on_a_cpu_kernels_are_as_its_profile_counts_them():
+    one = Sketch.of(Run.parse("llama3_8b").config(), H100)
+    cpu = Sketch.of(one.config, dataclasses.replace(H100, generation="cpu"))
+    ours = {op.what for op in operations(one)} - {op.what for op in operations(cpu)}
+    layers = {"positions", "small kernels", "softmax", "weights and gradients", "stacks"}
+    assert ours == layers | {"norm", "updated weights turned"}
+
+
+def test_state_on_the_host_comes_and_goes_and_nothing_hides_it():
+    rate = Cluster.of(H100, 8).host_bytes_per_second
+    for words, times in (("offload.optimizer=True", 2), ("offload.params=True", 3)):
+        one = cost(f"llama3_8b {words}")
+        copies = [comm for comm in one.comms if comm.sent.axes == ("host",)]
+        nbytes = state(sketch(f"llama3_8b {words}")).host
+        assert sum(comm.sent.nbytes for comm in copies) == times * nbytes
+        assert sum(comm.exposed_seconds for comm in copies) == pytest.approx(times * nbytes / rate)
+        assert {comm.link for comm in copies} == {"PCIe"} and {comm.sent.kind for comm in copies} == {"copy"}
+        assert one.step_seconds == pytest.approx(cost("llama3_8b").step_seconds + times * nbytes / rate)
+    slow = cost("llama3_8b offload.optimizer=True train.seq_len=512")
+    assert slow.limit.startswith("communication over host (PCIe) that nothing hides") and "offload" in slow.limit
+
+
+def test_layers_inputs_leave_behind_kernels_and_every_other_comes_back_behind_one():
+    copies = [comm for comm in cost("llama3_8b remat=offload").comms if comm.sent.axes == ("host",)]
+    assert [comm.sent.nbytes for comm in copies] == [32 * 8192 * 4096 * 2] * 2
+    there, back = copies
+    assert there.exposed_seconds == 0 and back.exposed_seconds == back.seconds / 2
