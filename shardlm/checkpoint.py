@@ -250,6 +250,11 @@ class Checkpoints:
         """
         return self._load(self._find(step), {name: abstract_params}, part=name, optional=optional)[name]
 
+    def check_params(self, abstract_params: Tree, step: int | None = None, optional: Collection[str] = ()) -> None:
+        """Whether `restore_params` will find the parameters, in these shapes; nothing of them is read. Raises as it
+        does."""
+        self._check(self._find(step), {"params": abstract_params}, "params", optional)
+
     def _find(self, step: int | None) -> int:
         self.wait()
         steps = self.steps()
@@ -264,6 +269,11 @@ class Checkpoints:
         path = self.directory / str(step)
         if any(leaf.sharding is None for leaf in jax.tree.leaves(abstract)):
             raise ValueError("every array to restore needs a sharding")
+        self._check(step, abstract, part, optional)
+        return self._read(step, lambda: ocp.load(path, abstract))
+
+    def _check(self, step: int, abstract: Tree, part: str | None, optional: Collection[str]) -> None:
+        path = self.directory / str(step)
         if damage := faults(path):
             raise self._damaged(step, damage)
         saved = self._read(step, lambda: ocp.metadata(path).metadata)
@@ -275,7 +285,6 @@ class Checkpoints:
                 asked = {k: a for k, a in saved[part].items() if k in abstract[part] or k not in optional}
                 saved = {part: asked}
             check_fit(path, saved, abstract, same_dtype=part is None)
-        return self._read(step, lambda: ocp.load(path, abstract))
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:
         context = ocp.Context()

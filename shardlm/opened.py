@@ -99,20 +99,29 @@ class Found:
         return options.get("max_position_embeddings") or options.get("n_positions") or 0
 
 
-def describe(path: str | os.PathLike, length: int = 0) -> Found:
+def describe(path: str | os.PathLike, length: int = 0, base: Any = None) -> Found:
     """What a path names: a Hugging Face folder or name, adapters of PEFT with the checkpoint that they stand on, or a
-    run or one of its checkpoints. `length` as in `load`. Raises ShardlmError where it is none of them."""
+    run or one of its checkpoints. `length` as in `load`; `base`: of adapters of PEFT, what they stand on where the
+    folder that they name is not here. Raises ShardlmError where it is none of them."""
     folder = find(path)
     if is_hf(folder):
         return Found(Pretrained(str(folder), length).pinned(), LoraConfig(), folder)
     if peft.is_peft(folder):
-        base = find(peft.base_of(folder))
-        source = Pretrained(str(base), length).pinned()
-        beside = folder if (folder / "tokenizer.json").exists() else base
+        source = base
+        if not isinstance(base, Pretrained) or peft.base_is_here(folder):
+            source = Pretrained(str(find(peft.base_of(folder))), length).pinned()
+        beside = folder if (folder / "tokenizer.json").exists() else pathlib.Path(source.folder)
         return Found(source, peft.lora_of(folder, source), beside, adapters=folder)
     run = find_run(folder)
     lora = from_json(LoraConfig, run.config_json.get("lora", {}))
     return Found(from_json(Any, run.config_json["model"]), lora, run.run_dir, run=run)
+
+
+def rank_of(path: str | os.PathLike) -> int:
+    """Of the adapters that a path names, 0 where it is a whole model; their checkpoint is not looked at. Raises as
+    `describe`."""
+    folder = find(path)
+    return peft.rank_of(folder) if not is_hf(folder) and peft.is_peft(folder) else describe(folder).lora.rank
 
 
 def load(
@@ -190,6 +199,16 @@ def trained(
         return reader.restore_params(shapes, found.run.step if step is None else step, name, optional=("mtp",))
 
 
+def check_trained(found: Found, model: ModelDef) -> None:
+    """Whether `trained` will find the adapters of `model`, from what files say of themselves. Raises ShardlmError for
+    what is missing, left over, of another shape or damaged."""
+    if found.adapters:
+        peft.parts(model, found.adapters, found.source)
+        return
+    with Checkpoints(found.run.checkpoints_dir) as reader:
+        reader.check_params(model.shapes, found.run.step, optional=("mtp",))
+
+
 def find(path: str | os.PathLike) -> pathlib.Path:
     """A folder as it is, or the local copy of `owner/name` on the Hugging Face hub, fetched where needed.
 
@@ -208,7 +227,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
         raise ShardlmError(
             f"there is no folder {path}; to fetch it from the Hugging Face hub, pip install 'shardlm[hub]'"
         ) from None
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE]
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, peft.CONFIG]
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
     except Exception as error:  # the library raises its own, httpx's and the operating system's

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,6 +39,10 @@ PLAIN = {
     "arrow_config": None,
     "use_bdlora": None,
 }
+SOME_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules")  # so that others have none
+MERGE = "merge the adapters into their checkpoint with PEFT (merge_and_unload), and serve that"
+EXPERTS = f"projections of routed experts, which have no adapters here: {MERGE}"
+ANEW = "save the adapters anew"
 ADDED = (True, False, "gaussian", "eva", "orthogonal")  # ways to begin that leave the base as it is
 
 
@@ -51,6 +55,25 @@ class Adapter:
     b: Tensor
     out: tuple[int, ...]
     adapted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A or B of one projection in a checkpoint's layer, of the rank that a folder has it with.
+
+    path    of ours
+    place   of the layer in our stack; None: it is not stacked
+    tensor  what of theirs it is
+    shape   of ours, of one layer
+    factor  that ours is theirs times
+    """
+
+    path: tuple
+    place: int | None
+    tensor: Tensor
+    shape: tuple[int, ...]
+    stored: Stored
+    factor: float
 
 
 def is_peft(folder: pathlib.Path) -> bool:
@@ -68,16 +91,31 @@ def base_of(folder: pathlib.Path) -> str:
     return base
 
 
+def base_is_here(folder: pathlib.Path) -> bool:
+    """Whether the adapters of a folder stand on a folder that exists."""
+    base = _config(folder).get("base_model_name_or_path")
+    return bool(base) and pathlib.Path(base).is_dir()
+
+
+def rank_of(folder: pathlib.Path) -> int:
+    """The largest of a folder's adapters."""
+    config = _config(folder)
+    return max([config["r"], *(config.get("rank_pattern") or {}).values()])
+
+
 def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
     """The adapters of a folder as this project configures them, on the checkpoint `source`. Raises ShardlmError for a
     kind of adapter that computes something else."""
     config = _config(folder)
     shape = source.transformer()
-    names = {k: v for block in shape.blocks() for k, v in registry.names(source.options, shape, block).items()}
+    kinds = dict.fromkeys(shape.blocks())  # whose MLPs have other names each
+    names = [pair for block in kinds for pair in registry.names(source.options, shape, block).items()]
     if config.get("peft_type") != "LORA":
         raise ShardlmError(f"{folder / CONFIG} has peft_type={config.get('peft_type')!r}; supported: 'LORA'")
     for option, plain in PLAIN.items():
         if config.get(option) not in (plain, None, []):
+            if option == "target_parameters":
+                raise ShardlmError(f"{folder / CONFIG} has {option}={config[option]!r}, {EXPERTS}")
             raise ShardlmError(f"{folder / CONFIG} has {option}={config[option]!r}, which is not supported")
     if config.get("init_lora_weights", True) not in ADDED:
         raise ShardlmError(
@@ -85,46 +123,67 @@ def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
             "save the adapters with path_initial_model_for_weight_conversion"
         )
     modules = {_module(key)[1] for key in _stored(folder)}
-    known = {
-        _of_layer(tensor.name): path.rpartition(".")[2] for path, tensor in names.items() if "{layer}" in tensor.name
-    }
-    targets = {path.rpartition(".")[2] for path, tensor in names.items() if _of_layer(tensor.name) in modules}
+    if of_experts := sorted(filter(_of_experts, modules)):
+        raise ShardlmError(f"{folder / WEIGHTS} adapts {of_experts[0]}, {EXPERTS}")
+    known = {_of_layer(tensor.name): path.rpartition(".")[2] for path, tensor in names if "{layer}" in tensor.name}
+    targets = {path.rpartition(".")[2] for path, tensor in names if _of_layer(tensor.name) in modules}
     unknown = sorted(modules - set(known))
     if unknown or not targets <= set(TARGETS):
         named = unknown or sorted(module for module in modules if known[module] not in TARGETS)
-        raise ShardlmError(f"{folder / WEIGHTS} adapts {', '.join(named)}, which has no adapter in shardlm")
-    rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
-    return LoraConfig(rank, float(config["lora_alpha"]), tuple(t for t in TARGETS if t in targets))
+        raise ShardlmError(f"{folder / WEIGHTS} adapts {', '.join(named)}, which has no adapter in shardlm; {MERGE}")
+    return LoraConfig(rank_of(folder), float(config["lora_alpha"]), tuple(t for t in TARGETS if t in targets))
 
 
 def load(model: ModelDef, folder: pathlib.Path, source: Pretrained, mesh: Mesh) -> Any:
-    """The adapters of a folder as a tree like model.shapes, at rest on the mesh. A projection without one in the folder
-    has zeros. Raises ShardlmError for tensors that are left over or of another shape."""
+    """`arrays` as a tree like model.shapes, at rest on the mesh. Raises as it does."""
+    at_rest = {p: NamedSharding(mesh, shape.sharding.spec) for p, shape in flatten_dict(model.shapes).items()}
+    made = arrays(model, folder, source)
+    return unflatten_dict({path: jax.device_put(a, at_rest[path]) for path, a in made.items()})
+
+
+def arrays(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> dict[tuple, np.ndarray]:
+    """The adapters of a folder on the host, by path, as model.shapes has them. A projection without one in the folder
+    has zeros. Raises ShardlmError as `parts`."""
+    made = {path: np.zeros(shape.shape, shape.dtype) for path, shape in flatten_dict(model.shapes).items()}
+    for part in parts(model, folder, source):
+        ours = made[part.path] if part.place is None else made[part.path][part.place]
+        found = read(part.tensor, part.shape, (slice(None),) * len(part.shape), part.stored.read).astype(np.float32)
+        ours[tuple(map(slice, part.shape))] = found * part.factor
+    return made
+
+
+def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Part]:
+    """Where the adapters of a model are in a folder, of which only headers are read. Raises ShardlmError for tensors
+    that are missing, left over or of another shape."""
     stored, config, lora = _stored(folder), _config(folder), model.execution.lora
-    shapes, made, used = flatten_dict(model.shapes), {}, set()
-    for path, shape in shapes.items():
-        made[path] = np.zeros(shape.shape, shape.dtype)
+    shapes, found, used, missing = flatten_dict(model.shapes), [], set(), []
+    listed = _listed(config)
     for place, module, group in _groups(model, source):
         keys = [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
-        if not set(keys) <= stored.keys():
+        if lost := [key for key in keys if key not in stored]:
+            if len(lost) == 1 or any(_named(end, [module]) for end in listed):
+                missing += lost
             continue
         used.update(keys)
-        own = stored[keys[0]].shape[0]
+        own = stored[keys[0]].shape[0] if stored[keys[0]].shape else 0
+        if not 0 < own <= lora.rank:
+            raise ShardlmError(f"{folder / WEIGHTS}: {keys[0]} has rank {own} and {CONFIG} says {lora.rank}; {ANEW}")
         factor = _alpha(config, module, own) / (lora.alpha / lora.rank)
         for one in group:
-            at = slice(None) if place is None else place
-            a, b = (made[path][at] for path in beside(one.path))
-            for ours, tensor, key, rank_axis in ((a, one.a, keys[0], -1), (b, one.b, keys[1], 0)):
-                shape = tuple(own if i == rank_axis % ours.ndim else n for i, n in enumerate(ours.shape))
-                whole = tuple(slice(None) for _ in shape)
+            a, b = (shapes[path].shape[place is not None :] for path in beside(one.path))
+            both = ((one.a, (*a[:-1], own), keys[0], 1.0), (one.b, (own, *b[1:]), keys[1], factor))
+            for path, (tensor, shape, key, scale) in zip(beside(one.path), both, strict=True):
                 _check_shape(folder, key, stored[key], tensor, shape, group)
-                found = read(tensor, shape, whole, stored[key].read).astype(np.float32)
-                rows = (..., slice(own)) if rank_axis else slice(own)
-                ours[rows] = found * (factor if key is keys[1] else 1)
+                found.append(Part(path, place, tensor, shape, stored[key], scale))
+    modules = {_module(key)[1] for key in stored}
+    here = {_of_layer(name) for (_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
+    if lost := [end for end in listed if _named(end, here) and not _named(end, modules)]:
+        raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
+    if missing:
+        raise ShardlmError(f"{folder / WEIGHTS} lacks {_some(missing)}; {ANEW}")
     if left := sorted(stored.keys() - used):
-        raise ShardlmError(f"{folder / WEIGHTS} has tensors that do not fit the model: {', '.join(left[:4])}")
-    at_rest = {p: NamedSharding(mesh, shape.sharding.spec) for p, shape in shapes.items()}
-    return unflatten_dict({path: jax.device_put(a, at_rest[path]) for path, a in made.items()})
+        raise ShardlmError(f"{folder / WEIGHTS} has tensors that do not fit the model: {_some(left)}")
+    return found
 
 
 def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pretrained) -> None:
@@ -179,12 +238,8 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
 def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, str, list[Adapter]]]:
     """For each of a checkpoint's tensors that has an adapter: (place in our stack, its name in PEFT's files without
     the ending, the projections of ours in it)."""
-    whole = weights.unpacked(model)
-    trained, flat, groups = flatten_dict(model.shapes), flatten_dict(whole), {}
-    named = weights.leaves(model.config, whole, lambda block: registry.names(source.options, model.config, block))
-    for leaf in named:
-        groups.setdefault((leaf.path[:4], leaf.tensor.name), []).append(leaf)
-    for (_, name), group in groups.items():
+    trained, flat = flatten_dict(model.shapes), flatten_dict(weights.unpacked(model))
+    for (_, name), group in _tensors(model, source).items():
         adapted = [beside(leaf.path)[0] in trained for leaf in group]
         if not any(adapted):
             continue
@@ -197,6 +252,24 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
         for place, layer in enumerate(first.layers or (0,)):
             module = "base_model.model." + name.format(layer=layer).removesuffix(".weight")
             yield (place if first.layers else None), module, made
+
+
+def _tensors(model: ModelDef, source: Pretrained) -> dict[tuple, list[weights.Leaf]]:
+    """{(whose block of ours, a checkpoint's tensor or one in each of its layers): the weights of ours in it}."""
+    groups: dict[tuple, list[weights.Leaf]] = {}
+    whole = weights.unpacked(model)
+    for leaf in weights.leaves(model.config, whole, lambda block: registry.names(source.options, model.config, block)):
+        groups.setdefault((leaf.path[:4], leaf.tensor.name), []).append(leaf)
+    return groups
+
+
+def _of_projection(leaf: weights.Leaf) -> bool:
+    """Whether a weight may have an adapter."""
+    return leaf.path[-1] in TARGETS and not _of_experts(leaf.tensor.name)
+
+
+def _of_experts(module: str) -> bool:
+    return re.search(r"(^|\.)experts(\.|$)", module) is not None
 
 
 def _factors(tensor: Tensor, shape: tuple[int, ...], into: int) -> tuple[Tensor, Tensor]:
@@ -228,6 +301,20 @@ def _check_shape(folder, key: str, stored: Stored, tensor: Tensor, shape, group:
         raise ShardlmError(f"{folder / WEIGHTS}: {key} is {list(stored.shape)} and the model needs {list(needed)}")
 
 
+def _listed(config: Mapping[str, Any]) -> list[str]:
+    """Names of the modules that are adapted, or their ends; none where a pattern says which."""
+    named = config.get("target_modules")
+    return [] if isinstance(named, str) or any(config.get(option) for option in SOME_LAYERS) else list(named or ())
+
+
+def _named(end: str, modules: Iterable[str]) -> bool:
+    return any(module == end or module.endswith(f".{end}") for module in modules)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _alpha(config: Mapping[str, Any], module: str, rank: int) -> float:
     """What PEFT multiplies x A B by."""
     patterns = config.get("alpha_pattern") or {}
@@ -237,9 +324,24 @@ def _alpha(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 def _config(folder: pathlib.Path) -> Mapping[str, Any]:
     try:
-        return json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ShardlmError(f"{folder / CONFIG} cannot be read ({error}); it describes adapters of PEFT") from None
+    if not isinstance(config, dict):
+        raise ShardlmError(f"{folder / CONFIG} holds a JSON {type(config).__name__}; it describes adapters of PEFT")
+    if config.get("peft_type") == "LORA":
+        _check_numbers(folder, config)
+    return config
+
+
+def _check_numbers(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
+    given = {name: config.get(name) for name in ("r", "lora_alpha")}
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        given |= {f"{pattern}.{module}": n for module, n in (config.get(pattern) or {}).items()}
+    for name, n in given.items():
+        kind = int if name.startswith("r") else int | float
+        if not isinstance(n, kind) or isinstance(n, bool) or n <= 0:
+            raise ShardlmError(f"{folder / CONFIG} has {name}={n!r}; ranks are whole numbers, and both are above 0")
 
 
 def _stored(folder: pathlib.Path) -> dict[str, Stored]:

@@ -174,6 +174,16 @@ def is_adapter(path: tuple) -> bool:
     return str(path[-1]).endswith((A, B))
 
 
+def adapters_of(params: Tree) -> Tree:
+    """The part of a parameter tree that is adapters."""
+    return unflatten_dict({path: a for path, a in flatten_dict(params).items() if is_adapter(path)})
+
+
+def replaced(first: Tree, second: Tree) -> Tree:
+    """A parameter tree with the leaves of a second one in place of its own."""
+    return unflatten_dict(flatten_dict(first, keep_empty_nodes=True) | flatten_dict(second))
+
+
 def held_as(path: tuple, shape: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     """A parameter that no step changes: in the compute dtype, unless it is integers or their scales, or a bias that
     decides between experts, whose steps are smaller than 16 bits resolve."""

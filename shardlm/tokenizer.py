@@ -151,9 +151,19 @@ class Tokenizer:
         return frozenset(token.content for token in added if token.special)
 
     @functools.cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token by its name, added ones too."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def plain_vocab_size(self) -> int:
+        """How many tokens there are without added ones."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Rows that an embedding needs: the highest id plus one (ids may have gaps)."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary.values()) + 1
 
     @functools.cached_property
     def end_of_document_id(self) -> int:
@@ -175,7 +185,7 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the vocabulary and of how a probe text splits: stable over file layouts and releases."""
-        vocabulary = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        vocabulary = sorted(self.vocabulary.items(), key=lambda item: item[1])
         content = json.dumps([vocabulary, self.encode(_PROBE, parse_special=False)])
         return hashlib.sha256(content.encode()).hexdigest()
 

@@ -68,6 +68,11 @@ def shares(adapter: jax.Array, count: int, rank: int) -> jax.Array:
     return (adapter[:, None] == parts).astype(jnp.float32)
 
 
+def rank_axis(path: tuple) -> int:
+    """Of A or B at `path`, stacked: of A the last dimension, of B the one behind the layers'."""
+    return -1 if path[-1].endswith(A) else 1
+
+
 def beside(path: tuple) -> tuple[tuple, tuple]:
     """Where A and B of the weight at `path` are, in a tree of parameters."""
     return (*path[:-1], path[-1] + A), (*path[:-1], path[-1] + B)

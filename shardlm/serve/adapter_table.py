@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from shardlm.errors import ShardlmError
 
@@ -50,8 +51,9 @@ class Adapter:
 class AdapterTable:
     """Those that an engine, or all replicas of one, have room for, and has, by name."""
 
-    def __init__(self, room: Room):
-        self.room = room
+    def __init__(self, room: Room, base: Any = None):
+        """`base`: the configuration of the architecture that they stand on (opened.Found.source), where it is known."""
+        self.room, self.base = room, base
         self._loaded: dict[str, Adapter] = {}  # replaced and not changed: other threads read it
         self._used: dict[str, int] = {}  # names, the one that was used last at the end
         self._versions = 0

@@ -3,6 +3,7 @@ every projection, so that one that comes later is compiled for nothing. Which on
 of a batch (programs.py); what a projection makes of it is layers/param.py's."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from shardlm import peft
 from shardlm.errors import ShardlmError
-from shardlm.layers.lora import A, LoraConfig
+from shardlm.layers.lora import TARGETS, A, LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.opened import Found, describe, trained
+from shardlm.models.transformer import TransformerConfig
+from shardlm.opened import Found, check_trained, describe, rank_of, trained
 from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable, LoRARequest, LoRARequests, Room
-from shardlm.serve.layers import split
+from shardlm.serve.layers import apart, split
 from shardlm.serve.live_weights import differences_of
 from shardlm.serve.runner import Runner
 from shardlm.state import ModelDef, at_rest, is_adapter, joined
@@ -29,15 +32,22 @@ Parts = dict[tuple, np.ndarray]  # path of A or B -> [1, *inputs, own rank] or [
 USUAL_RANK = 16  # vLLM's default of max_lora_rank
 
 
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """An adapter that was read: its arrays on the host, and on the devices of runners (runner.shape_of_part)."""
+
+    parts: Parts
+    placed: Mapping[Runner, Tree]
+
+
 def load(
-    table: AdapterTable, name: str, path: str, parts: Parts, runners: Sequence[Runner], used: Collection[int]
+    table: AdapterTable, name: str, path: str, made: Ready, runners: Sequence[Runner], used: Collection[int]
 ) -> None:
-    """One that `read` has read, into all runners, in place of the one of its name where there is one; `used` are the
-    numbers that requests have, which go on with theirs. Raises ShardlmError without room."""
+    """One that is `ready`, into all runners, in place of the one of its name where there is one; `used` are the numbers
+    that requests have, which go on with theirs. Raises ShardlmError without room."""
     new = table.entering(name, path, used)
-    made = [written(runner.params, parts, new.number, table.room) for runner in runners]
-    for runner, params in zip(runners, made, strict=True):
-        runner.update_weights(params)
+    for runner in runners:  # one that came back meanwhile has nothing yet
+        runner.write_adapter(made.placed.get(runner) or placed(made.parts, runner), new.number)
     table.enter(new)
 
 
@@ -65,17 +75,17 @@ def names_of(engine: Any, given: LoRARequests, count: int) -> list[str]:
         if not one.lora_path:
             adapters.of(name)
             continue
-        parts = read(one.lora_path, engine.runner, adapters.room)
+        made = ready(one.lora_path, engine)
         if name not in adapters:
             adapters.make_room(wanted)
-        engine.load_adapter(name, one.lora_path, parts)
+        engine.load_adapter(name, one.lora_path, made)
     return [one.lora_name if one else "" for one in each]
 
 
 def settled_rank(modules: Mapping[str, str | os.PathLike], rank: int | None) -> int:
     """Of the room for adapters: as given, or the largest of those that are loaded at first, at least USUAL_RANK. Raises
     ShardlmError where one of them is no adapter."""
-    return rank or max([USUAL_RANK, *(_described(path).lora.rank for path in modules.values())])
+    return rank or max([USUAL_RANK, *(_adapter(rank_of(path), path) for path in modules.values())])
 
 
 def with_room(model: ModelDef, params: Tree, room: Room) -> tuple[ModelDef, Tree]:
@@ -83,73 +93,106 @@ def with_room(model: ModelDef, params: Tree, room: Room) -> tuple[ModelDef, Tree
     loaded; call under its mesh. Raises ShardlmError for a model that is an adapter itself."""
     if not room.count:
         return model, params
-    if model.execution.lora.rank:
-        raise ShardlmError(
-            "the model is an adapter on a checkpoint, and there is to be room for others: serve the checkpoint, and "
-            "give this one as one of lora_modules"
-        )
+    refuse_own(model.execution.lora)
     made = ModelDef.make(model.config, executed(model.execution, room))
     held = flatten_dict(made.held_at_rest(jax.sharding.get_mesh()))
     empty = {p: jnp.zeros(s.shape, s.dtype, device=s.sharding) for p, s in held.items() if is_adapter(p)}
     return made, joined(unflatten_dict(empty), params)
 
 
+def refuse_own(lora: LoraConfig) -> None:
+    """Raises ShardlmError for a model that is an adapter itself, where there is to be room for others."""
+    if lora.rank:
+        raise ShardlmError(
+            "the model is an adapter on a checkpoint, and there is to be room for others: serve the checkpoint, and "
+            "give this one as one of lora_modules"
+        )
+
+
 def executed(execution: Execution, room: Room) -> Execution:
-    """With room for adapters of all targets. The factor alpha / rank is within each adapter's own B."""
+    """With room for adapters of all targets, of models with experts too, whose dense and shared layers may be trained
+    (lora.targets). The factor alpha / rank is within each adapter's own B."""
     rank = room.count * room.rank
-    lora = LoraConfig(rank, alpha=float(rank)) if rank else execution.lora
+    lora = LoraConfig(rank, alpha=float(rank), targets=TARGETS) if rank else execution.lora
     return dataclasses.replace(execution, lora=lora, adapters=room.count)
 
 
-def read(path: str | os.PathLike, runner: Runner, room: Room) -> Parts:
-    """An adapter's two arrays at every projection of the model that `runner` serves, on the host; its alpha / rank is
-    within B.
+def check(path: str | os.PathLike, base: Any, length: int, room: Room) -> None:
+    """Whether an adapter fits a model of this architecture (opened.Found.source), from what its files say of it: none
+    of its weights is read. Raises ShardlmError as `ready`."""
+    fitting(path, apart(base.transformer()), base, length, room)
 
-    Raises: ShardlmError for a path that is no adapter, another architecture, a larger rank, or an adapter of what has
-      no room for one.
-    """
+
+def fitting(
+    path: str | os.PathLike, served: TransformerConfig, base: Any, length: int, room: Room
+) -> tuple[Found, ModelDef]:
+    """What a path names, and the model of it and nothing else, on one device. `served`: the model, its layers apart.
+    Raises ShardlmError as `ready`."""
     if not room.count:
         raise ShardlmError(f"no room for the adapter {path}: start with enable_lora=True, max_loras=N")
-    found = _described(path, runner.config.max_model_len)
-    if found.lora.rank > room.rank:
+    if _adapter(rank := rank_of(path), path) > room.rank:
         raise ShardlmError(
-            f"the adapter {path} has rank {found.lora.rank} and max_lora_rank={room.rank}; start with "
-            f"max_lora_rank={found.lora.rank}"
+            f"the adapter {path} has rank {rank} and max_lora_rank={room.rank}; start with max_lora_rank={rank}"
         )
+    found = describe(path, length, base)
     shape = found.source.transformer().without_mtp()
-    if wrong := differences_of(shape, runner.model.config):
-        raise ShardlmError(f"the adapter {path} is for another model than what is served: {wrong}")
-    mesh = MeshSpec().build([runner.mesh.devices.flat[0]])
-    with jax.set_mesh(mesh):
-        execution = Execution(Rules.make("replicated", MeshSpec()), lora=found.lora)
-        model = ModelDef.make(shape, execution)
-        tree = trained(found, model, jax.tree.map(lambda s: at_rest(s, mesh), model.shapes), mesh)
-        tree = split(tree["segments"])
-    flat, scale = flatten_dict({"segments": tree}), found.lora.alpha / found.lora.rank
-    served = flatten_dict(runner.params).keys()
-    if unknown := sorted({path[-1].removesuffix(A) for path in flat.keys() - served if path[-1].endswith(A)}):
-        raise ShardlmError(f"the adapter {path} adapts {', '.join(unknown)}, for which a server has no room")
-    return {path: np.asarray(a) * (1.0 if path[-1].endswith(A) else scale) for path, a in flat.items()}
+    if wrong := differences_of(shape, served.without_mtp()):
+        raise ShardlmError(
+            f"the adapter {path} is for another model than what is served: {wrong}. It stands on "
+            f"{found.source.folder}; serve that, or leave this adapter out"
+        )
+    model = _alone(shape, found.lora)
+    check_trained(found, model)
+    return found, model
 
 
-def written(params: Tree, parts: Parts, number: int, room: Room) -> Tree:
-    """Parameters that are served, with an adapter in the place of this number. Projections that it has none of get
-    zeros."""
-    flat = flatten_dict(params)
-    for path in [path for path in flat if is_adapter(path)]:
-        new = np.array(flat[path])
-        # The rank is A's last dimension, and of B the one behind that of the layer.
-        place = np.moveaxis(new, -1 if path[-1].endswith(A) else 1, 0)[(number - 1) * room.rank : number * room.rank]
-        place[:] = 0
+@functools.lru_cache(maxsize=8)
+def _alone(shape: TransformerConfig, lora: LoraConfig) -> ModelDef:
+    with jax.sharding.use_abstract_mesh(MeshSpec().abstract()):
+        return ModelDef.make(shape, Execution(Rules.make("replicated", MeshSpec()), lora=lora))
+
+
+def ready(path: str | os.PathLike, engine: Any) -> Ready:
+    """An adapter for `load` into an engine, which may run meanwhile: nothing is compiled, and of what it has only the
+    places are looked at.
+
+    Raises: ShardlmError for a path that is no adapter, another architecture, a larger rank, tensors that are missing,
+      left over or of another shape, or an adapter of what has no room for one.
+    """
+    parts = read(path, engine.runner, engine.adapters)
+    return Ready(parts, {runner: placed(parts, runner) for runner in engine.runners})
+
+
+def read(path: str | os.PathLike, runner: Runner, table: AdapterTable) -> Parts:
+    """An adapter's two arrays at every projection of the model that `runner` serves, on the host; its alpha / rank is
+    within B. Raises as `ready`."""
+    model, length = (runner.model.config, runner.config.max_model_len) if table.room.count else (None, 0)
+    found, alone = fitting(path, model, table.base, length, table.room)
+    if found.adapters:
+        flat = peft.arrays(alone, found.adapters, found.source)
+    else:
+        mesh = MeshSpec().build([runner.mesh.devices.flat[0]])
+        with jax.set_mesh(mesh):
+            tree = trained(found, alone, jax.tree.map(lambda s: at_rest(s, mesh), alone.shapes), mesh)
+        flat = {path: np.asarray(a) for path, a in flatten_dict(tree).items()}
+    scale = found.lora.alpha / found.lora.rank
+    flat = flatten_dict({"segments": split(unflatten_dict(flat)["segments"])})
+    return {path: a * np.float32(1.0 if path[-1].endswith(A) else scale) for path, a in flat.items()}
+
+
+def placed(parts: Parts, runner: Runner) -> Tree:
+    """An adapter on the devices of a runner, for `write_adapter`, as wide as there is room for one. Projections that it
+    has none of get zeros."""
+    shapes, made = flatten_dict(runner.shape_of_part), []
+    for path, shape in shapes.items():
+        made.append(np.zeros(shape.shape, shape.dtype))
         if path in parts:
-            own = np.moveaxis(parts[path], -1 if path[-1].endswith(A) else 1, 0)
-            place[: len(own)] = own
-        flat[path] = jax.device_put(new, flat[path].sharding)
-    return jax.block_until_ready(unflatten_dict(flat))
+            made[-1][tuple(map(slice, parts[path].shape))] = parts[path]
+    there = jax.device_put(made, [shape.sharding for shape in shapes.values()])
+    return unflatten_dict(dict(zip(shapes, jax.block_until_ready(there), strict=True)))
 
 
-def _described(path: str | os.PathLike, length: int = 0) -> Found:
-    found = describe(path, length)
-    if not found.lora.rank:
+def _adapter(rank: int, path: str | os.PathLike) -> int:
+    if not rank:
         raise ShardlmError(f"{path} is a whole model and no adapter; give adapters of PEFT, or a run with lora.rank")
-    return found
+    return rank

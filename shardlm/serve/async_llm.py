@@ -23,7 +23,7 @@ from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
-from shardlm.serve.prompts import Prompt, check_length, read
+from shardlm.serve.prompts import Prompt, check_length, read, salt_of
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
@@ -90,13 +90,14 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields the replies as they grow, the last time with `finished`. Leaving the loop early aborts the request.
 
-        Only requests of equal `salt` share what is computed. `lora_request`: the adapter, which is loaded where it is
-        not and a path says where it is.
+        Only requests of equal `salt`, or cache_salt of the prompt, share what is computed. `lora_request`: the adapter,
+        which is loaded where it is not and a path says where it is.
 
         Raises ShardlmError before the first output for what cannot be served, and EngineError where the engine died.
         """
         self.check_health()
         params = sampling_params
+        salt = salt or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
         form = None
         # A large grammar takes a second: not on the engine's thread.
@@ -152,12 +153,13 @@ class AsyncLLM:
         return self._engine.adapters.loaded
 
     async def load_adapter(self, request: LoRARequest) -> None:
-        """An adapter from its path, in place of the one of its name where there is one. It is read beside the engine's
-        thread. Raises ShardlmError for what does not fit or has no room, EngineError where the engine died."""
+        """An adapter from its path, in place of the one of its name where there is one. It is read and brought to the
+        devices beside the engine's thread. Raises ShardlmError for what does not fit or has no room, EngineError where
+        the engine died."""
         self.check_health()
         engine, path = self._engine, request.lora_path
-        parts = await asyncio.to_thread(adapters.read, path, engine.runner, engine.adapters.room)
-        await self._run_there(lambda: engine.load_adapter(request.lora_name, path, parts))
+        made = await asyncio.to_thread(adapters.ready, path, engine)
+        await self._run_there(lambda: engine.load_adapter(request.lora_name, path, made))
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that run go on with it. Raises ShardlmError for one that is not loaded, EngineError as above."""

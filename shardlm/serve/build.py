@@ -19,7 +19,7 @@ from shardlm.ops.grouped_weights import STORED
 from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
-from shardlm.serve.adapters import read, settled_rank, with_room
+from shardlm.serve.adapters import check, ready, refuse_own, settled_rank, with_room
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
@@ -27,7 +27,8 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
-from shardlm.serve.runner import Runner, RunnerConfig, compile_all
+from shardlm.serve.runner import Runner, compile_all
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.speculation.build import (
@@ -152,7 +153,8 @@ def build(
     use_memory()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
-    submeshes(config.mesh), config.room  # say where devices are too few, or an adapter is none
+    submeshes(config.mesh)  # says where devices are too few
+    room = config.room
     found, mesh = describe(path), of_replica(config.mesh)
     longest = found.longest
     length = config.max_model_len or longest
@@ -160,6 +162,10 @@ def build(
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
+    if room.count:
+        refuse_own(found.lora)
+    for adapter in config.lora_modules.values():
+        check(adapter, found.source, length, room)
     speculative, shape = config.speculative_config, found.source.transformer()
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
@@ -168,7 +174,7 @@ def build(
     opened = load(path, mesh=mesh, decoding=True, length=length, **options)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     for name, adapter in config.lora_modules.items():
-        engine.load_adapter(name, str(adapter), read(adapter, engine.runner, engine.adapters.room))
+        engine.load_adapter(name, str(adapter), ready(adapter, engine))
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
 
@@ -183,7 +189,8 @@ def assemble(
 ) -> Engine | EngineGroup:
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
     of its draft model."""
-    meshes, speculative, adapters = submeshes(config.mesh), config.speculative_config, AdapterTable(config.room)
+    meshes, speculative = submeshes(config.mesh), config.speculative_config
+    adapters = AdapterTable(config.room, opened.source)
     with jax.set_mesh(opened.mesh):
         model, params = with_room(opened.model, opened.params, adapters.room)
         model, params = taken_apart(model, params, config.kv_cache_dtype)

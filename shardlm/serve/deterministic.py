@@ -87,16 +87,14 @@ class Started:
 class DeterministicRunner(Runner):
     """As Runner, with one program for all tokens."""
 
-    def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
-        config, shared = self.config, Runner._shapes(self)
-        run = functools.partial(token_rows.run, self.model, config.layout, config.decode_steps)
+    def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
+        run = functools.partial(token_rows.run, self.model, self.config.layout, self.config.decode_steps)
+        return {"tokens": (run, (TokenRows(self._where()), np.int32(1)))}
+
+    def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
         slot = np.zeros(1, np.int32)
         settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8))
-        return {
-            "tokens": (run, (TokenRows(self._where()), np.int32(1))),
-            "begin": (lambda params, *rest: (token_rows.begin(*rest),), settings),
-            **{key: shared[key] for key in ("counts", "allowed", "last")},
-        }
+        return super()._edits() | {"begin": (lambda params, *rest: (token_rows.begin(*rest),), settings)}
 
     def start(
         self,

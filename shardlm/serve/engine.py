@@ -17,7 +17,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.adapter_table import AdapterTable, Room
-from shardlm.serve.adapters import Parts, load
+from shardlm.serve.adapters import Ready, load
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
@@ -154,14 +154,19 @@ class Engine:
         self.scheduler.reset()
 
     @property
+    def runners(self) -> list[Runner]:
+        """Of all replicas."""
+        return [self.runner]
+
+    @property
     def used_adapters(self) -> set[int]:
         """Numbers of those that unfinished requests have."""
         return {reply.request.adapter for reply in self._replies.values()}
 
-    def load_adapter(self, name: str, path: str, parts: Parts) -> None:
-        """An adapter as adapters.read has it, or another in place of the one of this name, with which its requests that
-        run go on. Raises ShardlmError without room."""
-        load(self.adapters, name, path, parts, [self.runner], self.used_adapters)
+    def load_adapter(self, name: str, path: str, made: Ready) -> None:
+        """An adapter as adapters.ready has it, or another in place of the one of this name, with which its requests
+        that run go on. Raises ShardlmError without room."""
+        load(self.adapters, name, path, made, self.runners, self.used_adapters)
 
     def stats(self) -> Stats:
         pages = self.scheduler.pages

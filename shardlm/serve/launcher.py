@@ -43,6 +43,7 @@ class Launcher:
     """Calls functions in the order in which they are given, on one thread of its own or (`threaded` False) at once.
 
     After one has failed, those behind it fail with the same error: what they work on may be gone. `clear` ends that.
+    Those that are called `regardless` work on something else.
     """
 
     def __init__(self, threaded: bool):
@@ -51,18 +52,18 @@ class Launcher:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "launcher") if threaded else None
         self._error: BaseException | None = None
 
-    def submit(self, function: Callable[[], Any]) -> Later:
+    def submit(self, function: Callable[[], Any], *, regardless: bool = False) -> Later:
         if self._pool:
-            return self._pool.submit(self._call, function)
+            return self._pool.submit(self._call, function, regardless)
         made: concurrent.futures.Future = concurrent.futures.Future()
         try:
-            made.set_result(self._call(function))
+            made.set_result(self._call(function, regardless))
         except Exception as error:
             made.set_exception(error)
         return made
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        if self._error:
+    def _call(self, function: Callable[[], Any], regardless: bool) -> Any:
+        if self._error and not regardless:
             raise self._error
         try:
             return function()

@@ -37,7 +37,8 @@ class Served:
 
 
 def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
-    """The parameters for `runner`, in the dtypes and at the places of those that it has.
+    """The parameters for `runner`, in the dtypes and at the places of those that it has; without those of several
+    adapters, which stay.
 
     Args:
       weights: a checkpoint's path, as `opened.load` takes it; or a tree of arrays, stacked as training has them
@@ -107,10 +108,10 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
     which whoever gave the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do.
     Raises ShardlmError where names or shapes differ, with both shapes."""
     tree = {name: part for name, part in _apart(tree, release).items() if name != "mtp" or name in served.params}
-    if served.model.execution.adapters:  # which stay
-        own = {path: a for path, a in flatten_dict(served.params).items() if is_adapter(path)}
-        tree = unflatten_dict(flatten_dict(tree) | own)
-    given, wanted = (plain_shapes(served.model, params) for params in (tree, served.params))
+    old = served.params
+    if served.model.execution.adapters:
+        tree, old = (_without_adapters(params) for params in (tree, old))
+    given, wanted = (plain_shapes(served.model, params) for params in (tree, old))
     wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]
     wrong += [f"{_name(path)} is not known" for path in given.keys() - wanted.keys()]
     both = [(path, given[path], wanted[path]) for path in wanted.keys() & given.keys()]
@@ -125,8 +126,8 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
         ours = flatten_dict(lying(served.model, tree, release=release))
     theirs = set() if release else set(flatten_dict(tree))
     placed = {
-        path: jax.device_put(_cast(ours[path], old.dtype), old.sharding, may_alias=path not in theirs)
-        for path, old in flatten_dict(served.params).items()
+        path: jax.device_put(_cast(ours[path], own.dtype), own.sharding, may_alias=path not in theirs)
+        for path, own in flatten_dict(old).items()
     }
     jax.block_until_ready(placed)
     return unflatten_dict(placed)
@@ -138,6 +139,10 @@ def _apart(tree: Tree, release: bool) -> Tree:
         raise ShardlmError("these weights are no tree of parameters; give TrainState.params, or a checkpoint's path")
     with jax.set_mesh(leaves[0].sharding.mesh):
         return {**tree, "segments": split(tree["segments"], release=release)}
+
+
+def _without_adapters(params: Tree) -> Tree:
+    return unflatten_dict({path: a for path, a in flatten_dict(params).items() if not is_adapter(path)})
 
 
 def _cast(a, dtype) -> jax.Array:
@@ -169,6 +174,8 @@ def _differences(a: Any, b: Any, name: str = "") -> Iterator[str]:
             if isinstance(a, Rope) and field.name == "length" and a.kind not in STRETCHED:
                 continue  # decides nothing: a run's is 0
             yield from _differences(getattr(a, field.name), getattr(b, field.name), f"{name}{field.name}.")
+    elif dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
+        yield f"{name.rstrip('.')} is a {type(a).__name__}, served is a {type(b).__name__}"
     elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from _differences(one, other, f"{name}{i}.")

@@ -19,6 +19,7 @@ from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.build import build, template_of
 from shardlm.serve.defaults import recommended
+from shardlm.serve.hf_tokenizer import HfTokenizer
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.options import config_of
@@ -27,7 +28,6 @@ from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
-from shardlm.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -85,12 +85,13 @@ class LLM:
         refuse("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"), CALLS)
         every = prompt_forms.several(prompts)
         texts = [prompt_forms.read(one, self.tokenizer) for one in every]
+        salts = [prompt_forms.salt_of(one) for one in every]
 
         def of_text(prompt: int) -> Thoughts:
             ids, text = texts[prompt]
             return self._reasoning.of_text(self.tokenizer.decode(ids, skip_special=False) if text is None else text)
 
-        return self._run(texts, sampling_params, use_tqdm, of_text, lora_request, priority, _embed)
+        return self._run(texts, sampling_params, use_tqdm, of_text, lora_request, priority, _embed, salts)
 
     def chat(
         self,
@@ -150,9 +151,9 @@ class LLM:
         """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""
         return SamplingParams(**self._usual)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's."""
-        return self.tokenizer
+    def get_tokenizer(self) -> HfTokenizer:
+        """The model's, as programs know those of Hugging Face (`tokenizer` is our own)."""
+        return HfTokenizer(self.tokenizer, self.folder)
 
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
@@ -173,6 +174,7 @@ class LLM:
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         embed: bool = False,
+        salts: Sequence[str] = (),
     ) -> list[RequestOutput]:
         """`thoughts`: of the replies to a prompt, by its number."""
         turns = prompt_forms.priorities_of(priority, len(texts))
@@ -185,8 +187,9 @@ class LLM:
             ]
             adapters = names_of(self.engine, lora_request, len(ids))
             try:
-                for id, (tokens, text), own, turn, adapter in zip(ids, texts, each, turns, adapters, strict=True):
-                    self.engine.add(id, tokens, own, text=text, priority=turn, embed=embed, adapter=adapter)
+                for i, ((tokens, text), own) in enumerate(zip(texts, each, strict=True)):
+                    options = {"text": text, "priority": turns[i], "salt": salts[i] if salts else ""}
+                    self.engine.add(ids[i], tokens, own, adapter=adapters[i], embed=embed, **options)
                 done: dict[str, RequestOutput] = {}
                 with count_bar("prompts", len(ids), shown) as tell:
                     while len(done) < len(ids):

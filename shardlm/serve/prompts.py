@@ -10,7 +10,8 @@ from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
-# {"prompt": text}, {"prompt_token_ids": ids}, or both, where the text is only shown. Ids may be a numpy array.
+# {"prompt": text}, {"prompt_token_ids": ids}, or both, where the text is only shown. Ids may be a numpy array. Prompts
+# with a "cache_salt" share what is computed with those of the same one alone.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -28,7 +29,7 @@ def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | Non
     text, ids = prompt if isinstance(prompt, str) else None, prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise ShardlmError(f"a prompt has {min(map(str, unknown))!r}; it has prompt or prompt_token_ids")
         if not isinstance(text, str | None) or (text is None and ids is None):
             raise _wrong(prompt)
@@ -37,6 +38,15 @@ def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | Non
     if isinstance(ids, str | bytes) or not hasattr(ids, "__len__") or not hasattr(ids, "__iter__"):
         raise _wrong(prompt)
     return ids.tolist() if hasattr(ids, "tolist") else ids, text
+
+
+def salt_of(prompt: Prompt) -> str:
+    """Its cache_salt, "" without one. Raises ShardlmError for one that is no text, or empty."""
+    if not isinstance(prompt, Mapping) or (salt := prompt.get("cache_salt")) is None:
+        return ""
+    if not isinstance(salt, str) or not salt:
+        raise ShardlmError(f"cache_salt={salt!r} of a prompt; give a text that is not empty, or leave it out")
+    return salt
 
 
 def check_length(text: str, tokenizer: Tokenizer, max_model_len: int, truncates: bool) -> None:

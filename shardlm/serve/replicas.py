@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from shardlm.serve.adapters import Parts, load
+from shardlm.serve.adapters import Ready, load
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
 from shardlm.serve.page_table import extend_hashes
@@ -139,10 +140,15 @@ class EngineGroup:
         for out in self._out.values():
             out.missed = True
 
-    def load_adapter(self, name: str, path: str, parts: Parts) -> None:
+    @property
+    def runners(self) -> list[Runner]:
+        """Of the replicas that have not ended."""
+        return [self.engines[number].runner for number in self._up]
+
+    def load_adapter(self, name: str, path: str, made: Ready) -> None:
         """As Engine.load_adapter, for all replicas."""
         used = set().union(*(engine.used_adapters for engine in self.engines))
-        load(self.adapters, name, path, parts, [self.engines[number].runner for number in self._up], used)
+        load(self.adapters, name, path, made, self.runners, used)
         for out in self._out.values():
             out.missed = True
 
@@ -203,6 +209,7 @@ class EngineGroup:
         engine, out = self.engines[number], self._out[number]
         try:
             if out.missed:
+                self.runner.settled()
                 engine.update_weights(*_own(engine, self.runner.params, self.runner.proposer_params))
             engine.restart()
         except Exception as error:
@@ -226,12 +233,14 @@ class EngineGroup:
 def _own(engine: Engine, params: Any, draft: Any) -> tuple[Any, Any]:
     """What its update_weights takes, on its devices."""
     runner = engine.runner
-    new = _placed(params, runner.params), None if draft is None else _placed(draft, runner.proposer_params)
-    return jax.block_until_ready(new)
+    own = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), draft, runner.proposer_params if draft else draft)
+    return jax.block_until_ready((_placed(params, runner.params), own))
 
 
 def _placed(new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), new, old)
+    """New parameters, some or all, where the old ones are."""
+    at = flatten_dict(old)
+    return unflatten_dict({path: jax.device_put(a, at[path].sharding) for path, a in flatten_dict(new).items()})
 
 
 def _ended(started: Started | None) -> bool:

@@ -6,84 +6,38 @@ handed to a launcher, which starts them in turn, and not waited for.
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.penalties import counts_of
 from shardlm.serve import programs
+from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
-from shardlm.serve.chunk_programs import dealt, sizes_of
+from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.settings import RequestSettings
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.started import Call, Started
 from shardlm.serve.state import empty_state, no_edits
-from shardlm.state import ModelDef, at_rest
+from shardlm.state import ModelDef, adapters_of, at_rest, replaced
 from shardlm.xla_options import resolve_profile
 
-# Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
-WHOLE_LEAST = 512
 MASKS = 8  # rows of grammars' masks that one call sets
-
-
-@dataclasses.dataclass(frozen=True)
-class RunnerConfig:
-    """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
-    how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
-    platform: what chunks are cut and dealt for.
-    """
-
-    layout: PageLayout
-    page_size: int
-    max_rows: int
-    max_batch_tokens: int
-    max_model_len: int
-    decode_steps: int
-    prefill: str = "pages"
-    least_rows: int = 1
-    platform: Literal["cpu", "gpu"] = "gpu"
-
-    @property
-    def row_pages(self) -> int:
-        """Columns of the page table: those of the longest request in each group."""
-        return len(self.layout.windows) * -(-self.max_model_len // self.page_size)
-
-    def columns(self, first: int) -> int:
-        """Of the array that describes rows: the `first`, those of the page table, and the adapter."""
-        return first + self.row_pages + 1
-
-    @property
-    def decode_sizes(self) -> tuple[int, ...]:
-        """Rows of the decode programs: powers of two and the most there can be."""
-        powers = itertools.takewhile(lambda n: n < self.max_rows, (2**i for i in itertools.count()))
-        return (*(n for n in powers if n >= self.least_rows), self.max_rows)
-
-    @property
-    def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, tokens) of the chunk programs."""
-        return sizes_of(self.max_batch_tokens, self.max_rows)
-
-    @property
-    def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:
-        """The programs of chunks by kind and size, with how they attend to what begins at position 0."""
-        whole = [size for size in self.chunk_sizes if self.prefill != "pages" and size[1] >= WHOLE_LEAST]
-        return {("chunk", size): "" for size in self.chunk_sizes} | {("whole", size): self.prefill for size in whole}
 
 
 class Runner:
@@ -101,7 +55,7 @@ class Runner:
     ):
         """`compile` comes next. With a proposer, decoding verifies its drafts; None for its parameters are the model's
         own. `like`: a runner of the same model on other devices, whose programs are traced for both."""
-        self.model, self.params, self.mesh, self.config = model, params, mesh, config
+        self.model, self._parts, self.mesh, self.config = model, [params], mesh, config
         self.proposer, self.proposer_params = proposer, proposer_params
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
@@ -110,6 +64,12 @@ class Runner:
         self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
         self._masked: set[int] = set()  # slots whose masks are not all ones
+
+    @property
+    def params(self) -> Any:
+        """The weights that programs take next: those of the last `update_weights` and `write_adapter` that were
+        `settled`."""
+        return self._parts[0]
 
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
@@ -171,8 +131,14 @@ class Runner:
         return MeshSpec(**self.mesh.shape)
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
-        """Key -> (function, example arguments after the weights and the state)."""
-        config, vocab = self.config, self.model.config.vocab_size
+        """Key -> (function, example arguments)."""
+        work = self._own_shapes() | self._edits()
+        whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
+        return whole | self._writers()
+
+    def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
+        """Of chunks and steps, (function, example arguments after the weights and the state)."""
+        config = self.config
         decode = functools.partial(programs.decode, self.model, config.layout, config.decode_steps)
         chunk = functools.partial(programs.chunk, self.model, config.layout)
         work: dict[Any, tuple] = {}
@@ -180,14 +146,19 @@ class Runner:
             sizes = (self.model, config.layout, config.decode_steps, self.proposer)
             decode = functools.partial(speculation.decode, *sizes)
             chunk = functools.partial(speculation.chunk, self.model, config.layout, self.proposer)
-            if self.proposer.reads_text:
-                begin = functools.partial(speculation.begin, self.proposer)
-                text = (np.zeros(1, np.int32), np.zeros((1, config.max_model_len), np.int32))
-                work["text"] = (lambda params, *rest: begin(*rest), text)
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
         for (kind, size), whole in config.chunk_programs.items():
             work[kind, size] = (functools.partial(chunk, whole=whole), (self._chunk_rows((), size),))
+        return work
+
+    def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
+        """As _own_shapes, of what is set in slots."""
+        vocab, work = self.model.config.vocab_size, {}
+        if self.proposer and self.proposer.reads_text:
+            begin = functools.partial(speculation.begin, self.proposer)
+            text = (np.zeros(1, np.int32), np.zeros((1, self.config.max_model_len), np.int32))
+            work["text"] = (lambda params, *rest: begin(*rest), text)
         words = -(-vocab // 32)
         counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
         work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
@@ -197,11 +168,29 @@ class Runner:
         work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
         return work
 
+    def _writers(self) -> dict[Any, tuple[Callable, tuple]]:
+        """Of the programs that write one of several adapters, one a stage: (function, example arguments)."""
+        if not self.model.execution.adapters:
+            return {}
+        write = functools.partial(write_part, self.model.execution.lora.rank // self.model.execution.adapters)
+        each = [adapters_of(params) for params in self._parts]
+        parts = [shape_of_part(own, self.model.execution) for own in each]
+        return {("adapter", s): (write, (parts[s], own, np.int32(1))) for s, own in enumerate(each)}
+
+    @property
+    def shape_of_part(self) -> Any:
+        """Of one of several adapters: shapes, at the places of the parameters."""
+        return shape_of_part(adapters_of(self.params), self.model.execution)
+
     def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
         """The program of a key of `_shapes`, not compiled yet."""
         jitted = self._jitted.setdefault(key, self._jit(function))
-        with jax.set_mesh(self.mesh), jax.default_matmul_precision(self._precision):
-            return jitted.lower(self._weights, self._state, *arguments)
+        with jax.set_mesh(self._mesh_of(key)), jax.default_matmul_precision(self._precision):
+            return jitted.lower(*arguments)
+
+    def _mesh_of(self, key: Any) -> Mesh:
+        """Of the devices that a program is for."""
+        return self.mesh
 
     def _jit(self, function: Callable) -> Any:
         return jax.jit(function, donate_argnums=1, compiler_options=self._options)
@@ -213,7 +202,7 @@ class Runner:
 
     @property
     def _weights(self) -> Any:
-        return (self.params, self.proposer_params) if self.proposer else self.params
+        return (self._parts[0], self.proposer_params) if self.proposer else self._parts[0]
 
     @property
     def _precision(self) -> str:
@@ -263,17 +252,49 @@ class Runner:
             self._masked |= {slot for slot, _ in some}
 
     def update_weights(self, params: Any, draft: Any = None) -> None:
-        """New weights of the same shapes, of the draft model too where given; batches that were started keep theirs."""
-        self.params = params
+        """New weights of the same shapes, of the draft model too where given; those that are not among them stay.
+        Batches that were started keep theirs."""
+        for s, part in enumerate(self._cut(params)):
+            last = s == len(self._parts) - 1
+            self._change(s, functools.partial(self._take, s, part, draft if last else None))
+
+    def _cut(self, params: Any) -> list[Any]:
+        """All parameters, or some, as the stages have them."""
+        return [params]
+
+    def _take(self, s: int, params: Any, draft: Any) -> None:
+        self._parts[s] = replaced(self._parts[s], params)
         if draft is not None:
             self.proposer_params = draft
 
+    def write_adapter(self, part: Any, number: int) -> None:
+        """One of several adapters, as in `shape_of_part`, in the place of this number; batches that were started keep
+        what was there."""
+        for s, own in enumerate(self._cut(part)):
+            self._change(s, functools.partial(self._write, s, own, number))
+
+    def _write(self, s: int, part: Any, number: int) -> None:
+        write = self._programs["adapter", s]
+        self._parts[s] = replaced(self._parts[s], write(part, adapters_of(self._parts[s]), np.int32(number)))
+
+    def _change(self, s: int, change: Callable[[], None]) -> None:
+        """Of what the programs of a stage take, behind all that was started: a launcher may be behind this thread, and
+        what it has yet to start must find its arrays, which a write takes. Raises what goes wrong at once."""
+        made = self._launchers[s].submit(change, regardless=True)
+        if made.done():
+            made.result()
+
+    def settled(self) -> None:
+        """Waits until what was asked for is started, and `params` is what came of it."""
+        for launcher in self._launchers:
+            launcher.submit(lambda: None, regardless=True).result()
+
     def _run(self, key: Any, *arguments) -> Later:
         """What a program gives besides the state, a list."""
-        run, weights = self._programs[key], self._weights
+        run = self._programs[key]
 
         def call() -> list:
-            made = run(weights, self._state, *arguments)
+            made = run(self._weights, self._state, *arguments)
             self._state, *found = made if isinstance(made, tuple) else (made,)
             return found
 

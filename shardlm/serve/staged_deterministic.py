@@ -17,12 +17,9 @@ class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
     """As both."""
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
-        last, own = len(self.stages) - 1, DeterministicRunner._shapes(self)
-        edits = {key: own[key] for key in ("begin", "counts", "allowed", "last")}
-        work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
         begin = functools.partial(stage_rows.begin, self.config.decode_steps, self.model.config.embed_dim)
         steps = stage_programs.Steps(begin, stage_rows.step, stage_rows.last_step, stage_rows.end)
-        return work | self._step_shapes(steps, self._where())
+        return self._edits_of_last() | self._writers() | self._step_shapes(steps, self._where())
 
     @property
     def _part(self) -> int:

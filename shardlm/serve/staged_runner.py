@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.generate import make_pages
 from shardlm.mesh import MeshSpec
@@ -22,7 +22,8 @@ from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
 from shardlm.serve.programs import ChunkRows
-from shardlm.serve.runner import Runner, RunnerConfig
+from shardlm.serve.runner import Runner
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stage_programs import Steps
 from shardlm.serve.stages import Place, part_of, together
@@ -45,9 +46,12 @@ class StagedRunner(Runner):
         """As Runner's. What proposes drafts is in the last stage."""
         self.stages = tuple(place.stages)
         self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in self.stages]
-        self._parts = place.params
-        params = together(place.params, self.stages)
-        super().__init__(model, params, self.stages[-1].mesh, config, proposer, place.draft, like=like)
+        super().__init__(model, (), self.stages[-1].mesh, config, proposer, place.draft, like=like)
+        self._parts = list(place.params)
+
+    @property
+    def params(self) -> Any:
+        return together(self._parts, self.stages)
 
     @functools.cached_property
     def _steps(self) -> list[list[jax.Array]]:
@@ -63,10 +67,8 @@ class StagedRunner(Runner):
     def spec(self) -> MeshSpec:
         return dataclasses.replace(super().spec, pipeline=len(self.stages))
 
-    def update_weights(self, params: Any, draft: Any = None) -> None:
-        """All parameters, each on the devices of its stage, as `params` has them."""
-        super().update_weights(params, draft)
-        self._parts = [part_of(params, stage) for stage in self.stages]
+    def _cut(self, params: Any) -> list[Any]:
+        return [part_of(params, stage) for stage in self.stages]
 
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         """Of the pages of each stage; of the last one with its slots."""
@@ -114,15 +116,17 @@ class StagedRunner(Runner):
         return tuple(sorted({min(size, most) for size in self.config.decode_sizes}))
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
-        """Key -> (function, its arguments)."""
-        last = len(self.stages) - 1
-        edits = {key: what for key, what in super()._shapes().items() if key in ("counts", "allowed", "last", "text")}
-        work = {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
+        """The stage is last in each key."""
+        work = self._edits_of_last() | self._writers()
         for rows in self.group_sizes:
             work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
         for key, whole in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, whole)
         return work
+
+    def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:
+        last, edits = len(self.stages) - 1, self._edits()
+        return {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
 
     def _step_shapes(self, steps: Steps, empty: np.ndarray) -> dict[Any, tuple[Callable, tuple]]:
         """Of rows that are described by such an array, int32 [rows, ...]."""
@@ -168,10 +172,8 @@ class StagedRunner(Runner):
         shape = (*tokens, self.model.config.embed_dim)
         return jax.ShapeDtypeStruct(shape, self.model.execution.dtype, sharding=self._whole[s])
 
-    def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
-        jitted = self._jitted.setdefault(key, self._jit(function))
-        with jax.set_mesh(self.stages[key[-1]].mesh), jax.default_matmul_precision(self._precision):
-            return jitted.lower(*arguments)
+    def _mesh_of(self, key: Any) -> Mesh:
+        return self.stages[key[-1]].mesh
 
     # Batches.
 
@@ -188,16 +190,16 @@ class StagedRunner(Runner):
         return self._launchers[-1].submit(call)
 
     def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> Later:
-        def call(s: int, weights: Any, before: Later | None) -> list:
+        def call(s: int, before: Later | None) -> list:
             whole = self._whole[s]
             entering = jax.device_put(before.result()[0] if before else rows.tokens, whole)
             where = jax.device_put(rows if self.stages[s].last else rows.where, whole)
-            self._state[s], *found = self._programs[kind, size, s](weights, self._state[s], where, entering)
+            self._state[s], *found = self._programs[kind, size, s](self._own(s), self._state[s], where, entering)
             return found
 
         made = None
         for s, launcher in enumerate(self._launchers):
-            made = launcher.submit(functools.partial(call, s, self._own(s), made))
+            made = launcher.submit(functools.partial(call, s, made))
         return made
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
@@ -236,10 +238,10 @@ class StagedRunner(Runner):
     def _begun(self, rows: np.ndarray) -> "_Group":
         where = [jax.device_put(rows, whole) for whole in self._whole]
         group = _Group(len(rows), where)
-        begin, drafting = self._programs["begin", len(rows), len(self.stages) - 1], self._drafting
+        begin = self._programs["begin", len(rows), len(self.stages) - 1]
 
         def call() -> tuple:
-            kept, group.held, entering = begin(drafting, self._kept, where[-1])
+            kept, group.held, entering = begin(self._drafting, self._kept, where[-1])
             self._keep(kept)
             return entering
 
@@ -249,12 +251,12 @@ class StagedRunner(Runner):
     def _step(self, group: "_Group", i: int) -> None:
         """Has a step started in all stages."""
         for s, launcher in enumerate(self._launchers):
-            call = functools.partial(self._step_of, s, group, self._own(s), group.entering, self._steps[s][i])
+            call = functools.partial(self._step_of, s, group, group.entering, self._steps[s][i])
             group.entering = launcher.submit(call)
 
-    def _step_of(self, s: int, group: "_Group", weights: Any, before: Later, i: jax.Array) -> tuple:
+    def _step_of(self, s: int, group: "_Group", before: Later, i: jax.Array) -> tuple:
         """Of one stage: what enters the next one, or the first one at the next step."""
-        entering = jax.device_put(before.result(), self._whole[s])
+        entering, weights = jax.device_put(before.result(), self._whole[s]), self._own(s)
         run, rest, state = self._programs["step", group.size, s], (group.where[s], entering, i), self._state[s]
         if not self.stages[s].last:
             self._state[s], leaving = run(weights, state, *rest)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 
 from shardlm.errors import ShardlmError
@@ -88,11 +89,12 @@ def stages_on(model: ModelDef, meshes: Sequence[Mesh]) -> list[Stage]:
 
 
 def part_of(params: Tree, stage: Stage) -> Tree:
-    """A stage's own of all parameters, moved to its devices as far as they are not there."""
+    """A stage's own of all parameters, or of some, moved to its devices as far as they are not there."""
     layers = range(stage.layers.start, stage.layers.stop)
-    own = {name: params[name] for name in stage.held if name != "segments"}
+    own = {name: params[name] for name in stage.held if name != "segments" and name in params}
     own["segments"] = {i: params["segments"][layer] for i, layer in enumerate(layers)}
-    return jax.tree.map(lambda a, to: jax.device_put(a, to.sharding), own, stage.held)
+    held = flatten_dict(stage.held)
+    return unflatten_dict({path: jax.device_put(a, held[path].sharding) for path, a in flatten_dict(own).items()})
 
 
 def together(params: Sequence[Tree], stages: Sequence[Stage]) -> Tree:

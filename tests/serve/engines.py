@@ -18,7 +18,8 @@ from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
-from shardlm.serve.runner import Runner, RunnerConfig
+from shardlm.serve.runner import Runner
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.speculation.build import by_modules, layouts_of, make_proposer

@@ -1,9 +1,11 @@
 """Several adapters beside the weights that are served: each reply is the one of the model with that adapter alone."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -29,7 +31,10 @@ from shardlm.serve.adapters import names_of
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
+from shardlm.serve.live_weights import new_weights
 from shardlm.serve.llm import LLM
+from shardlm.serve.outputs import EngineError
+from shardlm.serve.replicas import _Out
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef
 from shardlm.train.convert import to_run
@@ -107,20 +112,45 @@ def test_rows_of_one_batch_have_their_own(mesh, folders, alone, tmp_path):
         assert tokens_of(found) == [alone[name] for name in order]
     assert all(output.num_cached_tokens for output in found)
     assert llm.engine.stats().kv_usage == 0
+    if mesh.data > 1:  # a replica that was out when an adapter came has it when it returns
+        llm.engine.engines[0].ended, llm.engine._out[0] = EngineError("gone"), _Out(math.inf, 1.0)
+        assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of("other", folders))) == [alone["other"]]
+        llm.engine._out[0].at = 0
+        llm.engine.step()
+        assert llm.engine.stats().engines_up == 2
+        order = ["other", "base"] * 3
+        found = llm.generate([PROMPT] * 6, GREEDY, lora_request=[of(name) for name in order])
+        assert tokens_of(found) == [alone[name] for name in order]
+
+
+@contextlib.contextmanager
+def compiled():
+    """What is compiled meanwhile."""
+    found = []
+    listen = lambda event, seconds, **_: found.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_they_come_and_go_without_a_compile(llm, folders, alone):
-    programs = dict(llm.engine.runner._programs)
-    for name in ("small", "wide", "other", "base", "small"):  # the third finds no room, and the oldest one leaves
-        assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of(name, folders))) == [alone[name]]
+    with compiled() as found:
+        for name in ("small", "wide", "other", "base", "small"):  # the third finds no room, and the oldest one leaves
+            assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of(name, folders))) == [alone[name]]
+    assert not found
     assert [adapter.name for adapter in llm.engine.adapters.loaded] == ["other", "small"]
-    assert llm.engine.runner._programs == programs
     with pytest.raises(ShardlmError, match=r"3 adapters in one call and max_loras=2"):
         llm.generate([PROMPT] * 3, GREEDY, lora_request=[of(name, folders) for name in ("small", "wide", "other")])
     again = LoRARequest("small", 1, str(folders["other"]))  # another one of this name
     assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
     llm.update_weights(folders["base"])  # adapters stay
     assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=again)) == [alone["other"]]
+    new = new_weights(folders["base"], llm.engine.runner)  # as do those that come while they are read
+    assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of("wide", folders))) == [alone["wide"]]
+    llm.engine.update_weights(new)
+    assert tokens_of(llm.generate(PROMPT, GREEDY, lora_request=of("wide", folders))) == [alone["wide"]]
 
 
 def test_refusals(llm, folders, tmp_path):
@@ -203,6 +233,8 @@ def test_over_http_they_are_models(llm, folders, alone, monkeypatch):
         assert "administrator" in error(await post("/v1/load_lora_adapter", {}, USER), 401)["message"]
         assert "the model's own name" in error(await load("tiny"), 400)["message"]
         assert error(await load(None), 400)["param"] == "lora_name"
+        wide = error(await load("large", lora_path=str(folders["large"])), 400)
+        assert "has rank 5 and max_lora_rank=4" in wide["message"] and wide["type"] == "invalid_request_error"
         assert error(await post("/v1/unload_lora_adapter", {"lora_name": "nobody"}), 404)["param"] == "lora_name"
 
     asyncio.run(all_of_it())

@@ -190,7 +190,7 @@ def test_a_replica_that_ends_hands_its_requests_over_and_returns(runners, expect
     assert 'shardlm:failed_batches_total{model_name="tiny",engine="0"} 2' in told
     # It is tried again, stays out while it fails, and then returns with the weights that it has missed.
     old = runners[0].params
-    runners[0].params = jax.tree.map(lambda a: 2 * a, old)
+    runners[0].update_weights(jax.tree.map(lambda a: 2 * a, old))
     group._out[0].at = 0
     add_all(group)
     finished(group)

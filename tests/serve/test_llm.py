@@ -44,6 +44,42 @@ def llm(tmp_path_factory):
     return shardlm.LLM(folder, **SIZES)
 
 
+def test_get_tokenizer_is_as_hugging_face_s(llm):
+    """Compared with transformers 5.23 by hand, over all options that are here."""
+    tokenizer, chat = llm.get_tokenizer(), [{"role": "user", "content": "true"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "user: true\n"
+    ids = TOKENIZER.encode("user: true\n")
+    found = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert found["input_ids"] == found.input_ids == ids and found.attention_mask == [1] * len(ids)
+    assert tokenizer.apply_chat_template([chat] * 2, return_dict=False) == [ids] * 2
+    own = "{% for t in tools %}{{ t.function.name }}{% endfor %}{{ more }}{{ add_generation_prompt }}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    text = tokenizer.apply_chat_template(chat, tools, chat_template=own, tokenize=False, more="!")
+    assert text == "f!False"
+    assert tokenizer.encode("true") == tokenizer("true").input_ids == TOKENIZER.encode_prompt("true")
+    end = tokenizer.eos_token_id
+    assert end == TOKENIZER.end_of_document_id and tokenizer.eos_token is None and tokenizer.pad_token_id is None
+    assert tokenizer.decode([*ids, end]) == "user: true\n<|endoftext|>"
+    assert tokenizer.batch_decode(np.array([[*ids, end]]), skip_special_tokens=True) == ["user: true\n"]
+    assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize("true")) == TOKENIZER.encode("true")
+    assert len(tokenizer) == len(tokenizer.get_vocab()) == TOKENIZER.vocab_size
+    with pytest.raises(ShardlmError, match=r"has no return_tensors .*: it gives lists of ids"):
+        tokenizer.apply_chat_template(chat, return_tensors="pt")
+    with pytest.raises(AttributeError, match=r"has no add_tokens; transformers.AutoTokenizer.from_pretrained"):
+        tokenizer.add_tokens(["x"])
+
+
+def test_prompts_of_another_salt_share_nothing(llm):
+    def cached(salt):
+        [output] = llm.generate({"prompt": '{"name": "ab", "tags": ["x"]}', "cache_salt": salt}, GREEDY)
+        return output.num_cached_tokens
+
+    assert [cached(salt) > 0 for salt in ("mine", "mine", "yours", None, None)] == [False, True, False, False, True]
+    for salt in ("", 7):
+        with pytest.raises(ShardlmError, match="give a text that is not empty, or leave it out"):
+            cached(salt)
+
+
 def test_what_users_of_vllm_s_class_expect(llm):
     texts = ['{"name": "ab"', "né日🙂", "true"]
     outputs = llm.generate(texts, GREEDY)

@@ -24,6 +24,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened
 from shardlm.serve.adapter_table import AdapterTable, Room
+from shardlm.serve.adapters import Ready
 from shardlm.serve.build import EngineConfig, assemble, scheduler_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import split
@@ -115,7 +116,7 @@ def loaded(engine: Engine | EngineGroup, build: dict) -> None:
         parts = {path: np.asarray(a) for path, a in flat.items() if is_adapter(path)}
         scale = LoraConfig(2).alpha / 2
         parts = {path: a if path[-1].endswith(A) else scale * a for path, a in parts.items()}
-        engine.load_adapter(name, "", parts)
+        engine.load_adapter(name, "", Ready(parts, {}))
 
 
 def runners_of(build: dict) -> list:

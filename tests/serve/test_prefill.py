@@ -17,7 +17,7 @@ from small import mesh_of
 from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
-from shardlm.serve import runner as runner_module
+from shardlm.serve import runner_config
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.prefill import choose
@@ -59,7 +59,7 @@ def said(engine) -> dict:
     [(MeshSpec(), 6, None), (MeshSpec(tensor=2), 0, SpeculativeConfig(2, "ngram", None, 3, 2))],
 )
 def test_beginnings_of_prompts_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts):
-    monkeypatch.setattr(runner_module, "WHOLE_LEAST", 16)
+    monkeypatch.setattr(runner_config, "WHOLE_LEAST", 16)
     whole = engine_of(spec, window, prefill="xla", speculative=drafts)
     ran, run = collections.Counter(), whole.runner._run
     monkeypatch.setattr(whole.runner, "_run", lambda key, *rest: (ran.update([key[0]]), run(key, *rest))[1])

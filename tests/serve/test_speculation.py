@@ -24,7 +24,7 @@ from shardlm.serve.engine import AHEAD
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import SpeculationStats
-from shardlm.serve.runner import RunnerConfig
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler import SchedulerConfig
 from shardlm.serve.speculation.build import DraftModel, layouts_of, open_draft_model

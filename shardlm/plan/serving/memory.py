@@ -21,7 +21,7 @@ from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
-from shardlm.serve.runner import RunnerConfig
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.build import layouts_for
 from shardlm.serve.stages import layout_of as part_of_layout
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES

@@ -134,6 +134,7 @@ class ResponsesRequest(Common, kw_only=True):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: Json | None = None
     prompt: Json | None = None

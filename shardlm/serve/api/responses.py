@@ -15,6 +15,7 @@ from shardlm.serve.api.protocol import ResponsesRequest
 from shardlm.serve.api.reasoning.marks import Thought
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.reader import CallDelta
+from shardlm.serve.api.truncation import fitting
 from shardlm.serve.api.turns import Asked, Part, Turn, begin
 from shardlm.serve.outputs import RequestOutput
 
@@ -23,7 +24,7 @@ Event = dict[str, Any]
 
 async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | Events:
     try:
-        asked, replies = await begin(call, items.chat_request(request))
+        asked, replies = await begin(call, items.chat_request(await fitting(call, request)))
     except ApiError as error:
         raise items.renamed(error) from None
     writer = _Writer(call, request)
@@ -205,5 +206,5 @@ class _Writer:
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": request.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
         }

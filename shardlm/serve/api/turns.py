@@ -114,15 +114,9 @@ class Turn:
 async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[RequestOutput]]:
     """(what the replies mean, the replies as they come). Raises ApiError, ShardlmError, EngineError."""
     _check(request)
-    service, llm = call.service, call.service.llm
-    style = style_of(llm.template.source if llm.template else "", service.settings.tool_style)
-    tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
-    if service.reasoning is not None and service.reasoning.style is HARMONY and tools.structured is None:
-        tools = dataclasses.replace(tools, parser=PlainParser, begins=())  # calls are on a channel of their own
+    service, llm, tools = call.service, call.service.llm, _tools(call, request)
     params = _params(call, request, tools)
-    text = await conversation.prompt(
-        llm, request.messages, tools.shown, options=_options(request), **conversation.form_of(request)
-    )
+    text = await _text(call, request, tools)
     thinking = None
     if service.reasoning is None:
         bounded(None, params, lambda _: None)
@@ -131,13 +125,37 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
         names = {tool["function"]["name"] for tool in tools.shown}
         thinking = service.reasoning.of(text, begun, names)
         params = _with_thoughts(params, thinking, service.reasoning)
-    # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
-    encode = llm.tokenizer.encode_prompt if request.add_special_tokens else llm.tokenizer.encode
-    tokens = await conversation.tokens(service, text, encode, params.truncate_prompt_tokens is not None)
+    tokens = await _encoded(call, request, text, params.truncate_prompt_tokens is not None)
     replies = await call.replies([tokens], params, request.priority or 0, request.cache_salt or "")
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
     return asked, (output async for _, output in replies)
+
+
+async def prompt_length(call: Call, request: ChatRequest) -> int:
+    """Tokens of a request's prompt. Raises ApiError, and PromptTooLong for one that is far too long to be counted."""
+    return len(await _encoded(call, request, await _text(call, request, _tools(call, request)), truncates=False))
+
+
+def _tools(call: Call, request: ChatRequest) -> Tools:
+    service, llm = call.service, call.service.llm
+    style = style_of(llm.template.source if llm.template else "", service.settings.tool_style)
+    tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
+    if service.reasoning is not None and service.reasoning.style is HARMONY and tools.structured is None:
+        return dataclasses.replace(tools, parser=PlainParser, begins=())  # calls are on a channel of their own
+    return tools
+
+
+async def _text(call: Call, request: ChatRequest, tools: Tools) -> str:
+    form = conversation.form_of(request)
+    return await conversation.prompt(call.service.llm, request.messages, tools.shown, options=_options(request), **form)
+
+
+async def _encoded(call: Call, request: ChatRequest, text: str, truncates: bool) -> list[int]:
+    # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
+    tokenizer = call.service.llm.tokenizer
+    encode = tokenizer.encode_prompt if request.add_special_tokens else tokenizer.encode
+    return await conversation.tokens(call.service, text, encode, truncates)
 
 
 def _check(request: ChatRequest) -> None:

@@ -15,7 +15,7 @@ from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.kv_format import KvFormat
 from shardlm.serve.layers import taken_apart
-from shardlm.serve.runner import RunnerConfig
+from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.speculation.multi_token import MultiTokenProposer

@@ -277,6 +277,42 @@ def test_responses_whole_and_streamed(name):
     assert [grown[i] for i in range(len(plain))] == plain
 
 
+def test_truncation_of_responses_drops_the_oldest_turns():
+    """Whole, with what was called for in them; instructions stay, and as few go as there is room for."""
+    llm = FakeLLM("fine", max_model_len=320)
+    client = Client(llm)
+    call = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
+    turns = [
+        {"role": "developer", "content": "BRIEF"},
+        {"role": "user", "content": "ONE " + "a " * 90},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "12"},
+        {"role": "user", "content": "TWO"},
+        {"role": "assistant", "content": "fine"},
+        {"role": "user", "content": "THREE"},
+    ]
+
+    def read(**wishes):
+        return client.post("/v1/responses", {"input": turns, "instructions": "SYSTEM", **wishes})
+
+    too_long = error(read(max_output_tokens=4), 400)
+    assert too_long["code"] == "context_length_exceeded"
+    assert error(read(truncation="sometimes"), 400)["param"] == "truncation"
+    told = read(truncation="auto", max_output_tokens=4).json()
+    text = llm.seen[-1][0]
+    assert told["truncation"] == "auto"
+    assert told["usage"]["input_tokens"] == len(llm.tokenizer.encode(text)) <= 316
+    assert [word in text for word in ("SYSTEM", "BRIEF", "ONE", "12", "TWO", "fine", "THREE")] == [
+        *(True, True, False, False, True, True, True)
+    ]
+    fewer = read(truncation="auto", max_output_tokens=320 - told["usage"]["input_tokens"] + 1)
+    assert "TWO" not in llm.seen[-1][0] and "THREE" in llm.seen[-1][0] and fewer.status_code == 200
+    none = error(read(truncation="auto", max_output_tokens=319), 400)
+    assert "truncation=auto leaves out earlier turns" in none["message"] and none["code"] == too_long["code"]
+    turns[1:] = turns[-1:]
+    assert read(truncation="auto").json()["truncation"] == "auto" and read().json()["truncation"] == "disabled"
+
+
 def test_items_of_responses():
     client = Client()
     items = [

@@ -1,0 +1,55 @@
+"""How large a runner's programs and state are. No jax."""
+
+import dataclasses
+import itertools
+from typing import Literal
+
+from shardlm.layers.page_layout import PageLayout
+from shardlm.serve.chunk_programs import sizes_of
+
+# Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
+WHOLE_LEAST = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
+    how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
+    platform: what chunks are cut and dealt for.
+    """
+
+    layout: PageLayout
+    page_size: int
+    max_rows: int
+    max_batch_tokens: int
+    max_model_len: int
+    decode_steps: int
+    prefill: str = "pages"
+    least_rows: int = 1
+    platform: Literal["cpu", "gpu"] = "gpu"
+
+    @property
+    def row_pages(self) -> int:
+        """Columns of the page table: those of the longest request in each group."""
+        return len(self.layout.windows) * -(-self.max_model_len // self.page_size)
+
+    def columns(self, first: int) -> int:
+        """Of the array that describes rows: the `first`, those of the page table, and the adapter."""
+        return first + self.row_pages + 1
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Rows of the decode programs: powers of two and the most there can be."""
+        powers = itertools.takewhile(lambda n: n < self.max_rows, (2**i for i in itertools.count()))
+        return (*(n for n in powers if n >= self.least_rows), self.max_rows)
+
+    @property
+    def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of the chunk programs."""
+        return sizes_of(self.max_batch_tokens, self.max_rows)
+
+    @property
+    def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:
+        """The programs of chunks by kind and size, with how they attend to what begins at position 0."""
+        whole = [size for size in self.chunk_sizes if self.prefill != "pages" and size[1] >= WHOLE_LEAST]
+        return {("chunk", size): "" for size in self.chunk_sizes} | {("whole", size): self.prefill for size in whole}
