@@ -73,7 +73,7 @@ def find_run(path: str | os.PathLike) -> RunFiles:
     config = _load(run_dir / CONFIG)
     if not isinstance(config, dict) or "model" not in config:
         raise ShardlmError(
-            f"{run_dir / CONFIG} has neither model_type, as those of Hugging Face have, nor model, as that of a run has: "
+            f"{run_dir / CONFIG} has neither model_type, as those of Hugging Face have, nor model, as that of a run: "
             "give the folder of a checkpoint or of a run, or add what is missing."
         )
     tokenizer = run_dir / TOKENIZER
