@@ -66,7 +66,7 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     start."""
     config, model = program.config, program.model
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
-    size = f"{parameters / 1e6:,.1f}M parameters"
+    size = f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 3}f}M parameters"
     if config.lora.rank:
         frozen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.frozen_shapes))
         size = (
