@@ -23,7 +23,7 @@ from shardlm.errors import ShardlmError
 try:
     from launch.http_flags import http_settings, listen
     from shardlm.serve.api.reasoning.choose import NAMES as REASONING_PARSERS
-    from shardlm.serve.api.server import run
+    from shardlm.serve.api.server import run, try_to_listen
     from shardlm.serve.api.settings import Settings
 except ModuleNotFoundError as error:
     sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
@@ -101,6 +101,7 @@ def main() -> int:
         raise ShardlmError("--model=FOLDER_OR_RUN is needed")
     from launch.devices import prepare_for
 
+    try_to_listen(listen(8000), settings())
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()))
     use_compile_cache()

@@ -268,8 +268,9 @@ class Checkpoints:
             raise self._damaged(step, damage)
         saved = self._read(step, lambda: ocp.metadata(path).metadata)
         if saved is not None:  # else damage that only loading will name
-            if part and part not in saved:
-                raise ShardlmError(f"Checkpoint {path} has no {part!r}; it has {', '.join(sorted(saved))}.")
+            if part and saved.get(part) is None:
+                there = ", ".join(sorted(name for name, tree in saved.items() if tree is not None))
+                raise ShardlmError(f"Checkpoint {path} has no {part!r}; it has {there}.")
             saved = {part: saved[part]} if part else saved
             if part and optional:
                 asked = {k: a for k, a in saved[part].items() if k in abstract[part] or k not in optional}
