@@ -121,8 +121,8 @@ def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
 
 def _no_https(listen: Listen, error: OSError) -> ShardlmError:
     return ShardlmError(
-        f"https with {listen.certificate} and {listen.private_key} does not work: {error}. Give a certificate chain and "
-        "its private key in PEM"
+        f"https with {listen.certificate} and {listen.private_key} does not work: {error}. Give a certificate chain "
+        "and its private key in PEM"
     )
 
 
