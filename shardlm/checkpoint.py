@@ -325,7 +325,8 @@ class _Retention:
 def _save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Exception) -> ShardlmError:
     why = _reason(error)
     if any(os.strerror(code) in why for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
-        why = f"the disk is full: it needs {format_bytes(nbytes)}, and there are {free_space(path)}"
+        limit = " (or files may not become so large: ulimit -f)" if os.strerror(errno.EFBIG) in why else ""
+        why = f"the disk is full: it needs {format_bytes(nbytes)}, and there are {free_space(path)}{limit}"
     steps = ", ".join(map(str, intact))
     earlier = f"The checkpoints at step {steps} are intact" if intact else "It was the first"
     return ShardlmError(

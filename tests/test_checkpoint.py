@@ -309,6 +309,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(copied, capfd):
                 checkpoints.wait()
         message = str(error.value)
         assert f"{copied}/30 could not be written: the disk is full: it needs" in message
+        assert "free on its file system (or files may not become so large: ulimit -f)" in message
         assert "The checkpoints at step 10, 20 are intact. Free some space or lower checkpoint.keep" in message
         checkpoints.save(40, make_state(), {}, {})
     assert checkpoints.steps() == [10, 20, 40]
