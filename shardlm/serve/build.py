@@ -285,8 +285,8 @@ def pages_of(each: Sequence[int], rooms: Sequence[int] | None, config: EngineCon
         nbytes, own = min(zip(rooms, itertools.cycle(each), strict=False), key=lambda one: one[0] / one[1])
     if nbytes < 2 * own:
         raise ShardlmError(
-            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "
-            "split the model over more devices, or quantise it"
+            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes (--kv_cache_gib) or "
+            "gpu_memory_utilization, split the model over more devices, or quantise it"
         )
     return nbytes // own
 
