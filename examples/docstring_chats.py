@@ -2,7 +2,9 @@
 
     python examples/docstring_chats.py data/chats
 
-makes data/chats/train.jsonl and data/chats/validation.jsonl, and beside them chatml.jinja, a chat template.
+makes data/chats/train.jsonl and data/chats/validation.jsonl, and beside them chatml.jinja, a chat template. An answer
+ends in the token that ends documents of runs/tiny's tokenizer: to that, <|im_end|> is a text as any other, which a
+model learns to write but which stops nothing.
 """
 
 import ast
@@ -12,8 +14,9 @@ import sys
 import sysconfig
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{{ '<|endoftext|>' if message.role == 'assistant' else '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 

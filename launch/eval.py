@@ -57,12 +57,13 @@ def main() -> int:
 
 def harness() -> int:
     from launch.devices import prepare_for
-    from shardlm.serve.harness import run_tasks
+    from shardlm.serve.harness import find_tasks, run_tasks
     from shardlm.serve.llm import LLM
 
+    manager = find_tasks(_TASKS.value, _TASK_PATH.value)  # before the minute that a model takes
     prepare_for(_CHECKPOINT.value, _TENSOR.value)
     llm = LLM(_CHECKPOINT.value, tensor_parallel_size=_TENSOR.value, max_model_len=_MAX_MODEL_LEN.value)
-    options = {"include_path": _TASK_PATH.value, "limit": _LIMIT.value, "num_fewshot": _FEWSHOT.value}
+    options = {"manager": manager, "limit": _LIMIT.value, "num_fewshot": _FEWSHOT.value}
     print(json.dumps(run_tasks(llm, _TASKS.value, **options)))
     return 0
 

@@ -9,7 +9,8 @@ better given as SHARDLM_API_KEY than on the command line, which others on the ma
 
 import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from absl import flags
@@ -22,7 +23,7 @@ from shardlm.errors import ShardlmError
 try:
     from launch.http_flags import http_settings, listen
     from shardlm.serve.api.reasoning.choose import NAMES as REASONING_PARSERS
-    from shardlm.serve.api.server import run
+    from shardlm.serve.api.server import run, try_to_listen
     from shardlm.serve.api.settings import Settings
 except ModuleNotFoundError as error:
     sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
@@ -48,6 +49,7 @@ _LORA_MODULES = flags.DEFINE_list(
     "lora_modules", [], "Adapters beside the model, as NAME=FOLDER: of PEFT, or runs with lora.rank. Clients name one."
 )
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
+SAY_SECONDS = 15.0
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
 
@@ -80,11 +82,26 @@ def serve(llm, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
     run(llm, settings(sampling), listen(8000))
 
 
+def compiling(clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """Is called with how many programs of how many are compiled, which a first start takes minutes for: says so now and
+    then where no terminal shows it, as in the log of a pod."""
+    said = clock()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if clock() - said >= SAY_SECONDS and not sys.stderr.isatty():
+            said = clock()
+            print(f"compiled {done} of {total} programs", file=sys.stderr, flush=True)
+
+    return progress
+
+
 def main() -> int:
     if not _MODEL.value:
         raise ShardlmError("--model=FOLDER_OR_RUN is needed")
     from launch.devices import prepare_for
 
+    try_to_listen(listen(8000), settings())
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()))
     use_compile_cache()
@@ -94,9 +111,9 @@ def main() -> int:
     from shardlm.serve.defaults import recommended
 
     config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), lora_modules=lora_modules())
-    engine, opened = build(_MODEL.value, config)
+    engine, opened = build(_MODEL.value, config, compiling())
     sampling = recommended(opened.generation) if _GENERATION_CONFIG.value == "auto" else {}
-    print(described(opened, engine), file=sys.stderr)
+    print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
     llm = AsyncLLM(engine, model_name=_MODEL.value, template=template_of(opened))
     serve(llm, sampling)
     return 0

@@ -49,7 +49,12 @@ def show() -> None:
 
     kinds, spec = survey.chosen_kinds(_COLLECTIVES.value), MeshSpec.parse(_MESH.value)
     sizes = parse_sizes(_SIZES.value, jax.default_backend())
-    mesh = spec.build()
+    try:
+        mesh = spec.build()
+    except ShardlmError as error:
+        if jax.default_backend() != "cpu" or _CPU_DEVICES.value:
+            raise
+        raise ShardlmError(f"{error}; --cpu_devices=N makes N virtual ones of this machine's processor") from None
     laid = layout.layout_of(mesh)
     over = layout.chosen_axes(_AXES.value, laid) if _MEASURE.value else []
     if _PNG.value and not over:

@@ -278,8 +278,9 @@ class Checkpoints:
             raise self._damaged(step, damage)
         saved = self._read(step, lambda: ocp.metadata(path).metadata)
         if saved is not None:  # else damage that only loading will name
-            if part and part not in saved:
-                raise ShardlmError(f"Checkpoint {path} has no {part!r}; it has {', '.join(sorted(saved))}.")
+            if part and saved.get(part) is None:
+                there = ", ".join(sorted(name for name, tree in saved.items() if tree is not None))
+                raise ShardlmError(f"Checkpoint {path} has no {part!r}; it has {there}.")
             saved = {part: saved[part]} if part else saved
             if part and optional:
                 asked = {k: a for k, a in saved[part].items() if k in abstract[part] or k not in optional}
@@ -333,7 +334,8 @@ class _Retention:
 def _save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Exception) -> ShardlmError:
     why = _reason(error)
     if any(os.strerror(code) in why for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
-        why = f"the disk is full: it needs {format_bytes(nbytes)}, and there are {free_space(path)}"
+        limit = " (or files may not become so large: ulimit -f)" if os.strerror(errno.EFBIG) in why else ""
+        why = f"the disk is full: it needs {format_bytes(nbytes)}, and there are {free_space(path)}{limit}"
     steps = ", ".join(map(str, intact))
     earlier = f"The checkpoints at step {steps} are intact" if intact else "It was the first"
     return ShardlmError(

@@ -97,6 +97,12 @@ def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     return _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
 
 
+def read_generation(path: pathlib.Path) -> Mapping[str, Any]:
+    """generation_config.json of a folder; empty where there is none."""
+    file = path / "generation_config.json"
+    return _json(file, "") if file.is_file() else {}
+
+
 def _json(file: pathlib.Path, why: str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
@@ -166,8 +172,11 @@ def _indexed(path: pathlib.Path) -> dict[str, Stored]:
 
 def header(file: pathlib.Path) -> dict[str, Stored]:
     """The tensors of one safetensors file, each checked to lie inside it, beside the others."""
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
+    try:
+        size, opened = file.stat().st_size, open(file, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise ShardlmError(f"cannot read {file}: {error.strerror}; check what it is and its permissions") from None
+    with opened as stream:
         first = stream.read(8)
         if first.startswith(b"version "):
             raise ShardlmError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")

@@ -2,7 +2,6 @@
 slices."""
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from shardlm import peft, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import BESIDE, Folder, read_config
+from shardlm.hf_files import BESIDE, Folder, read_config, read_generation
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -59,8 +58,7 @@ class Opened:
     @property
     def generation(self) -> Mapping[str, Any]:
         """What the checkpoint says of generating; empty without its generation_config.json."""
-        path = self.folder / "generation_config.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return read_generation(self.folder)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

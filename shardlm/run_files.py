@@ -70,10 +70,16 @@ def find_run(path: str | os.PathLike) -> RunFiles:
             f"{run_dir} is not a run: it has no {CONFIG}. Give the directory that training printed, which "
             f"holds {CONFIG}, {TOKENIZER} and {CHECKPOINTS}/, or one checkpoint, as RUN/{CHECKPOINTS}/100."
         )
+    config = _load(run_dir / CONFIG)
+    if not isinstance(config, dict) or "model" not in config:
+        raise ShardlmError(
+            f"{run_dir / CONFIG} has neither model_type, as those of Hugging Face have, nor model, as that of a run: "
+            "give the folder of a checkpoint or of a run, or add what is missing."
+        )
     tokenizer = run_dir / TOKENIZER
     return RunFiles(
         run_dir=run_dir,
-        config_json=_load(run_dir / CONFIG),
+        config_json=config,
         tokenizer_path=tokenizer if tokenizer.is_file() else None,
         step=int(path.name) if one else None,
     )

@@ -3,6 +3,7 @@
 import datetime
 import json
 import pathlib
+import runpy
 
 import pytest
 
@@ -185,3 +186,12 @@ def test_special_tokens_are_found_where_transformers_finds_them(tmp_path, listed
     template = ChatTemplate.load(tmp_path)
     assert template.render(CHAT) == f"{expected}<i><x>"
     assert template.render(CHAT, bos_token="<o>") == "<o><i><x>"
+
+
+def test_the_answers_of_the_example_end_in_what_stops_its_model():
+    """Otherwise a model that is tuned on them goes on with further answers."""
+    example = runpy.run_path(str(HERE.parent / "examples" / "docstring_chats.py"))
+    text, spans = ChatTemplate(example["TEMPLATE"]).spans(CHAT)
+    ids, wrote = assistant_tokens(BYTES, text, spans)
+    ends = [one for i, one in zip(ids, wrote, strict=True) if i == BYTES.end_of_document_id]
+    assert ends == [True, True] and ids[-1] == BYTES.end_of_document_id

@@ -116,6 +116,14 @@ def test_parameters_alone_are_cast_and_need_no_optimizer_state(copied):
         Checkpoints(copied).restore_params(abstract(wanted), name="ema")
 
 
+def test_a_part_that_the_run_was_without_is_said(tmp_path):
+    state = on_mesh({"params": {"w": jnp.ones(8)}}, (2, 4))
+    with Checkpoints(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(1, state | {"ema": None}, {}, {})
+    with pytest.raises(ShardlmError, match="/1 has no 'ema'; it has params"):
+        Checkpoints(tmp_path).restore_params(abstract(state["params"]), name="ema", optional=("mtp",))
+
+
 def test_a_save_returns_before_it_is_done_and_donation_does_not_touch_it(tmp_path):
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
     state = on_mesh({"params": jnp.ones((2048, 2048))}, (2, 4))
@@ -301,6 +309,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(copied, capfd):
                 checkpoints.wait()
         message = str(error.value)
         assert f"{copied}/30 could not be written: the disk is full: it needs" in message
+        assert "free on its file system (or files may not become so large: ulimit -f)" in message
         assert "The checkpoints at step 10, 20 are intact. Free some space or lower checkpoint.keep" in message
         checkpoints.save(40, make_state(), {}, {})
     assert checkpoints.steps() == [10, 20, 40]

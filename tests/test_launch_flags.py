@@ -126,3 +126,41 @@ def test_a_command_with_arguments_and_without_configuration(launch, words, statu
     got, out, err = launch(*words, launcher=launcher)
     assert got == status
     assert (out + err).startswith(text)
+
+
+def test_ctrl_c_in_the_garbage_collector_ends_the_process(launch):
+    """What is raised there is lost, as it was in jax's callback while jax was imported."""
+    launcher = """
+import gc, signal, time
+from launch.flags import run
+
+def main():
+    once = [signal.SIGINT]
+    gc.callbacks.append(lambda *_: once and signal.raise_signal(once.pop()))
+    gc.collect()
+    time.sleep(20)
+
+run(main, needs_config=False)
+"""
+    status, out, err = launch(launcher=launcher)
+    assert (status, out, err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "on the way"])
+def test_output_that_nobody_reads_ends_without_a_traceback(lines):
+    launcher = f"""
+from launch.flags import run
+run(lambda: print(*range({lines}), sep="\\n"), needs_config=False)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
+def test_a_terminal_of_few_characters_shows_the_others_by_their_numbers(monkeypatch, launch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    launcher = "from launch.flags import run; run(lambda: print('\\u65e5'), needs_config=False)"
+    assert launch(launcher=launcher) == (0, "\\u65e5\n", "")

@@ -8,6 +8,8 @@ import pytest
 import tiny_run
 from ports import free_port
 
+from shardlm.train.faults import StopSignal
+
 # Meshes add the same float32 numbers in another order; twelve AdamW steps amplify that (measured: up to 1e-5).
 OTHER_MESH = 1e-3
 
@@ -78,10 +80,24 @@ def test_a_finished_run_started_again_ends_at_once(uninterrupted, tmp_path):
     config, run, expected = uninterrupted
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    done = tiny_run.train(config, f"run_dir={copy}")
+    done = tiny_run.train(config, f"run_dir={copy}", "train.steps=10")
     assert done.returncode == 0, done.stderr
-    assert "resuming after step 12" in done.stdout and "resume:" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("resuming after step 12")
+    assert "the run has 12 steps behind it, so none is left to do: it is evaluated as it is" in lines
+    [command] = [line for line in lines if line.startswith("resume:")]
+    assert command.count("train.steps") == 1 and command.endswith(" --config.train.steps=24")
     assert tiny_run.losses(copy) == expected
+
+
+def test_signals_are_kept_for_the_loop_once_there_is_something_to_save():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        assert signal.getsignal(signal.SIGTERM) == before
+        stop.listen()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.agreed() and stop.name == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_several_processes_give_the_losses_of_one(uninterrupted, tmp_path):

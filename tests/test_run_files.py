@@ -57,6 +57,9 @@ def test_a_damaged_configuration_and_an_unreadable_tokenizer(run, tmp_path):
     (run / "config.json").write_text('{"model": ')
     with pytest.raises(ShardlmError, match=r"config\.json is damaged .* restore it from a copy of the run"):
         find_run(run)
+    (run / "config.json").write_text('{"hidden_size": 64}')  # of Hugging Face, without its model_type
+    with pytest.raises(ShardlmError, match=r"config\.json has neither model_type, .* nor model"):
+        find_run(run)
     with pytest.raises(ShardlmError, match=r"Cannot read .*/none: No such file or directory"):
         save_run_files(run, CONFIG, tmp_path / "none")
 

@@ -100,3 +100,8 @@ def test_too_many_bad_steps_name_the_step_and_the_batch():
     assert "update skipped" in check_finite(7, values, max_bad_steps=3, rows="batch 6", remedy="")
     with pytest.raises(ShardlmError, match=r"step 7: loss nan, .* on batch 6; not finite for 2 steps in a row"):
         check_finite(7, values, max_bad_steps=2, rows="batch 6", remedy="")
+
+
+def test_a_model_by_its_name_is_refused():
+    with pytest.raises(ShardlmError, match=r"model='llama' is no architecture: give its configuration, as LlamaConfig"):
+        RunConfig("llama")

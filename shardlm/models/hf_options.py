@@ -72,6 +72,15 @@ HARMLESS = frozenset(
         "experts_implementation",
     ]
 )
+# What a model cannot be made without; the second are numbers, the first whole ones.
+COUNTS = frozenset(
+    [
+        *("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head"),
+        *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "n_positions"),
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "experts_per_token"),
+    ]
+)
+POSITIVE = frozenset(["rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq"])
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -90,11 +99,17 @@ class Options:
         self.asked = set(HARMLESS)
 
     def __call__(self, name: str, default: Any = ...) -> Any:
-        """The option's value; `default` where it is absent or null. Raises ShardlmError where there is no default."""
+        """The option's value; `default` where it is absent or null. Raises ShardlmError where there is no default, and
+        for a size that is none."""
         self.asked.add(name)
         value = self.values.get(name)
         if value is None and default is ...:
             raise ShardlmError(f"config.json has no {name!r}, which a {self.values.get('model_type')!r} model needs")
+        if value is not None and name in COUNTS | POSITIVE:
+            kinds = (int, float) if name in POSITIVE else (int,)
+            if type(value) not in kinds or value <= 0:
+                what = "a number above 0" if name in POSITIVE else "a whole number of at least 1"
+                raise ShardlmError(f"config.json has {name}={value!r}; it needs {what}")
         return default if value is None else value
 
     def only(self, name: str, *known: Any) -> None:

@@ -303,8 +303,8 @@ def pages_of(each: Sequence[int], rooms: Sequence[int] | None, config: EngineCon
         nbytes, own = min(zip(rooms, itertools.cycle(each), strict=False), key=lambda one: one[0] / one[1])
     if nbytes < 2 * own:
         raise ShardlmError(
-            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes or gpu_memory_utilization, "
-            "split the model over more devices, or quantise it"
+            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes (--kv_cache_gib) or "
+            "gpu_memory_utilization, split the model over more devices, or quantise it"
         )
     return nbytes // own
 
@@ -334,14 +334,14 @@ def template_of(opened: Opened) -> ChatTemplate | None:
         return None
 
 
-def described(opened: Opened, engine: Engine | EngineGroup) -> str:
-    """One line on what is ready."""
+def described(engine: Engine | EngineGroup, name: str) -> str:
+    """One line on what is ready; `name` is what clients call the model."""
     config = engine.runner.config
     layout, longest = config.layout, config.max_model_len
     fit = (layout.num_pages - 1) / layout.pages_of(longest, config.page_size, config.decode_steps)
     replicas = f"{len(engine.engines)} replicas of " if isinstance(engine, EngineGroup) else ""
     return (
-        f"serving {json.dumps(opened.folder.name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
+        f"serving {json.dumps(name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
         f"tokens in {layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; "
         f"{config.max_rows} requests at once; "
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"

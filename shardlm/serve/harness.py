@@ -21,16 +21,9 @@ from shardlm.serve.sampling_params import SamplingParams
 GENERATED = 256  # tokens, where a task does not say
 
 
-def run_tasks(
-    llm: LLM,
-    tasks: Sequence[str],
-    *,
-    include_path: str | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-) -> Mapping[str, Any]:
-    """The harness's results by task. `tasks` are its names; `include_path` is a folder with tasks of one's own, `limit`
-    the first documents of each. Raises ShardlmError where the harness is not installed or does not know a task."""
+def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> "TaskManager":
+    """What the harness knows of these tasks, before a model is opened for them. Raises ShardlmError where the harness
+    is not installed or does not know one."""
     if lm_eval is None:
         raise ShardlmError("--tasks needs the LM Evaluation Harness: pip install 'shardlm[eval]'")
     manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
@@ -40,6 +33,21 @@ def run_tasks(
         raise ShardlmError(
             f"the LM Evaluation Harness has no task {unknown[0]!r}; --task_path names a folder of others"
         )
+    return manager
+
+
+def run_tasks(
+    llm: LLM,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    manager: "TaskManager | None" = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+) -> Mapping[str, Any]:
+    """The harness's results by task. `tasks` are its names; `include_path` is a folder with tasks of one's own, or
+    `manager` what `find_tasks` made of them; `limit` the first documents of each. Raises as `find_tasks`."""
+    manager = manager or find_tasks(tasks, include_path)
     options = {"limit": limit, "num_fewshot": num_fewshot, "bootstrap_iters": 0}
     found = lm_eval.simple_evaluate(_Model(llm), tasks=list(tasks), task_manager=manager, **options)
     return json.loads(json.dumps(found["results"], default=str))

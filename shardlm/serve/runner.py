@@ -380,15 +380,19 @@ def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None])
         return [runner.lower(key, *own[key]) for runner, own in zip(runners, work, strict=True)]
 
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
-        lowering = {pool.submit(lower, key): key for key in work[0]}
-        compiling = {}
-        for future in concurrent.futures.as_completed(lowering):
-            for runner, lowered in zip(runners, future.result(), strict=True):
-                compiling[pool.submit(lowered.compile)] = runner, lowering[future]
-        for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
-            runner, key = compiling[future]
-            runner._programs[key] = future.result()
-            progress(done, len(compiling))
+        try:
+            lowering = {pool.submit(lower, key): key for key in work[0]}
+            compiling = {}
+            for future in concurrent.futures.as_completed(lowering):
+                for runner, lowered in zip(runners, future.result(), strict=True):
+                    compiling[pool.submit(lowered.compile)] = runner, lowering[future]
+            for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+                runner, key = compiling[future]
+                runner._programs[key] = future.result()
+                progress(done, len(compiling))
+        except BaseException:  # Ctrl-C, or one that fails: those that have not begun would be minutes to wait for
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for runner in runners:
         runner.allocate()
         runner.compile_seconds = time.perf_counter() - started

@@ -225,3 +225,10 @@ class RunConfig:
     xla_profile: str = "auto"
     run_dir: str = "runs/default"
     cpu_devices: int = 0
+
+    def __post_init__(self):
+        if not hasattr(self.model, "transformer"):
+            raise ShardlmError(
+                f"model={self.model!r} is no architecture: give its configuration, as LlamaConfig(...) of "
+                "shardlm.models.llama, or Pretrained(FOLDER) of shardlm.models.pretrained"
+            )

@@ -11,7 +11,9 @@ from shardlm.errors import ShardlmError
 
 
 class StopSignal:
-    """Catches SIGINT (Ctrl-C) and SIGTERM while entered, so that the loop can save and leave between steps.
+    """Catches SIGINT (Ctrl-C) and SIGTERM, so that the loop can save and leave between steps: from `listen` on, until
+    it is left. Before that there is no step to save, and a signal ends the process at once, also while XLA compiles
+    for minutes; except in a job of several, where a process that goes alone leaves the others waiting for it.
 
     A second SIGINT interrupts at once, as usual.
     """
@@ -21,9 +23,16 @@ class StopSignal:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
+        if jax.process_count() > 1:
+            self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Catches them from now on."""
+        if self._previous:
+            return
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._caught)
-        return self
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous.items():

@@ -60,7 +60,8 @@ def train(config: RunConfig, *, command: str, started: float, profile: ProfileSt
             StopSignal() as stop,
             Run.start(program, data, loader, checkpoints, started, profile) as run,
         ):
-            run.say(report.opening(program, data, run.loader, changes))
+            stop.listen()
+            run.say(report.opening(program, data, run.loader, changes, run.step))
             state = run.until_done_or_stopped(stop)
             if stop.name or run.step < config.train.steps:
                 run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))

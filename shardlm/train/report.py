@@ -47,23 +47,26 @@ class Preparing:
         self._tasks: dict[str, int] = {}
 
     def __enter__(self) -> "Preparing":
-        self._bar.start()
         return self
 
     def __exit__(self, *_) -> None:
-        self._bar.stop()
+        if self._tasks:
+            self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if not self._tasks:
+            self._bar.start()  # not before: a bar without stages ends in an empty line
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(stage, total=total)
         self._bar.update(self._tasks[stage], completed=done, total=total)
 
 
-def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]) -> str:
-    """The run in a few lines: model, mesh, data, and what changed since its last start."""
+def opening(program: Program, data: Prepared, loader: Loader, changes: list[str], step: int = 0) -> str:
+    """The run, which has `step` steps behind it, in a few lines: model, mesh, data, and what changed since its last
+    start."""
     config, model = program.config, program.model
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
-    size = f"{parameters / 1e6:,.1f}M parameters"
+    size = f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 3}f}M parameters"
     if config.lora.rank:
         frozen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.frozen_shapes))
         size = (
@@ -83,6 +86,8 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
         f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
         f"{tokens / data.train.num_tokens:.2f} epochs",
     ]
+    if step >= train.steps:
+        lines.append(f"the run has {step:,} steps behind it, so none is left to do: it is evaluated as it is")
     if config.preference.beta:
         pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.frozen_shapes()))
@@ -152,13 +157,26 @@ def finished(run: "Run", state: TrainState, command: str) -> None:
     run.say(str(run.goodput.summary()))
     run_dir = pathlib.Path(config.run_dir)
     prompt = shlex.quote(config.train.sample_prompt or "Once upon a time")
+    chat = "--chat " if config.data.chat_template else ""
     run.say(
         f"checkpoint: {run_dir / CHECKPOINTS / str(run.step)}\n"
         f"curves:     {curve} and {run_dir / 'metrics.jsonl'}; "
         f"tensorboard --logdir {run_dir / 'tensorboard'} (pip install tensorboard)\n"
-        f"resume:     {command} --config.train.steps={2 * config.train.steps}\n"
-        f"generate:   {python()} -m launch.generate --checkpoint={run_dir} --prompt={prompt}"
+        f"resume:     {with_steps(command, 2 * run.step)}\n"
+        f"generate:   {python()} -m launch.generate --checkpoint={shlex.quote(str(run_dir))} {chat}--prompt={prompt}"
     )
+
+
+def with_steps(command: str, steps: int) -> str:
+    """The command line of a run, to train for so many steps instead."""
+    flag = "--config.train.steps"
+    words = shlex.split(command)
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if word != flag and before != flag and not word.startswith(f"{flag}=")
+    ]
+    return f"{shlex.join(kept)} {flag}={steps}"
 
 
 def _comparison(baselines: Baselines, loss: float) -> str:

@@ -105,6 +105,7 @@ def other_shape(path):
         (other_shape, r"a has 24 bytes, and F32\[2, 4\] needs 32"),
         (lambda path: path.unlink(), r"holds no \*\.safetensors"),
         (lambda path: path.rename(path.with_name("pytorch_model.bin")), "pytorch_model.bin would run code on loading"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot read .*model.safetensors: Is a directory"),
         (longer, r"has \d+ bytes and its tensors end at \d+; download"),
         (lambda path: (path.parent / "config.json").unlink(), "config.json is not there"),
         (lambda path: (path.parent / "config.json").write_text("{"), "config.json is not JSON"),

@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import tracemalloc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from commands import run
 from small import mesh_of
 
 import shardlm
-from shardlm import hf_files, weights
+from shardlm import hf_files, opened, weights
 from shardlm.errors import ShardlmError
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -62,6 +63,9 @@ def change_tensors(folder, **changes):
         ({"clip_everything": 3}, "options that shardlm does not know.*clip_everything=3"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*supported are quant_method fp8"),
         ({"hidden_size": None}, "config.json has no 'hidden_size', which a 'llama' model needs"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers='three'; it needs a whole number of at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1; it needs a whole number of at least 1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0; it needs a number above 0"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
 )
@@ -69,6 +73,13 @@ def test_an_option_that_is_not_supported_is_refused_by_name(llama, changes, mess
     change_config(llama, **changes)
     with pytest.raises(ShardlmError, match=message):
         shardlm.load(llama)
+
+
+def test_a_broken_generation_config_is_named(llama):
+    for text, message in (("{oops", "generation_config.json is not JSON"), ("[]", "holds a JSON list and not an obj")):
+        (llama / "generation_config.json").write_text(text)
+        with pytest.raises(ShardlmError, match=message):
+            opened.Opened.generation.fget(types.SimpleNamespace(folder=llama))
 
 
 def test_tensors_that_do_not_fit_are_all_named(llama):

@@ -3,6 +3,8 @@ program, as on GPUs, keeps neither other replicas nor other stages from starting
 
 import dataclasses
 import threading
+import time
+import types
 
 import pytest
 from engines import CONFIG, END, TOKENIZER
@@ -105,3 +107,22 @@ def test_stages_run_at_once(as_on_gpus):
     wrapped(programs, ("step", 1, 1), lambda: waited.append(second.wait(WAIT)))
     assert all(len(tokens) == 5 for tokens in run(engine).values())
     assert waited and all(waited)
+
+
+def test_a_program_that_does_not_compile_ends_the_rest():
+    """Ctrl-C too: all others were compiled first."""
+    begun = []
+
+    def lower(key, *_):
+        def compile():
+            begun.append(key)
+            if len(begun) == 1:
+                raise KeyboardInterrupt
+            time.sleep(0.02)
+
+        return types.SimpleNamespace(compile=compile)
+
+    many = types.SimpleNamespace(_shapes=lambda: dict.fromkeys(range(200), ()), lower=lower, _programs={})
+    with pytest.raises(KeyboardInterrupt):
+        runner.compile_all([many], lambda done, total: None)
+    assert len(begun) < 200

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
+import ssl
 from types import FrameType
 
 import uvicorn
@@ -91,6 +92,16 @@ def run(llm, settings: Settings, listen: Listen) -> None:
     run_app(make_app(llm, settings), settings, listen)
 
 
+def try_to_listen(listen: Listen, settings: HttpSettings) -> None:
+    """Raises as `run_app` would: before the minutes that a model takes to be opened and compiled."""
+    if listen.certificate:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(listen.certificate, listen.private_key)
+        except OSError as error:
+            raise _no_https(listen, error) from None
+    listening(listen, settings.write_seconds).close()
+
+
 def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
     """Serves an application of `http.application`; returns after a signal, when what was under way has ended.
 
@@ -100,15 +111,19 @@ def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
     try:
         server.config.load()
     except OSError as error:  # ssl's errors are of this class too
-        raise ShardlmError(
-            f"https with {listen.certificate} and {listen.private_key} does not work: {error}. Give a certificate "
-            "chain and its private key in PEM"
-        ) from None
+        raise _no_https(listen, error) from None
     with listening(listen, settings.write_seconds) as sock:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"http{'s' * bool(listen.certificate)}://{shown}:{port}", flush=True)
         server.run([sock])
+
+
+def _no_https(listen: Listen, error: OSError) -> ShardlmError:
+    return ShardlmError(
+        f"https with {listen.certificate} and {listen.private_key} does not work: {error}. Give a certificate chain "
+        "and its private key in PEM"
+    )
 
 
 def listening(listen: Listen, write_seconds: float) -> socket.socket:

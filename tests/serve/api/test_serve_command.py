@@ -4,11 +4,14 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 
 import pytest
+
+from launch import serve
 
 HERE = pathlib.Path(__file__).parent
 LAUNCHER = """
@@ -64,3 +67,19 @@ def test_from_the_command_line_to_sigterm(launched):
 def test_a_command_line_that_cannot_be(launched):
     process = launched("--certificate=nowhere.pem")
     assert process.wait(60) == 1 and "error: https needs both files" in process.stderr.read()
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_opened():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["-m", "launch.serve", "--model=nothing", f"--port={port}"]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 1 and f"cannot listen at 127.0.0.1 port {port}" in done.stderr, done.stderr
+
+
+def test_a_log_says_how_far_compiling_is(capsys):
+    times = iter([0.0, 1.0, 16.0, 16.0, 20.0, 40.0, 40.0])
+    progress = serve.compiling(lambda: next(times))
+    for done in range(1, 5):
+        progress(done, 20)
+    assert capsys.readouterr().err == "compiled 2 of 20 programs\ncompiled 4 of 20 programs\n"
