@@ -165,8 +165,8 @@ def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
         assert made["scatter"] == pools.count((dtype, *page)) * config.num_layers
 
 
-@pytest.mark.parametrize("window", [0, 1024])
-def test_a_whole_prompt_attends_by_cudnn(window):
+@pytest.mark.parametrize("window,sinks", [(0, False), (1024, True)])
+def test_a_whole_prompt_attends_by_cudnn(window, sinks):
     """8,192 tokens in one chunk: a kernel of cuDNN's a layer and none of ours, and pages are written where they lie."""
     mesh = MeshSpec().build(topology("h100", 1, 1))
     with jax.set_mesh(mesh):
@@ -174,7 +174,8 @@ def test_a_whole_prompt_attends_by_cudnn(window):
         execution = Execution(rules, jnp.bfloat16, attention="cudnn", paged_attention=choose("gpu"))
         shape = apart(LLAMA.transformer())
         [block] = shape.segments[0].pattern
-        block = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=window))
+        attention = dataclasses.replace(block.attention, window=window, sinks=sinks)
+        block = dataclasses.replace(block, attention=attention)
         segments = tuple(dataclasses.replace(segment, pattern=(block,)) for segment in shape.segments)
         model = ModelDef.make(dataclasses.replace(shape, segments=segments), execution)
         layout = PageLayout.whole(LAYERS, PAGES)

@@ -11,8 +11,8 @@ formula, of which M/D/1 is the case of equal service), of the context of replies
 has are not computed; it is taken to have all that another request brought before, which arrivals.py finds out.
 
 Against the scheduler itself with random arrivals and these times of programs (arrivals.py), the time between tokens is
-within 12% up to half of the most and within 17% at HEADROOM, the mean time to the first token within 5% all but idle and
-within a quarter at half of the most: prompts that are read together wait for each other, which is not here.
+within 12% up to half of the most and 17% at HEADROOM, the mean time to the first token within 5% all but idle and a
+quarter at half of the most: prompts that are read together wait for each other, which is not here.
 """
 
 import dataclasses
