@@ -135,6 +135,7 @@ import gc, signal, time
 from launch.flags import run
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     once = [signal.SIGINT]
     gc.callbacks.append(lambda *_: once and signal.raise_signal(once.pop()))
     gc.collect()
