@@ -142,3 +142,12 @@ def test_latencies_that_no_replica_has_are_refused():
         search_attained(case, {}, lambda what: None)
     with pytest.raises(ShardlmError, match=r"attainment=0.9 is the share .* ttft_seconds=0 and itl_seconds=0"):
         dataclasses.replace(case, ttft_seconds=0.0)
+
+
+def test_fewer_gpus_for_the_rate_come_first():
+    """And not those with most tokens a GPU, where their replicas are larger than it needs."""
+    asked = {"ttft_seconds": 0.3, "itl_seconds": 0.03, "attainment": 0.99, "request_rate": 5.0}
+    case = dataclasses.replace(replica_of(2048, 32, **asked).case, cluster=Cluster.of(GPUS["h100"], 2))
+    first, second = search_attained(case, {"pipeline": 1}, lambda what: None).plans
+    assert (first.num_gpus, second.num_gpus) == (1, 2)
+    assert first.tokens_per_second_per_gpu < second.tokens_per_second_per_gpu

@@ -14,7 +14,7 @@ from shardlm.plan.asked import Say
 from shardlm.plan.serving.arrivals import Programs, keep_latencies, times_of_requests
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import Load, Replica
-from shardlm.plan.serving.search import Found, ServingPlan, mesh_text, search
+from shardlm.plan.serving.search import Found, ServingPlan, mesh_text, order, search
 from shardlm.plan.serving.time import Speed
 
 SLACK = 1.25  # a share of a half and more keeps latencies at no rate higher than the means do, by as much as those err
@@ -28,14 +28,16 @@ def without_latencies(case: ServingCase) -> ServingCase:
 
 
 def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Found:
-    """As search, for a case with an attainment. Meshes are looked at from the one with most tokens of replies a GPU,
-    whatever their latencies, on, as long as one may have more than the best so far within them."""
+    """As search, for a case with an attainment. Meshes are looked at from the best without latencies on, as long as one
+    may have more tokens of replies a GPU within them than those so far, or fewer GPUs for the rate asked for."""
     free = search(without_latencies(case), fixed)
     plans: list[ServingPlan] = []
     refused: list[tuple[MeshSpec, str]] = []
     for plan in free.plans:
         best = max((one.tokens_per_second_per_gpu for one in plans), default=0.0)
-        if plan.tokens_per_second_per_gpu <= best:
+        fewest = min((one.num_gpus for one in plans), default=math.inf)
+        least = plan.gpus_per_replica * math.ceil(case.request_rate / plan.most.rate)
+        if plan.tokens_per_second_per_gpu <= best and (not case.request_rate or least >= fewest):
             most = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
             refused.append(
                 (plan.mesh, f"it sustains {most} at most, whatever the latencies, and others more within them")
@@ -51,8 +53,7 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
         plans.append(trials.plan_of(count, case.request_rate / count if case.request_rate else rate, rate))
     if not plans:
         raise ShardlmError(f"no mesh of {case.cluster.num_gpus} {case.cluster.gpu.name} will do: {refused[0][1]}")
-    plans.sort(key=lambda plan: (-plan.tokens_per_second_per_gpu, plan.gpus_per_replica))
-    return Found(tuple(plans), (*refused, *free.refused))
+    return Found(tuple(sorted(plans, key=order)), (*refused, *free.refused))
 
 
 def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, dict[str, Any]]:

@@ -105,7 +105,7 @@ class Found:
 
 def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -> Found:
     """Every way to split the cluster's GPUs into equal replicas and each of them over tensor, expert and pipeline, the
-    best first, by tokens of replies a second and GPU. Of the case's mesh nothing is kept; `fixed` are sizes of axes.
+    best first (`order`). Of the case's mesh nothing is kept; `fixed` are sizes of axes.
     Raises DoesNotFit where none fits (serving/change.py says what would), and ShardlmError where there is no such mesh
     or none as fast as asked for."""
     plans, refused = [], []
@@ -116,8 +116,13 @@ def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -
             refused.append((mesh, str(error)))
     if not plans:
         raise _none(case, refused, fixed)
-    plans.sort(key=lambda plan: (-plan.tokens_per_second_per_gpu, plan.gpus_per_replica))
-    return Found(tuple(plans), tuple(refused))
+    return Found(tuple(sorted(plans, key=order)), tuple(refused))
+
+
+def order(plan: ServingPlan) -> tuple[float, float, int]:
+    """The best first: fewer GPUs for the rate asked for, more tokens of replies a GPU, smaller replicas."""
+    gpus = plan.num_gpus if plan.case.request_rate else 0
+    return gpus, -plan.tokens_per_second_per_gpu, plan.gpus_per_replica
 
 
 def meshes(case: ServingCase, num_gpus: int, fixed: Mapping[str, int]) -> Iterator[MeshSpec]:

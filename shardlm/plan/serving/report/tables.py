@@ -74,7 +74,9 @@ def plans(answer: Data) -> Table:
     said = ["Requests and tokens of replies at the most that a replica sustains."]
     said += [f"{left:,} slower ones are left out."] if left else []
     said += [f"{len(refused):,} more do not do, for instance {one['mesh_text']}: {one['why']}." for one in refused[:1]]
-    return Table("plans", "The best meshes by tokens of replies", tuple(columns), tuple(rows), note=" ".join(said))
+    rate = answer["asked"]["request_rate"]
+    by = f"GPUs for {rate:g} requests/s" if rate else "tokens of replies"
+    return Table("plans", f"The best meshes by {by}", tuple(columns), tuple(rows), note=" ".join(said))
 
 
 def facts(answer: Data) -> list[Fact]:
