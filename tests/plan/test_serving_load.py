@@ -40,6 +40,16 @@ def test_times_are_those_of_the_scheduler(prompt_len, output_len, share, exact):
     assert found["preemptions"] == 0 and found["within_limits"] is None
 
 
+def test_at_the_most_a_load_is_that_of_the_most():
+    """Where slots limit it fewer replies are under way on average than there are slots."""
+    replica = replica_of(128, 512, EngineConfig(max_num_seqs=64))
+    most = replica.most()
+    assert most.limit == "max_num_seqs" and most.running < 60
+    found = replica.at(0.999 * most.rate)
+    for name in ("running", "itl_seconds", "ttft_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(most, name), rel=0.02), name
+
+
 def test_a_latency_that_an_idle_replica_keeps_is_one_to_plan_by():
     """Hardly any prompt finds a decode program under way."""
     free = replica_of(2048, 200)

@@ -176,4 +176,4 @@ class Trials:
             further = load.itl_seconds + 0.05 * late * (load.itl_seconds - idle.itl_seconds)
             return first <= (case.ttft_seconds or math.inf) and further <= (case.itl_seconds or math.inf)
 
-        return max(LEAST * most.rate, free.running(free.largest(kept, most.running)).rate)
+        return max(LEAST * most.rate, min(most.rate, free.running(free.largest(kept, float(free.slots))).rate))

@@ -34,7 +34,7 @@ HEADROOM = 0.8  # of the most that a replica sustains; nearer to it waits grow w
 class Load:
     """A replica at `rate` requests a second.
 
-    running       requests whose replies are under way
+    running       requests whose replies are under way, on average; fewer than the slots also where those limit it
     itl_seconds   between two tokens of a reply
     ttft_seconds  mean, from arrival to the first token; infinite where prompts come faster than they are read
     prompts       share of the time that goes to prompts
@@ -89,7 +89,7 @@ class Replica:
         return self.case.mix.context
 
     def running(self, batch: float) -> Load:
-        """With so many replies under way on average."""
+        """At the rate at which so many replies, all the time, are under way."""
         P, O = self.case.mix.prompt - self.case.mix.found, self.case.mix.output
         sizes, made = self.speed.memory.sizes, self.case.tokens_a_step
         step = float(np.interp(batch, *self._steps))
@@ -112,8 +112,8 @@ class Replica:
 
     def _under_way(self, rate: float, prompts: float) -> tuple[float, float]:
         """(replies under way, seconds of a step beside a prompt), on average over what random arrivals bring: of n
-        replies one ends every O t(n) / n seconds, where t is a step over the share of time that prompts leave (a queue
-        whose server is shared, L. Kleinrock, Queueing Systems, volume 2, section 4.4)."""
+        replies one ends every O t(n) / n seconds, where t is a step over the share of time that prompts leave (a
+        birth-death chain)."""
         n = np.arange(1, self.slots + 1)
         steps = np.interp(n, *self._steps)
         each = rate * self.case.mix.output * steps / (self.case.tokens_a_step * (1 - prompts))
@@ -157,7 +157,7 @@ class Replica:
         most = self.most()
         if rate > most.rate:
             return None
-        batch = self.largest(lambda load: load.rate <= rate, most.running)
+        batch = self.largest(lambda load: load.rate <= rate, float(self.slots))
         return dataclasses.replace(self.running(batch), rate=rate, limit="")
 
     def largest(self, holds: Callable[[Load], bool], most: float) -> float:
