@@ -125,11 +125,14 @@ def test_what_another_file_says(tmp_path):
     assert supported(read_config(folder)) == "awq"
 
 
+DENSE = {"format": "dense", "global_sparsity": 0.1, "targets": []}
+
+
 @pytest.mark.parametrize(
     ("options", "method"),
     [
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
-        ({"config_groups": {}, "format": "dense", "sparsity_config": {"format": "dense"}}, "compressed-tensors"),
+        ({"config_groups": {}, "format": "dense", "sparsity_config": DENSE}, "compressed-tensors"),
         ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, "modelopt"),
         *(({"quant_method": method}, method) for method in METHODS),
     ],
@@ -141,12 +144,21 @@ def test_methods_by_their_options(options, method):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quant_method": "aqlm"}, "quant_method='aqlm'; supported are awq, bitsandbytes, compressed-tensors"),
+        (
+            {"quant_method": "aqlm"},
+            "quant_method='aqlm'; supported are auto-round, awq, bitsandbytes, compressed-tensors",
+        ),
         ({"bits": 4}, "quant_method='none'; supported are"),
         ("int4", "quantization_config='int4'; an object is needed"),
         ({"quant_method": "gptq", "bits": 3}, "bits=3; supported with quant_method='gptq' are 4, 2, 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin'; supported"),
         ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format=True; supported"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 3}, "bits=3; supported"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "'auto_round:llm_compressor'; s",
+        ),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type='mx_fp'; supported"),
         ({"quant_method": "awq", "version": "GEMV"}, "version='gemv'; supported"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'; supported"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'; supported"),
@@ -155,6 +167,8 @@ def test_methods_by_their_options(options, method):
         ({**compressed({}), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* packed sparsely"),
         ({**compressed({}), "transform_config": {"config_groups": {"u": 1}}}, "transform_config=.* or rotated while"),
         ({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}, r"'W8A8'\]=.* a group with"),
+        ({"quant_method": "compressed-tensors", "config_groups": 3}, r"config_groups\[''\]=3; a group with"),
+        (compressed({"group_size": "x"}), "group_size='x'; it needs a whole number"),
     ],
 )
 def test_options_that_are_not_supported_are_refused(options, message):
