@@ -119,6 +119,8 @@ def test_what_another_file_says(tmp_path):
     assert read_config(folder)["quantization_config"]["quant_algo"] == "FP8"
     assert supported(read_config(folder)) == "modelopt"
     (folder / "hf_quant_config.json").unlink()
+    (folder / "quant_config.json").write_text('{"quantization": "of something else"}')
+    assert supported(read_config(folder)) == ""
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128, "desc_act": false}')
     assert supported(read_config(folder)) == "gptq"
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
