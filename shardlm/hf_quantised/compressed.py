@@ -101,9 +101,9 @@ def _bytes(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) 
         expected = "8-bit numbers [O, I] and their scales"
         raise misfit(f"{module}.weight", weight, f"{module}.weight_scale", scales, expected)
     size, cells = _cells(module, weight, weight.shape, scales, scheme)
-    zeros, of_zeros = None, parts.get("weight_zero_point")
-    if of_zeros is not None and not scheme.get("symmetric", True):
-        zeros = _plain_zeros(module, of_zeros, cells)
+    zeros = None
+    if not scheme.get("symmetric", True):
+        zeros = _plain_zeros(module, needed(module, parts, "weight_zero_point")[0], cells)
     return Grid(floats(weight), Factors(scales, cells), size, zeros)
 
 
@@ -118,11 +118,9 @@ def _packed(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any])
         raise misfit(f"{module}.weight_packed", words, f"{module}.weight_scale", scales, expected)
     size, cells = _cells(module, words, (O, I), scales, scheme)
     half = 1 << (bits - 1)
-    zeros, of_zeros = None, parts.get("weight_zero_point")
+    zeros = None
     if not scheme.get("symmetric", True):
-        if of_zeros is None:
-            raise missing(words, f"{module}.weight_packed", f"{module}.weight_zero_point")
-        zeros = _zeros(module, of_zeros, bits, cells, half)
+        zeros = _zeros(module, needed(module, parts, "weight_zero_point")[0], bits, cells, half)
     listed = parts.get("weight_g_idx")
     if listed is not None and not a_list(listed, I):
         raise misfit(f"{module}.weight_packed", words, f"{module}.weight_g_idx", listed, f"{I} whole numbers")
@@ -143,13 +141,15 @@ def _plain_zeros(module: str, stored: Stored, cells: tuple[int, int]) -> Numbers
     if stored.dtype.itemsize != 1 or int(np.prod(stored.shape)) != int(np.prod(cells)):
         expected = f"one of 8 bits for each of {list(cells)} groups"
         raise misfit(f"{module}.weight_zero_point", stored, "they", stored, expected)
-    return floats(_reshaped(stored, cells))
+    return floats(dataclasses.replace(stored, shape=cells))
 
 
 def _fp4(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) -> Grid:
     """NVFP4, whose 8-bit scales are divided by a common number, and MXFP4, whose scales are exponents."""
     packed, scales = needed(module, parts, "weight_packed", "weight_scale")
-    common = parts.get("weight_global_scale")
+    only({"quant_method": "compressed-tensors", **scheme}, "symmetric", True)
+    nested = scheme.get("strategy") == "tensor_group" or "weight_global_scale" in parts
+    common = needed(module, parts, "weight_global_scale")[0] if nested else None
     if len(packed.shape) != 2 or (common is not None and not one(common.shape)):
         expected = "uint8 [O, I / 2], a scale for each group, and at most one weight_global_scale"
         raise misfit(f"{module}.weight_packed", packed, f"{module}.weight_scale", scales, expected)
@@ -180,7 +180,3 @@ def _cells(
         expected = f"{list(cells)} scales, by strategy={strategy!r}"
         raise misfit(f"{module}.weight", numbers, f"{module}.weight_scale", scales, expected)
     return tuple(size), cells
-
-
-def _reshaped(stored: Stored, shape: tuple[int, int]) -> Stored:
-    return dataclasses.replace(stored, shape=shape)

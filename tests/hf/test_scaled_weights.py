@@ -178,6 +178,8 @@ def test_options_that_are_not_supported_are_refused(options, message):
         supported({"quantization_config": options})
 
 
+ASYMMETRIC = compressed({"num_bits": 8, "strategy": "channel", "symmetric": False})
+NVFP4 = compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16})
 CHANNEL = compressed({"num_bits": 8, "type": "float", "strategy": "channel"})
 
 
@@ -203,6 +205,21 @@ CHANNEL = compressed({"num_bits": 8, "type": "float", "strategy": "channel"})
             CHANNEL,
             {"weight": FLOATS, "weight_scale": scales(3, 1)},
             r"needed are \[40, 1\] scales, by str",
+        ),
+        (
+            ASYMMETRIC,
+            {"weight": INTS, "weight_scale": scales(O, 1)},
+            r"and w\.weight_zero_point is not; download",
+        ),
+        (
+            NVFP4,
+            {"weight_packed": BYTES, "weight_scale": OF_16},
+            r"and w\.weight_global_scale is not; download",
+        ),
+        (
+            compressed({**NVFP4["config_groups"]["group_0"]["weights"], "symmetric": False}),
+            {"weight_packed": BYTES, "weight_scale": OF_16, "weight_global_scale": scales(1)},
+            "symmetric=False; supported",
         ),
         (CHANNEL, {"weight": np.ones((O, I), np.float32), "weight_scale": scales(O, 1)}, r"needed are 8-bit numbers"),
     ],
