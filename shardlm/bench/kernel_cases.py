@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.grouped_weights import GroupedFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul
 
@@ -87,7 +87,7 @@ class FewBits:
     rows: int
     width: int
     hidden: int
-    how: WeightFormat
+    how: GroupedFormat
 
 
 Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits
