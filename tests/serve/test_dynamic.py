@@ -35,9 +35,8 @@ def latent(tmp_path_factory):
 
 
 @functools.cache
-def scores(folder, how: str, mesh: MeshSpec = ONE) -> np.ndarray:
-    found = shardlm.LLM(folder, quantization=how, mesh=mesh, **SIZES).score(ROWS)
-    return np.concatenate([np.asarray(row, np.float64) for row in found])
+def scores(folder, how: str, mesh: MeshSpec = ONE) -> list[np.ndarray]:
+    return [np.array(row) for row in shardlm.LLM(folder, quantization=how, mesh=mesh, **SIZES).score(ROWS)]
 
 
 def test_what_was_trained_in_int8_is_served(folder):
@@ -59,9 +58,9 @@ def test_what_was_trained_in_int8_is_served(folder):
         for row in ROWS:
             found = np.asarray(run(opened.params, np.array([row], np.int32)))
             expected += [found[i, token] for i, token in enumerate(row[1:])]
-    served = scores(folder, "int8_dynamic")
+    served = np.concatenate(scores(folder, "int8_dynamic"))
     assert np.median(np.abs(served - expected)) < 2e-6 and np.abs(served - expected).max() < 2e-3
-    plain = scores(folder, None)
+    plain = np.concatenate(scores(folder, None))
     assert np.median(np.abs(plain - expected)) > 2e-3  # what 8 bits do
 
 
@@ -75,7 +74,8 @@ def test_what_was_trained_in_int8_is_served(folder):
     ids=str,
 )
 def test_any_mesh_gives_the_same_numbers(kind, how, mesh, folder, latent):
-    """Latents with experts: what each head multiplies and routed experts are in groups of 8 bits."""
+    """Latents with experts: what each head multiplies and routed experts are in groups of 8 bits. All were within 1e-6
+    (measured); a number in thousands may fall to the other side, and moves what comes after it in its row."""
     path = {"dense": folder, "latent": latent}[kind]
-    one, found = scores(path, how), scores(path, how, mesh)
-    assert np.median(np.abs(found - one)) < 2e-6 and np.abs(found - one).max() < 2e-2  # measured: all within 1e-6
+    off = [np.abs(a - b) for a, b in zip(scores(path, how), scores(path, how, mesh), strict=True)]
+    assert sum(np.median(row) < 2e-6 for row in off) >= len(ROWS) - 1 and max(row.max() for row in off) < 2e-2
