@@ -131,12 +131,12 @@ def _rows(name: str, weight: Stored, other: str, scales: Stored, form: Stored | 
 
 def _blocks(name: str, weight: Stored, parts: Mapping[str, Stored]) -> Blocks:
     state = next((parts[part] for part in (f"{STATE}nf4", f"{STATE}fp4") if part in parts), None)
-    for part in ("absmax", "quant_map"):
+    for part in ("absmax", "quant_map", *(("nested_quant_map",) if "nested_absmax" in parts else ())):
         if part not in parts:
             raise missing(weight, name, f"{name}.{part}")
     if state is None:
         raise missing(weight, name, f"{name}.{STATE}nf4")
-    told = _state(name, state)
+    told = _state(name, state, "nested_absmax" in parts)
     shape, block, absmax = tuple(told["shape"]), told["blocksize"], parts["absmax"]
     count, values = math.prod(shape), parts["quant_map"]
     packed = dataclasses.replace(weight, dtype=np.dtype("uint8"), shape=(weight.nbytes,))
@@ -147,8 +147,6 @@ def _blocks(name: str, weight: Stored, parts: Mapping[str, Stored]) -> Blocks:
     absmax = dataclasses.replace(absmax, shape=(blocks,))
     if "nested_absmax" not in parts:
         return Blocks(packed, values, absmax, shape, block)
-    if "nested_quant_map" not in parts:
-        raise missing(weight, name, f"{name}.nested_quant_map")
     of_scales, outer = parts["nested_absmax"], told["nested_blocksize"]
     if absmax.dtype != np.uint8 or math.prod(of_scales.shape) != -(-blocks // outer):
         expected = f"uint8 and a scale for each {outer} of them"
@@ -158,12 +156,13 @@ def _blocks(name: str, weight: Stored, parts: Mapping[str, Stored]) -> Blocks:
     return Blocks(packed, values, nested, shape, block)
 
 
-def _state(name: str, stored: Stored) -> dict[str, Any]:
-    """What a weight says of itself: a JSON object in bytes."""
+def _state(name: str, stored: Stored, nested: bool) -> dict[str, Any]:
+    """What a weight says of itself, and of its scales' scales where they are nested: a JSON object in bytes."""
     try:
         told = json.loads(stored.read(...).tobytes())
         whole = all(type(n) is int and n > 0 for n in (*told["shape"], told["blocksize"]))
-        right = whole and len(told["shape"]) == 2 and told.get("nested_blocksize", 1) > 0
+        inner = not nested or (told["nested_blocksize"] > 0 and isinstance(told["nested_offset"], float))
+        right = whole and len(told["shape"]) == 2 and inner
     except (ValueError, KeyError, TypeError):
         right = False
     if not right:

@@ -2,7 +2,6 @@
 without the rest."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -64,13 +63,16 @@ class Packed:
         codes = np.empty((len(words), self.per_word, words.shape[1]), np.uint8)
         for i, place in enumerate(self.order or range(self.per_word)):
             codes[:, i] = (words >> (self.bits * place)) & ((1 << self.bits) - 1)
-        return codes.reshape(-1, words.shape[1])
+        return codes.reshape(len(words) * self.per_word, words.shape[1])
 
     def _along_columns(self, words: np.ndarray) -> np.ndarray:
-        codes = _of_bytes(self.bits)[np.ascontiguousarray(words).view(np.uint8)]
+        flat = np.ascontiguousarray(words).view(np.uint8)
+        codes = np.empty((*flat.shape, 8 // self.bits), np.uint8)  # a byte holds whole codes
+        for i in range(codes.shape[2]):
+            np.bitwise_and(flat >> (self.bits * i), (1 << self.bits) - 1, out=codes[..., i])
         if self.order:
             codes = codes.reshape(*words.shape, self.per_word)[..., self.order]
-        return codes.reshape(len(words), -1)
+        return codes.reshape(len(words), words.shape[1] * self.per_word)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +95,25 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Numbers:
-    """Codes and what they stand for: values, float32 [256]."""
+    """Codes and what they stand for: values, float32 [256], or whole numbers, each `less` than its code."""
 
     codes: Packed | Bytes
-    values: np.ndarray
+    values: np.ndarray | None = None
+    less: int = 0
+
+    def put(self, codes: np.ndarray, out: np.ndarray) -> None:
+        """What these stand for, into float32 of the same shape."""
+        if self.values is not None:
+            np.take(self.values, codes, out=out, mode="clip")
+        else:  # a tenth of the time (measured)
+            out[...] = codes
+            out -= self.less
+
+    def read(self, index: Index) -> np.ndarray:
+        codes = self.codes.read(index)
+        out = np.empty(codes.shape, np.float32)
+        self.put(codes, out)
+        return out
 
 
 def floats(stored: Stored) -> Numbers:
@@ -106,7 +123,7 @@ def floats(stored: Stored) -> Numbers:
 
 def whole(codes: Packed, less: int = 0) -> Numbers:
     """Whole numbers, each `less` than its code."""
-    return Numbers(codes, np.arange(256, dtype=np.float32) - less)
+    return Numbers(codes, less=less)
 
 
 def fp4(stored: Stored) -> Numbers:
@@ -141,10 +158,3 @@ def float32(stored: Stored, shape: Sequence[int] = ()) -> np.ndarray:
 def one(shape: Sequence[int]) -> bool:
     """Whether an array of this shape holds a single number."""
     return math.prod(shape) == 1
-
-
-@functools.cache
-def _of_bytes(bits: int) -> np.ndarray:
-    """[256, 8 / bits]: the codes of each byte."""
-    shifts = np.arange(0, 8, bits)
-    return (np.arange(256)[:, None] >> shifts & ((1 << bits) - 1)).astype(np.uint8)

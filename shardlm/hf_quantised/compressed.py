@@ -75,7 +75,8 @@ def _scheme(module: str, groups: Mapping[str, Any], stored: Stored) -> Mapping[s
         for target in group.get("targets") or ():
             if target == module or (target.startswith("re:") and re.match(target[3:], module)):
                 return group.get("weights") or {}
-            of_class += [group] if re.fullmatch(r"\w+", target) else []
+        if any(re.fullmatch(r"[A-Z]\w*", target) for target in group.get("targets") or ()):
+            of_class.append(group)
     if len(of_class) == 1:
         return of_class[0].get("weights") or {}
     raise ShardlmError(

@@ -34,8 +34,8 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def check_modelopt(options: Mapping[str, Any]) -> None:
-    algorithm = str(options.get("quant_algo")).upper()
-    only({**options, "quant_algo": algorithm}, "quant_algo", *ALGORITHMS)
+    if options.get("quant_algo"):  # of caches alone there is none
+        only({**options, "quant_algo": str(options["quant_algo"]).upper()}, "quant_algo", *ALGORITHMS)
 
 
 def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str, Any]:
