@@ -3,6 +3,8 @@ kind of block, and a reply is the same bits whatever else runs."""
 
 import dataclasses
 import functools
+import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,12 @@ from engines import CONFIG, folder_of
 
 import shardlm
 from shardlm.layers.context import Packed
+from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.opened import load
+from shardlm.models.pretrained import Pretrained
+from shardlm.opened import Opened, load
+from shardlm.rules import Rules
+from shardlm.serve.build import grown
 from shardlm.state import ModelDef
 
 ONE = MeshSpec()
@@ -62,6 +68,14 @@ def test_what_was_trained_in_int8_is_served(folder):
     assert np.median(np.abs(served - expected)) < 2e-6 and np.abs(served - expected).max() < 2e-3
     plain = np.concatenate(scores(folder, None))
     assert np.median(np.abs(plain - expected)) > 2e-3  # what 8 bits do
+
+
+def test_a_checkpoint_in_few_bits_that_is_served_in_more_says_so():
+    execution = Execution(Rules.make("zero3", ONE), jnp.bfloat16)
+    source = Pretrained("x", config=json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    opened = Opened(types.SimpleNamespace(execution=execution), None, None, source, None)
+    assert "(fp8); they are served in bfloat16" in grown(opened, None) and not grown(opened, "fp8_dynamic")
+    assert not grown(dataclasses.replace(opened, source=Pretrained("x", config="{}")), None)
 
 
 @pytest.mark.parametrize(
