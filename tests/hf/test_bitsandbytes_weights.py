@@ -63,6 +63,7 @@ def test_8_bits_with_a_scale_for_each_row(tmp_path):
 
 
 ABSMAX = np.ones(BLOCKS, np.float32)
+OF_EIGHT = np.ones(256, np.float32)
 EIGHT = {"weight__absmax": np.zeros(BLOCKS, np.uint8), "weight__nested_absmax": np.ones(1, np.float32)}
 
 
@@ -80,12 +81,16 @@ EIGHT = {"weight__absmax": np.zeros(BLOCKS, np.uint8), "weight__nested_absmax": 
         (tensors({"shape": [1]}, weight__absmax=ABSMAX), r"the state of w\.weight is damaged"),
         (tensors(STATE | {"blocksize": 0}, weight__absmax=ABSMAX), r"the state of w\.weight is damaged"),
         (
-            tensors(**EIGHT, weight__nested_quant_map=np.ones(256, np.float32)),
+            tensors(**EIGHT, weight__nested_quant_map=OF_EIGHT),
             r"the state of w\.weight is damaged",
         ),
         (tensors(**EIGHT), r"w\.weight is there, and w\.weight\.nested_quant_map is not"),
         (
-            tensors(STATE | {"nested_blocksize": 4}, **EIGHT, weight__nested_quant_map=np.ones(256, np.float32)),
+            tensors(
+                STATE | {"nested_blocksize": 4, "nested_offset": 0.5},
+                **EIGHT,
+                weight__nested_quant_map=OF_EIGHT,
+            ),
             r"nested_absmax is float32\[1\]; needed are uint8 and a scale for each 4 of them",
         ),
     ],

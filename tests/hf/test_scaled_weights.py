@@ -121,6 +121,8 @@ def test_what_another_file_says(tmp_path):
     (folder / "hf_quant_config.json").unlink()
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128, "desc_act": false}')
     assert supported(read_config(folder)) == "gptq"
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert supported(read_config(folder)) == "awq"
 
 
 @pytest.mark.parametrize(
