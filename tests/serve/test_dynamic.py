@@ -8,12 +8,14 @@ import types
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import small_moe
 from engines import CONFIG, folder_of
 
 import shardlm
+from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.layers.context import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -68,6 +70,36 @@ def test_what_was_trained_in_int8_is_served(folder):
     assert np.median(np.abs(served - expected)) < 2e-6 and np.abs(served - expected).max() < 2e-3
     plain = np.concatenate(scores(folder, None))
     assert np.median(np.abs(plain - expected)) > 2e-3  # what 8 bits do
+
+
+def test_the_numbers_of_a_published_checkpoint_are_multiplied(folder, tmp_path):
+    """As llm-compressor writes FP8_DYNAMIC: what is multiplied is what is in the file, on a mesh too."""
+    plain, told = Folder.open(folder), {}
+    for name, stored in plain.tensors.items():
+        told[name] = stored.read(...)
+        if name.endswith("_proj.weight"):
+            scale = np.abs(told[name]).max(1, keepdims=True) / np.float32(448)
+            told[name] = (told[name] / scale).astype(ml_dtypes.float8_e4m3fn)
+            told[f"{name}_scale"] = scale
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    told_of = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    planned = [Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in told.items()]
+    write_folder(tmp_path / "fp8", planned, {**plain.config, "quantization_config": told_of}, folder)
+    found = load(tmp_path / "fp8", decoding=True, quantization="fp8_dynamic", mesh=MeshSpec(tensor=2)).params
+    for layer in range(DENSE.num_layers):
+        block = jax.tree.map(lambda a, layer=layer: np.asarray(a[layer]), found["segments"][0]["blocks"][0])
+        for ours, theirs in (
+            ("attention.wq", "self_attn.q_proj"),
+            ("attention.wo", "self_attn.o_proj"),
+            ("mlp.down", "mlp.down_proj"),
+        ):
+            room, name = ours.split(".")
+            expected = told[f"model.layers.{layer}.{theirs}.weight"]
+            values = block[room][name]
+            np.testing.assert_array_equal(values.reshape(expected.shape).view(np.uint8), expected.view(np.uint8))
+            scale = told[f"model.layers.{layer}.{theirs}.weight_scale"]
+            np.testing.assert_allclose(block[room][f"{name}_scale"].reshape(scale.shape), scale, rtol=2e-7)
 
 
 def test_a_checkpoint_in_few_bits_that_is_served_in_more_says_so():
