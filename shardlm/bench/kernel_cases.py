@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.grouped_weights import GroupedFormat, WeightFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul
 
@@ -82,7 +82,31 @@ class EightBit:
 
 @dataclasses.dataclass(frozen=True)
 class FewBits:
-    """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does."""
+    """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does; `kernel`: by Pallas,
+    else made anew before."""
+
+    rows: int
+    width: int
+    hidden: int
+    how: GroupedFormat
+    kernel: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBitsExperts:
+    """The same of experts, `rows` of each."""
+
+    rows: int
+    width: int
+    hidden: int
+    experts: int
+    how: GroupedFormat
+    kernel: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Held8:
+    """A projection whose weight is held in 8 bits and multiplied so, as serving does with quantization=`how`."""
 
     rows: int
     width: int
@@ -90,7 +114,7 @@ class FewBits:
     how: WeightFormat
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits
+Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8
 KernelCases = Mapping[str, Shape]
 
 _DECODE = Paged(64, 1, 4096, 32, 8, 128)
@@ -136,11 +160,26 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "fp8, back": EightBit(8192, 4096, 14_336, "fp8", back=True),
             "int8": EightBit(8192, 4096, 14_336, "int8"),
             "int8, back": EightBit(8192, 4096, 14_336, "int8", back=True),
+            **{
+                f"{how}, {rows} rows": Held8(rows, 4096, 14_336, how)
+                for rows in (1, 64, 2048)
+                for how in ("fp8_dynamic", "int8_dynamic")
+            },
         },
         "weights in few bits": {
-            f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how)
-            for rows in (1, 64, 2048)
-            for how in ("int8", "fp8", "int4")
+            **{
+                f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how, rows <= 256)
+                for rows in (1, 64, 256, 2048)
+                for how in ("int8", "fp8", "int4")
+            },
+            "int8, 256 rows, made anew": FewBits(256, 4096, 14_336, "int8", False),
+            **{
+                f"int4, 128 experts, {rows} rows each{'' if kernel else ', made anew'}": FewBitsExperts(
+                    rows, 2048, 768, 128, "int4", kernel
+                )
+                for rows in (16, 128, 256)
+                for kernel in (True, False)
+            },
         },
     }
 )
@@ -153,7 +192,15 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "attention": {"backward, sinks": Whole(1, 64, 4, 2, 16, documents=2, back=True, sinks=True)},
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
-        "8-bit products": {"fp8": EightBit(32, 64, 64, "fp8"), "int8, back": EightBit(32, 64, 64, "int8", back=True)},
-        "weights in few bits": {"int4": FewBits(2, 64, 64, "int4")},
+        "8-bit products": {
+            "fp8": EightBit(32, 64, 64, "fp8"),
+            "int8, back": EightBit(32, 64, 64, "int8", back=True),
+            "int8_dynamic": Held8(2, 64, 64, "int8_dynamic"),
+        },
+        "weights in few bits": {
+            "int4": FewBits(2, 64, 64, "int4", True),
+            "int8, made anew": FewBits(2, 64, 64, "int8", False),
+            "fp8, 2 experts": FewBitsExperts(4, 64, 64, 2, "fp8", True),
+        },
     }
 )

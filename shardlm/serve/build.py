@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
+from absl import logging
 from jax.sharding import Mesh
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
+from shardlm.hf_quantised import supported
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Opened, describe, load
-from shardlm.ops.grouped_weights import STORED
+from shardlm.ops.grouped_weights import QUANTIZATIONS
 from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
@@ -57,7 +61,8 @@ class EngineConfig:
 
     mesh                    of the devices: tensor, expert and pipeline split the model, data counts its replicas
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
-    quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); None: in dtype
+    quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); "fp8_dynamic", "int8_dynamic":
+                            projections multiply 8-bit numbers too (ops/dynamic_matmul.py); None: in dtype
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
@@ -104,8 +109,8 @@ class EngineConfig:
                 raise ShardlmError(
                     "deterministic=True computes each token alone and speculative_config several at once; choose one"
                 )
-        if self.quantization not in (None, *STORED):
-            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(STORED)}, or None")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(QUANTIZATIONS)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.prefill_attention not in get_args(Wanted):
@@ -172,10 +177,23 @@ def build(
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     opened = load(path, mesh=mesh, decoding=True, length=length, **options)
+    if said := grown(opened, config.quantization):
+        logging.warning("%s %s", path, said)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     for name, adapter in config.lora_modules.items():
         engine.load_adapter(name, str(adapter), ready(adapter, engine))
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
+
+
+def grown(opened: Opened, quantization: str | None) -> str:
+    """What to tell of a checkpoint in few bits that is served in more; "" where there is nothing to tell."""
+    method = supported(opened.source.options) if isinstance(opened.source, Pretrained) else ""
+    if not method or quantization:
+        return ""
+    return (
+        f"holds weights in few bits ({method}); they are served in {jnp.dtype(opened.model.execution.dtype).name}, as "
+        f"the numbers they stand for. In less memory with quantization={', '.join(QUANTIZATIONS)}"
+    )
 
 
 def assemble(
