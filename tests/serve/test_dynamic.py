@@ -56,15 +56,17 @@ def test_what_was_trained_in_int8_is_served(folder):
         model = ModelDef.make(opened.model.config, execution)
 
         @jax.jit
-        def run(params, tokens):
+        def run(params, tokens, length):
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             lm = model.model(params)
-            hidden, _, _ = lm(tokens, positions, Packed(jnp.ones_like(tokens), execution.rules))
+            hidden, _, _ = lm(tokens, positions, Packed((positions < length).astype(jnp.int32), execution.rules))
             return jax.nn.log_softmax(lm.logits(hidden))[0]
 
         expected = []
         for row in ROWS:
-            found = np.asarray(run(opened.params, np.array([row], np.int32)))
+            tokens = np.zeros((1, 32), np.int32)
+            tokens[0, : len(row)] = row
+            found = np.asarray(run(opened.params, tokens, len(row)))
             expected += [found[i, token] for i, token in enumerate(row[1:])]
     served = np.concatenate(scores(folder, "int8_dynamic"))
     assert np.median(np.abs(served - expected)) < 2e-6 and np.abs(served - expected).max() < 2e-3
