@@ -201,5 +201,16 @@ NETWORKS: Mapping[Fabric, Link] = MappingProxyType(
         "tcp": Link(*("network", 0.66, 0, 8 / 132), {SIMPLE: Protocol(1, 8.4e-6, 0.65e-3)}),
     }
 )
+# What NCCL has assumed of the same since 2.11 (ncclTunerConstantsDefaults; 2.32's src/tuning/cost_model.cc still), and
+# small sums take: of 2, 32, 256, 512 and 1,024 KiB over eight H200 in a CUDA graph 16.8, 19.6, 20.3, 20.9 and 27.0 us
+# (https://github.com/sgl-project/sglang/pull/22734, its pynccl), 15.2, 17.9, 18.6, 19.0 and 25.3 in achieved.json;
+# with these 15.0, 15.6, 20.1, 25.0 and 27.1, with those above 10.2, 10.8, 15.4, 20.6 and 27.1. A decode step has two
+# of them a layer (plan/serving). Training's steps, whose sums are large, were fitted with those above.
+SMALL_SUMS: Mapping[str, Mapping[str, Protocol]] = MappingProxyType(
+    {
+        "NVLink": {LL: Protocol(0.25, 6.6e-6, 0.6e-6), LL128: Protocol(0.92, 14e-6, 1.9e-6)},
+        "PCIe": {LL: Protocol(0.25, 6.6e-6, 1e-6)},
+    }
+)
 TREE = 0.92
 SWITCH_SECONDS = 23e-6
