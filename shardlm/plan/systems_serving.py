@@ -112,8 +112,9 @@ def as_run(table: Table) -> Callable[[Op], Iterator[Op]]:
 
     def run(op: Op) -> Iterator[Op]:
         if op.what == "sampling":
-            count = GREEDY_KERNELS * op.count
-            yield dataclasses.replace(op, hbm_bytes=_logits(op) / GREEDY_KERNELS, count=count)
+            times = op.count / SAMPLING_KERNELS
+            logits = op.hbm_bytes * SAMPLING_KERNELS / SAMPLER_PASSES
+            yield dataclasses.replace(op, hbm_bytes=logits / GREEDY_KERNELS, count=GREEDY_KERNELS * times)
         elif op.unit != "matmul" or op.layer == "head" or dtype == "dtype":
             yield op
         else:
@@ -126,8 +127,3 @@ def as_run(table: Table) -> Callable[[Op], Iterator[Op]]:
             yield dataclasses.replace(op, hbm_bytes=op.hbm_bytes - saved, dtype=dtype)
 
     return run
-
-
-def _logits(sampling: Op) -> float:
-    """Bytes of all rows' in float32, of our sampling."""
-    return sampling.hbm_bytes * SAMPLING_KERNELS / SAMPLER_PASSES

@@ -20,6 +20,7 @@ from shardlm.plan.serving.closed import Part, Requests, Step, closed_loop
 from shardlm.plan.serving.load import Replica
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.mixed import Mixed
+from shardlm.plan.serving.ops import SAMPLER_PASSES, SAMPLING_KERNELS
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.systems_serving import Held, as_run, limits, shares_keys
 from shardlm.plan.validate_serving import TABLES, format_serving, predict, served_json, validate_serving
@@ -121,6 +122,9 @@ def test_few_bits_are_multiplied_and_cast(served):
     assert run.dtype == "fp4" and run.hbm_bytes == 5000 - 100 * 32 * (2 - 0.5625)
     head = dataclasses.replace(product, layer="head")
     assert list(as_run(table)(head)) == [head]
+    sampling = Op("head", "sampling", "memory", 0, SAMPLER_PASSES * 4 * 7 * 100 / SAMPLING_KERNELS, SAMPLING_KERNELS)
+    (greedy,) = as_run(table)(sampling)
+    assert (greedy.count, greedy.hbm_bytes * greedy.count) == (2, 4 * 7 * 100)  # float32 logits, once
 
 
 def test_what_a_plan_says_is_most_is_a_little_less_than_such_a_loop_does(published):
