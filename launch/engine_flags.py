@@ -15,7 +15,12 @@ _SIZES = {
     for axis, meaning in AXES.items()
 }
 _DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the checkpoint's, on a CPU float32.")
-_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["fp8", "int8", "int4"], "Of weights; by default none.")
+_QUANTIZATION = flags.DEFINE_enum(
+    "quantization",
+    None,
+    ["fp8", "int8", "int4", "fp8_dynamic", "int8_dynamic"],
+    "Of weights; dynamic: activations too, for each token, and 8-bit numbers are multiplied. By default none.",
+)
 _KV_CACHE = flags.DEFINE_enum(
     "kv_cache_dtype", "auto", ["auto", "bfloat16", "fp8", "int8"], "Of keys and values that are kept; auto: dtype."
 )

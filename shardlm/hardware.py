@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from shardlm.errors import ShardlmError
 
@@ -364,6 +364,13 @@ def lookup(device_kind: str) -> Gpu | None:
     """
     wanted = _plain(device_kind)
     return next((gpu for gpu in _ALL if wanted in map(_plain, gpu.device_kinds)), None)
+
+
+def multiplies_fp8(device: Any) -> bool:
+    """Whether the matrix units of a GPU, as jax describes it, take fp8."""
+    gpu = lookup(device.device_kind)
+    capability = str(getattr(device, "compute_capability", None) or "0").split(".")
+    return gpu.multiplies_fp8 if gpu else tuple(map(int, capability)) >= (8, 9)
 
 
 def named(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from shardlm.held_weights import of_scale
 from shardlm.layers.lora import LoraConfig, beside
 from shardlm.ops.grouped_weights import dequantised, grouped_axis
 from shardlm.state import ModelDef
-from shardlm.weights import of_scale
 
 Tree = Any
 

@@ -15,6 +15,7 @@ from shardlm import peft, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
+from shardlm.hardware import multiplies_fp8
 from shardlm.hf_files import BESIDE, Folder, read_config, read_generation
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
@@ -23,7 +24,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
-from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.grouped_weights import DYNAMIC, WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
@@ -146,7 +147,7 @@ def load(
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows, and weights rest where they are used
               (serving_rules.py)
-    quantization  "fp8", "int8" or "int4": how a Hugging Face checkpoint's projections are held (ops/grouped_weights.py)
+    quantization  how a Hugging Face checkpoint's projections are held, and multiplied: EngineConfig's (serve/build.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
@@ -272,9 +273,20 @@ def execution_of(
     lora: LoraConfig,
 ) -> Execution:
     """How a model that is opened runs in the dtype of this name on devices like this one. Raises ShardlmError for
-    another dtype, and for experts on GPUs without the package of their kernels."""
+    another dtype, for 8-bit products that it or the GPU does not have, and for experts on GPUs without the package of
+    their kernels."""
     if name not in DTYPES:
         raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
+    if held in DYNAMIC and name == "float16":
+        raise ShardlmError(
+            f"quantization={held} with dtype=float16: sums of 8-bit products are scaled afterwards and before that "
+            "exceed float16, which ends at 65,504; set dtype to bfloat16"
+        )
+    if held == "fp8_dynamic" and device.platform != "cpu" and not multiplies_fp8(device):
+        raise ShardlmError(
+            f"quantization=fp8_dynamic on {device.device_kind}: its matrix units do not take fp8, which came with "
+            "compute capability 8.9 (Ada, Hopper, Blackwell); choose int8_dynamic, or fp8 for weights alone"
+        )
     heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.all_blocks()}
     capped = any(block.attention.softcap for block in shape.all_blocks())
     experts = any(block.mlp.num_experts for block in shape.all_blocks())

@@ -8,7 +8,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops.grouped_weights import WeightFormat, group_of
+from shardlm.ops.grouped_weights import DYNAMIC, WeightFormat, group_of
 from shardlm.rules import Preset, Rules
 
 
@@ -50,6 +50,6 @@ def _dense_widths(shape: TransformerConfig) -> set[int]:
 
 
 def _width_divides(width: int, devices: int, held: WeightFormat) -> bool:
-    """In whole groups of what is held in few bits."""
-    groups = width if held == "dtype" else width // group_of(width, held)
+    """In whole groups of what is held in them."""
+    groups = width if held == "dtype" or held in DYNAMIC else width // group_of(width, held)
     return width % devices == 0 and groups % devices == 0

@@ -185,9 +185,9 @@ def replaced(first: Tree, second: Tree) -> Tree:
 
 
 def held_as(path: tuple, shape: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """A parameter that no step changes: in the compute dtype, unless it is integers or their scales, or a bias that
-    decides between experts, whose steps are smaller than 16 bits resolve."""
-    keep = shape.dtype != jnp.float32 or path[-1] == "router_bias"
+    """A parameter that no step changes: in the compute dtype, unless it is in few bits or a scale of such, or a bias
+    that decides between experts, whose steps are smaller than 16 bits resolve."""
+    keep = shape.dtype != jnp.float32 or path[-1] == "router_bias" or path[-1].endswith("_scale")
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype if keep else dtype, sharding=shape.sharding)
 
 

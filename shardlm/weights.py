@@ -2,6 +2,7 @@
 called is the architectures' business (models/naming.py), what files hold hf_files.py's."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -9,18 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
+from shardlm.held_weights import ByResult, Index, as_read, held_weights, of_scale
 from shardlm.hf_files import Folder, Planned, Stored
 from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops.grouped_weights import WeightFormat, grouped_axis, numbers_a_byte, quantised
+from shardlm.ops import dynamic_matmul
 from shardlm.state import ModelDef
 from shardlm.weight_copies import check_copies, copies
 
@@ -91,91 +92,31 @@ def load(
     if not model.config.mtp:
         for name in _further(model.config, folder.config, stored):
             del stored[name]
-    whole, packed = _unpacked(shapes, model.execution.weights)
+    held = held_weights(shapes, model.execution.weights)
+    whole = as_read(held)
     named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
     originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
     known = registry.names(folder.config, model.config, next(model.config.blocks()))
     repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
     _check(model.config, named, whole, {name: a for name, a in stored.items() if name not in repeated})
     check_copies(repeated, stored)
-    flat, work = flatten_dict(shapes), []
-    for leaf, shape in zip(named, jax.tree.leaves(whole), strict=True):
-        parts = packed[leaf.path].parts(leaf.path, shape.shape) if leaf.path in packed else _parts(leaf.path, shape)
-        work.append((leaf, shape, parts))
-    reader = _Reader(stored, progress, sum(_bytes(stored, leaf, shape.shape, parts) for leaf, shape, parts in work))
-    made = {}
+    reader, work = _Reader(stored, progress), []
+    for leaf in named:
+        one = held[leaf.path]
+        parts = one.parts(leaf.path, functools.cache(functools.partial(reader.largest, leaf, one)))
+        work.append((leaf, one.whole, parts))
+        indices = [part.index for part in parts] + [(slice(None),) * one.whole.ndim] * one.reads_twice
+        reader.total += _bytes(stored, leaf, one.whole.shape, indices)
+    flat, made = flatten_dict(shapes), {}
     for leaf, shape, parts in work:
-        paths = (leaf.path, of_scale(leaf.path)) if leaf.path in packed else (leaf.path,)
+        paths = [path for path in (leaf.path, of_scale(leaf.path)) if path in flat]
         made |= reader.arrays(leaf, shape, {path: flat[path] for path in paths}, parts)
     return unflatten_dict(made)
 
 
-Index = tuple[slice, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What some devices hold of one parameter: the slice that is read for them, and the arrays it becomes, by path."""
-
-    index: Index
-    devices: tuple[jax.Device, ...]
-    make: Callable[[np.ndarray], dict[tuple, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Packed:
-    """A weight in few bits: the shapes of its bytes and of its scales, and the dimension that is grouped."""
-
-    values: jax.ShapeDtypeStruct
-    scale: jax.ShapeDtypeStruct
-    axis: int
-    how: WeightFormat
-
-    def parts(self, path: tuple, whole: tuple[int, ...]) -> list[_Part]:
-        """Where a device's bytes or scales cut a group, the whole group is read."""
-        groups = self.scale.shape[self.axis]
-        group = whole[self.axis] // groups
-        found = []
-        for (index, scales), devices in _holders(self.values, self.scale):
-            cuts = [(index, self.values.shape[self.axis] // groups), (scales, 1)]
-            spans = [(*cut[self.axis].indices(groups * each)[:2], each) for cut, each in cuts]
-            first, last = min(s // each for s, _, each in spans), max(-(-e // each) for _, e, each in spans)
-
-            def make(w, spans=spans, first=first):
-                both = quantised(w, self.axis, group, self.how)
-                cut = [
-                    np.take(a, range(s - first * n, e - first * n), self.axis)
-                    for a, (s, e, n) in zip(both, spans, strict=True)
-                ]
-                return {path: cut[0], of_scale(path): cut[1]}
-
-            rows = slice(first * group, last * group)
-            found.append(_Part((*index[: self.axis], rows, *index[self.axis + 1 :]), devices, make))
-        return found
-
-
-def of_scale(path: tuple) -> tuple:
-    """Where the scales of a weight in few bits are."""
-    return (*path[:-1], f"{path[-1]}_scale")
-
-
 def unpacked(model: ModelDef) -> Tree:
     """The shapes of the weights of a model that has adapters, without those and as a checkpoint has them."""
-    return _unpacked(model.frozen_shapes, model.execution.weights)[0]
-
-
-def _unpacked(shapes: Tree, how: WeightFormat) -> tuple[Tree, dict[tuple, _Packed]]:
-    """(the shapes as a checkpoint has them, without scales; what is in few bits, by path)."""
-    flat, packed = flatten_dict(shapes), {}
-    for path, values in list(flat.items()):
-        if of_scale(path) not in flat or how == "dtype":
-            continue
-        scale = flat.pop(of_scale(path))
-        axis = grouped_axis(values.shape, scale.shape)
-        packed[path] = _Packed(values, scale, axis, how)
-        full = (*values.shape[:axis], values.shape[axis] * numbers_a_byte(how), *values.shape[axis + 1 :])
-        flat[path] = jax.ShapeDtypeStruct(full, jnp.float32, sharding=values.sharding)
-    return unflatten_dict(flat), packed
+    return as_read(held_weights(model.frozen_shapes, model.execution.weights))
 
 
 def _own(folder: Folder) -> dict[str, Stored]:
@@ -249,23 +190,9 @@ def _without_experts(tensor: Tensor) -> Tensor:
     return dataclasses.replace(tensor, layout=f"{theirs}->{ours.replace('E ', '', 1)}")
 
 
-def _parts(path: tuple, shape: jax.ShapeDtypeStruct) -> list[_Part]:
-    return [_Part(index, devices, lambda a: {path: a}) for (index,), devices in _holders(shape)]
-
-
-def _holders(*shapes: jax.ShapeDtypeStruct) -> list[tuple[tuple[Index, ...], tuple[jax.Device, ...]]]:
-    """The different slices of arrays on this process's devices, each with the devices that hold them."""
-    found: dict[str, tuple] = {}
-    maps = [shape.sharding.addressable_devices_indices_map(shape.shape) for shape in shapes]
-    for device in maps[0]:
-        own = tuple(indices[device] for indices in maps)
-        found.setdefault(str(own), (own, []))[1].append(device)
-    return [(own, tuple(devices)) for own, devices in found.values()]
-
-
-def _bytes(stored: Mapping[str, Stored], leaf: Leaf, shape: tuple[int, ...], parts: list[_Part]) -> float:
-    """Bytes of the files that the slices of a parameter take."""
-    sizes = ([len(range(n)[cut]) for cut, n in zip(part.index, shape, strict=True)] for part in parts)
+def _bytes(stored: Mapping[str, Stored], leaf: Leaf, shape: tuple[int, ...], indices: list[Index]) -> float:
+    """Bytes of the files that slices of a parameter take."""
+    sizes = ([len(range(n)[cut]) for cut, n in zip(index, shape, strict=True)] for index in indices)
     return sum(map(math.prod, sizes)) * _each(stored, leaf)
 
 
@@ -282,7 +209,7 @@ class _Reader:
 
     stored: Mapping[str, Stored]
     progress: Callable[[int, int], None]
-    total: float
+    total: float = 0.0
     done: float = 0.0
 
     def arrays(self, leaf: Leaf, whole, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts) -> dict[tuple, jax.Array]:
@@ -299,6 +226,13 @@ class _Reader:
             ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
             found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
         return found
+
+    def largest(self, leaf: Leaf, held: ByResult) -> np.ndarray:
+        """Of each result's weights, their largest size, read layer by layer: [L, *made]."""
+        _, *shape = held.whole.shape
+        within = [axis - 1 for axis in held.summed]
+        layers = (self._layer(leaf, n, shape, (slice(None),) * len(shape), held.whole.dtype) for n in leaf.layers)
+        return np.stack([dynamic_matmul.largest(w, within) for w in layers])
 
     def _slice(self, leaf: Leaf, shape: tuple[int, ...], index: Index, dtype: np.dtype) -> np.ndarray:
         if not leaf.layers:

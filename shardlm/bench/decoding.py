@@ -17,13 +17,14 @@ from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, forward_flops
 from shardlm.hardware import Gpu
+from shardlm.ops.grouped_weights import DYNAMIC, grouped
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.bench.engine import random_engine
 from shardlm.serve.bench.workload import prompts
-from shardlm.serve.build import page_bytes
+from shardlm.serve.build import EngineConfig, page_bytes
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import whole
 from shardlm.serve.sampling_params import SamplingParams
@@ -137,8 +138,13 @@ def prefill(engine: Engine, served: Served, gpu: Gpu | None) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "flops_per_second": flops / seconds,
-        "of_bound": flops / gpu.peak.bf16 / seconds if gpu else None,
+        "of_bound": flops / _peak(served.engine, gpu) / seconds if gpu else None,
     }
+
+
+def _peak(engine: EngineConfig, gpu: Gpu) -> float:
+    """FLOP/s of what its projections multiply."""
+    return gpu.peak.of(grouped(engine.quantization) if engine.quantization in DYNAMIC else "bf16") or gpu.peak.bf16
 
 
 def _predicted(served: Served, gpu: Gpu) -> Speed:

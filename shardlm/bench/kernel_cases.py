@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.grouped_weights import GroupedFormat, WeightFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul
 
@@ -87,10 +87,20 @@ class FewBits:
     rows: int
     width: int
     hidden: int
+    how: GroupedFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class Held8:
+    """A projection whose weight is held in 8 bits and multiplied so, as serving does with quantization=`how`."""
+
+    rows: int
+    width: int
+    hidden: int
     how: WeightFormat
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits
+Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | Held8
 KernelCases = Mapping[str, Shape]
 
 _DECODE = Paged(64, 1, 4096, 32, 8, 128)
@@ -136,6 +146,11 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "fp8, back": EightBit(8192, 4096, 14_336, "fp8", back=True),
             "int8": EightBit(8192, 4096, 14_336, "int8"),
             "int8, back": EightBit(8192, 4096, 14_336, "int8", back=True),
+            **{
+                f"{how}, {rows} rows": Held8(rows, 4096, 14_336, how)
+                for rows in (1, 64, 2048)
+                for how in ("fp8_dynamic", "int8_dynamic")
+            },
         },
         "weights in few bits": {
             f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how)
@@ -153,7 +168,11 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "attention": {"backward, sinks": Whole(1, 64, 4, 2, 16, documents=2, back=True, sinks=True)},
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
-        "8-bit products": {"fp8": EightBit(32, 64, 64, "fp8"), "int8, back": EightBit(32, 64, 64, "int8", back=True)},
+        "8-bit products": {
+            "fp8": EightBit(32, 64, 64, "fp8"),
+            "int8, back": EightBit(32, 64, 64, "int8", back=True),
+            "int8_dynamic": Held8(2, 64, 64, "int8_dynamic"),
+        },
         "weights in few bits": {"int4": FewBits(2, 64, 64, "int4")},
     }
 )

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.bench.kernel_cases import PAGE, EightBit, FewBits, Grouped, Meeting, Paged, Shape, Whole
+from shardlm.bench.kernel_cases import PAGE, EightBit, FewBits, Grouped, Held8, Meeting, Paged, Shape, Whole
 from shardlm.flops import attention_pairs
 from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops import attention, attention_pair, grouped_matmul, paged_attention
 from shardlm.ops.attention_pair import Pair, Side
-from shardlm.ops.grouped_weights import GROUP, STORED, dequantised, packed_shape, scale_shape
+from shardlm.ops.dynamic_matmul import dynamic_einsum, stored
+from shardlm.ops.grouped_weights import GROUP, STORED, dequantised, grouped, packed_shape, scale_shape
 from shardlm.ops.kv_format import packed, unpacked
 from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.quantized_matmul import quantized_einsum
@@ -245,6 +246,34 @@ def _eight_bit(s: EightBit, on_gpu: bool) -> Kernel:
     )
 
 
+def _held_8(s: Held8, on_gpu: bool) -> Kernel:
+    held, number = (s.hidden, s.width), stored(s.how)
+
+    def inputs(key: jax.Array) -> Arrays:
+        (x,) = normal(key, (s.rows, s.width))
+        if number.kind == "i":
+            numbers = jax.random.randint(key, held, -127, 128, jnp.int8)
+        else:
+            numbers = jax.random.uniform(key, held, jnp.float32, -448, 448).astype(number)
+        largest = 127 if number.kind == "i" else 448
+        return x, numbers, jax.random.uniform(key, (s.hidden,), jnp.float32, 0.5, 1.5) * s.width**-0.5 / largest
+
+    def restored(x, numbers, scale):
+        w = numbers.astype(number).astype(jnp.float32) * scale[:, None]
+        return jnp.einsum("nd,fd->nf", x, w.astype(x.dtype))
+
+    return Kernel(
+        what=f"XLA, {s.how}",
+        inputs=inputs,
+        run=lambda x, numbers, scale: dynamic_einsum("nd,fd->nf", x, numbers, scale),
+        reference=restored,
+        flops=2 * s.rows * s.width * s.hidden,
+        nbytes=nbytes_of((held, "int8"), ((s.hidden,), "float32"), ((s.rows, s.width + s.hidden), "bfloat16")),
+        peak=grouped(s.how),
+        allowed=EIGHT_BITS[grouped(s.how)],
+    )
+
+
 def _few_bits(s: FewBits, on_gpu: bool) -> Kernel:
     shape = (s.width, s.hidden)
     held, scales = packed_shape(shape, 0, s.how), scale_shape(shape, 0, s.how)
@@ -279,4 +308,5 @@ _MAKERS = {
     Grouped: _grouped,
     EightBit: _eight_bit,
     FewBits: _few_bits,
+    Held8: _held_8,
 }

@@ -106,6 +106,7 @@ FULL = Sizes(
             "int8": _held(_SERVED, quantization="int8"),
             "fp8": _held(_SERVED, quantization="fp8"),
             "int4": _held(_SERVED, quantization="int4"),
+            "fp8_dynamic": _held(_SERVED, quantization="fp8_dynamic"),
             **{f"bf16, {name}": dataclasses.replace(_FEW, environment=env) for name, env in _STARTED.items()},
         }
     ),

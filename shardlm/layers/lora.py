@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.grouped_weights import GroupedFormat
 
 MLP = ("gate", "up", "down")
 TARGETS = (
@@ -32,15 +32,15 @@ class LoraConfig:
     rank: int = 0
     alpha: float = 16.0
     targets: tuple[str, ...] = ()
-    base: WeightFormat = "dtype"
+    base: GroupedFormat = "dtype"
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:
             raise ShardlmError(f"lora.rank={self.rank}, alpha={self.alpha}: a rank is at least 0 and alpha positive")
         if unknown := [name for name in self.targets if name not in TARGETS]:
             raise ShardlmError(f"lora.targets: {unknown[0]!r} is no projection; choose from {', '.join(TARGETS)}")
-        if self.base not in get_args(WeightFormat):
-            raise ShardlmError(f"lora.base={self.base!r}; choose from {', '.join(get_args(WeightFormat))}")
+        if self.base not in get_args(GroupedFormat):
+            raise ShardlmError(f"lora.base={self.base!r}; choose from {', '.join(get_args(GroupedFormat))}")
         if not self.rank and self.base != "dtype":
             raise ShardlmError(f"lora.base={self.base} without lora.rank: integers cannot be trained; set lora.rank")
 

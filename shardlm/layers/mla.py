@@ -77,8 +77,8 @@ class Mla(nnx.Module):
             params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
         params.projection(self, "wkv_down", (D, R + config.rope_dim), ("embed", "latent_whole"), normal(D**-0.5))
         self.kv_norm = Norm(config.norm, R, params)
-        params.projection(self, "wk_up", (R, N, config.nope_dim), heads, normal(R**-0.5))
-        params.projection(self, "wv_up", (R, N, config.value_dim), heads, normal(R**-0.5))
+        params.projection(self, "wk_up", (R, N, config.nope_dim), heads, normal(R**-0.5), both_ways=True)
+        params.projection(self, "wv_up", (R, N, config.value_dim), heads, normal(R**-0.5), both_ways=True)
         out_init = normal(out_scale * (N * config.value_dim) ** -0.5)
         params.projection(self, "wo", (N, config.value_dim, D), ("heads", "head_dim", "embed"), out_init, into=2)
 

@@ -17,7 +17,7 @@ from shardlm.layers.param import Execution, Params, constant, gathered, in_group
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
-from shardlm.ops.grouped_weights import expert_product
+from shardlm.ops.grouped_weights import expert_product, grouped
 from shardlm.ops.routing import Router
 from shardlm.ops.swiglu import Activation, gated
 
@@ -157,9 +157,11 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     if shared_by:
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 
+    held = grouped(execution.weights)
+
     def multiply(rows, name, sizes):
         if f"{name}_scale" in experts:
-            return expert_product(rows, experts[name], experts[f"{name}_scale"], sizes, execution.weights)
+            return expert_product(rows, experts[name], experts[f"{name}_scale"], sizes, held)
         return grouped_matmul.grouped_matmul(rows, experts[name], sizes, implementation=execution.grouped_matmul)
 
     def run(rows, sizes):

@@ -12,14 +12,17 @@ from flax import nnx
 from shardlm.layers.lora import A, B, LoraConfig
 from shardlm.layers.own_sums import einsum_of_own
 from shardlm.mesh import shard_map
+from shardlm.ops import dynamic_matmul
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.grouped_weights import (
+    DYNAMIC,
     FEW_ROWS,
     GROUP,
     STORED,
     GroupedProducts,
     WeightFormat,
     dequantised,
+    grouped,
     numbers_a_byte,
     packed_shape,
     product,
@@ -43,7 +46,7 @@ class Execution:
     remat      what the backward pass keeps of each block (layers/stack.py)
     attention  implementation, resolved: "xla" or "cudnn" (ops/attention.py)
     context_attention  how it crosses the context axis, resolved: "ring" or "ulysses"
-    matmul     numbers that projections multiply (ops/quantized_matmul.py)
+    matmul     numbers that projections multiply in training (ops/quantized_matmul.py)
     grouped_matmul  implementation of the experts' matmuls, resolved (ops/grouped_matmul.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
     microbatches, rounds  of a pipeline (layers/pipeline.py)
@@ -51,7 +54,8 @@ class Execution:
     adapters   how many of them lie side by side in parts of lora.rank, of which a row of tokens has one or none
                (layers/lora.py); 0: a single one, which all rows have
     shares     float [B, lora.rank], of a call with several: what each row takes of each part
-    weights    what projections and experts are held in (ops/grouped_weights.py)
+    weights    what projections and experts are held in, and whether projections multiply that
+               (ops/grouped_weights.py)
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
@@ -113,15 +117,16 @@ class Params:
     made_first: bool = False
     stack: tuple[int, ...] = ()
 
-    def projection(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
+    def projection(
+        self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1, both_ways: bool = False
+    ) -> None:
         """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
-        `project` read it: with its scales where it is held in few bits, and with its adapter where it has one."""
-        if self.weights != "dtype":
-            packed, scale = (of(shape, into - 1, self.weights) for of in (packed_shape, scale_shape))
-            setattr(module, name, self(packed, names, _zeros(STORED[self.weights]), into))
-            divides = scale[into - 1] % self.rules.mesh.size(*self.rules.rest.axes(names[into - 1])) == 0
-            of_scale = names if divides else (*names[: into - 1], "groups", *names[into:])
-            setattr(module, f"{name}_scale", self(scale, of_scale, _zeros(jnp.bfloat16)))
+        `project` read it: with its scales where it is held in few bits, and with its adapter where it has one.
+        both_ways: what it makes may be summed over instead."""
+        if self.weights in DYNAMIC and names[0] != "experts" and not both_ways:
+            self._by_result(module, name, shape, names, into)
+        elif self.weights != "dtype":
+            self._in_groups(module, name, shape, names, into)
         elif names[0] == "experts":
             setattr(module, name, self(shape, names, init, into))
         else:
@@ -131,6 +136,20 @@ class Params:
             a = self((*shape[:into], rank), (*names[:into], "rank"), normal(width**-0.5))
             setattr(module, name + A, a)
             setattr(module, name + B, self((rank, *shape[into:]), ("rank", *names[into:]), constant(0.0)))
+
+    def _in_groups(self, module: nnx.Module, name: str, shape, names, into: int) -> None:
+        held = grouped(self.weights)
+        packed, scale = (of(shape, into - 1, held) for of in (packed_shape, scale_shape))
+        setattr(module, name, self(packed, names, _zeros(STORED[held]), into))
+        divides = scale[into - 1] % self.rules.mesh.size(*self.rules.rest.axes(names[into - 1])) == 0
+        of_scale = names if divides else (*names[: into - 1], "groups", *names[into:])
+        setattr(module, f"{name}_scale", self(scale, of_scale, _zeros(jnp.bfloat16)))
+
+    def _by_result(self, module: nnx.Module, name: str, shape, names, into: int) -> None:
+        """[*made, *summed] with scales [*made] (ops/dynamic_matmul.py)."""
+        held = dynamic_matmul.stored(self.weights)
+        setattr(module, name, self((*shape[into:], *shape[:into]), (*names[into:], *names[:into]), _zeros(held), into))
+        setattr(module, f"{name}_scale", self(shape[into:], names[into:], _zeros(dynamic_matmul.SCALE)))
 
     def weight(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
         """Sets module.`name`, a weight as in `projection` in the compute dtype; where weights lie made first, one of
@@ -167,6 +186,8 @@ def project(
     and head do not."""
     if hasattr(module, name + MADE_FIRST):
         y = _made_first(letters, x, getattr(module, name + MADE_FIRST), execution)
+    elif by_result(module, name):
+        y = _in_eight_bits(letters, x, module, name, execution, out_sharding)
     elif few_rows(letters, x.shape, module, name, execution):
         y = _by_kernel(x, module, name, execution, out_sharding)
     elif wider := getattr(module, name).ndim - len(getattr(module, name).get_metadata("names")):
@@ -182,9 +203,26 @@ def project(
 
 def _made_first(letters: str, x: jax.Array, param: nnx.Param, execution: Execution) -> jax.Array:
     """The einsum of x and a weight [*summed, *made] that lies made first."""
+    return cpu_einsum(_turned(letters, param), x, in_use(param, execution))
+
+
+def _turned(letters: str, param: nnx.Param) -> str:
+    """The letters of x times a weight [*summed, *made] where that lies made first."""
     into, (inputs, y) = param.get_metadata("into"), letters.split("->")
     xs, ws = inputs.split(",")
-    return cpu_einsum(f"{xs},{ws[into:]}{ws[:into]}->{y}", x, in_use(param, execution))
+    return f"{xs},{ws[into:]}{ws[:into]}->{y}"
+
+
+def by_result(module: nnx.Module, name: str) -> bool:
+    """Whether the weight has a scale for each result, and is multiplied as it is held."""
+    scale = getattr(module, f"{name}_scale", None)
+    return scale is not None and scale.ndim < getattr(module, name).ndim
+
+
+def _in_eight_bits(letters, x, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
+    values, scale = (gathered(module, part, execution) for part in (name, f"{name}_scale"))
+    letters = _turned(letters, getattr(module, name))
+    return dynamic_matmul.dynamic_einsum(letters, x, values, scale, out_sharding)
 
 
 def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:
@@ -207,7 +245,7 @@ def in_groups(rows: int, module: nnx.Module, name: str, execution: Execution) ->
     param, scale = getattr(module, name), getattr(module, f"{name}_scale")
     names = param.get_metadata("names")
     at = param.get_metadata("into") - 1 - len(names)
-    group = param.shape[at] * numbers_a_byte(execution.weights) // scale.shape[at]
+    group = param.shape[at] * numbers_a_byte(grouped(execution.weights)) // scale.shape[at]
     return group <= GROUP and names == scale.get_metadata("names")
 
 
@@ -222,7 +260,7 @@ def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution
     def local(x, packed, scale):
         before, made = x.shape[:-into], packed.shape[into:]
         packed, scale = (a.reshape(math.prod(a.shape[:into]), -1) for a in (packed, scale))
-        y = product(x.reshape(math.prod(before), -1), packed, scale, execution.weights)
+        y = product(x.reshape(math.prod(before), -1), packed, scale, grouped(execution.weights))
         y = jax.lax.psum(y, over) if over else y
         return y.reshape(*before, *made)
 
@@ -263,7 +301,7 @@ def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array
         return in_use(param, execution)
     packed, scale = (gathered(module, part, execution) for part in (name, f"{name}_scale"))
     axis = param.get_metadata("into") - 1
-    return dequantised(packed, scale, axis, execution.weights, execution.dtype)
+    return dequantised(packed, scale, axis, grouped(execution.weights), execution.dtype)
 
 
 def gathered(module: nnx.Module, name: str, execution: Execution) -> jax.Array:

@@ -31,10 +31,7 @@ def default_dtypes(device: jax.Device) -> tuple[str, ...]:
     """The types that the device's matrix units take; of a CPU, those it is used with."""
     if device.platform == "cpu":
         return ("float32", "bfloat16")
-    gpu = hardware.lookup(device.device_kind)
-    capability = getattr(device, "compute_capability", None) or "0.0"
-    fp8 = gpu.multiplies_fp8 if gpu else tuple(map(int, capability.split("."))) >= (8, 9)
-    return ("float32", "bfloat16", "int8", *(("float8_e4m3fn",) if fp8 else ()))
+    return ("float32", "bfloat16", "int8", *(("float8_e4m3fn",) if hardware.multiplies_fp8(device) else ()))
 
 
 def measure_matmuls(

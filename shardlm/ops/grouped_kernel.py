@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shardlm.ops.grouped_weights import COLUMNS, WeightFormat, numbers_a_byte, splits_of
+from shardlm.ops.grouped_weights import COLUMNS, GroupedFormat, numbers_a_byte, splits_of
 from shardlm.ops.paged_kernel import from_fp8
 
 ROWS = 128  # of a program, at most
@@ -34,7 +34,7 @@ class Sizes:
     summed: int
     columns: int
     group: int
-    how: WeightFormat
+    how: GroupedFormat
 
     @property
     def held(self) -> int:
@@ -65,7 +65,7 @@ class Sizes:
 
 
 def pallas(
-    x: jax.Array, packed: jax.Array, scale: jax.Array, how: WeightFormat, *, interpret: bool = False
+    x: jax.Array, packed: jax.Array, scale: jax.Array, how: GroupedFormat, *, interpret: bool = False
 ) -> jax.Array:
     """x [M, K] times a weight [K, F], whose bytes [K or K / 2, F] and scales [groups, F] are as
     grouped_weights.quantised makes them along the first dimension: [M, F] in x's dtype, summed in float32. The arrays
@@ -89,7 +89,7 @@ def of_experts(
     packed: jax.Array,
     scale: jax.Array,
     group_sizes: jax.Array,
-    how: WeightFormat,
+    how: GroupedFormat,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -168,7 +168,7 @@ def _summed(sizes: Sizes, x, packed, scale, rows, block, first, stop, *expert) -
     return jax.lax.fori_loop(first, stop, group, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
 
 
-def _numbers(tile: jax.Array, how: WeightFormat) -> tuple[jax.Array, ...]:
+def _numbers(tile: jax.Array, how: GroupedFormat) -> tuple[jax.Array, ...]:
     """What the bytes of a group hold: its numbers, or of 4 bits the first half of them and the second."""
     if how == "int8":
         return (tile,)

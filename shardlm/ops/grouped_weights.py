@@ -20,10 +20,15 @@ from absl import logging
 
 from shardlm.errors import ShardlmError
 
-WeightFormat = Literal["dtype", "int8", "int4", "fp8"]
+GroupedFormat = Literal["dtype", "int8", "int4", "fp8"]
 """What weights are held in that no step changes: the compute dtype, integers of 8 or 4 bits, or e4m3."""
+WeightFormat = Literal["dtype", "int8", "int4", "fp8", "int8_dynamic", "fp8_dynamic"]
+"""The same of a served model; the last two: projections multiply numbers of 8 bits (ops/dynamic_matmul.py), and experts
+and what is multiplied by each head are held in groups of such."""
+DYNAMIC: dict[WeightFormat, GroupedFormat] = {"int8_dynamic": "int8", "fp8_dynamic": "fp8"}
 GroupedProducts = Literal["dequantised", "pallas"]
 STORED = {name: np.dtype(held) for name, held in (("int8", "i1"), ("int4", "i1"), ("fp8", ml_dtypes.float8_e4m3fn))}
+QUANTIZATIONS = (*STORED, *DYNAMIC)
 _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
 SCALE = ml_dtypes.bfloat16
@@ -35,7 +40,12 @@ PROGRAMS = 256  # for a weight and few rows: about two for each of a GPU's multi
 LEAST_GROUPS = 4  # that are worth a program of their own, whose sums are written and read again
 
 
-def group_of(size: int, how: WeightFormat) -> int:
+def grouped(how: WeightFormat) -> GroupedFormat:
+    """What is held in groups is held in."""
+    return DYNAMIC.get(how, how)
+
+
+def group_of(size: int, how: GroupedFormat) -> int:
     """Elements that share a scale, of a dimension of `size`. Raises ShardlmError where 4 bits have no pairs."""
     group = max((g for g in range(16, min(size, GROUP) + 1) if size % g == 0), default=size)
     if how == "int4" and group % 2:
@@ -43,16 +53,16 @@ def group_of(size: int, how: WeightFormat) -> int:
     return group
 
 
-def packed_shape(shape: tuple[int, ...], axis: int, how: WeightFormat) -> tuple[int, ...]:
+def packed_shape(shape: tuple[int, ...], axis: int, how: GroupedFormat) -> tuple[int, ...]:
     """Of the bytes of a weight [*shape]."""
     return (*shape[:axis], shape[axis] // numbers_a_byte(how), *shape[axis + 1 :])
 
 
-def numbers_a_byte(how: WeightFormat) -> int:
+def numbers_a_byte(how: GroupedFormat) -> int:
     return 2 if how == "int4" else 1
 
 
-def scale_shape(shape: tuple[int, ...], axis: int, how: WeightFormat) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], axis: int, how: GroupedFormat) -> tuple[int, ...]:
     """Of the scales of a weight [*shape]."""
     return (*shape[:axis], shape[axis] // group_of(shape[axis], how), *shape[axis + 1 :])
 
@@ -62,7 +72,7 @@ def grouped_axis(packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
     return next(i for i, (n, m) in enumerate(zip(packed, scale, strict=True)) if n != m)
 
 
-def quantised(w: np.ndarray, axis: int, group: int, how: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
+def quantised(w: np.ndarray, axis: int, group: int, how: GroupedFormat) -> tuple[np.ndarray, np.ndarray]:
     """(bytes of STORED[how], scales bfloat16) of a weight or of whole groups of it, on the host. Numbers are rounded
     against the scale as it is stored, so that its own rounding adds no error."""
     limit = _LARGEST[how]
@@ -77,7 +87,7 @@ def quantised(w: np.ndarray, axis: int, group: int, how: WeightFormat) -> tuple[
     return numbers.reshape(*w.shape[:axis], -1, *w.shape[axis + 1 :]), scale
 
 
-def dequantised(packed: jax.Array, scale: jax.Array, axis: int, how: WeightFormat, dtype: jnp.dtype) -> jax.Array:
+def dequantised(packed: jax.Array, scale: jax.Array, axis: int, how: GroupedFormat, dtype: jnp.dtype) -> jax.Array:
     """The weight in `dtype`: `packed` and `scale` as `quantised` makes them, `axis` whole on each device."""
     numbers = packed.reshape(*scale.shape[: axis + 1], -1, *scale.shape[axis + 1 :])
     if how == "int4":
@@ -95,14 +105,14 @@ def choose(platform: str) -> GroupedProducts:
     return chosen
 
 
-def product(x: jax.Array, packed: jax.Array, scale: jax.Array, how: WeightFormat) -> jax.Array:
+def product(x: jax.Array, packed: jax.Array, scale: jax.Array, how: GroupedFormat) -> jax.Array:
     """By the kernel: x [M, K] times the weight [K, F], on the arrays of one device."""
     from shardlm.ops.grouped_kernel import pallas  # Pallas takes a while to import
 
     return pallas(x, packed, scale, how)
 
 
-def expert_product(x: jax.Array, packed: jax.Array, scale: jax.Array, group_sizes: jax.Array, how: WeightFormat):
+def expert_product(x: jax.Array, packed: jax.Array, scale: jax.Array, group_sizes: jax.Array, how: GroupedFormat):
     """The same of experts [E, K, F], each with its rows of x (grouped_kernel.py's of_experts)."""
     from shardlm.ops.grouped_kernel import of_experts
 

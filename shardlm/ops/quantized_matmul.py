@@ -79,19 +79,21 @@ def quantized_einsum(
     return _project(_Site(*inputs.split(","), y, matmul, use, out_sharding), x, w.astype(x.dtype))
 
 
-def quantize(a: jax.Array, dtype: jnp.dtype, shared: tuple[int, ...]) -> Quantized:
+def quantize(a: jax.Array, dtype: jnp.dtype, shared: tuple[int, ...], *, doublings: bool = True) -> Quantized:
     """The nearest 8-bit numbers, with one scale for each slice over the dimensions `shared`: the smallest at which its
-    largest element fits; for a float type, the smallest power of two. The scale of a slice that is not finite is NaN,
-    and so is whatever is computed from it."""
+    largest element fits; for a float type, with `doublings`, the smallest power of two. The scale of a slice that is
+    not finite is NaN, and so is whatever is computed from it."""
     a = a.astype(jnp.float32)
     largest = jnp.max(jnp.abs(a), axis=shared, keepdims=True)
     if dtype == jnp.int8:
         scale = largest / 127
+    elif not doublings:
+        scale = largest / float(jnp.finfo(dtype).max)
     else:
         fraction, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))  # fraction in [1/2, 1)
         scale = jnp.ldexp(jnp.ones_like(largest), jnp.where(fraction == 0.5, exponent - 1, exponent))
     scale = jnp.where(jnp.isfinite(largest), jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), jnp.nan)
-    scaled = a / scale
+    scaled = a * (1 / scale)  # as XLA:CPU divides anyway, and the host does for weights that are served
     return Quantized((jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale)
 
 
@@ -103,7 +105,7 @@ def _project(site: _Site, x: jax.Array, w: jax.Array) -> jax.Array:
 def _forward(site: _Site, x: jax.Array, w: jax.Array):
     summed = set(site.x) & set(site.w)
     x8, w8 = _quantize(site, x, site.x, summed), _quantize(site, w, site.w, summed)
-    y = _multiply(f"{site.x},{site.w}->{site.y}", x8, _move(w8, site.use), x.dtype, site.out)
+    y = multiply(f"{site.x},{site.w}->{site.y}", x8, _move(w8, site.use), x.dtype, site.out)
     return y, (x8, w8) if site.matmul == "fp8" else (x, w)
 
 
@@ -115,12 +117,12 @@ def _backward(site: _Site, kept, dy: jax.Array):
     used = PartitionSpec(*(split[letter] for letter in site.y))  # whole where the output was scattered
     if site.matmul == "fp8":
         dy8, w8 = _move(_quantize(site, dy, site.y, summed, jnp.float8_e5m2), used), w
-        dw = _multiply(to_w, x, dy8, dy.dtype, rest)
+        dw = multiply(to_w, x, dy8, dy.dtype, rest)
     else:
         dy = jax.reshard(dy, used)
         dy8, w8 = _quantize(site, dy, site.y, summed), _quantize(site, w, site.w, summed)
         dw = jnp.einsum(to_w, x, dy, out_sharding=rest)
-    return _multiply(to_x, dy8, _move(w8, site.use), dy.dtype, stream), dw
+    return multiply(to_x, dy8, _move(w8, site.use), dy.dtype, stream), dw
 
 
 _project.defvjp(_forward, _backward)
@@ -138,9 +140,10 @@ def _move(a: Quantized, spec: PartitionSpec) -> Quantized:
     return Quantized(jax.reshard(a.values, spec), jax.reshard(a.scale, _own(spec, a.scale.shape)))
 
 
-def _multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: PartitionSpec | None) -> jax.Array:
+def multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: PartitionSpec | None) -> jax.Array:
     """einsum of the values, times the scales, summed over the devices where a split dimension is summed over: last, and
-    in `dtype`, so that an all-reduce or reduce-scatter moves no more than without 8 bits."""
+    in `dtype`, so that an all-reduce or reduce-scatter moves no more than without 8 bits. Scales multiply in float32,
+    but for two numbers that are powers of two."""
     first, second, result = letters.replace("->", ",").split(",")
     split = dict(zip(second, _spec(b.values), strict=True)) | dict(zip(first, _spec(a.values), strict=True))
     local = PartitionSpec(*(split[letter] for letter in result))
@@ -155,7 +158,8 @@ def _multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: P
     y = jnp.einsum(letters, a.values, b.values, preferred_element_type=exact, out_sharding=parts)
     scale = _spread(a.scale, first, result) * _spread(b.scale, second, result)
     scale = jax.reshard(scale, PartitionSpec(*_own(local, scale.shape), reduced=pending))
-    y = (y.astype(jnp.float32) * scale).astype(dtype) if integers else y * scale.astype(dtype)
+    plain = scale.size == 1 and not integers
+    y = y * scale.astype(dtype) if plain else (y.astype(jnp.float32) * scale).astype(dtype)
     return y if out is None else jax.reshard(y, out)
 
 

@@ -15,7 +15,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, describe, load
-from shardlm.ops.grouped_weights import STORED
+from shardlm.ops.grouped_weights import QUANTIZATIONS
 from shardlm.ops.kv_format import KvFormat, held
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
@@ -57,7 +57,8 @@ class EngineConfig:
 
     mesh                    of the devices: tensor, expert and pipeline split the model, data counts its replicas
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
-    quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); None: in dtype
+    quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); "fp8_dynamic", "int8_dynamic":
+                            projections multiply 8-bit numbers too (ops/dynamic_matmul.py); None: in dtype
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
@@ -104,8 +105,8 @@ class EngineConfig:
                 raise ShardlmError(
                     "deterministic=True computes each token alone and speculative_config several at once; choose one"
                 )
-        if self.quantization not in (None, *STORED):
-            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(STORED)}, or None")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(QUANTIZATIONS)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.prefill_attention not in get_args(Wanted):

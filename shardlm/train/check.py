@@ -128,11 +128,7 @@ def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> No
             f"matmul={matmul} with precision=fp16: sums of 8-bit products are scaled afterwards and before that exceed "
             "float16, which ends at 65,504; set precision to bf16"
         )
-    if matmul != "fp8" or device.platform == "cpu":
-        return
-    gpu = hardware.lookup(device.device_kind)
-    capability = str(getattr(device, "compute_capability", "0")).split(".")
-    if not (gpu.multiplies_fp8 if gpu else tuple(map(int, capability)) >= (8, 9)):
+    if matmul == "fp8" and device.platform != "cpu" and not hardware.multiplies_fp8(device):
         raise ShardlmError(
             f"matmul=fp8 on {device.device_kind}: its matrix units do not take fp8, which came with compute capability "
             "8.9 (Ada, Hopper, Blackwell); set matmul to int8 or dtype"

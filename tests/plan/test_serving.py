@@ -88,6 +88,7 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
     [
         ("llama", {"tensor": 2}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "int4", "kv_cache_dtype": "fp8"}),
+        ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "fp8_dynamic"}),
         ("gemma3", {"pipeline": 2, "data": 2}, {}),
         ("gemma3", {"pipeline": 2}, ROOM),
         ("deepseek_v2", {"tensor": 2}, {"quantization": "int8"} | ROOM),
@@ -301,6 +302,7 @@ def test_what_does_not_fit_is_told_with_what_would():
         ),
         (lambda: on("h100", 1, lengths=(8000, 500)), "8500 tokens, and max_model_len=8192; shorten them, or raise"),
         (lambda: on("h100", 1, max_model_len=9000), "max_model_len=9000 is more than the model's 8192 positions"),
+        (lambda: on("a100", 1, quantization="fp8_dynamic"), "its matrix units do not take fp8; choose int8_dynamic"),
         (lambda: on("h100", 1, dtype="fp8"), "dtype='fp8'; choose from float32, bfloat16, float16"),
         (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is at least 0"),
         (lambda: on("h100", 1, deterministic=True), "does not cover deterministic=True"),
@@ -357,11 +359,15 @@ def test_memory_is_what_the_decode_program_with_a_draft_model_needs(monkeypatch)
 
 
 @on_gpus
-@pytest.mark.parametrize(("shape", "tensor"), [(LLAMA, 1), (LLAMA_70B, 4)])
-def test_memory_is_what_the_programs_for_gpus_need(shape, tensor):
+@pytest.mark.parametrize(
+    ("shape", "tensor", "held"),
+    [(LLAMA, 1, None), (LLAMA_70B, 4, None), (LLAMA, 1, "int8"), (LLAMA_70B, 4, "fp8_dynamic")],
+)
+def test_memory_is_what_the_programs_for_gpus_need(shape, tensor, held):
     """Two layers, whose temporaries are those of all, and beside them as many pages as they can use: less than all
     layers leave room for, so that temporaries weigh more than they would."""
-    plan = ServingPlan.of(on("h100", tensor, dataclasses.replace(shape, num_layers=2), mesh=MeshSpec(tensor=tensor)))
+    mesh = MeshSpec(tensor=tensor)
+    plan = ServingPlan.of(on("h100", tensor, dataclasses.replace(shape, num_layers=2), mesh=mesh, quantization=held))
     verified = verify_serving(plan)
     for program in verified.programs:
         assert abs(program.difference) < 0.05, program

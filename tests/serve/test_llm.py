@@ -285,7 +285,7 @@ def test_a_seed_of_all_replies(llm, monkeypatch):
 
 def test_what_cannot_be_built_is_refused(llm):
     for options, message in (
-        ({"quantization": "int3"}, "choose from int8, int4, fp8"),
+        ({"quantization": "int3"}, "choose from int8, int4, fp8, int8_dynamic, fp8_dynamic"),
         ({"mesh": MeshSpec(fsdp=2)}, "give its devices to tensor, expert, pipeline or data"),
         ({"mesh": MeshSpec(pipeline=4)}, "pipeline=4 stages of 3 layers; choose at most 3"),
         ({"mesh": MeshSpec(data=3, tensor=4)}, "needs 12 devices and there are 8"),

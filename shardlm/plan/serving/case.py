@@ -115,6 +115,12 @@ class ServingCase:
                 "a serving plan does not cover deterministic=True, whose programs run a token at a time; leave it out"
             )
         self._check_drafts()
+        gpu = self.cluster.gpu
+        if self.engine.quantization == "fp8_dynamic" and not gpu.multiplies_fp8:
+            raise ShardlmError(
+                f"quantization=fp8_dynamic on {gpu.name}: its matrix units do not take fp8; choose int8_dynamic, or "
+                "fp8 for weights alone"
+            )
         if self.dtype not in DTYPES:
             raise ShardlmError(f"dtype={self.dtype!r}; choose from {', '.join(DTYPES)}")
         longest, length = self.model.longest, self.engine.max_model_len

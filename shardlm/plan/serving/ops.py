@@ -18,6 +18,8 @@ from shardlm.rules import Rules
 # (norms, rotation, writes of keys and values, activation), of sampling 32.
 SMALL_KERNELS, SAMPLING_KERNELS = 6, 32
 NAMES = {2: "bf16", 4: "fp32"}  # of numbers of so many bytes, as hardware.Peak has them
+# Projections that multiply what another one does, which is made into 8 bits once.
+BESIDE = {"wk": "wq", "wv": "wq", "up": "gate", "wkv_down": "wq_down"}
 SAMPLER_PASSES = 10  # over float32 [rows, vocabulary]: log-probabilities, the greedy token, top log-probabilities
 
 
@@ -79,7 +81,13 @@ def layer_work(
     ops.append(_attention(block.attention, rules, one, pairs, kv))
     small = one.tokens * D * 3 * one.itemsize
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
+    ops += [op for held in plain for op in _in_eight_bits(held, plain, one)]
     exchanged = [*_reduced(block, rules, one, D)]
+    exchanged += [
+        Exchanged("all-reduce", held.over, _all_reduced(4 * one.tokens, held.over, rules), 1)
+        for held in plain
+        if held.product and held.over
+    ]
     if isinstance(block.mlp, MoeConfig):
         touched = touched_share(block.mlp, one.tokens)
         experts = [held for held in weights if held.of_experts]
@@ -116,7 +124,16 @@ def _projection(held: InUse, scales: Mapping[str, int], tokens: float, itemsize:
         weight += scales[f"{held.name}_scale"] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
-    yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=NAMES[itemsize])
+    yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=held.product or NAMES[itemsize])
+
+
+def _in_eight_bits(held: InUse, others: Sequence[InUse], one: Pass) -> Iterator[Op]:
+    """What a projection multiplies is read for each token's largest number, and again for the 8-bit ones (compiled: a
+    kernel each). Scales multiply in the kernels that take the results anyway."""
+    if not held.product or BESIDE.get(held.name) in {other.name for other in others}:
+        return
+    layer = "attention" if held.name.startswith("w") else "mlp"
+    yield Op(layer, f"{held.name}: 8 bits", "memory", 0, one.tokens * held.summed * (2 * one.itemsize + 1) / 2, 2)
 
 
 def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, pairs: float, kv: float) -> Op:

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
+from shardlm.held_weights import of_scale
 from shardlm.layers.lora import A
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, numbers_a_byte
+from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, grouped, numbers_a_byte
 from shardlm.ops.kv_format import KvFormat
 from shardlm.rules import Rules, Table
 from shardlm.serve.adapter_table import NO_ROOM, Room
@@ -40,6 +41,7 @@ class Held:
     into      how many leading ones a projection sums over; 0: it is none
     itemsize  bytes of an element as it is held
     packed    numbers in one element, where it is dequantised before it is multiplied; 0: it is not
+    product   "int8" or "fp8", which it is multiplied as; "": in the compute dtype
     """
 
     name: str
@@ -48,6 +50,7 @@ class Held:
     into: int
     itemsize: int
     packed: int = 0
+    product: str = ""
 
     def elements(self, table: Table) -> int:
         """On one device, where `table` puts it."""
@@ -68,6 +71,8 @@ class InUse:
     nbytes    as it is held
     numbers   unpacked
     summed    numbers that one result is summed from; 0: it is no projection
+    product   as Held has it
+    over      axes of the mesh whose devices hold parts of what is summed
     """
 
     name: str
@@ -76,6 +81,8 @@ class InUse:
     numbers: int
     summed: int
     packed: bool
+    product: str
+    over: tuple[str, ...]
 
     @classmethod
     def of(cls, held: Held, rules: Rules) -> "InUse":
@@ -89,6 +96,8 @@ class InUse:
             held.elements(use) * unpacked,
             math.prod(sizes) * unpacked if held.into else 0,
             bool(held.packed),
+            held.product,
+            tuple(axis for i in inner for axis in use.axes(held.names[i])),
         )
 
 
@@ -149,11 +158,14 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
     for path, param in nnx.to_flat_state(state):
         stack, names = param.get_metadata("stack_names"), param.get_metadata("names")
         leaf = held_as(path, shapes[path], jnp.dtype(dtype))
-        into = param.get_metadata("into")
-        packed = numbers_a_byte(weights) if into and weights != "dtype" else 0
+        into, sizes, product = param.get_metadata("into"), leaf.shape[len(stack) :], ""
+        packed = numbers_a_byte(grouped(weights)) if weights != "dtype" and of_scale(path) in shapes else 0
+        if packed and shapes[of_scale(path)].ndim < len(leaf.shape):  # it lies with what it makes first
+            made, product, packed = len(sizes) - into, grouped(weights), 0
+            sizes, names = (*sizes[made:], *sizes[:made]), (*names[made:], *names[:made])
         if is_adapter(path):  # [inputs, rank] and [rank, outputs], as they are in training
             into = len(names) - 1 if path[-1].endswith(A) else 1
-        own = Held(path[-1], leaf.shape[len(stack) :], names, into, leaf.dtype.itemsize, packed)
+        own = Held(path[-1], sizes, names, into, leaf.dtype.itemsize, packed, product)
         if path[0] == "segments":
             blocks.setdefault((path[1], path[3]), []).append(own)
         else:

@@ -1,0 +1,165 @@
+"""What becomes of a weight that is read: the slices that devices hold of it, in the compute dtype or in few bits with
+scales beside them. Files and names are weights.py's."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from shardlm.ops import dynamic_matmul
+from shardlm.ops.grouped_weights import GroupedFormat, WeightFormat, grouped, grouped_axis, numbers_a_byte, quantised
+
+Tree = Any
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What some devices hold of one parameter: the slice that is read for them, and the arrays it becomes, by path."""
+
+    index: Index
+    devices: tuple[jax.Device, ...]
+    make: Callable[[np.ndarray], dict[tuple, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class InGroups:
+    """A weight in few bits: the shapes of its bytes and of its scales, and the dimension that is grouped."""
+
+    values: jax.ShapeDtypeStruct
+    scale: jax.ShapeDtypeStruct
+    axis: int
+    how: GroupedFormat
+
+    reads_twice = False
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """As a checkpoint has it."""
+        shape = self.values.shape
+        full = (*shape[: self.axis], shape[self.axis] * numbers_a_byte(self.how), *shape[self.axis + 1 :])
+        return jax.ShapeDtypeStruct(full, jnp.float32, sharding=self.values.sharding)
+
+    def parts(self, path: tuple, largest: Callable[[], np.ndarray]) -> list[Part]:
+        """Where a device's bytes or scales cut a group, the whole group is read."""
+        whole, groups = self.whole.shape, self.scale.shape[self.axis]
+        group = whole[self.axis] // groups
+        found = []
+        for (index, scales), devices in _holders(self.values, self.scale):
+            cuts = [(index, self.values.shape[self.axis] // groups), (scales, 1)]
+            spans = [(*cut[self.axis].indices(groups * each)[:2], each) for cut, each in cuts]
+            first, last = min(s // each for s, _, each in spans), max(-(-e // each) for _, e, each in spans)
+
+            def make(w, spans=spans, first=first):
+                both = quantised(w, self.axis, group, self.how)
+                cut = [
+                    np.take(a, range(s - first * n, e - first * n), self.axis)
+                    for a, (s, e, n) in zip(both, spans, strict=True)
+                ]
+                return {path: cut[0], of_scale(path): cut[1]}
+
+            rows = slice(first * group, last * group)
+            found.append(Part((*index[: self.axis], rows, *index[self.axis + 1 :]), devices, make))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ByResult:
+    """A weight of 8-bit numbers [L, *made, *summed] with a scale for each result (ops/dynamic_matmul.py), and the
+    shapes of both."""
+
+    values: jax.ShapeDtypeStruct
+    scale: jax.ShapeDtypeStruct
+    how: WeightFormat
+
+    @property
+    def summed(self) -> range:
+        """Of `whole`, the dimensions that are summed over."""
+        return range(1, 1 + self.values.ndim - self.scale.ndim)
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """As a checkpoint has it, [L, *summed, *made]; where that rests is not said."""
+        return jax.ShapeDtypeStruct(self._turned(self.values.shape), jnp.float32)
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether devices hold parts of what is summed over: then all of it is read for the scales, and each part for
+        its numbers."""
+        spec = (*self.values.sharding.spec, *(None,) * self.values.ndim)[self.scale.ndim : self.values.ndim]
+        return any(self.values.sharding.mesh.shape[axis] > 1 for axis in jax.tree.leaves(spec))
+
+    def parts(self, path: tuple, largest: Callable[[], np.ndarray]) -> list[Part]:
+        """`largest` gives the sizes [L, *made] where `reads_twice`."""
+        found = []
+        for (index, scales), devices in _holders(self.values, self.scale):
+
+            def make(w, scales=scales):
+                sizes = largest()[scales] if self.reads_twice else dynamic_matmul.largest(w, self.summed)
+                last = range(-len(self.summed), 0)
+                both = dynamic_matmul.by_result(np.moveaxis(w, self.summed, last), sizes, self.how)
+                return dict(zip((path, of_scale(path)), both, strict=True))
+
+            found.append(Part(self._turned(index), devices, make))
+        return found
+
+    def _turned(self, dimensions: tuple) -> tuple:
+        """Of the values, in the order of `whole`."""
+        made = self.scale.ndim
+        return (dimensions[0], *dimensions[made:], *dimensions[1:made])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A weight as a checkpoint has it."""
+
+    whole: jax.ShapeDtypeStruct
+
+    reads_twice = False
+
+    def parts(self, path: tuple, largest: Callable[[], np.ndarray]) -> list[Part]:
+        return [Part(index, devices, lambda a: {path: a}) for (index,), devices in _holders(self.whole)]
+
+
+Held = Plain | InGroups | ByResult
+
+
+def of_scale(path: tuple) -> tuple:
+    """Where the scales of a weight in few bits are."""
+    return (*path[:-1], f"{path[-1]}_scale")
+
+
+def held_weights(shapes: Tree, how: WeightFormat) -> dict[tuple, Held]:
+    """Of a tree of shapes, by path in its order; scales are with their weights."""
+    flat, found = flatten_dict(shapes), {}
+    scales = {of_scale(path) for path in flat if how != "dtype"} & set(flat)
+    for path, values in flat.items():
+        if path in scales:
+            continue
+        scale = flat[of_scale(path)] if of_scale(path) in scales else None
+        if scale is None:
+            found[path] = Plain(values)
+        elif scale.ndim < values.ndim:
+            found[path] = ByResult(values, scale, how)
+        else:
+            found[path] = InGroups(values, scale, grouped_axis(values.shape, scale.shape), grouped(how))
+    return found
+
+
+def as_read(held: Mapping[tuple, Held]) -> Tree:
+    """The shapes as a checkpoint has them."""
+    return unflatten_dict({path: one.whole for path, one in held.items()})
+
+
+def _holders(*shapes: jax.ShapeDtypeStruct) -> list[tuple[tuple[Index, ...], tuple[jax.Device, ...]]]:
+    """The different slices of arrays on this process's devices, each with the devices that hold them."""
+    found: dict[str, tuple] = {}
+    maps = [shape.sharding.addressable_devices_indices_map(shape.shape) for shape in shapes]
+    for device in maps[0]:
+        own = tuple(indices[device] for indices in maps)
+        found.setdefault(str(own), (own, []))[1].append(device)
+    return [(own, tuple(devices)) for own, devices in found.values()]
