@@ -41,6 +41,8 @@ BESIDE = (  # what a folder holds besides weights and config.json, in the names 
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
     "additional_chat_templates/*.jinja",
 )
+# What says how a checkpoint is quantised where config.json does not: ModelOpt, AutoGPTQ and AutoAWQ wrote it at first.
+QUANTISATION = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +95,13 @@ class Folder:
 
 
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:
-    """config.json of a folder."""
-    return _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
+    """config.json of a folder, with what a file of its own says of a quantisation."""
+    found = _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
+    for name, method in QUANTISATION.items():
+        if "quantization_config" not in found and (path / name).is_file():
+            told = _json(path / name, "")
+            found["quantization_config"] = {"quant_method": method, **told.get("quantization", told)}
+    return found
 
 
 def read_generation(path: pathlib.Path) -> Mapping[str, Any]:

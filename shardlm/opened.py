@@ -16,7 +16,7 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
-from shardlm.hf_files import BESIDE, Folder, read_config, read_generation
+from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -226,7 +226,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
         raise ShardlmError(
             f"there is no folder {path}; to fetch it from the Hugging Face hub, pip install 'shardlm[hub]'"
         ) from None
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, peft.CONFIG]
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, *QUANTISATION, peft.CONFIG]
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
     except Exception as error:  # the library raises its own, httpx's and the operating system's

@@ -144,6 +144,7 @@ def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: M
         for name in {name for leaf, ours in group for name in leaf.names(ours)}:
             needed[name] = shape
     extra = [name for name in stored if name not in needed and not (tied and name == "lm_head.weight")]
+    extra = [name for name in extra if not _bias_of_zeros(name, stored)]
     missing = [name for name in needed if name not in stored]
     wrong = [
         f"{name} is {list(stored[name].shape)} and the model needs {list(shape)}"
@@ -154,6 +155,13 @@ def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: M
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ShardlmError(f"the checkpoint does not fit its config.json: {'; '.join(problems[:8])}{more}")
+
+
+def _bias_of_zeros(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether it is what AutoGPTQ wrote beside all packed weights, also of models without biases."""
+    weight = stored.get(f"{name.removesuffix('.bias')}.weight")
+    packed = weight is not None and not isinstance(weight, Stored)
+    return packed and name.endswith(".bias") and not stored[name].read(...).any()
 
 
 def _further(config: TransformerConfig, options: Mapping[str, Any], stored: Mapping[str, Stored]) -> list[str]:

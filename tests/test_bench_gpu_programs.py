@@ -36,6 +36,7 @@ def loop_of(family: str, name: str) -> tuple[str, str]:
         ("paged attention", "decode 64 x 4k, int8", "__gpu$xla.gpu.triton"),
         ("paged attention", "chunk 4 x 512 of 4k, latents", "__gpu$xla.gpu.triton"),
         ("attention", "backward, 4 documents", "__cudnn$fmhaScaleBiasSoftmaxBackward"),
+        ("weights in few bits", "int4, 128 experts, 128 rows each", "__gpu$xla.gpu.triton"),
     ],
 )
 def test_the_kernel_is_in_every_repetition(family, name, kernel):
@@ -45,6 +46,6 @@ def test_the_kernel_is_in_every_repetition(family, name, kernel):
 
 
 def test_weights_in_few_bits_are_made_anew_in_every_repetition():
-    body, rest = loop_of("weights in few bits", "int8, 64 rows")
+    body, rest = loop_of("weights in few bits", "int8, 256 rows, made anew")
     made = r" = bf16\[64,64,14336\]\S* fusion\("
     assert re.search(made, body) and not re.search(made, rest)

@@ -22,9 +22,9 @@ FLOORS = [
         "flops",
         "token_bound",
         "tokenizer",
-        *("hf_files", "hf_quantised", "chat", "progress_bar"),
+        *("hf_files", "chat", "progress_bar"),
     },
-    {"mesh", "rules", "distributed", "xla_options", "topology"},
+    {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
     {"layers"},
     {"models"},
@@ -49,7 +49,7 @@ FLOORS = [
     {"plan"},
     {"bench"},
 ]
-NO_JAX = [*FLOORS[0], "data", "metrics", "hlo"]
+NO_JAX = [*FLOORS[0], "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "sampling_params.py",
     "request.py",

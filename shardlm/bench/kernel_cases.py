@@ -82,12 +82,26 @@ class EightBit:
 
 @dataclasses.dataclass(frozen=True)
 class FewBits:
-    """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does."""
+    """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does; `kernel`: by Pallas,
+    else made anew before."""
 
     rows: int
     width: int
     hidden: int
     how: GroupedFormat
+    kernel: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBitsExperts:
+    """The same of experts, `rows` of each."""
+
+    rows: int
+    width: int
+    hidden: int
+    experts: int
+    how: GroupedFormat
+    kernel: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Held8:
     how: WeightFormat
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | Held8
+Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8
 KernelCases = Mapping[str, Shape]
 
 _DECODE = Paged(64, 1, 4096, 32, 8, 128)
@@ -153,9 +167,19 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             },
         },
         "weights in few bits": {
-            f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how)
-            for rows in (1, 64, 2048)
-            for how in ("int8", "fp8", "int4")
+            **{
+                f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how, rows <= 256)
+                for rows in (1, 64, 256, 2048)
+                for how in ("int8", "fp8", "int4")
+            },
+            "int8, 256 rows, made anew": FewBits(256, 4096, 14_336, "int8", False),
+            **{
+                f"int4, 128 experts, {rows} rows each{'' if kernel else ', made anew'}": FewBitsExperts(
+                    rows, 2048, 768, 128, "int4", kernel
+                )
+                for rows in (16, 128, 256)
+                for kernel in (True, False)
+            },
         },
     }
 )
@@ -173,6 +197,10 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "int8, back": EightBit(32, 64, 64, "int8", back=True),
             "int8_dynamic": Held8(2, 64, 64, "int8_dynamic"),
         },
-        "weights in few bits": {"int4": FewBits(2, 64, 64, "int4")},
+        "weights in few bits": {
+            "int4": FewBits(2, 64, 64, "int4", True),
+            "int8, made anew": FewBits(2, 64, 64, "int8", False),
+            "fp8, 2 experts": FewBitsExperts(4, 64, 64, 2, "fp8", True),
+        },
     }
 )

@@ -2,6 +2,7 @@
 the kernels that it has stand in: Pallas interpreted, XLA's attention, blocked matmuls."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.bench.kernel_cases import PAGE, EightBit, FewBits, Grouped, Held8, Meeting, Paged, Shape, Whole
+from shardlm.bench.kernel_cases import (
+    PAGE,
+    EightBit,
+    FewBits,
+    FewBitsExperts,
+    Grouped,
+    Held8,
+    Meeting,
+    Paged,
+    Shape,
+    Whole,
+)
 from shardlm.flops import attention_pairs
 from shardlm.mesh import MeshSpec, shard_map
-from shardlm.ops import attention, attention_pair, grouped_matmul, paged_attention
+from shardlm.ops import attention, attention_pair, grouped_kernel, grouped_matmul, paged_attention
 from shardlm.ops.attention_pair import Pair, Side
 from shardlm.ops.dynamic_matmul import dynamic_einsum, stored
 from shardlm.ops.grouped_weights import GROUP, STORED, dequantised, grouped, packed_shape, scale_shape
@@ -286,19 +298,53 @@ def _few_bits(s: FewBits, on_gpu: bool) -> Kernel:
             numbers = jax.random.normal(key, held).astype(STORED[s.how])
         return x, numbers, jax.random.uniform(key, scales, jnp.bfloat16, 0.5, 1.5) * GROUP**-0.5
 
-    def run(x, numbers, scale):
-        return x @ dequantised(numbers, scale, 0, s.how, x.dtype)
+    def anew(x, numbers, scale):
+        return x @ dequantised(numbers.astype(STORED[s.how]), scale, 0, s.how, x.dtype)
 
+    by_kernel = functools.partial(grouped_kernel.pallas, how=s.how, interpret=not on_gpu)
     return Kernel(
-        what="XLA",
+        what=_named(s.kernel, on_gpu),
         inputs=inputs,
-        run=run,
-        reference=lambda x, numbers, scale: run(x, numbers.astype(STORED[s.how]), scale),
+        run=local(by_kernel) if s.kernel else anew,
+        reference=anew,
         flops=2 * s.rows * s.width * s.hidden,
         nbytes=nbytes_of((held, "int8"), (scales, "bfloat16"), ((s.rows, s.width + s.hidden), "bfloat16")),
         peak="bf16",
         allowed=ROUNDED,
     )
+
+
+def _few_bits_experts(s: FewBitsExperts, on_gpu: bool) -> Kernel:
+    shape = (s.experts, s.width, s.hidden)
+    held, scales = packed_shape(shape, 1, s.how), scale_shape(shape, 1, s.how)
+    chosen = grouped_matmul.choose("gpu" if on_gpu else "cpu")
+
+    def inputs(key: jax.Array) -> Arrays:
+        (x,) = normal(key, (s.experts * s.rows, s.width))
+        numbers = jax.random.randint(key, held, -127, 128, jnp.int8).astype(STORED[s.how])
+        scale = jax.random.uniform(key, scales, jnp.bfloat16, 0.5, 1.5) * GROUP**-0.5
+        return x, numbers, scale, jnp.full(s.experts, s.rows, jnp.int32)
+
+    def anew(multiply, x, numbers, scale, sizes):
+        return multiply(x, dequantised(numbers.astype(STORED[s.how]), scale, 1, s.how, x.dtype), sizes)
+
+    by_kernel = functools.partial(grouped_kernel.of_experts, how=s.how, interpret=not on_gpu)
+    by_xla = functools.partial(anew, functools.partial(grouped_matmul.grouped_matmul, implementation=chosen))
+    rows = s.experts * s.rows
+    return Kernel(
+        what=_named(s.kernel, on_gpu, chosen),
+        inputs=inputs,
+        run=local(by_kernel if s.kernel else by_xla),
+        reference=functools.partial(anew, grouped_matmul.reference),
+        flops=2 * rows * s.width * s.hidden,
+        nbytes=nbytes_of((held, "int8"), (scales, "bfloat16"), ((rows, s.width + s.hidden), "bfloat16")),
+        peak="bf16",
+        allowed=ROUNDED,
+    )
+
+
+def _named(kernel: bool, on_gpu: bool, otherwise: str = "XLA") -> str:
+    return ("pallas" if on_gpu else "pallas, interpreted") if kernel else otherwise
 
 
 _MAKERS = {
@@ -308,5 +354,6 @@ _MAKERS = {
     Grouped: _grouped,
     EightBit: _eight_bit,
     FewBits: _few_bits,
+    FewBitsExperts: _few_bits_experts,
     Held8: _held_8,
 }

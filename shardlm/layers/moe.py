@@ -17,7 +17,7 @@ from shardlm.layers.param import Execution, Params, constant, gathered, in_group
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
-from shardlm.ops.grouped_weights import expert_product, grouped
+from shardlm.ops.grouped_weights import FEW_ROWS_OF_EXPERT, expert_product, grouped
 from shardlm.ops.routing import Router
 from shardlm.ops.swiglu import Activation, gated
 
@@ -105,8 +105,9 @@ class Moe(nnx.Module):
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
         experts = {}
+        rows = x.shape[0] * x.shape[1] * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):
-            if in_groups(x.shape[0] * x.shape[1], self, name, execution):
+            if rows <= FEW_ROWS_OF_EXPERT and in_groups(self, name, execution):
                 experts |= {part: gathered(self, part, execution) for part in (name, f"{name}_scale")}
             else:
                 experts[name] = use_weight(self, name, execution)

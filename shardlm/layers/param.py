@@ -234,13 +234,14 @@ def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str
     return (
         letters.endswith(f"->{xs[:-into]}{ws[into:]}")
         and xs.endswith(ws[:into])
-        and in_groups(math.prod(shape[:-into]), module, name, execution)
+        and math.prod(shape[:-into]) <= FEW_ROWS
+        and in_groups(module, name, execution)
     )
 
 
-def in_groups(rows: int, module: nnx.Module, name: str, execution: Execution) -> bool:
-    """Whether a kernel multiplies so many rows by a weight of this layout, of experts too."""
-    if execution.weights == "dtype" or execution.few_bits != "pallas" or rows > FEW_ROWS:
+def in_groups(module: nnx.Module, name: str, execution: Execution) -> bool:
+    """Whether a kernel multiplies few rows by a weight of this layout, of experts too."""
+    if execution.weights == "dtype" or execution.few_bits != "pallas":
         return False
     param, scale = getattr(module, name), getattr(module, f"{name}_scale")
     names = param.get_metadata("names")

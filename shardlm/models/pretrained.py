@@ -6,6 +6,7 @@ import json
 import pathlib
 
 from shardlm.hf_files import Folder, read_config
+from shardlm.hf_quantised import OPTIONS
 from shardlm.models import registry
 from shardlm.models.transformer import TransformerConfig
 
@@ -46,7 +47,7 @@ class Pretrained:
 
     def to_hf(self) -> dict:
         """config.json, for writing a checkpoint of the same architecture; not quantised."""
-        return {name: value for name, value in self.options.items() if name != "quantization_config"}
+        return {name: value for name, value in self.options.items() if name not in OPTIONS}
 
     def pinned(self) -> "Pretrained":
         """With its options inside."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_quantised import supported
+from shardlm.hf_quantised import OPTIONS, supported
 from shardlm.layers.block import BlockConfig
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names
@@ -56,7 +56,8 @@ def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig
     Raises ShardlmError for an unknown `model_type` and for an option that is not supported or not known.
     """
     options = Options(text_config(config))
-    supported(config), options("quantization_config", None)
+    supported(config)
+    options.asked.update(OPTIONS)
     found = _family(options("model_type", "")).from_hf(options, length)
     options.finish()
     return found

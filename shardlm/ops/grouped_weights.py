@@ -35,6 +35,9 @@ SCALE = ml_dtypes.bfloat16
 # Rows up to which the kernel multiplies. A weight of one byte that is made anew moves 5 bytes a number, and the kernel
 # 1 for every 128 rows; beyond two such blocks it is the products that take the time, and cuBLAS's are faster.
 FEW_ROWS = 256
+# And of an expert, on average. All experts' weights are made anew together: where 2,048 tokens choose 8 of 128 that is
+# 5 bytes a number for products of 128 rows, a block of the kernel's, which reads 1. Further blocks read it again.
+FEW_ROWS_OF_EXPERT = 128
 COLUMNS = 64  # of such a program: 64 bytes of a row of the weight, which lie together
 PROGRAMS = 256  # for a weight and few rows: about two for each of a GPU's multiprocessors
 LEAST_GROUPS = 4  # that are worth a program of their own, whose sums are written and read again

@@ -8,12 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
+from absl import logging
 from jax.sharding import Mesh
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
+from shardlm.hf_quantised import supported
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Opened, describe, load
 from shardlm.ops.grouped_weights import QUANTIZATIONS
 from shardlm.ops.kv_format import KvFormat, held
@@ -173,10 +177,23 @@ def build(
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     opened = load(path, mesh=mesh, decoding=True, length=length, **options)
+    if said := grown(opened, config.quantization):
+        logging.warning("%s %s", path, said)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     for name, adapter in config.lora_modules.items():
         engine.load_adapter(name, str(adapter), ready(adapter, engine))
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
+
+
+def grown(opened: Opened, quantization: str | None) -> str:
+    """What to tell of a checkpoint in few bits that is served in more; "" where there is nothing to tell."""
+    method = supported(opened.source.options) if isinstance(opened.source, Pretrained) else ""
+    if not method or quantization:
+        return ""
+    return (
+        f"holds weights in few bits ({method}); they are served in {jnp.dtype(opened.model.execution.dtype).name}, as "
+        f"the numbers they stand for. In less memory with quantization={', '.join(QUANTIZATIONS)}"
+    )
 
 
 def assemble(

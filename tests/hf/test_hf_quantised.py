@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import shardlm
-from shardlm import hf_quantised
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, write_folder
-from shardlm.hf_quantised import dequantised
+from shardlm.hf_quantised import dequantised, mxfp4
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 8]}}
@@ -65,7 +64,7 @@ def test_mxfp4_by_its_definition(tmp_path):
 
 def test_mxfp4_of_every_byte_and_exponent(tmp_path, monkeypatch):
     """In chunks that end within a row; 2 to the 128th is infinite in float32, and zero times that is no number."""
-    monkeypatch.setattr(hf_quantised, "CHUNK", 7)
+    monkeypatch.setattr(mxfp4, "CHUNK", 7)
     blocks = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (1, 256, 1, 1))
     scales = np.arange(256, dtype=np.uint8)[None, :, None].repeat(16, axis=2)
     found = opened(tmp_path / "f", MXFP4, e_blocks=blocks, e_scales=scales)["e"].read(...)[0].T
@@ -80,7 +79,7 @@ def test_mxfp4_of_every_byte_and_exponent(tmp_path, monkeypatch):
 def test_fp8_of_every_byte_with_any_floats_as_scales(tmp_path, kind, of_scales):
     numbers = np.arange(256, dtype=np.uint8).reshape(16, 16).view(kind)
     factors = (2.0 ** np.arange(-4, 4)).reshape(4, 2).astype(of_scales)
-    found = opened(tmp_path / "f", FP8, w=numbers, w_scale_inv=factors)["w"]
+    found = opened(tmp_path / "f", FP8, **{"w.weight": numbers, "w.weight_scale_inv": factors})["w.weight"]
     expected = numbers.astype(np.float32) * factors.astype(np.float32).repeat(4, 0).repeat(8, 1)
     assert np.array_equal(found.read(...), expected, equal_nan=True)
     part = (slice(3, 5), slice(7, 9))
@@ -104,14 +103,30 @@ NUMBERS, FACTORS = np.zeros((10, 20), ml_dtypes.float8_e4m3fn), np.zeros((3, 3),
         (MXFP4, {"e_scales": SCALES}, "e_scales is there, and e_blocks is not"),
         (
             FP8,
-            {"w": NUMBERS, "w_scale_inv": FACTORS[:2]},
-            r"w_scale_inv is float32\[2, 3\]; .*: \(3, 3\)",
+            {"w.weight": NUMBERS, "w.weight_scale_inv": FACTORS[:2]},
+            r"scale_inv is float32\[2, 3\]; .*: \(3, 3\)",
         ),
-        (FP8, {"w": NUMBERS, "w_scale_inv": np.zeros((3, 4), np.float32)}, r"w_scale_inv is float32\[3, 4\]"),
-        (FP8, {"w": NUMBERS, "w_scale_inv": FACTORS.view(np.int32)}, r"w_scale_inv is int32\[3, 3\]"),
-        (FP8, {"w": np.zeros((10, 20), np.float16), "w_scale_inv": FACTORS}, r"w is float16\[10, 20\] and"),
-        (FP8, {"w_scale_inv": FACTORS}, "w_scale_inv is there, and w is not; download"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, {}, "of two numbers"),
+        (
+            FP8,
+            {"w.weight": NUMBERS, "w.weight_scale_inv": np.zeros((3, 4), np.float32)},
+            r"scale_inv is float32\[3, 4\]",
+        ),
+        (
+            FP8,
+            {"w.weight": NUMBERS, "w.weight_scale_inv": FACTORS.view(np.int32)},
+            r"scale_inv is int32\[3, 3\]",
+        ),
+        (
+            FP8,
+            {"w.weight": np.zeros((10, 20), np.float16), "w.weight_scale_inv": FACTORS},
+            r"weight is float16\[10, 20\] and",
+        ),
+        (FP8, {"w.weight_scale_inv": FACTORS}, "w.weight_scale_inv is there, and w.weight is not; download"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            {},
+            "a list of two whole",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(tmp_path, config, arrays, message):

@@ -98,18 +98,18 @@ def test_the_kernel_multiplies_as_the_reference_does(how, shape):
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.parametrize("how", STORED)
-def test_experts_by_the_kernel(how):
+@pytest.mark.parametrize(("how", "sizes"), [*((how, [3, 0, 37, 1]) for how in STORED), ("int4", [300, 0, 129, 111])])
+def test_experts_by_the_kernel(how, sizes):
     """One without rows, one with several blocks of them, and rows of none at the end."""
-    E, K, F, sizes = 4, 96, 72, jnp.array([3, 0, 37, 1], jnp.int32)
-    rng = np.random.default_rng(0)
+    E, K, F, sizes = 4, 96, 72, jnp.array(sizes, jnp.int32)
+    n, rng = int(sizes.sum()), np.random.default_rng(0)
     held = quantised(rng.normal(size=(E, K, F)).astype(np.float32), 1, group_of(K, how), how)
     packed, scale = map(jnp.asarray, held)
-    x = jnp.asarray(rng.normal(size=(44, K)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(n + 3, K)), jnp.float32)
     found = jax.jit(functools.partial(of_experts, how=how, interpret=True))(x, packed, scale, sizes)
     expected = grouped_matmul.reference(x, dequantised(packed, scale, 1, how, jnp.float32), sizes)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert not np.any(found[41:])
+    assert not np.any(found[n:])
 
 
 @pytest.mark.parametrize("how", ["int4", "fp8"])
@@ -134,6 +134,16 @@ def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
         plain, kernel = made.values()
         np.testing.assert_allclose(kernel, plain, rtol=1e-4, atol=1e-3 * float(jnp.abs(plain).max()))
         assert jnp.abs(plain).max() > 1
+        # By the rows of an expert: 128 of 512 tokens that choose 2 of 8.
+        called = []
+        product = lambda x, *rest: called.append(1) or jnp.zeros((len(x), rest[1].shape[-1]), x.dtype)  # noqa: E731
+        monkeypatch.setattr(moe, "expert_product", product)
+        for tokens, by_kernel in ((512, True), (513, False)):
+            many = types.SimpleNamespace(real=jnp.ones((1, tokens), bool), weights=None)
+            x = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32, sharding=rules.act.spec("batch", "seq", "embed"))
+            called.clear()
+            jax.eval_shape(lambda x, many=many: module(x, many, execution)[0], x)
+            assert bool(called) == by_kernel
 
 
 class _Projections(nnx.Module):

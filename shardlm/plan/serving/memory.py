@@ -10,6 +10,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
+from shardlm.layers.moe import MoeConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops import attention
 from shardlm.plan.serving.case import ServingCase
@@ -227,8 +228,12 @@ def _stage(
     heads = max(block.attention.num_heads * block.attention.head_dim for block in shape.blocks())
     heads //= rules.mesh.size(*rules.use.axes("heads"))
 
+    mixtures = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
+    of_expert = max((mlp.top_k / mlp.num_experts for mlp in mixtures), default=0.0)  # of the tokens, on average
+
     def unpacked(tokens: int) -> int:
-        made = (held.elements(rules.use) * held.packed for held in weights if made_anew(held, tokens))
+        shares = ((held, of_expert if held.of_experts else 1) for held in weights)
+        made = (held.elements(rules.use) * held.packed for held, share in shares if made_anew(held, tokens * share))
         return 2 * itemsize * max(made, default=0)
 
     def needs(kind: str, size: tuple[int, int]) -> float:

@@ -156,7 +156,7 @@ def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, 
             continue
         each = held.numbers / (moe.num_experts / rules.mesh.expert)  # of one expert
         weight = touched * (held.nbytes + scales.get(f"{held.name}_scale", 0))
-        if made_anew(held, one.tokens):  # of all experts, whichever are reached
+        if made_anew(held, one.tokens * moe.top_k / moe.num_experts):  # of all experts, whichever are reached
             weight = touched * held.numbers * one.itemsize
             moved = held.nbytes + held.numbers * one.itemsize
             yield Op("moe", f"{held.name}: dequantised", "memory", 0, moved, 1)

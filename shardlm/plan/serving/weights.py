@@ -16,7 +16,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops.grouped_weights import FEW_ROWS, WeightFormat, grouped, numbers_a_byte
+from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT, WeightFormat, grouped, numbers_a_byte
 from shardlm.ops.kv_format import KvFormat
 from shardlm.rules import Rules, Table
 from shardlm.serve.adapter_table import NO_ROOM, Room
@@ -135,10 +135,11 @@ def weights_of(
     return found
 
 
-def made_anew(held: Held | InUse, tokens: float) -> bool:
-    """Whether a weight is written in the compute dtype before so many tokens multiply it: what is in few bits, but for
-    what the kernel multiplies (layers/param.py's few_rows)."""
-    return bool(held.packed) and (tokens > FEW_ROWS or held.name in BY_HEAD)
+def made_anew(held: Held | InUse, rows: float) -> bool:
+    """Whether a weight is written in the compute dtype before so many rows multiply it, or so many each expert on
+    average: what is in few bits, but for what the kernel multiplies (layers/param.py's few_rows, layers/moe.py)."""
+    most = FEW_ROWS_OF_EXPERT if held.of_experts else FEW_ROWS
+    return bool(held.packed) and (rows > most or held.name in BY_HEAD)
 
 
 def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:

@@ -1,0 +1,93 @@
+"""MXFP4 as GPT-OSS publishes it: all experts in one tensor of 4-bit floats, with an exponent for each 32 of them.
+A slice is read without the rest."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardlm.hf_files import Stored
+from shardlm.hf_quantised.codes import FP4
+from shardlm.hf_quantised.parts import misfit, missing
+
+GROUP = 32  # numbers that share a scale
+CHUNK = 1 << 15  # groups unpacked at once, which bounds the temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4:
+    """Two 4-bit numbers a byte, [E, O, I / 32, 16], with an exponent for each 32, uint8 [E, O, I / 32]; read as
+    [E, I, O], the order that the same weights have in 16 bits."""
+
+    blocks: Stored
+    scales: Stored
+
+    dtype = np.dtype("float32")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        E, O, G, _ = self.blocks.shape
+        return E, G * GROUP, O
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        experts, inner, outer = (slice(None),) * 3 if index is Ellipsis else index
+        start, stop, step = inner.indices(self.shape[1])
+        groups = slice(start // GROUP, -(-stop // GROUP))
+        packed, exponents = (stored.read((experts, outer, groups)) for stored in (self.blocks, self.scales))
+        whole = _unpacked(packed, exponents).reshape(*packed.shape[:2], -1)
+        first = groups.start * GROUP
+        return whole[..., start - first : stop - first : step].swapaxes(1, 2)
+
+
+def _unpacked(packed: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """[..., G, 16] bytes and [..., G] exponents as float32 [..., G, 32]."""
+    flat, scales = packed.reshape(-1, GROUP // 2), exponents.reshape(-1, 1)
+    pairs = np.empty(flat.shape, np.uint64)
+    for first in range(0, len(flat), CHUNK):
+        some = slice(first, first + CHUNK)
+        np.take(_pairs(), scales[some].astype(np.intp) << 8 | flat[some], out=pairs[some], mode="clip")
+    return pairs.view(np.float32).reshape(*exponents.shape, GROUP)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """[65536]: at exponent * 256 + byte, the byte's two numbers side by side in 64 bits, for one look-up each byte."""
+    codes = np.arange(256)
+    pairs = FP4[np.stack([codes & 15, codes >> 4], axis=-1)]
+    with np.errstate(over="ignore"):
+        return np.ldexp(pairs, (codes - 127)[:, None, None]).reshape(-1).view(np.uint64)
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """All of them are alike."""
+
+
+def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights by the names that they have in 16 bits."""
+    found = {}
+    for name, stored in tensors.items():
+        of_scales = name.endswith("_scales")
+        plain = name.removesuffix("_scales" if of_scales else "_blocks")
+        other = plain + ("_blocks" if of_scales else "_scales")
+        beside = tensors.get(other)
+        if beside is None and (of_scales or name != plain):
+            raise missing(stored, name, other)
+        if beside is None:
+            found[name] = stored
+        elif not of_scales:
+            found[plain] = _mxfp4(plain, stored, beside)
+    return found
+
+
+def _mxfp4(name: str, blocks: Stored, scales: Stored) -> Mxfp4:
+    whole = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, GROUP // 2)
+    if not whole or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+        expected = f"uint8 [E, O, G, {GROUP // 2}] and [E, O, G]"
+        raise misfit(f"{name}_blocks", blocks, f"{name}_scales", scales, expected)
+    return Mxfp4(blocks, scales)
