@@ -152,8 +152,17 @@ Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
 # Of products of some hundred rows, as batches that decode have, cuBLAS has further ones (cublasLtMatmulTile_t,
 # https://docs.nvidia.com/cuda/cublas). Without them 129 rows took as long as 256: Llama 3.3 70B with 129 requests on an
-# H200 was 30% behind TensorRT-LLM's, and 7% with 108. What they lose is between their neighbours, an estimate.
+# H200 was 30% behind TensorRT-LLM's, and 7% with 108. What they lose is between their neighbours, an estimate, and what
+# those of 16 and 32 rows do.
 FEW_ROWS: Tiles = (*TILES, (96, 128, 0.88), (160, 128, 0.95), (192, 128, 0.97))
+FEW_ROWS += ((32, 128, 0.7), (32, 64, 0.55), (16, 64, 0.5))
+# A product of some hundred rows takes longer than its arithmetic alone and than reading its weights alone: as a power
+# mean of both. Twelve of 64 and 128 rows in fp8 on an H800 (DeepGEMM's README of 2025-02, 206 to 645 TFLOP/s at 1,509
+# to 2,668 GB/s) by this take 1.01 of what they did by the median, 0.73 to 1.23, by the longer of the two 0.79, 0.52 to
+# 0.92: first tokens after 128 tokens were predicted 20 to 40% too early. With 8 bits at the rate of the kernel, not of
+# a training step (Achieved.sustained): the largest, 4,096 x 7,168 x 16,384, by this 1.01; with a training step's rate
+# 1.5 suits the twelve as well, and the largest takes 1.22.
+BOTH = 1.25
 # Cores of GPUs that topology.CHIPS has not, from the papers that hardware.py names.
 CORES: Mapping[str, int] = MappingProxyType(
     {
