@@ -1,7 +1,8 @@
 """Predicts rates and latencies of serving that others published and says how far off each prediction is.
 
 By the same operations, kernels and links as serving plans (plan/serving), with another engine's limits and arithmetic
-(systems_serving.py) and a load that answers itself (serving/closed.py). No constant was chosen with these tables.
+(systems_serving.py) and a load that answers itself (serving/closed.py). No constant was fitted to these tables: those
+that they led to look at (constants.py, SMALL_SUMS and BOTH) are from what others measured of single kernels and sums.
 """
 
 import dataclasses
