@@ -42,7 +42,12 @@ BESIDE = (  # what a folder holds besides weights and config.json, in the names 
     "additional_chat_templates/*.jinja",
 )
 # What says how a checkpoint is quantised where config.json does not: ModelOpt, AutoGPTQ and AutoAWQ wrote it at first.
-QUANTISATION = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Each with an option that it has in any case.
+QUANTISATION = {
+    "hf_quant_config.json": ("modelopt", "quant_algo"),
+    "quantize_config.json": ("gptq", "bits"),
+    "quant_config.json": ("awq", "w_bit"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +102,12 @@ class Folder:
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     """config.json of a folder, with what a file of its own says of a quantisation."""
     found = _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
-    for name, method in QUANTISATION.items():
+    for name, (method, option) in QUANTISATION.items():
         if "quantization_config" not in found and (path / name).is_file():
             told = _json(path / name, "")
-            found["quantization_config"] = {"quant_method": method, **told.get("quantization", told)}
+            told = told.get("quantization", told)
+            if isinstance(told, dict) and option in told:
+                found["quantization_config"] = {"quant_method": method, **told}
     return found
 
 

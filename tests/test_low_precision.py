@@ -73,7 +73,7 @@ def test_gradients_are_those_of_float32_within_8_bits(matmul, spec):
     assert 0.005 < distance(grads, exact) < {"fp8": 0.25, "int8": 0.05}[matmul]
 
 
-def text_batches(vocab: int = 128, rows: int = 8, length: int = 64):
+def text_batches(vocab: int = 128, rows: int = 4, length: int = 64):
     """Windows of generated source code, a byte a token."""
     text = np.frombuffer(tiny_run.TEXT.encode(), np.uint8).astype(np.int32)
     rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def curve(matmul: str, steps: int = 80) -> np.ndarray:
         matmul=matmul,
         remat="none",
         optim=OptimConfig(learning_rate=1e-2, warmup_steps=10, weight_decay=0.0),
-        train=TrainConfig(steps=steps, global_batch=8, seq_len=64),
+        train=TrainConfig(steps=steps, global_batch=4, seq_len=64),
     )
     program = Program.make(config, mesh_of(config.mesh))
     losses = []
@@ -121,8 +121,8 @@ def test_loss_curves_follow_that_of_bfloat16():
     for matmul in ("fp8", "int8"):
         low = curve(matmul)
         assert np.all(np.isfinite(low))
-        assert low[-10:].mean() < last + 0.02  # measured: 0.0002 above, 0.001 below
-        assert np.abs(low - plain).mean() < 0.05  # measured: 0.013 and 0.006
+        assert low[-10:].mean() < last + 0.02  # measured: 0.002 below and above
+        assert np.abs(low - plain).mean() < 0.05  # measured: 0.023 and 0.013
 
 
 def test_refusals():

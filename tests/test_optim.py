@@ -1,6 +1,7 @@
 """Schedules and optimizers: their values, what they decay, and that a sharded update equals the whole one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -121,17 +122,17 @@ def test_decay_is_for_matrices_and_muon_for_the_layers():
     with jax.set_mesh(mesh_of(MeshSpec())):
         model = model_on(MeshSpec(), "replicated", WIDE)
         params = init(model)
-        zeros = jax.tree.map(jnp.zeros_like, params)
 
-        def moved(config):
-            tx = make_optimizer(config, 100, model.names)
-            return jax.tree.map(lambda u: bool(jnp.any(u != 0)), tx.update(zeros, tx.init(params), params)[0])
+        @functools.partial(jax.jit, static_argnums=0)
+        def moved(config, params):
+            tx, zeros = make_optimizer(config, 100, model.names), jax.tree.map(jnp.zeros_like, params)
+            return jax.tree.map(lambda u: jnp.any(u != 0), tx.update(zeros, tx.init(params), params)[0])
 
         for name in ("adamw", "lion", "sgd", "adafactor", "muon"):
-            changed = moved(dataclasses.replace(BASE, name=name))
+            changed = moved(dataclasses.replace(BASE, name=name), params)
             assert changed["embedding"] and changed["segments"][0]["blocks"][0]["attention"]["wq"]
             assert not changed["final_norm"]["scale"] and not changed["segments"][0]["blocks"][0]["mlp_norm"]["scale"]
         tx = make_optimizer(dataclasses.replace(BASE, name="muon"), 100, model.names)
-        momentum = tx.init(params).inner_states["muon"].inner_state[0].mu
+        momentum = jax.eval_shape(tx.init, params).inner_states["muon"].inner_state[0].mu
         with_momentum = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(momentum)}
         assert len(with_momentum) == 7 and not [p for p in with_momentum if "norm" in p or "embedding" in p]

@@ -114,11 +114,16 @@ def test_layers_are_dealt_to_places_as_cards_are(stages, rounds):
             numbers = 1.0 + np.arange(layers)
             slots = np.zeros((places, max(hands)))
             slots[np.arange(max(hands)) < np.array(hands)[:, None]] = numbers
-            staged = to_stages(jnp.asarray(numbers)[:, None] * jnp.ones((1, 2)), schedule)
+
+            @jax.jit
+            def dealt(a, schedule=schedule):
+                staged = to_stages(a, schedule)
+                return staged, to_layers(staged, schedule), jax.vmap(schedule.held)(jnp.arange(places))
+
+            staged, back, held = dealt(numbers[:, None] * np.ones((1, 2)))
             expected = slots.reshape(rounds, stages, -1, 1) * np.ones(2)
             np.testing.assert_array_equal(staged, expected)
-            np.testing.assert_array_equal(to_layers(staged, schedule)[:, 0], numbers)
-            held = jax.vmap(schedule.held)(jnp.arange(places))
+            np.testing.assert_array_equal(back[:, 0], numbers)
             np.testing.assert_array_equal(held, slots > 0)
             assert schedule.slots * places - schedule.short == sum(hands) == layers
 

@@ -23,6 +23,7 @@ class Method(NamedTuple):
 
 
 METHODS = {
+    "auto-round": Method(gptq.check_auto_round, gptq.read_auto_round),
     "awq": Method(gptq.check_awq, gptq.read_awq),
     "bitsandbytes": Method(bitsandbytes.check, bitsandbytes.read),
     "compressed-tensors": Method(compressed.check, compressed.read),

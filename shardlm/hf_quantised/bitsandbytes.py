@@ -152,7 +152,10 @@ def _blocks(name: str, weight: Stored, parts: Mapping[str, Stored]) -> Blocks:
         expected = f"uint8 and a scale for each {outer} of them"
         raise misfit(f"{name}.absmax", absmax, f"{name}.nested_absmax", of_scales, expected)
     of_scales = dataclasses.replace(of_scales, shape=(math.prod(of_scales.shape),))
-    nested = Nested(absmax, parts["nested_quant_map"], of_scales, outer, float(told["nested_offset"]))
+    of_codes = parts["nested_quant_map"]
+    if of_codes.shape != (256,):
+        raise misfit(f"{name}.absmax", absmax, f"{name}.nested_quant_map", of_codes, "256 values")
+    nested = Nested(absmax, of_codes, of_scales, outer, float(told["nested_offset"]))
     return Blocks(packed, values, nested, shape, block)
 
 

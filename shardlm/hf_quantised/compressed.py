@@ -12,7 +12,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_files import Stored
 from shardlm.hf_quantised.codes import Numbers, Packed, fits, floats, fp4, one, whole
 from shardlm.hf_quantised.grid import Factors, Grid
-from shardlm.hf_quantised.parts import misfit, missing, needed, only, split
+from shardlm.hf_quantised.parts import a_list, misfit, missing, needed, number, only, split
 
 PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
@@ -29,21 +29,31 @@ def check(options: Mapping[str, Any]) -> None:
     only(options, "format", *FORMATS)
     for name in ("sparsity_config", "transform_config"):
         inside = options.get(name) or {}
-        if any(value for key, value in inside.items() if (key, value) != ("format", "dense")):
+        if not isinstance(inside, Mapping) or (inside.get("format") != "dense" and any(inside.values())):
             raise ShardlmError(
-                f"config.json has a quantization_config with {name}={dict(inside)!r}; weights that are packed sparsely "
+                f"config.json has a quantization_config with {name}={inside!r}; weights that are packed sparsely "
                 "or rotated while the model runs are not supported. Open a checkpoint in 16 bits"
             )
-    for name, group in (options.get("config_groups") or {}).items():
-        if not isinstance(group, Mapping):
+    groups = options.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, Mapping) else [("", groups)]:
+        if not _sound(group):
             raise ShardlmError(
                 f"config.json has config_groups[{name!r}]={group!r}; a group with targets and weights is needed. Open "
                 "another quantisation of the model, or one in 16 bits"
             )
         only({**options, **group}, "format", *FORMATS)
         weights = group.get("weights") or {}
+        number(weights, "group_size")
         if "int" in str(weights.get("type", "int")).lower():
             only({**weights, "quant_method": options.get("quant_method")}, "num_bits", 8, *BITS)
+
+
+def _sound(group: Any) -> bool:
+    """Whether it is an object with a list of names, and weights that are an object if any."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
+        return False
+    targets = group.get("targets") or []
+    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
 
 def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,29 +101,29 @@ def _bytes(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) 
         expected = "8-bit numbers [O, I] and their scales"
         raise misfit(f"{module}.weight", weight, f"{module}.weight_scale", scales, expected)
     size, cells = _cells(module, weight, weight.shape, scales, scheme)
-    zeros, of_zeros = None, parts.get("weight_zero_point")
-    if of_zeros is not None and not scheme.get("symmetric", True):
-        zeros = _plain_zeros(module, of_zeros, cells)
+    zeros = None
+    if not scheme.get("symmetric", True):
+        zeros = _plain_zeros(module, needed(module, parts, "weight_zero_point")[0], cells)
     return Grid(floats(weight), Factors(scales, cells), size, zeros)
 
 
 def _packed(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) -> Grid:
     """Integers of 2, 4 or 8 bits in words of 32, along the inputs, as codes that are half their range larger."""
     words, scales, shape = needed(module, parts, "weight_packed", "weight_scale", "weight_shape")
-    bits = scheme.get("num_bits", 8)
+    bits = scheme.get("num_bits") or 8
     O, I = (int(n) for n in shape.read(...)) if shape.shape == (2,) else (0, 0)
-    right = words.dtype == np.int32 and len(words.shape) == 2 and words.shape[0] == O
+    right = bits in BITS and words.dtype == np.int32 and len(words.shape) == 2 and words.shape[0] == O
     if not right or not fits(words, bits, 1, I):
         expected = f"int32 [O, I * {bits} / 32] where weight_shape, [{O}, {I}], is [O, I]"
         raise misfit(f"{module}.weight_packed", words, f"{module}.weight_scale", scales, expected)
     size, cells = _cells(module, words, (O, I), scales, scheme)
     half = 1 << (bits - 1)
-    zeros, of_zeros = None, parts.get("weight_zero_point")
+    zeros = None
     if not scheme.get("symmetric", True):
-        if of_zeros is None:
-            raise missing(words, f"{module}.weight_packed", f"{module}.weight_zero_point")
-        zeros = _zeros(module, of_zeros, bits, cells, half)
+        zeros = _zeros(module, needed(module, parts, "weight_zero_point")[0], bits, cells, half)
     listed = parts.get("weight_g_idx")
+    if listed is not None and not a_list(listed, I):
+        raise misfit(f"{module}.weight_packed", words, f"{module}.weight_g_idx", listed, f"{I} whole numbers")
     return Grid(whole(Packed(words, bits, 1, I), half), Factors(scales, cells), size, zeros, listed)
 
 
@@ -131,13 +141,15 @@ def _plain_zeros(module: str, stored: Stored, cells: tuple[int, int]) -> Numbers
     if stored.dtype.itemsize != 1 or int(np.prod(stored.shape)) != int(np.prod(cells)):
         expected = f"one of 8 bits for each of {list(cells)} groups"
         raise misfit(f"{module}.weight_zero_point", stored, "they", stored, expected)
-    return floats(_reshaped(stored, cells))
+    return floats(dataclasses.replace(stored, shape=cells))
 
 
 def _fp4(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) -> Grid:
     """NVFP4, whose 8-bit scales are divided by a common number, and MXFP4, whose scales are exponents."""
     packed, scales = needed(module, parts, "weight_packed", "weight_scale")
-    common = parts.get("weight_global_scale")
+    only({"quant_method": "compressed-tensors", **scheme}, "symmetric", True)
+    nested = scheme.get("strategy") == "tensor_group" or "weight_global_scale" in parts
+    common = needed(module, parts, "weight_global_scale")[0] if nested else None
     if len(packed.shape) != 2 or (common is not None and not one(common.shape)):
         expected = "uint8 [O, I / 2], a scale for each group, and at most one weight_global_scale"
         raise misfit(f"{module}.weight_packed", packed, f"{module}.weight_scale", scales, expected)
@@ -153,10 +165,12 @@ def _cells(
     O, I = shape
     group, block = scheme.get("group_size"), scheme.get("block_structure")
     strategy = scheme.get("strategy") or ("group" if group and group > 0 else "block" if block else "channel")
-    block = [int(n) for n in block.split("x")] if isinstance(block, str) else block
+    if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block):
+        block = [int(n) for n in block.split("x")]
     sizes = {"tensor": (O, I), "channel": (1, I), "group": (1, group), "tensor_group": (1, group), "block": block}
-    size = sizes.get(strategy)
-    if not size or not all(type(n) is int and n > 0 for n in size):
+    size = sizes.get(str(strategy))
+    whole_numbers = isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int for n in size)
+    if not whole_numbers or min(size) < 1:
         raise ShardlmError(
             f"{numbers.file}: {module} is quantised with strategy={strategy!r}, group_size={group!r} and "
             f"block_structure={block!r}; supported are {', '.join(sizes)} with their sizes. Open another quantisation"
@@ -166,7 +180,3 @@ def _cells(
         expected = f"{list(cells)} scales, by strategy={strategy!r}"
         raise misfit(f"{module}.weight", numbers, f"{module}.weight_scale", scales, expected)
     return tuple(size), cells
-
-
-def _reshaped(stored: Stored, shape: tuple[int, int]) -> Stored:
-    return dataclasses.replace(stored, shape=shape)

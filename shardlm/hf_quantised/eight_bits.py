@@ -58,8 +58,8 @@ def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str,
 def _scaled(module: str, parts: Mapping[str, Stored], size: list[int] | None) -> Grid:
     other = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     numbers, scales = parts["weight"], parts[other]
-    kind, of_scales = numbers.dtype.name, scales.dtype.name
-    if len(numbers.shape) != 2 or not kind.startswith("float8") or not ("float" in of_scales or of_scales == "uint8"):
+    of_floats = numbers.dtype.name.startswith("float8") and ("float" in scales.dtype.name or scales.dtype == np.uint8)
+    if len(numbers.shape) != 2 or 0 in numbers.shape or not of_floats:
         raise misfit(f"{module}.weight", numbers, f"{module}.{other}", scales, "8-bit floats [O, I] and floats")
     cell = _cell(numbers, scales, tuple(size) if size else None)
     if cell is None:

@@ -62,3 +62,18 @@ def only(options: Mapping[str, Any], name: str, *known: Any) -> Any:
             f"are {', '.join(map(repr, known))}. Open another quantisation of the model, or one in 16 bits"
         )
     return value
+
+
+def number(options: Mapping[str, Any], name: str) -> int | None:
+    """An option that is a whole number or absent. Raises ShardlmError for anything else."""
+    value = options.get(name)
+    if value is not None and type(value) is not int:
+        raise ShardlmError(
+            f"config.json has a quantization_config with {name}={value!r}; it needs a whole number. Download it again"
+        )
+    return value
+
+
+def a_list(stored: Stored, count: int | None = None) -> bool:
+    """Whether it holds whole numbers one after the other, so many of them where that is said."""
+    return len(stored.shape) == 1 and stored.dtype.kind == "i" and count in (None, stored.shape[0])

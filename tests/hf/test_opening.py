@@ -61,7 +61,7 @@ def change_tensors(folder, **changes):
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
         ({"clip_everything": 3}, "options that shardlm does not know.*clip_everything=3"),
-        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method='aqlm'; supported are awq, bitsandbytes, co"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method='aqlm'; supported are auto-round, awq, bits"),
         ({"hidden_size": None}, "config.json has no 'hidden_size', which a 'llama' model needs"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers='three'; it needs a whole number of at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers=-1; it needs a whole number of at least 1"),

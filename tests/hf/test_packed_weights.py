@@ -56,6 +56,18 @@ def test_gptq_without_a_list_and_with_bits_of_its_own(tmp_path):
     check(opened(tmp_path / "g", {**options, "bits": 4}, **tensors)["w.weight"], expected)
 
 
+def test_auto_round_by_its_packing_format(tmp_path):
+    """GPTQ_FORMAT and GPTQ_FORMAT_NO_ZP in auto_round/inference/backend.py; modules may have bits of their own."""
+    for version, form in ((1, None), (1, "auto_round:gptq"), (2, "auto_round"), (2, "auto_round:gptqmodel")):
+        zeros = RNG.integers(0, 256, (I // SIZE, O))
+        codes, expected = numbers(8, zeros)
+        tensors = gptq(codes, zeros, 8, version=version)
+        del tensors["g_idx"]
+        options = {"quant_method": "auto-round", "bits": 4, "group_size": SIZE, "packing_format": form}
+        options["extra_config"] = {"w": {"bits": 8}, "v": {"bits": 16}}
+        check(opened(tmp_path / "f", options, **tensors)["w.weight"], expected)
+
+
 def test_awq(tmp_path):
     """https://github.com/casper-hansen/AutoAWQ/blob/main/awq/modules/linear/gemm.py (from_linear)."""
 
@@ -73,6 +85,8 @@ def test_awq(tmp_path):
     found = opened(tmp_path / "f", options, **tensors, norm=np.ones(3))
     check(found["w.weight"], expected)
     assert set(found) == {"w.weight", "w.norm"}
+    options = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "group_size": SIZE}
+    check(opened(tmp_path / "g", options, **tensors)["w.weight"], expected)
 
 
 def group(**weights):

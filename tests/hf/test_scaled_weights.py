@@ -119,17 +119,22 @@ def test_what_another_file_says(tmp_path):
     assert read_config(folder)["quantization_config"]["quant_algo"] == "FP8"
     assert supported(read_config(folder)) == "modelopt"
     (folder / "hf_quant_config.json").unlink()
+    (folder / "quant_config.json").write_text('{"quantization": "of something else"}')
+    assert supported(read_config(folder)) == ""
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128, "desc_act": false}')
     assert supported(read_config(folder)) == "gptq"
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     assert supported(read_config(folder)) == "awq"
 
 
+DENSE = {"format": "dense", "global_sparsity": 0.1, "targets": []}
+
+
 @pytest.mark.parametrize(
     ("options", "method"),
     [
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
-        ({"config_groups": {}, "format": "dense", "sparsity_config": {"format": "dense"}}, "compressed-tensors"),
+        ({"config_groups": {}, "format": "dense", "sparsity_config": DENSE}, "compressed-tensors"),
         ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, "modelopt"),
         *(({"quant_method": method}, method) for method in METHODS),
     ],
@@ -141,12 +146,21 @@ def test_methods_by_their_options(options, method):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quant_method": "aqlm"}, "quant_method='aqlm'; supported are awq, bitsandbytes, compressed-tensors"),
+        (
+            {"quant_method": "aqlm"},
+            "quant_method='aqlm'; supported are auto-round, awq, bitsandbytes, compressed-tensors",
+        ),
         ({"bits": 4}, "quant_method='none'; supported are"),
         ("int4", "quantization_config='int4'; an object is needed"),
         ({"quant_method": "gptq", "bits": 3}, "bits=3; supported with quant_method='gptq' are 4, 2, 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin'; supported"),
         ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format=True; supported"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 3}, "bits=3; supported"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "'auto_round:llm_compressor'; s",
+        ),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type='mx_fp'; supported"),
         ({"quant_method": "awq", "version": "GEMV"}, "version='gemv'; supported"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'; supported"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'; supported"),
@@ -155,6 +169,8 @@ def test_methods_by_their_options(options, method):
         ({**compressed({}), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* packed sparsely"),
         ({**compressed({}), "transform_config": {"config_groups": {"u": 1}}}, "transform_config=.* or rotated while"),
         ({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}, r"'W8A8'\]=.* a group with"),
+        ({"quant_method": "compressed-tensors", "config_groups": 3}, r"config_groups\[''\]=3; a group with"),
+        (compressed({"group_size": "x"}), "group_size='x'; it needs a whole number"),
     ],
 )
 def test_options_that_are_not_supported_are_refused(options, message):
@@ -162,6 +178,8 @@ def test_options_that_are_not_supported_are_refused(options, message):
         supported({"quantization_config": options})
 
 
+ASYMMETRIC = compressed({"num_bits": 8, "strategy": "channel", "symmetric": False})
+NVFP4 = compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16})
 CHANNEL = compressed({"num_bits": 8, "type": "float", "strategy": "channel"})
 
 
@@ -187,6 +205,21 @@ CHANNEL = compressed({"num_bits": 8, "type": "float", "strategy": "channel"})
             CHANNEL,
             {"weight": FLOATS, "weight_scale": scales(3, 1)},
             r"needed are \[40, 1\] scales, by str",
+        ),
+        (
+            ASYMMETRIC,
+            {"weight": INTS, "weight_scale": scales(O, 1)},
+            r"and w\.weight_zero_point is not; download",
+        ),
+        (
+            NVFP4,
+            {"weight_packed": BYTES, "weight_scale": OF_16},
+            r"and w\.weight_global_scale is not; download",
+        ),
+        (
+            compressed({**NVFP4["config_groups"]["group_0"]["weights"], "symmetric": False}),
+            {"weight_packed": BYTES, "weight_scale": OF_16, "weight_global_scale": scales(1)},
+            "symmetric=False; supported",
         ),
         (CHANNEL, {"weight": np.ones((O, I), np.float32), "weight_scale": scales(O, 1)}, r"needed are 8-bit numbers"),
     ],

@@ -66,7 +66,7 @@ def test_implementations_equal_the_reference(shape, name):
     if value_dim:
         v = k[..., :value_dim]
     own = slice(None) if head is None else slice(head, head + 1)
-    expected = reference(q, k[:, :, own], v[:, :, own], *rest, 0.3, **options)
+    expected = jax.jit(lambda q, k, v: reference(q, k[:, :, own], v[:, :, own], *rest, 0.3, **options))(q, k, v)
     if head is not None:
         options["head"] = jnp.int32(head)
     held = laid(held | scales, name)

@@ -7,6 +7,7 @@ import pytest
 
 from shardlm.plan import validate as validation
 from shardlm.plan.constants import HOST
+from shardlm.plan.superseded import superseded
 from shardlm.plan.systems import EAGER, as_run, as_sent, recomputed
 from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent
 from shardlm.plan.validate import format_validation, predict, summary, validate
@@ -52,6 +53,17 @@ def test_none_is_beyond_a_quarter_but_for_few_that_came_last_and_the_table_says_
     for row in far:
         assert f"{row.point.name}, {row.error:+.1%}: {'superseded by' if row.later else 'not known why'}" in table
         assert row.experts, "no dense point is"
+
+
+def test_what_superseded_finds_is_predicted_shown_and_counted(rows, published):
+    found = {row.point.name: row.later for row in rows if row.later}
+    assert found == superseded(published, validation.FAR) and 1 <= len(found) <= 23  # of 354 points
+    assert sum(abs(row.error) > validation.FAR for row in rows if row.later and row.cost) <= 6
+    table, lines = format_validation(rows), summary(rows)
+    for name, later in found.items():
+        assert any(name in line and f"superseded by {later}" in line for line in table.splitlines())
+    counts = {line.partition(":")[0]: int(line.partition(": ")[2].partition(" ")[0]) for line in lines}
+    assert counts["all"] == counts["superseded"] + counts["not superseded"] and counts["superseded"] == len(found)
 
 
 def test_each_gpu_and_precision_is_predicted_without_a_lean(rows):

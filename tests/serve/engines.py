@@ -1,8 +1,10 @@
 """Small engines for tests: a random model over the tests' tokenizer, and few pages."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.llama import LlamaConfig
 from shardlm.rules import Rules
+from shardlm.serve.build import sized
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
@@ -47,20 +50,42 @@ def of_model(
     draft=None,
     prefill="pages",
     cuts=None,
+    least=2,
 ) -> Engine:
-    """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig."""
+    """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig. `least`: rows
+    of the smallest decode program, two as on GPUs; where there are as many as `rows`, but one is compiled."""
     drafts = speculative.num_speculative_tokens if speculative else 0
     decoded, draft = most_decoded(steps, drafts), draft or by_modules(speculative, model)
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
     )
-    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, platform="cpu")
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, platform="cpu")
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
     config = SchedulerConfig(rows, tokens, length, (1, steps), drafts, cuts or Cuts())
     table = PageTable(pages, 4, windows=layout.windows, longest_step=config.longest_step, caching=caching)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
+
+
+def another(engine: Engine, *, tokens: int, pages: int, caching=True) -> Engine:
+    """One over the same programs, that cuts prompts into chunks of fewer tokens and has fewer pages."""
+    config = dataclasses.replace(engine.scheduler.config, max_batch_tokens=tokens)
+    windows = engine.runner.config.layout.windows
+    table = PageTable(pages, 4, windows=windows, longest_step=config.longest_step, caching=caching)
+    return Engine(engine.runner, Scheduler(config, table), TOKENIZER, [END])
+
+
+@contextlib.contextmanager
+def decoding_from(rows: int):
+    """Engines are built whose smallest decode program has so many rows: on CPUs it has one, on GPUs two."""
+
+    def sizes(*args) -> tuple:
+        own, *beside = sized(*args)
+        return dataclasses.replace(own, least_rows=rows), *beside
+
+    with mock.patch("shardlm.serve.build.sized", sizes):
+        yield
 
 
 def random_engine(spec: MeshSpec, seed: int = 0, **options) -> tuple[Engine, ModelDef, object]:

@@ -1,6 +1,7 @@
 """A covering array: few cases in which every pair of values of two different factors meets."""
 
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,28 +14,38 @@ def pairs_of(case: Mapping[str, Any]) -> set:
 
 
 def covering(
-    factors: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool] = lambda case: True
+    factors: Mapping[str, Sequence[Any]],
+    possible: Callable[[Case], bool] = lambda case: True,
+    cost: Callable[[Case], float] = lambda case: 1,
+    tries: int = 1,
 ) -> tuple[list[Case], set]:
-    """(cases that cover every pair that can meet, the pairs that cannot), the same each time: a case is begun by a
-    pair that is still missing and filled up, factor by factor, with what meets most missing ones. `possible` says
-    whether a case, of all factors or some, may stand: what it refuses stays refused with more factors."""
-    missing, never, cases = set(), set(), []
+    """(cases that cover every pair that can meet, the pairs that cannot), the same each time, of `tries` drawn ones
+    those of the least cost. `possible` says whether a case, of all factors or some, may stand: what it refuses stays
+    refused with more factors."""
+    pairs, never = set(), set()
     for (a, values), (b, others) in itertools.combinations(sorted(factors.items()), 2):
         for pair in itertools.product(values, others):
             case = dict(zip((a, b), pair, strict=True))
-            (missing if possible(case) else never).update(pairs_of(case))
+            (pairs if possible(case) else never).update(pairs_of(case))
+    drawn = (_drawn(factors, possible, pairs, random.Random(seed)) for seed in range(tries))
+    return min(drawn, key=lambda cases: sum(map(cost, cases))), never
+
+
+def _drawn(factors: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool], pairs: set, rng) -> list[Case]:
+    """A case is begun by a pair that is still missing and filled up, factor by factor, those of many values first, with
+    what meets most missing ones; of what is as good as each other any."""
+    missing, cases = sorted(pairs, key=repr), []
     while missing:
-        case = dict(min(missing, key=repr))
-        for name in sorted(factors, key=lambda name: (-len(factors[name]), name)):
+        case = dict(rng.choice(missing))
+        for name in sorted(factors, key=lambda name: (-len(factors[name]), rng.random())):
             if name in case:
                 continue
             fits = [value for value in factors[name] if possible({**case, name: value})]
             if not fits:
                 raise ValueError(f"no value of {name} goes with {case}")
-            turn = len(cases) % len(fits)  # of values that are as good as each other, another one in each case
-            case[name] = max(
-                fits[turn:] + fits[:turn], key=lambda value: len(pairs_of({**case, name: value}) & missing)
-            )
-        missing -= pairs_of(case)
+            rng.shuffle(fits)
+            left = set(missing)
+            case[name] = max(fits, key=lambda value: len(pairs_of({**case, name: value}) & left))
+        missing = [pair for pair in missing if pair not in pairs_of(case)]
         cases.append(case)
-    return cases, never
+    return cases

@@ -8,7 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import CONFIG, TOKENIZER, folder_of
+from engines import CONFIG, TOKENIZER, decoding_from, folder_of
 from oracle import Oracle
 from small_moe import DEEPSEEK, MOE
 from test_adapters_served import PROMPT, SIZES, adapter_of
@@ -180,7 +180,8 @@ def test_dense_layers_and_shared_experts_of_a_model_with_experts_have_room(tmp_p
     config = {"base_model_name_or_path": str(base), "target_modules": "(layers.0.mlp.down|layers.1.+shared.+up)_proj"}
     attention = adapter_of(tmp_path / "attention", base, LoraConfig(2, 4.0, ("wo",)), 0)
     folder = changed(attention, tmp_path / "adapter", config, lambda given: made)
-    llm = LLM(base, lora_modules={"one": folder}, **SIZES)
+    with decoding_from(SIZES["max_num_seqs"]):
+        llm = LLM(base, lora_modules={"one": folder}, **SIZES)
     prompt, params = TOKENIZER.encode(PROMPT), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = llm.generate([PROMPT] * 2, params, lora_request=[LoRARequest("one"), None])
     said = [Oracle(load(path, dtype="float32")).reply(prompt, params).tokens for path in (folder, base)]

@@ -14,7 +14,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from engines import CONFIG, TOKENIZER, folder_of
+from engines import CONFIG, TOKENIZER, decoding_from, folder_of
 from flax.traverse_util import flatten_dict, unflatten_dict
 from oracle import Oracle
 
@@ -81,6 +81,13 @@ def alone(folders):
     said = {name: Oracle(one).reply(prompt, GREEDY).tokens for name, one in opened.items()}
     assert len({tuple(one) for one in said.values()}) == len(said)  # they differ
     return said
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_decode_program():
+    """Of as many as run, which compiles sooner than three; test_matrix.py has others."""
+    with decoding_from(SIZES["max_num_seqs"]):
+        yield
 
 
 @pytest.fixture(scope="module")

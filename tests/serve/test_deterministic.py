@@ -2,13 +2,14 @@
 its log-probabilities are the same bits."""
 
 import dataclasses
+import functools
 import random
 
 import jax
 import numpy as np
 import pytest
 import small_moe
-from engines import CONFIG, END, TOKENIZER, finished, of_model
+from engines import CONFIG, END, TOKENIZER, another, finished, of_model
 from oracle import Oracle, opened_of
 from small import init, mesh_of
 
@@ -38,6 +39,13 @@ def made(config, spec: MeshSpec):
         return (*taken_apart(model, init(model)), mesh), model, init(model)
 
 
+@functools.cache
+def engine_of(config, spec: MeshSpec):
+    """(an engine, the model, its parameters)."""
+    parts, model, params = made(config, spec)
+    return of_model(*parts, rows=5, tokens=64, pages=40, runner_of=DeterministicRunner), model, params
+
+
 def request(number: int) -> tuple[list[int], SamplingParams]:
     rng = random.Random(number)
     sampled = {"temperature": 0.9, "top_p": 0.9, "seed": number, "presence_penalty": 0.3} if number % 2 else {}
@@ -63,19 +71,18 @@ def bits(output) -> tuple:
     ("config", "spec"), [(WIDE, MeshSpec()), (WIDE, MeshSpec(tensor=2)), (MIXED, MeshSpec(expert=2))]
 )
 def test_a_reply_is_the_same_bits_whatever_else_runs(config, spec):
-    parts, model, params = made(config, spec)
-    numbers = range(16)
-    alone, sizes = {}, {"rows": 5, "runner_of": DeterministicRunner}
-    engine = of_model(*parts, caching=False, tokens=64, pages=40, **sizes)
+    built, model, params = engine_of(config, spec)
+    numbers, alone = range(16), {}
+    engine = another(built, tokens=64, pages=40, caching=False)
     for number in numbers:
         engine.add(str(number), *request(number))
         alone |= {id: bits(output) for id, output in finished(engine).items()}
-    with jax.set_mesh(parts[-1]):
+    with jax.set_mesh(built.runner.mesh):
         prompt, length = request(0)[0], len(alone["0"][1])
         direct = generate(model, params, prompt, max_new_tokens=length, sampling=Sampling(temperature=0))
         assert list(direct) == alone["0"][1]
 
-    crowded, rng, done = of_model(*parts, tokens=7, pages=22, **sizes), random.Random(1), {}
+    crowded, rng, done = another(built, tokens=7, pages=22), random.Random(1), {}
     for number in [*numbers, *numbers]:  # and again, with what was cached
         id = f"{number}.{len(done)}.{rng.random()}"
         crowded.add(id, *request(number))
@@ -89,8 +96,7 @@ def test_a_reply_is_the_same_bits_whatever_else_runs(config, spec):
 
 
 def test_a_generated_token_has_the_score_it_has_in_a_prompt():
-    parts, _, _ = made(WIDE, MeshSpec())
-    engine = of_model(*parts, rows=5, tokens=64, pages=40, runner_of=DeterministicRunner)
+    engine, _, _ = engine_of(WIDE, MeshSpec())
     engine.add("said", PROMPTS[1], SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True))
     said = finished(engine)["said"].outputs[0]
     whole = [*PROMPTS[1], *said.token_ids]

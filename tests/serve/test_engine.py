@@ -1,6 +1,7 @@
 """The engine against the model called directly: whatever else runs, each reply is what the model says."""
 
 import asyncio
+import functools
 import itertools
 import json
 import random
@@ -32,7 +33,7 @@ PROMPTS = [TOKENIZER.encode(text) for text in ('{"name": "ab"', '{"name": "abc",
 @pytest.fixture(scope="module")
 def served():
     """On two devices, with 19 pages: two requests of 64 tokens do not fit. Prompts are cut into small chunks."""
-    return random_engine(MeshSpec(tensor=2), cuts=Cuts((4, 8, 16, 32), 2))
+    return random_engine(MeshSpec(tensor=2), cuts=Cuts((4, 8, 16, 32), 2), least=1)
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +48,32 @@ def directly(served):
     return found
 
 
-def hidden_of(served, tokens, of=lambda lm, hidden: hidden):
-    """float32 [T, D], by the model's forward pass without a cache."""
+@functools.partial(jax.jit, static_argnums=0)
+def forward(model, params, row):
+    """(hidden [T, D], log-probabilities [T, V]) of a row int32 [1, T], without a cache."""
+    lm = model.model(params)
+    positions = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
+    hidden, _, _ = lm(row, positions, Packed(jnp.ones_like(row), model.execution.rules))
+    return jax.reshard((hidden[0], jax.nn.log_softmax(lm.logits(hidden)[0])), jax.P())
+
+
+def forward_of(served, tokens) -> list[np.ndarray]:
+    """As `forward` of the model that is served. All rows are of 64 tokens, one program, and nothing looks ahead."""
     engine, model, params = served
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(tokens)] = tokens
     with jax.set_mesh(engine.runner.mesh):
-        lm = model.model(params)
-        row = jnp.asarray([tokens], jnp.int32)
-        positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-        hidden, _, _ = lm(row, positions, Packed(jnp.ones_like(row), model.execution.rules))
-        return np.asarray(jax.reshard(of(lm, hidden), jax.P()))[0]
+        return [np.asarray(a)[: len(tokens)] for a in forward(model, params, row)]
+
+
+def hidden_of(served, tokens):
+    """float32 [T, D]."""
+    return forward_of(served, tokens)[0]
 
 
 def logprobs_of(served, tokens):
     """float32 [T, V]."""
-    return np.asarray(jax.nn.log_softmax(hidden_of(served, tokens, lambda lm, hidden: lm.logits(hidden))))
+    return forward_of(served, tokens)[1]
 
 
 def test_replies_do_not_depend_on_what_else_runs(served, directly):

@@ -11,7 +11,7 @@ import time
 
 import jax
 import pytest
-from engines import CONFIG, END, TOKENIZER
+from engines import CONFIG, END, TOKENIZER, decoding_from
 from oracle import Oracle, opened_of
 
 from shardlm.errors import ShardlmError
@@ -43,7 +43,8 @@ PARAMS = [GREEDY, RANDOM, GREEDY, PENALISED, GREEDY, CHOICE]
 @pytest.fixture(scope="module")
 def runners():
     """Of two replicas, whose engines each test makes anew."""
-    group = assemble(opened_of(SHAPE, MeshSpec()), TOKENIZER, [END], LENGTH, SIZES)
+    with decoding_from(2):
+        group = assemble(opened_of(SHAPE, MeshSpec()), TOKENIZER, [END], LENGTH, SIZES)
     return [engine.runner for engine in group.engines]
 
 

@@ -1,7 +1,9 @@
 """While thoughts are free, tokens are sampled several at a time, ahead of the host; replies are those of lockstep."""
 
+import functools
+
 import pytest
-from engines import TOKENIZER, finished, random_engine
+from engines import TOKENIZER, another, finished, random_engine
 
 from shardlm.mesh import MeshSpec
 from shardlm.serve.deterministic import DeterministicRunner
@@ -44,26 +46,34 @@ def served(engine, together: bool) -> dict:
     }
 
 
+@functools.cache
+def engine_of(kind: str):
+    """Of the same programs as the engines of test_thinking_budget.py and test_reply_form.py."""
+    options = {"deterministic": {"runner_of": DeterministicRunner}, "drafts": {"speculative": NGRAM}}.get(kind, {})
+    return random_engine(MeshSpec(), rows=10, tokens=32, pages=300, least=10, **options)[0]
+
+
 @pytest.mark.parametrize("kind", ("alone", "deterministic", "drafts"))
 def test_the_replies_are_those_of_lockstep_to_the_bit(kind, monkeypatch):
-    options = {"deterministic": {"runner_of": DeterministicRunner}, "drafts": {"speculative": NGRAM}}.get(kind, {})
-    engine = random_engine(MeshSpec(), rows=10, tokens=64, pages=200, **options)[0]
+    engine = engine_of(kind)
     taken, own = [], Scheduler._take_back
     monkeypatch.setattr(Scheduler, "_take_back", lambda *args: taken.append(args) or own(*args))
-    ahead, together = served(engine, kind == "deterministic"), kind == "deterministic"
-    batches = engine.scheduler._batches
+    begun, together = engine.scheduler._batches, kind == "deterministic"
+    ahead = served(engine, together)
+    batches = engine.scheduler._batches - begun
     assert len(taken) >= 3
     monkeypatch.setattr(Reply, "bound", property(lambda reply: 0))
     lockstep = served(engine, together)
     assert ahead == lockstep and len(taken) >= 3
     ends = [one[-1] for replies in ahead.values() for one in replies]
     assert ends.count("stop") >= 2 and ends.count("length") >= 2, "both kinds are to be seen"
-    assert batches < 0.7 * (engine.scheduler._batches - batches)
+    assert batches < 0.7 * (engine.scheduler._batches - begun - batches)
 
 
 def test_free_thoughts_take_a_fraction_of_the_dispatches():
     """41 tokens at four a dispatch, of which the first comes with the prompt, and the mask is sent once."""
-    engine = random_engine(MeshSpec(), steps=4)[0]
+    engine = another(engine_of("alone"), tokens=32, pages=300)
+    engine.runner.reset()  # no mask is there
     for after, dispatches, masks in (("x y z", 11, 0), ("na", 11, 1)):
         ran, run = [], engine.runner._run
         engine.runner._run = lambda key, *rest, ran=ran, run=run: ran.append(key) or run(key, *rest)

@@ -56,7 +56,7 @@ def as_on_gpus(monkeypatch):
 def engine_on(spec: MeshSpec):
     opened = opened_of(SHAPE, of_replica(spec))
     layout = PageLayout.whole(2, 16)
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 4, "decode_steps": 2}
+    sizes = {"max_num_seqs": spec.pipeline, "max_num_batched_tokens": 8, "block_size": 4, "decode_steps": 2}
     config = EngineConfig(mesh=spec, kv_cache_bytes=16 * page_bytes(opened.model, layout, 4) * spec.data, **sizes)
     return assemble(opened, TOKENIZER, [END], 56, config)
 

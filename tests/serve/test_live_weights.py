@@ -8,7 +8,7 @@ import sys
 
 import jax
 import pytest
-from engines import CONFIG, folder_of
+from engines import CONFIG, decoding_from, folder_of
 
 import shardlm
 from shardlm.errors import ShardlmError
@@ -33,6 +33,12 @@ def folders(tmp_path_factory):
     others = {"wider": {"mlp_dim": 96}, "rotated": {"rope_theta": 5e5}, "shallower": {"num_layers": 2}}
     made = {name: folder_of(home / name, seed) for seed, name in enumerate(("first", "second"))}
     return made | {name: folder_of(home / name, 0, dataclasses.replace(CONFIG, **o)) for name, o in others.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_decode_program():
+    with decoding_from(SIZES["max_num_seqs"]):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from array import array
 
 import jax
 import pytest
-from engines import CONFIG, END, TOKENIZER
+from engines import CONFIG, END, TOKENIZER, decoding_from
 from oracle import Oracle, opened_of
 from small_moe import DEEPSEEK, MOE
 
@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def as_on_gpus():
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, decoding_from(2):
         for module in (runner, staged_runner):
             patch.setattr(module, "launcher_on", lambda platform: Launcher(threaded=True))
         yield

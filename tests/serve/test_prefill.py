@@ -38,7 +38,7 @@ def engine_of(spec: MeshSpec, window: int, **options):
     opened = opened_of(dataclasses.replace(shape, segments=(Segment((windowed, block), 1),)), spec)
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params)
-    return of_model(model, params, mesh_of(spec), tokens=32, length=48, pages=60, **options)
+    return of_model(model, params, mesh_of(spec), tokens=32, length=48, pages=60, least=3, **options)
 
 
 def said(engine) -> dict:

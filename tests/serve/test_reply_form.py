@@ -102,7 +102,7 @@ def test_tokens_that_would_end_the_free_part_and_go_on_are_forbidden():
 
 
 def test_engines_hold_replies_from_there_on():
-    engine, *_ = random_engine(MeshSpec(), rows=4, pages=80)
+    engine, *_ = random_engine(MeshSpec(), rows=10, tokens=32, pages=300, least=10)
     bias = {TOKENIZER.encode("a")[0]: 4.0}
     for name in ("after", "opening", "opening, instead"):
         wish = StructuredOutputs(choice=CHOICES, **FREE[name][0])

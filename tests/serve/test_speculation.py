@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from engines import CONFIG, END, TOKENIZER, finished, folder_of, of_model
+from engines import CONFIG, END, TOKENIZER, decoding_from, finished, folder_of, of_model
 from small import init, mesh_of
 
 from shardlm import LLM
@@ -50,10 +50,10 @@ def part(config, spec: MeshSpec, seed: int) -> DraftModel:
         return DraftModel(*taken_apart(model, init(model, seed)))
 
 
-def engine_of(spec: MeshSpec, speculative=None, draft=None):
+def engine_of(spec: MeshSpec, speculative=None, draft=None, least=2):
     """With 12 pages of 4: two requests of 48 tokens do not fit."""
     own = part(CONFIG, spec, 0)
-    sizes = {"rows": 2, "length": 48, "pages": 13}
+    sizes = {"rows": 2, "length": 48, "pages": 13, "least": least}
     return of_model(own.model, own.params, mesh_of(spec), **sizes, speculative=speculative, draft=draft)
 
 
@@ -68,7 +68,7 @@ def drafting(tmp_path_factory):
     two, path = MeshSpec(tensor=2), tmp_path_factory.mktemp("folders")
     folders = folder_of(path / "model"), folder_of(path / "draft", seed=1, shape=SMALLER)
     return {
-        "ngram": engine_of(MeshSpec(), NGRAM),
+        "ngram": engine_of(MeshSpec(), NGRAM, least=1),
         "other model": from_folders(*folders),
         "itself, on two devices": engine_of(two, DRAFT, part(CONFIG, two, 0)),
     }
@@ -79,8 +79,11 @@ def from_folders(model, draft):
     layers = 4 * 2 * (CONFIG.num_layers * 2 * 8 + SMALLER.num_layers * 4 * 4)  # float32, keys and values
     options = {"max_model_len": 48, "block_size": 4, "kv_cache_bytes": 13 * 4 * layers, "decode_steps": 4}
     speculative = {"model": str(draft), "num_speculative_tokens": 3}
-    llm = LLM(model, max_num_seqs=2, max_num_batched_tokens=32, speculative_config=speculative, **options)
-    assert llm.engine.runner.config == RunnerConfig(PageLayout.whole(3, 13), 4, 2, 32, 48, 4, platform="cpu")
+    with decoding_from(2):
+        llm = LLM(model, max_num_seqs=2, max_num_batched_tokens=32, speculative_config=speculative, **options)
+    assert llm.engine.runner.config == RunnerConfig(
+        PageLayout.whole(3, 13), 4, 2, 32, 48, 4, least_rows=2, platform="cpu"
+    )
     return llm.engine
 
 

@@ -1,7 +1,7 @@
 """A budget of thoughts: the reply is the one without it for so many tokens of thought, then the mark that ends them."""
 
 import pytest
-from engines import TOKENIZER, finished, folder_of, random_engine
+from engines import TOKENIZER, decoding_from, finished, folder_of, random_engine
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
@@ -37,9 +37,18 @@ def begun(tokens: list[int]) -> int | None:
     return None
 
 
+def engine_of(drafts=None):
+    return random_engine(MeshSpec(), rows=10, tokens=32, pages=300, least=10, speculative=drafts)[0]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return engine_of()
+
+
 @pytest.mark.parametrize("drafts", (None, NGRAM))
-def test_thoughts_end_after_so_many_tokens(drafts):
-    engine = random_engine(MeshSpec(), rows=16, tokens=64, pages=300, speculative=drafts)[0]
+def test_thoughts_end_after_so_many_tokens(drafts, engine):
+    engine = engine_of(drafts) if drafts else engine
     free = [one.token_ids for one in replies(engine)]
     for budget in (0, 1, 7, 8):
         for held in (None, StructuredOutputs(choice=CHOICES)):
@@ -51,9 +60,8 @@ def test_thoughts_end_after_so_many_tokens(drafts):
     assert [one.token_ids for one in replies(engine, thinking_token_budget=30, thoughts=INSIDE)] == free
 
 
-def test_only_what_is_thought_counts():
+def test_only_what_is_thought_counts(engine):
     """A prompt may have begun with it, and a reply may think or not."""
-    engine = random_engine(MeshSpec(), rows=16, tokens=64, pages=300)[0]
     said = Thoughts(MARK, MARK, ("name",), "x y, x")
     left = 9 - len(TOKENIZER.encode(said.said))
     assert 0 < left < 9
@@ -72,9 +80,8 @@ def test_only_what_is_thought_counts():
     assert 4 <= thinking <= 12
 
 
-def test_a_mark_that_comes_in_time_ends_them():
+def test_a_mark_that_comes_in_time_ends_them(engine):
     """The budget is over with it, and the reply goes on as without."""
-    engine = random_engine(MeshSpec(), rows=16, tokens=64, pages=300)[0]
     mark = Thoughts("na", "na", (), "")
     free, early = [one.token_ids for one in replies(engine, max_tokens=40)], 0
     for plain, one in zip(free, replies(engine, max_tokens=40, thoughts=mark, thinking_token_budget=20), strict=True):
@@ -94,7 +101,8 @@ def test_from_python(tmp_path):
     folder = folder_of(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 4, "kv_cache_bytes": 2**20}
-    llm = LLM(folder, **options)
+    with decoding_from(3):
+        llm = LLM(folder, **options)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, thinking_token_budget=5)
     end, chat = TOKENIZER.encode("</think>"), [{"role": "user", "content": "x <think>"}]
     space = len(TOKENIZER.encode("\n"))
@@ -116,8 +124,7 @@ def test_from_python(tmp_path):
         LLM(folder, **options, reasoning_parser="r1")
 
 
-def test_what_is_refused():
-    engine = random_engine(MeshSpec())[0]
+def test_what_is_refused(engine):
     with pytest.raises(ShardlmError, match="thinking_token_budget=3, and it is not known how this model marks"):
         engine.add("a", [1], SamplingParams(thinking_token_budget=3))
     assert not engine.has_unfinished
