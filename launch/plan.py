@@ -152,9 +152,14 @@ def telling():
 
 
 def validation() -> int:
-    from shardlm.plan.validate import format_validation, validate
+    from shardlm.plan.validate import format_validation, validate, validation_json
+    from shardlm.plan.validate_serving import format_serving, served_json, validate_serving
 
-    print(format_validation(validate()))
+    trained, served = validate(), validate_serving()
+    if _FORMAT.value == "json":
+        print(json.dumps({"training": validation_json(trained), "serving": served_json(served)}, indent=2))
+    else:
+        print(format_validation(trained), format_serving(served), sep="\n\n")
     return 0
 
 

@@ -152,8 +152,17 @@ Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
 # Of products of some hundred rows, as batches that decode have, cuBLAS has further ones (cublasLtMatmulTile_t,
 # https://docs.nvidia.com/cuda/cublas). Without them 129 rows took as long as 256: Llama 3.3 70B with 129 requests on an
-# H200 was 30% behind TensorRT-LLM's, and 7% with 108. What they lose is between their neighbours, an estimate.
+# H200 was 30% behind TensorRT-LLM's, and 7% with 108. What they lose is between their neighbours, an estimate, and what
+# those of 16 and 32 rows do.
 FEW_ROWS: Tiles = (*TILES, (96, 128, 0.88), (160, 128, 0.95), (192, 128, 0.97))
+FEW_ROWS += ((32, 128, 0.7), (32, 64, 0.55), (16, 64, 0.5))
+# A product of some hundred rows takes longer than its arithmetic alone and than reading its weights alone: as a power
+# mean of both. Twelve of 64 and 128 rows in fp8 on an H800 (DeepGEMM's README of 2025-02, 206 to 645 TFLOP/s at 1,509
+# to 2,668 GB/s) by this take 1.01 of what they did by the median, 0.73 to 1.23, by the longer of the two 0.79, 0.52 to
+# 0.92: first tokens after 128 tokens were predicted 20 to 40% too early. With 8 bits at the rate of the kernel, not of
+# a training step (Achieved.sustained): the largest, 4,096 x 7,168 x 16,384, by this 1.01; with a training step's rate
+# 1.5 suits the twelve as well, and the largest takes 1.22.
+BOTH = 1.25
 # Cores of GPUs that topology.CHIPS has not, from the papers that hardware.py names.
 CORES: Mapping[str, int] = MappingProxyType(
     {
@@ -199,6 +208,17 @@ NETWORKS: Mapping[Fabric, Link] = MappingProxyType(
             protocols={name: dataclasses.replace(one, hop=8 * one.hop) for name, one in NETWORK.protocols.items()},
         ),
         "tcp": Link(*("network", 0.66, 0, 8 / 132), {SIMPLE: Protocol(1, 8.4e-6, 0.65e-3)}),
+    }
+)
+# What NCCL has assumed of the same since 2.11 (ncclTunerConstantsDefaults; 2.32's src/tuning/cost_model.cc still), and
+# small sums take: of 2, 32, 256, 512 and 1,024 KiB over eight H200 in a CUDA graph 16.8, 19.6, 20.3, 20.9 and 27.0 us
+# (https://github.com/sgl-project/sglang/pull/22734, its pynccl), 15.2, 17.9, 18.6, 19.0 and 25.3 in achieved.json;
+# with these 15.0, 15.6, 20.1, 25.0 and 27.1, with those above 10.2, 10.8, 15.4, 20.6 and 27.1. A decode step has two
+# of them a layer (plan/serving). Training's steps, whose sums are large, were fitted with those above.
+SMALL_SUMS: Mapping[str, Mapping[str, Protocol]] = MappingProxyType(
+    {
+        "NVLink": {LL: Protocol(0.25, 6.6e-6, 0.6e-6), LL128: Protocol(0.92, 14e-6, 1.9e-6)},
+        "PCIe": {LL: Protocol(0.25, 6.6e-6, 1e-6)},
     }
 )
 TREE = 0.92

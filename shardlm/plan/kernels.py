@@ -2,6 +2,7 @@
 the tiles that a matmul is cut into and the cores that they fill."""
 
 import dataclasses
+import functools
 import math
 from statistics import NormalDist
 
@@ -54,6 +55,11 @@ class Kernels:
         cores = chip.cores if chip else CORES.get(gpu.name, 0)
         clock = reached.sustained * min(1.0, gpu.watts / reached.watts(gpu)) ** POWER
         return cls(gpu, reached, attention, cores, gpu.hbm_bytes_per_second * reached.memory, clock, GAP)
+
+    @functools.cached_property
+    def unhindered(self) -> "Kernels":
+        """Without what a training step loses besides."""
+        return dataclasses.replace(self, clock=self.clock / self.achieved.sustained)
 
     def forward_seconds(self, op: Op) -> float:
         """Of one execution in the forward pass."""

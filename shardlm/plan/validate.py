@@ -25,6 +25,7 @@ import dataclasses
 import pathlib
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.models.transformer import TransformerConfig
@@ -235,3 +236,20 @@ def summary(rows: list[Row]) -> list[str]:
             f"{worst.error:+.1%} ({worst.point.name})"
         )
     return lines
+
+
+def validation_json(rows: list[Row]) -> list[dict[str, Any]]:
+    """Of each point; seconds and error are None where it is left out, for `reason`."""
+    return [
+        {
+            "point": row.point.name,
+            "measured_seconds": row.measured,
+            "predicted_seconds": row.cost.step_seconds if row.cost else None,
+            "error": row.error if row.cost else None,
+            "reason": row.reason,
+            "assumed": row.assumed,
+            "superseded_by": row.later,
+            "source": row.point.source,
+        }
+        for row in rows
+    ]

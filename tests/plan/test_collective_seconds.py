@@ -13,6 +13,8 @@ from shardlm.mesh import AXES, MeshSpec
 from shardlm.plan.cluster import Cluster, Group
 from shardlm.plan.constants import NETWORK, NETWORKS, NVLINK, SWITCH_SECONDS
 from shardlm.plan.links import Route
+from shardlm.plan.serving.ops import Exchanged
+from shardlm.plan.serving.time import exchanged_seconds
 
 H100 = Cluster.of(GPUS["h100"], 64)
 MEASURED = pathlib.Path(__file__).parents[2] / "benchmarks" / "achieved.json"
@@ -156,3 +158,19 @@ def test_large_collectives_take_what_others_measured():
     assert len(ratios) > 15
     assert 0.9 < ratios[len(ratios) // 2] < 1.1  # measured over predicted seconds
     assert ratios[0] > 0.7 and ratios[-1] < 1.4
+
+
+def test_small_sums_of_a_decode_step_take_what_others_measured():
+    """KiB -> us over eight H200: NCCL in a CUDA graph (https://github.com/sgl-project/sglang/pull/22734), and by
+    nccl-tests (stas00's list in achieved.json)."""
+    measured = [(2, 16.84), (8, 17.23), (32, 19.63), (128, 20.13), (256, 20.31), (512, 20.86), (1024, 27.0)]
+    measured += [(0, 15.2), (32, 17.9), (64, 18.3), (256, 18.6), (512, 19.0), (1024, 25.3)]
+    cluster, mesh = Cluster.of(GPUS["h200"], 8), MeshSpec(tensor=8)
+    ratios = [
+        1e6 * exchanged_seconds(Exchanged("all-reduce", ("tensor",), 2 * 7 / 8 * kib * 1024, 1), mesh, cluster) / us
+        for kib, us in measured
+    ]
+    assert min(ratios) > 0.79 and max(ratios) < 1.32  # 0.6 of the smallest by what NCCL assumed before
+    large = Exchanged("all-reduce", ("tensor",), 1e10, 1)
+    route = Route.of(cluster.group(mesh, ("tensor",)), cluster)
+    assert exchanged_seconds(large, mesh, cluster) == pytest.approx(route.seconds("all-reduce", 1e10, 1), rel=1e-3)

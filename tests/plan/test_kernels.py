@@ -209,3 +209,34 @@ def test_some_rows_more_than_a_tile_are_not_twice_the_work():
         for rows in (128, 129, 256)
     ]
     assert 1.05 < seconds[1] / seconds[0] < 1.4 and seconds[2] > 1.8 * seconds[0]
+
+
+FEW_ROWS_MEASURED = [  # rows, n, k, TFLOP/s in fp8 on an H800 (DeepGEMM's README at 7a70b43, 2025-02)
+    (64, 2112, 7168, 206),
+    (64, 24576, 1536, 289),
+    (64, 32768, 512, 219),
+    (64, 7168, 16384, 336),
+    (64, 4096, 7168, 287),
+    (64, 7168, 2048, 295),
+    (128, 2112, 7168, 352),
+    (128, 24576, 1536, 535),
+    (128, 32768, 512, 358),
+    (128, 7168, 16384, 645),
+    (128, 4096, 7168, 533),
+    (128, 7168, 2048, 510),
+    (4096, 7168, 16384, 1358),
+]
+
+
+def test_products_of_some_hundred_rows_take_longer_than_either_side():
+    """Neither reading nor multiplying hides the other whole: by the longer of the two the median is 0.79."""
+    ratios = []
+    for rows, n, k, reached in FEW_ROWS_MEASURED:
+        flops, moved = 2.0 * rows * n * k, n * k + rows * k + 2.0 * rows * n
+        op = Op("mlp", "up", "matmul", flops, moved, 1, dims=(rows, n, k), dtype="fp8")
+        ratios.append((kernel_seconds(op, H100) - GAP) / (flops / (reached * 1e12)))
+    *few, large = ratios
+    assert statistics.median(few) == pytest.approx(1.0, abs=0.05) and min(few) > 0.7 and max(few) < 1.25
+    assert large == pytest.approx(1.0, abs=0.05)
+    hidden = H100.unhindered.tiled_seconds(4096, 7168, 16384, 1, "fp8")
+    assert kernel_seconds(op, H100) > hidden + GAP

@@ -30,13 +30,13 @@ def replica_of(prompt_len: int, output_len: int, engine: EngineConfig | None = N
 
 
 @pytest.mark.parametrize(("prompt_len", "output_len"), [(1024, 128), (4000, 64)])
-@pytest.mark.parametrize(("share", "exact"), [(0.01, 0.05), (0.5, 0.2)])
-def test_times_are_those_of_the_scheduler(prompt_len, output_len, share, exact):
+@pytest.mark.parametrize(("share", "exact", "between"), [(0.01, 0.05, 0.05), (0.5, 0.1, 0.2), (0.8, 0.1, 0.2)])
+def test_times_are_those_of_the_scheduler(prompt_len, output_len, share, exact, between):
     replica = replica_of(prompt_len, output_len)
     load = replica.at(share * replica.most().rate)
     found = times_of_requests(Programs(replica), load)
     assert load.ttft_seconds == pytest.approx(found["ttft_seconds"]["mean"], rel=exact)
-    assert load.itl_seconds == pytest.approx(found["tpot_seconds"]["mean"], rel=exact)
+    assert load.itl_seconds == pytest.approx(found["tpot_seconds"]["mean"], rel=between)
     assert found["preemptions"] == 0 and found["within_limits"] is None
 
 

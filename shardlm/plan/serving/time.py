@@ -6,14 +6,16 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 
-from shardlm.plan.constants import FEW_ROWS, GAP
-from shardlm.plan.kernels import Kernels
+from shardlm.mesh import MeshSpec
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
+from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
-from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work
+from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, layer_work
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.chunk_programs import Cuts
@@ -243,19 +245,29 @@ class Speed:
         for op in work.ops:
             parts[op.layer] += kernel_seconds(op, self._kernels) * op.count
         for sent in work.exchanged:
-            route = Route.of(cluster.group(mesh, sent.axes), cluster)
-            parts["+".join(sent.axes)] += route.seconds(sent.kind, sent.nbytes, sent.count)
+            parts["+".join(sent.axes)] += exchanged_seconds(sent, mesh, cluster)
         return Timed(dict(parts), work.least_bytes / cluster.gpu.hbm_bytes_per_second)
 
 
+def exchanged_seconds(sent: Exchanged, mesh: MeshSpec, cluster: Cluster) -> float:
+    """Of all of them, which are small: by latencies that NCCL assumes of small messages now."""
+    route = Route.of(cluster.group(mesh, sent.axes), cluster)
+    later = SMALL_SUMS[route.inside.name]
+    inside = dataclasses.replace(route.inside, protocols={**route.inside.protocols, **later})
+    return dataclasses.replace(route, inside=inside).seconds(sent.kind, sent.nbytes, sent.count)
+
+
+FEW_BITS = (*EIGHT_BITS, "fp4")
 SPLITS = (1, 2, 4, 8, 16)  # as XLA's autotuner tries for products of few rows (xla_gpu_enable_split_k_autotuning)
 
 
 def kernel_seconds(op: Op, kernels: Kernels) -> float:
-    """Of one execution. Products of few rows are cut along what is summed too, so that all cores load weights."""
+    """Of one execution. Products of few rows are cut along what is summed too, so that all cores load weights; reading
+    and multiplying hide each other in part."""
     if op.unit != "matmul":
         return kernels.one_seconds(op)
     rows, n, k = op.dims
     copies = max(1, round(op.flops / (2.0 * rows * n * k)))
-    tiled = min(kernels.tiled_seconds(rows, n, k / parts, copies * parts, op.dtype, tiles=FEW_ROWS) for parts in SPLITS)
-    return max(tiled, op.hbm_bytes / kernels.memory) + GAP
+    rates = kernels.unhindered if op.dtype in FEW_BITS else kernels
+    tiled = min(rates.tiled_seconds(rows, n, k / parts, copies * parts, op.dtype, tiles=FEW_ROWS) for parts in SPLITS)
+    return (tiled**BOTH + (op.hbm_bytes / kernels.memory) ** BOTH) ** (1 / BOTH) + GAP
