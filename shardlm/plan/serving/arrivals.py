@@ -4,31 +4,26 @@ programs. What clients would see of their requests: percentiles, where load.py h
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import random
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from shardlm.plan.serving.crowd import TOKEN, chunk_seconds, request_of, rounded
 from shardlm.plan.serving.load import Load, Replica
 from shardlm.plan.serving.mix import Kind
-from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.bench.seen import TIMES, Seen, summary
 from shardlm.serve.build import scheduler_of
-from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.engine import AHEAD
 from shardlm.serve.pace import steps_of
-from shardlm.serve.request import Request
-from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
 
 REQUESTS, TOKENS = 1000, 200_000  # of the replies that are reported: so many, or with so many tokens, at least LEAST
 LEAST = 100
 JOINED = 64  # steps at most of decode programs that are run as one
-TOKEN = 7  # that everyone says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +41,10 @@ class Programs:
         """(that the device is busy with a batch, until it has landed): in stages a chunk follows the one before it."""
         speed = self.replica.speed
         decodes = [row.start for row in batch.rows if row.tokens is None]
-        chunks = self._chunks([row for row in batch.rows if row.tokens is not None])
-        step = self.step_seconds(len(decodes), _rounded(sum(decodes) / len(decodes))) if decodes else 0.0
+        chunks = chunk_seconds([row for row in batch.rows if row.tokens is not None], speed)
+        step = self.step_seconds(len(decodes), rounded(sum(decodes) / len(decodes))) if decodes else 0.0
         busy = step * batch.steps + sum(chunks) / speed.stages
         return busy, busy + max(chunks, default=0.0) * (1 - 1 / speed.stages)
-
-    def _chunks(self, rows: Sequence[Row]) -> list[float]:
-        """Of each program that the runner deals these rows to."""
-        left = iter(rows)
-        found = []
-        sizes = self.replica.speed.memory.sizes
-        for size, count in dealt([len(row.tokens) for row in rows], sizes.chunk_sizes, sizes.platform):
-            before = sum(row.start for row in itertools.islice(left, count)) / count
-            found.append(self.replica.speed.chunk(math.prod(size), _rounded(before), size[0]))
-        return found
 
     @functools.cached_property
     def step_seconds(self) -> Callable[[int, int], float]:
@@ -147,28 +132,20 @@ class _Run:
             lands = self.flying[0][1] if self.flying else math.inf
             self.now = min(arrives, lands)
             if arrives <= lands:
-                self.scheduler.add(self._request(waiting.popleft()[0]))
+                number, _ = waiting.popleft()
+                kind, page = self.kinds[number], self.scheduler.pages.page_size
+                self.scheduler.add(request_of(number, kind, kind.output, page))
                 self.next = waiting[0][1] if waiting else math.inf
             else:
                 self._land(self.flying.popleft()[0])
             while len(self.flying) < AHEAD and (batch := self.scheduler.schedule(pace)) is not None:
                 self._start(batch)
 
-    def _request(self, number: int) -> Request:
-        """Its pages are known without their tokens: those that others have, and those that are its own."""
-        kind = self.kinds[number]
-        params = SamplingParams(max_tokens=kind.output, ignore_eos=True)
-        request = Request(str(number), array("i", [TOKEN]) * kind.prompt, params)
-        count = (kind.prompt + kind.output) // self.scheduler.pages.page_size
-        own = range(len(kind.shared), count)
-        request.page_hashes = [*kind.shared, *(b"%d %d" % (number, i) for i in own)]
-        return request
-
     def _steps(self, rows: int) -> int:
         """Of a decode program, or of several that end before any reply does and about two programs before a request
         comes, which finds a program under way wherever it may be."""
         steps = self.programs.steps(rows)
-        step = self.programs.step_seconds(rows, _rounded(self.programs.replica.context))
+        step = self.programs.step_seconds(rows, rounded(self.programs.replica.context))
         several = (self.next - max(self.now, self.free)) / step - steps * (1 + self.rng.random())
         if several < 2 * steps:
             return steps
@@ -212,8 +189,3 @@ class _Run:
                 count = min(count, batch.steps + sum(right))
             found.append(count)
         return np.array(found)
-
-
-def _rounded(tokens: float) -> int:
-    """Before a chunk or a step, to what makes no difference that could be seen."""
-    return round(tokens / 64) * 64

@@ -16,8 +16,8 @@ shuts behind those that are there (gated vacations: H. Takagi, Queueing Analysis
 
 Against the scheduler itself with random arrivals and these times of programs (arrivals.py), of requests of one length
 the time between tokens is within 15% up to half of the most and 18% at HEADROOM, the mean time to the first token
-within 2% all but idle, 10% at half of the most and 8% at HEADROOM. Lengths that vary by 60% cost more, in prompts that
-are cut to fill programs: 17% at half of the most, 35% at HEADROOM, 39% between tokens.
+within 2% all but idle, 10% at half of the most and 8% at HEADROOM. Where lengths vary by 60%, what prompts cost in a
+crowd is the scheduler's (crowd.py): 13% at half of the most and 12% at HEADROOM, 16% between tokens.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.crowd import crowded_seconds
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.engine import AHEAD
 from shardlm.serve.pace import steps_of
@@ -86,7 +87,10 @@ class Replica:
         chunk = speed.chunk(whole, int(mix.found + max(0.0, (fresh - whole) // 2)))
         alone, uneven = float(np.mean(each)), float(np.mean(each**2) / np.mean(each) ** 2)
         read = [list(speed.chunks(kind.prompt - mix.cached(kind), speed.memory.sizes.max_rows)) for kind in mix.kinds]
-        crowded = float(np.mean([sum(map(speed.padded, own)) for own in read])) / (FILLED * whole) * chunk
+        if len({sum(own) for own in read}) > 1:
+            crowded = crowded_seconds(mix, speed)
+        else:
+            crowded = sum(map(speed.padded, read[0])) / (FILLED * whole) * chunk
         parts = float(np.mean([sum(speed.padded(count) < whole for count in own) for own in read]))
         return cls(case, speed, alone, uneven, crowded, max(1.0, parts), chunk, speed.memory.at_once_of(mix))
 
