@@ -44,7 +44,7 @@ class InGroups:
         full = (*shape[: self.axis], shape[self.axis] * numbers_a_byte(self.how), *shape[self.axis + 1 :])
         return jax.ShapeDtypeStruct(full, jnp.float32, sharding=self.values.sharding)
 
-    def parts(self, path: tuple, largest: Callable[[], np.ndarray]) -> list[Part]:
+    def parts(self, path: tuple, made: Callable[[], np.ndarray]) -> list[Part]:
         """Where a device's bytes or scales cut a group, the whole group is read."""
         whole, groups = self.whole.shape, self.scale.shape[self.axis]
         group = whole[self.axis] // groups
@@ -78,8 +78,8 @@ class ByResult:
 
     @property
     def summed(self) -> range:
-        """Of `whole`, the dimensions that are summed over."""
-        return range(1, 1 + self.values.ndim - self.scale.ndim)
+        """Of a layer as a checkpoint has it, [*summed, *made], the dimensions that are summed over."""
+        return range(self.values.ndim - self.scale.ndim)
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
@@ -93,16 +93,20 @@ class ByResult:
         spec = (*self.values.sharding.spec, *(None,) * self.values.ndim)[self.scale.ndim : self.values.ndim]
         return any(self.values.sharding.mesh.shape[axis] > 1 for axis in jax.tree.leaves(spec))
 
-    def parts(self, path: tuple, largest: Callable[[], np.ndarray]) -> list[Part]:
-        """`largest` gives the sizes [L, *made] where `reads_twice`."""
-        found = []
+    def parts(self, path: tuple, made: Callable[[], np.ndarray]) -> list[Part]:
+        """`made` gives all scales where `reads_twice`. A layer at a time: beside its numbers a weight takes several
+        times its size on the way."""
+        last, found = range(-len(self.summed), 0), []
         for (index, scales), devices in _holders(self.values, self.scale):
 
             def make(w, scales=scales):
-                sizes = largest()[scales] if self.reads_twice else dynamic_matmul.largest(w, self.summed)
-                last = range(-len(self.summed), 0)
-                both = dynamic_matmul.by_result(np.moveaxis(w, self.summed, last), sizes, self.how)
-                return dict(zip((path, of_scale(path)), both, strict=True))
+                if self.reads_twice:
+                    own = made()[scales]
+                else:
+                    own = np.stack([dynamic_matmul.scales(layer, self.summed, self.how) for layer in w])
+                layers = (np.moveaxis(layer, self.summed, last) for layer in w)
+                numbers = [dynamic_matmul.by_result(*each, self.how) for each in zip(layers, own, strict=True)]
+                return {path: np.stack(numbers), of_scale(path): own}
 
             found.append(Part(self._turned(index), devices, make))
         return found
@@ -121,7 +125,7 @@ class Plain:
 
     reads_twice = False
 
-    def parts(self, path: tuple, largest: Callable[[], np.ndarray]) -> list[Part]:
+    def parts(self, path: tuple, made: Callable[[], np.ndarray]) -> list[Part]:
         return [Part(index, devices, lambda a: {path: a}) for (index,), devices in _holders(self.whole)]
 
 

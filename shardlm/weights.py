@@ -103,7 +103,7 @@ def load(
     reader, work = _Reader(stored, progress), []
     for leaf in named:
         one = held[leaf.path]
-        parts = one.parts(leaf.path, functools.cache(functools.partial(reader.largest, leaf, one)))
+        parts = one.parts(leaf.path, functools.cache(functools.partial(reader.scales, leaf, one)))
         work.append((leaf, one.whole, parts))
         indices = [part.index for part in parts] + [(slice(None),) * one.whole.ndim] * one.reads_twice
         reader.total += _bytes(stored, leaf, one.whole.shape, indices)
@@ -235,12 +235,11 @@ class _Reader:
             found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
         return found
 
-    def largest(self, leaf: Leaf, held: ByResult) -> np.ndarray:
-        """Of each result's weights, their largest size, read layer by layer: [L, *made]."""
+    def scales(self, leaf: Leaf, held: ByResult) -> np.ndarray:
+        """Of all results, read layer by layer: [L, *made]."""
         _, *shape = held.whole.shape
-        within = [axis - 1 for axis in held.summed]
         layers = (self._layer(leaf, n, shape, (slice(None),) * len(shape), held.whole.dtype) for n in leaf.layers)
-        return np.stack([dynamic_matmul.largest(w, within) for w in layers])
+        return np.stack([dynamic_matmul.scales(w, held.summed, held.how) for w in layers])
 
     def _slice(self, leaf: Leaf, shape: tuple[int, ...], index: Index, dtype: np.dtype) -> np.ndarray:
         if not leaf.layers:

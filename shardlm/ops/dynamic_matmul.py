@@ -21,6 +21,8 @@ from shardlm.ops.quantized_matmul import Quantized, multiply, quantize
 
 SCALE = np.dtype("float32")
 _LARGEST = {"int8": 127, "fp8": 448}
+E4M3 = (448, 416, 384, 352, 320, 288, 256, 240)  # one of each mantissa: a row's largest number is one of them
+SAMPLE = 64  # weights of a result that are looked at first
 
 
 def stored(how: WeightFormat) -> np.dtype:
@@ -28,18 +30,39 @@ def stored(how: WeightFormat) -> np.dtype:
     return STORED[DYNAMIC[how]]
 
 
-def largest(w: np.ndarray, summed: Sequence[int]) -> np.ndarray:
-    """Of each result's weights, their largest size, float32."""
-    return np.abs(w).max(tuple(summed)).astype(np.float32)
-
-
-def by_result(w: np.ndarray, sizes: np.ndarray, how: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, scales float32) of a weight [*made, *summed] or a part of it, on the host, whose results' largest sizes
-    are `sizes` [*made]. Those of a checkpoint that was made so are found again."""
+def scales(w: np.ndarray, summed: Sequence[int], how: WeightFormat) -> np.ndarray:
+    """Of each result, on the host, the scale at which the largest of its weights fits, float32 [*made]: w has all of
+    them, in the dimensions `summed`. Where weights are e4m3 numbers by a scale of their result already, as published
+    ones for a tensor or a row are, scales that find those again."""
+    sizes = np.abs(w).max(tuple(summed)).astype(np.float32)
     scale = sizes * (np.float32(1) / np.float32(_LARGEST[grouped(how)]))  # as XLA divides by a constant
-    inverse = 1 / np.where(scale == 0, np.float32(1), scale)
-    numbers = w.astype(np.float32) * inverse.reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
-    return (numbers if grouped(how) == "fp8" else np.rint(numbers)).astype(stored(how)), scale
+    if grouped(how) != "fp8":
+        return scale
+    few = tuple(
+        slice(0, SAMPLE if axis == max(summed) else 1) if axis in summed else slice(None) for axis in range(w.ndim)
+    )
+    tried = [sizes * (np.float32(1) / np.float32(size)) for size in E4M3]
+    fits = np.array([_exact(w[few], one, summed).all(tuple(summed)) for one in tried])  # [sizes, *made]
+    if not fits.any(axis=0).all():
+        return scale
+    again = np.take_along_axis(np.array(tried), fits.argmax(axis=0)[None], axis=0)[0]
+    return again if _exact(w, again, summed).all() else scale
+
+
+def _exact(w: np.ndarray, scale: np.ndarray, summed: Sequence[int]) -> np.ndarray:
+    """Which weights are e4m3 numbers by these scales, but for how float32 rounds."""
+    numbers = w * np.expand_dims(_inverse(scale), tuple(summed))
+    return np.abs(numbers - numbers.astype(STORED["fp8"]).astype(np.float32)) <= 1e-6 * np.abs(numbers)
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    return 1 / np.where(scale == 0, np.float32(1), scale)
+
+
+def by_result(w: np.ndarray, scale: np.ndarray, how: WeightFormat) -> np.ndarray:
+    """The numbers of a weight [*made, *summed] or a part of it, on the host, by `scales`."""
+    numbers = w.astype(np.float32) * _inverse(scale).reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
+    return (numbers if grouped(how) == "fp8" else np.rint(numbers)).astype(stored(how))
 
 
 def dynamic_einsum(

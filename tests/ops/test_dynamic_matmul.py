@@ -14,7 +14,7 @@ from small import mesh_of
 
 from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.mesh import MeshSpec
-from shardlm.ops.dynamic_matmul import by_result, dynamic_einsum, largest, stored
+from shardlm.ops.dynamic_matmul import by_result, dynamic_einsum, scales, stored
 from shardlm.ops.grouped_weights import DYNAMIC
 from shardlm.ops.quantized_matmul import quantized_einsum
 from shardlm.rules import Rules
@@ -29,8 +29,8 @@ WEIGHTS = {
 
 
 def held(w: np.ndarray, into: int, how: str) -> tuple[np.ndarray, np.ndarray]:
-    turned = np.moveaxis(w, range(into), range(-into, 0))
-    return by_result(turned, largest(w, range(into)), how)
+    found = scales(w, range(into), how)
+    return by_result(np.moveaxis(w, range(into), range(-into, 0)), found, how), found
 
 
 def turned(letters: str, into: int) -> str:
@@ -52,6 +52,21 @@ def test_the_numbers_of_a_checkpoint_that_was_made_so_are_found_again(how):
     assert found[0].dtype == stored(how) and found[1].dtype == np.float32
     np.testing.assert_array_equal(found[0].astype(np.float32), numbers)
     np.testing.assert_allclose(found[1], np.where(np.arange(40) == 3, 0, scale), rtol=4e-7)
+
+
+def test_fp8_of_a_scale_for_all_is_found_again():
+    """As AutoFP8, Mistral and ModelOpt publish it: a row's largest number may be any, and its scale any times a power
+    of two. Other weights, also where a few are such numbers, have the scale at which the largest is 448."""
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(0, 30, (96, 200)).astype(stored("fp8_dynamic")).astype(np.float32)
+    numbers[:, 7] = 0
+    w = numbers * np.float32(0.00371)
+    found, scale = held(w, 1, "fp8_dynamic")
+    shift = np.exp2(np.round(np.log2(np.where(scale == 0, 1, scale) / np.float32(0.00371))))
+    np.testing.assert_array_equal(found.astype(np.float32) * np.where(scale == 0, 1, shift)[:, None], numbers.T)
+    assert len(np.unique(shift)) > 1 and not scale[7] and np.abs(found.astype(np.float32)).max() <= 448
+    w[90] *= np.float32(1.01)  # beyond those that are looked at first
+    np.testing.assert_allclose(scales(w, [0], "fp8_dynamic"), np.abs(w).max(0) / 448, rtol=3e-7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
