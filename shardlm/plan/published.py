@@ -7,9 +7,9 @@ others' work; what a model is made of is published_models.py's.
 import dataclasses
 import difflib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from shardlm.rules import BATCH_AXES, Preset
 Precision = Literal["bf16", "fp16", "fp8", "mxfp8"]
 Remat = Literal["none", "selective", "full", "offload"]
 Schedule = Literal["1f1b", "interleaved"]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +186,13 @@ def load(path: str | pathlib.Path) -> Published:
     Raises: ShardlmError for a file that is not JSON, an unknown field (naming the nearest), a wrong type, a name that
     stands for nothing, or a point that contradicts itself.
     """
+    return parsed(path, _published)
+
+
+def parsed(path: str | pathlib.Path, form: Callable[[Any], T]) -> T:
+    """What `form` makes of a JSON file; the ShardlmErrors that it raises name the file."""
     try:
-        data = msgspec.json.decode(pathlib.Path(path).read_bytes())
-        return _published(data)
+        return form(msgspec.json.decode(pathlib.Path(path).read_bytes()))
     except FileNotFoundError as error:
         raise ShardlmError(f"{path} does not exist") from error
     except msgspec.DecodeError as error:

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-import msgspec
-
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
-from shardlm.plan.published import Model
+from shardlm.plan.published import Model, parsed
 
 Measure = Literal["tokens_per_s", "ttft_ms", "itl_ms"]
 SETTING = ("prompt", "output")
@@ -90,15 +88,7 @@ def load_serving(path: str | pathlib.Path, models: Mapping[str, Model]) -> Publi
     Raises: ShardlmError for a file that is not JSON, an unknown field, a name that stands for nothing, or a table that
     contradicts itself.
     """
-    try:
-        data = msgspec.json.decode(pathlib.Path(path).read_bytes())
-        return _published(data, models)
-    except FileNotFoundError as error:
-        raise ShardlmError(f"{path} does not exist") from error
-    except msgspec.DecodeError as error:
-        raise ShardlmError(f"{path} is not JSON: {error}") from error
-    except ShardlmError as error:
-        raise ShardlmError(f"{path}: {error}") from error
+    return parsed(path, lambda data: _published(data, models))
 
 
 def _published(data: Any, models: Mapping[str, Model]) -> PublishedServing:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
-from shardlm.hf_quantised import supported
+from shardlm.hf_quantised import METHODS, supported
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
@@ -109,6 +109,11 @@ class EngineConfig:
                 raise ShardlmError(
                     "deterministic=True computes each token alone and speculative_config several at once; choose one"
                 )
+        if self.quantization in METHODS and self.quantization not in QUANTIZATIONS:
+            raise ShardlmError(
+                f"quantization={self.quantization!r} is what a checkpoint says of itself, and is read without it: leave "
+                f"it out, or choose what its weights are to be held in, {', '.join(QUANTIZATIONS)}"
+            )
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(QUANTIZATIONS)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):

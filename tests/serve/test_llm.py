@@ -285,6 +285,10 @@ def test_a_seed_of_all_replies(llm, monkeypatch):
 
 def test_what_cannot_be_built_is_refused(llm):
     for options, message in (
+        (
+            {"quantization": "awq"},
+            "what a checkpoint says of itself, and is read without it: leave it out",
+        ),
         ({"quantization": "int3"}, "choose from int8, int4, fp8, int8_dynamic, fp8_dynamic"),
         ({"mesh": MeshSpec(fsdp=2)}, "give its devices to tensor, expert, pipeline or data"),
         ({"mesh": MeshSpec(pipeline=4)}, "pipeline=4 stages of 3 layers; choose at most 3"),
