@@ -111,8 +111,8 @@ class EngineConfig:
                 )
         if self.quantization in METHODS and self.quantization not in QUANTIZATIONS:
             raise ShardlmError(
-                f"quantization={self.quantization!r} is what a checkpoint says of itself, and is read without it: leave "
-                f"it out, or choose what its weights are to be held in, {', '.join(QUANTIZATIONS)}"
+                f"quantization={self.quantization!r} is what a checkpoint says of itself, and is read without it: "
+                f"leave it out, or choose what its weights are to be held in, {', '.join(QUANTIZATIONS)}"
             )
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(QUANTIZATIONS)}, or None")
