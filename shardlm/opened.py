@@ -17,6 +17,7 @@ from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
 from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
+from shardlm.hf_quantised import supported
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -24,9 +25,10 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
-from shardlm.ops.grouped_weights import DYNAMIC, WeightFormat
+from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, QUANTIZATIONS, AsPublished, WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
+from shardlm.published_weights import as_published, kinds_in
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.serving_rules import serving_rules
@@ -133,7 +135,7 @@ def load(
     step: int | None = None,
     ema: bool = False,
     decoding: bool = False,
-    quantization: str | None = None,
+    quantization: str | AsPublished | None = None,
     mtp: bool = False,
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
@@ -169,7 +171,7 @@ def load(
     with jax.set_mesh(built):
         shape = found.source.transformer()
         shape = shape if mtp else shape.without_mtp()
-        weight_format = found.lora.base if found.lora.rank else quantization or "dtype"
+        weight_format = _weight_format(found, quantization, shape, spec, built if decoding else None)
         plain = Rules.make(rules, spec).fitting(shape.widths())
         table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
         name = dtype or _published(found, built)
@@ -181,6 +183,31 @@ def load(
         if found.lora.rank:
             params = joined(params, _from_folder(found, model, held))
     return Opened(model, params, built, found.source, found.folder)
+
+
+def _weight_format(
+    found: Found, asked: str | AsPublished | None, shape: TransformerConfig, spec: MeshSpec, served: Mesh | None
+) -> WeightFormat:
+    """What projections are held in, of a model that is `served` on a mesh or not. Not asked for, weights in few bits
+    are served on GPUs as their file has them."""
+    if found.lora.rank:
+        return found.lora.base
+    if asked not in (None, PUBLISHED):
+        return asked
+    method = supported(found.source.options) if isinstance(found.source, Pretrained) else ""
+    if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
+        return "dtype"
+    rules = serving_rules(shape, spec)
+    kept = as_published(kinds_in(Folder.open(found.source.folder), shape, rules), rules) if method else None
+    if kept and kept.kinds:
+        return kept
+    if asked is None:
+        return "dtype"
+    why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
+    raise ShardlmError(
+        f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
+        f"from {', '.join(QUANTIZATIONS)}, or leave it out"
+    )
 
 
 def trained(

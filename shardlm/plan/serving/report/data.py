@@ -50,7 +50,7 @@ def _engine(plan: ServingPlan) -> dict[str, Any]:
     case, sizes = plan.case, plan.memory.sizes
     return {
         "dtype": case.dtype,
-        "quantization": case.engine.quantization,
+        "quantization": None if case.weights == "dtype" else str(case.weights),
         "adapters": dataclasses.asdict(case.engine.room),
         "kv_cache_dtype": case.dtype if case.engine.kv_cache_dtype == "auto" else case.engine.kv_cache_dtype,
         "max_model_len": case.length,
