@@ -2,7 +2,7 @@
 scales beside them. Files and names are weights.py's."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -119,7 +119,7 @@ class ByResult:
                 if self.reads_twice:
                     own = made()[scales]
                 else:
-                    own = np.stack([dynamic_matmul.scales(layer, self.summed, self.how) for layer in w])
+                    own = scales_of(self, w)
                 layers = (np.moveaxis(layer, self.summed, last) for layer in w)
                 numbers = [dynamic_matmul.by_result(*each, self.how) for each in zip(layers, own, strict=True)]
                 return {path: np.stack(numbers), of_scale(path): own}
@@ -146,6 +146,11 @@ class Plain:
 
 
 Held = Plain | InGroups | ByResult
+
+
+def scales_of(held: ByResult, layers: Iterable[np.ndarray]) -> np.ndarray:
+    """Of all results, [L, *made], from a weight's layers as a checkpoint has them."""
+    return np.stack([dynamic_matmul.scales(w, held.summed, held.how) for w in layers])
 
 
 def of_scale(path: tuple) -> tuple:
@@ -175,6 +180,28 @@ def held_weights(shapes: Tree, how: WeightFormat, groups: Mapping[tuple, Groups]
         else:
             found[path] = ByResult(values, scale, how)
     return found
+
+
+def assembled(
+    shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts: Sequence[Part], read: Callable[[Part], Sequence[np.ndarray]]
+) -> dict[tuple, jax.Array]:
+    """The arrays of one parameter by path. `read` gives what a part is made of, one after the other."""
+    made: dict[tuple, dict] = {path: {} for path in shapes}
+    for part in parts:
+        on_host = part.make(*read(part))
+        for path, a in on_host.items():
+            made[path] |= {device: jax.device_put(a, device).block_until_ready() for device in part.devices}
+        del on_host, a  # before the next one is read
+    found = {}
+    for path, shape in shapes.items():
+        ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
+        found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
+    return found
+
+
+def paths_of(path: tuple, flat: Mapping[tuple, Any]) -> list[tuple]:
+    """Of a weight's bytes and, where they are in `flat`, its scales and zeros."""
+    return [own for own in (path, of_scale(path), of_zero(path)) if own in flat]
 
 
 def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from shardlm.held_weights import of_scale, of_zero
+from shardlm.held_weights import of_scale, paths_of
 from shardlm.layers.lora import LoraConfig, beside
 from shardlm.ops.grouped_weights import Grouped, dequantised, grouped_axis
 from shardlm.state import ModelDef
@@ -24,7 +24,7 @@ def merged(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
     for path, shape in flatten_dict(plain.shapes).items():
         w = flat[path]
         if of_scale(path) in flat:
-            held = [flat[own] for own in (path, of_scale(path), of_zero(path)) if own in flat]
+            held = [flat[own] for own in paths_of(path, flat)]
             axis = grouped_axis(w.shape, held[1].shape)
             whole = [None if i == axis else part for i, part in enumerate(_spec(w))]
             held = Grouped(*(jax.reshard(a, jax.sharding.PartitionSpec(*whole)) for a in held))

@@ -22,10 +22,11 @@ from shardlm.held_weights import (
     InGroups,
     Part,
     as_read,
+    assembled,
     check_kept,
     held_weights,
-    of_scale,
-    of_zero,
+    paths_of,
+    scales_of,
 )
 from shardlm.hf_files import Folder, Planned, Stored
 from shardlm.hf_quantised import dequantised
@@ -33,7 +34,6 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import dynamic_matmul
 from shardlm.state import ModelDef
 from shardlm.weight_copies import Readable, check_copies, copies
 
@@ -124,8 +124,7 @@ def load(
         reader.total += _bytes(stored, leaf, one.whole.shape, indices)
     flat, made = flatten_dict(shapes), {}
     for leaf, one, parts in work:
-        paths = [path for path in (leaf.path, of_scale(leaf.path), of_zero(leaf.path)) if path in flat]
-        made |= reader.arrays(leaf, one, {path: flat[path] for path in paths}, parts)
+        made |= reader.arrays(leaf, one, {path: flat[path] for path in paths_of(leaf.path, flat)}, parts)
     return unflatten_dict(made)
 
 
@@ -238,23 +237,15 @@ class _Reader:
     def arrays(self, leaf: Leaf, held: Held, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts: list[Part]):
         """{path: an array} of one parameter: the host holds one slice at a time, and devices that hold the same share
         one reading."""
-        made: dict[tuple, dict] = {path: {} for path in shapes}
-        for part in parts:
-            on_host = part.make(*(self._slice(leaf, held.whole, part.index, view) for view in held.views))
-            for path, a in on_host.items():
-                made[path] |= {device: jax.device_put(a, device).block_until_ready() for device in part.devices}
-            del on_host, a  # before the next one is read
-        found = {}
-        for path, shape in shapes.items():
-            ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
-            found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
-        return found
+        return assembled(
+            shapes, parts, lambda part: [self._slice(leaf, held.whole, part.index, view) for view in held.views]
+        )
 
     def scales(self, leaf: Leaf, held: ByResult) -> np.ndarray:
         """Of all results, read layer by layer: [L, *made]."""
         whole = jax.ShapeDtypeStruct(held.whole.shape[1:], held.whole.dtype)
-        layers = (self._layer(leaf, n, whole, (slice(None),) * len(whole.shape)) for n in leaf.layers)
-        return np.stack([dynamic_matmul.scales(w, held.summed, held.how) for w in layers])
+        every = (slice(None),) * len(whole.shape)
+        return scales_of(held, (self._layer(leaf, n, whole, every) for n in leaf.layers))
 
     def _slice(self, leaf: Leaf, whole: jax.ShapeDtypeStruct, index: Index, view: str) -> np.ndarray:
         if not leaf.layers:

@@ -143,7 +143,7 @@ class Params:
         packed, scale = (of(shape, into - 1, groups) for of in (packed_shape, scale_shape))
         count, along = scale[into - 1], names[into - 1]
         over, at_rest = (self.rules.mesh.size(*table.axes(along)) for table in (self.rules.use, self.rules.rest))
-        if count % over:
+        if count % over and count > 1:
             raise ShardlmError(
                 f"{name} has {count} groups of {shape[into - 1] // count} in {groups.numbers} along {along!r}, which "
                 f"cannot be split over {over} devices; choose sizes of the mesh that divide {count}, or another "
