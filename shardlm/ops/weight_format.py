@@ -29,6 +29,10 @@ class AsPublished:
     def by_key(self) -> Mapping[str, Groups]:
         return dict(self.kinds)
 
+    @property
+    def text(self) -> str:
+        return f"{', '.join(sorted({groups.numbers for _, groups in self.kinds}))} as published"
+
     def __str__(self) -> str:
         return PUBLISHED
 

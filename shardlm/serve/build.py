@@ -62,7 +62,9 @@ class EngineConfig:
     mesh                    of the devices: tensor, expert and pipeline split the model, data counts its replicas
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
     quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); "fp8_dynamic", "int8_dynamic":
-                            projections multiply 8-bit numbers too (ops/dynamic_matmul.py); None: in dtype
+                            projections multiply 8-bit numbers too (ops/dynamic_matmul.py); "checkpoint": those in few
+                            bits as its file has them (ops/weight_format.py); "dtype": all in dtype; None: the last but
+                            one on GPUs, the last on a CPU
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
