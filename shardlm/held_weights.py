@@ -2,6 +2,7 @@
 scales beside them. Files and names are weights.py's."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -197,6 +198,13 @@ def assembled(
         ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
         found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
     return found
+
+
+def made_of(path: tuple, held: "Held", w: np.ndarray, flat: Mapping[tuple, jax.ShapeDtypeStruct]):
+    """{path: an array} of a parameter that is on the host whole; `flat`: the shapes of all."""
+    shapes = {own: flat[own] for own in paths_of(path, flat)}
+    parts = held.parts(path, functools.partial(scales_of, held, w))
+    return assembled(shapes, parts, lambda part: [w[part.index].astype(held.whole.dtype)])
 
 
 def paths_of(path: tuple, flat: Mapping[tuple, Any]) -> list[tuple]:

@@ -2,7 +2,6 @@
 slices."""
 
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
-from shardlm.held_weights import assembled, held_weights, paths_of, scales_of
+from shardlm.held_weights import held_weights, made_of
 from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
 from shardlm.hf_quantised import supported
 from shardlm.layers.lora import LoraConfig
@@ -246,10 +245,8 @@ def _in_few_bits(found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: i
         for path, one in held_weights(shapes, model.execution.weights, model.groups).items():
             tree = reader.restore_some(unflatten_dict({path: whole[path]}), there, name)
             w = np.asarray(flatten_dict(tree)[path])
-            del tree
-            parts = one.parts(path, functools.partial(scales_of, one, w))
-            of_one = {own: flat[own] for own in paths_of(path, flat)}
-            made |= assembled(of_one, parts, lambda part, w=w, one=one: [w[part.index].astype(one.whole.dtype)])
+            del tree  # from the devices, before what is made of it comes there
+            made |= made_of(path, one, w, flat)
     return unflatten_dict(made)
 
 

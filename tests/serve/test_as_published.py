@@ -130,4 +130,6 @@ def test_other_weights_while_it_is_served(folders):
     assert llm.score(ROWS[:1]) == before
     with pytest.raises(ShardlmError, match=r"_proj\.weight is not held in int4 by groups of 8, as the model is served"):
         llm.update_weights(plain)
+    with pytest.raises(ShardlmError, match="a checkpoint's own few bits"):
+        llm.update_weights(load(plain, dtype="float32").params)
     assert llm.score(ROWS[:1]) == before
