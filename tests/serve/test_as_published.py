@@ -22,6 +22,7 @@ from shardlm.ops.grouped_weights import Grouped, dequantised, grouped_axis
 from shardlm.ops.weight_format import AsPublished
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.change import _choices
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.serve.build import EngineConfig, grown
 
@@ -83,7 +84,8 @@ def test_a_plan_knows_it_by_config_json_alone(folders, name, tmp_path):
         for case in (known, told)  # the reference has no modules that predict further tokens
     ]
     assert kinds[0] == kinds[1] and len(kinds[0]) >= 3 and set(known.weights.left) <= set(told.weights.left)
-    of_16 = ServingCase(ServedModel.of_folder(folders(name)[0].path), *on, 32, 16)
+    of_16 = told.on(quantization="dtype")
+    assert ("quantization", "checkpoint") in _choices(of_16) and ("quantization", "int8") in _choices(told)
     sizes = [serving_memory(case).fullest.weights for case in (of_16, known, told)]
     assert sizes[0] > 1.05 * sizes[1] and sizes[1] == pytest.approx(sizes[2], rel=0.05)
 
