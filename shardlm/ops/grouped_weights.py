@@ -204,8 +204,18 @@ def expert_product(x: jax.Array, held: Grouped, group_sizes: jax.Array, groups: 
     return of_experts(x, held, group_sizes, groups)
 
 
+def groups_at_once(group: int, a_byte: int) -> int:
+    """Small groups that the kernel reads at a time, so many numbers to a byte: 64 bytes of each column, or one group.
+    MXFP4's are 16 bytes, of which each would be a product of its own."""
+    held = group // a_byte
+    return GROUP // held if group < GROUP and held & (held - 1) == 0 else 1
+
+
 def step_of(group: int, a_byte: int) -> int:
-    """Numbers of a group that the kernel reads at a time, so many to a byte."""
+    """Numbers that the kernel reads at a time: of a group, a part of one, or several."""
+    several = groups_at_once(group, a_byte)
+    if several > 1:
+        return several * group
     return next(n for n in range(min(GROUP * a_byte, group), 0, -1) if group % n == 0)
 
 

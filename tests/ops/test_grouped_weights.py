@@ -42,6 +42,7 @@ FORMS = {
     "GPTQ, 8 bits": Groups("int8", 128, "float16", zeros=True, within=32, published=True),
     "fp8 in blocks": Groups("fp8", 128, "float32", within=128, published=True),
     "mxfp4": Groups("fp4", 128, "bfloat16", within=32, published=True),
+    "GPTQ, groups of 32": Groups("int4", 128, "float16", zeros=True, within=32, published=True),
 }
 # Of the largest number of a group: half a step of the integers; of e4m3, the largest steps are of 32 up to 448.
 ERROR = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 16 / 448}
