@@ -18,8 +18,9 @@ _DTYPE = flags.DEFINE_string("dtype", None, "That is computed in; by default the
 _QUANTIZATION = flags.DEFINE_enum(
     "quantization",
     None,
-    ["fp8", "int8", "int4", "fp8_dynamic", "int8_dynamic"],
-    "Of weights; dynamic: activations too, for each token, and 8-bit numbers are multiplied. By default none.",
+    ["checkpoint", "dtype", "fp8", "int8", "int4", "fp8_dynamic", "int8_dynamic"],
+    "Of weights; checkpoint: in few bits as its file has them, the default on GPUs; dtype: none; dynamic: activations "
+    "too, for each token, and 8-bit numbers are multiplied.",
 )
 _KV_CACHE = flags.DEFINE_enum(
     "kv_cache_dtype", "auto", ["auto", "bfloat16", "fp8", "int8"], "Of keys and values that are kept; auto: dtype."

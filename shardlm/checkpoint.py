@@ -250,10 +250,18 @@ class Checkpoints:
         """
         return self._load(self._find(step), {name: abstract_params}, part=name, optional=optional)[name]
 
-    def check_params(self, abstract_params: Tree, step: int | None = None, optional: Collection[str] = ()) -> None:
-        """Whether `restore_params` will find the parameters, in these shapes; nothing of them is read. Raises as it
-        does."""
-        self._check(self._find(step), {"params": abstract_params}, "params", optional)
+    def restore_some(self, abstract_params: Tree, step: int, name: str = "params") -> Tree:
+        """Some of the parameters of a step that `check_params` has found whole."""
+        return self._read(step, lambda: ocp.load(self.directory / str(step), {name: abstract_params}))[name]
+
+    def check_params(
+        self, abstract_params: Tree, step: int | None = None, name: str = "params", optional: Collection[str] = ()
+    ) -> int:
+        """Whether `restore_params` will find the parameters, in these shapes, and at which step; nothing of them is
+        read. Raises as it does."""
+        found = self._find(step)
+        self._check(found, {name: abstract_params}, name, optional)
+        return found
 
     def _find(self, step: int | None) -> int:
         self.wait()

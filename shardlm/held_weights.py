@@ -2,7 +2,7 @@
 scales beside them. Files and names are weights.py's."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from shardlm.errors import ShardlmError
+from shardlm.layers.param import SCALE, ZERO
 from shardlm.ops import dynamic_matmul
-from shardlm.ops.grouped_weights import GroupedFormat, WeightFormat, grouped, grouped_axis, numbers_a_byte, quantised
+from shardlm.ops.grouped_weights import Groups, as_published, grouped_axis, quantised
+from shardlm.ops.weight_format import WeightFormat
 
 Tree = Any
+FIRST = ("read", "codes")  # of a tensor's views, the first that is read
 Index = tuple[slice, ...]
 
 
@@ -23,46 +27,56 @@ class Part:
 
     index: Index
     devices: tuple[jax.Device, ...]
-    make: Callable[[np.ndarray], dict[tuple, np.ndarray]]
+    make: Callable[..., dict[tuple, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class InGroups:
-    """A weight in few bits: the shapes of its bytes and of its scales, and the dimension that is grouped."""
+    """A weight in few bits: the shapes of its bytes, of its scales and of its zeros where it has any, and the dimension
+    that is grouped."""
 
     values: jax.ShapeDtypeStruct
     scale: jax.ShapeDtypeStruct
+    zero: jax.ShapeDtypeStruct | None
     axis: int
-    how: GroupedFormat
+    how: Groups
 
     reads_twice = False
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """What is read of a checkpoint's tensors, one after the other."""
+        return ("codes", "spread_factors", "spread_zeros")[: 2 + self.how.zeros] if self.how.published else ("read",)
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
         """As a checkpoint has it."""
         shape = self.values.shape
-        full = (*shape[: self.axis], shape[self.axis] * numbers_a_byte(self.how), *shape[self.axis + 1 :])
+        full = (*shape[: self.axis], shape[self.axis] * self.how.a_byte, *shape[self.axis + 1 :])
         return jax.ShapeDtypeStruct(full, jnp.float32, sharding=self.values.sharding)
 
     def parts(self, path: tuple, made: Callable[[], np.ndarray]) -> list[Part]:
         """Where a device's bytes or scales cut a group, the whole group is read."""
         whole, groups = self.whole.shape, self.scale.shape[self.axis]
-        group = whole[self.axis] // groups
+        group, arrays = whole[self.axis] // groups, [a for a in (self.values, self.scale, self.zero) if a is not None]
         found = []
-        for (index, scales), devices in _holders(self.values, self.scale):
-            cuts = [(index, self.values.shape[self.axis] // groups), (scales, 1)]
+        for indices, devices in _holders(*arrays):
+            cuts = zip(indices, (self.values.shape[self.axis] // groups, 1, 1), strict=False)
             spans = [(*cut[self.axis].indices(groups * each)[:2], each) for cut, each in cuts]
             first, last = min(s // each for s, _, each in spans), max(-(-e // each) for _, e, each in spans)
 
-            def make(w, spans=spans, first=first):
-                both = quantised(w, self.axis, group, self.how)
+            def make(*read, spans=spans, first=first):
+                if self.how.published:
+                    held = as_published(*read, *[None] * (3 - len(read)), self.axis, group, self.how)
+                else:
+                    held = quantised(*read, self.axis, group, self.how.numbers)
                 cut = [
                     np.take(a, range(s - first * n, e - first * n), self.axis)
-                    for a, (s, e, n) in zip(both, spans, strict=True)
+                    for a, (s, e, n) in zip(held, spans, strict=False)
                 ]
-                return {path: cut[0], of_scale(path): cut[1]}
+                return dict(zip((path, of_scale(path), of_zero(path)), cut, strict=False))
 
-            rows = slice(first * group, last * group)
+            rows, index = slice(first * group, last * group), indices[0]
             found.append(Part((*index[: self.axis], rows, *index[self.axis + 1 :]), devices, make))
         return found
 
@@ -75,6 +89,8 @@ class ByResult:
     values: jax.ShapeDtypeStruct
     scale: jax.ShapeDtypeStruct
     how: WeightFormat
+
+    views = ("read",)
 
     @property
     def summed(self) -> range:
@@ -103,7 +119,7 @@ class ByResult:
                 if self.reads_twice:
                     own = made()[scales]
                 else:
-                    own = np.stack([dynamic_matmul.scales(layer, self.summed, self.how) for layer in w])
+                    own = scales_of(self, w)
                 layers = (np.moveaxis(layer, self.summed, last) for layer in w)
                 numbers = [dynamic_matmul.by_result(*each, self.how) for each in zip(layers, own, strict=True)]
                 return {path: np.stack(numbers), of_scale(path): own}
@@ -123,7 +139,7 @@ class Plain:
 
     whole: jax.ShapeDtypeStruct
 
-    reads_twice = False
+    views, reads_twice = ("read",), False
 
     def parts(self, path: tuple, made: Callable[[], np.ndarray]) -> list[Part]:
         return [Part(index, devices, lambda a: {path: a}) for (index,), devices in _holders(self.whole)]
@@ -132,26 +148,74 @@ class Plain:
 Held = Plain | InGroups | ByResult
 
 
+def scales_of(held: ByResult, layers: Iterable[np.ndarray]) -> np.ndarray:
+    """Of all results, [L, *made], from a weight's layers as a checkpoint has them."""
+    return np.stack([dynamic_matmul.scales(w, held.summed, held.how) for w in layers])
+
+
 def of_scale(path: tuple) -> tuple:
     """Where the scales of a weight in few bits are."""
-    return (*path[:-1], f"{path[-1]}_scale")
+    return (*path[:-1], path[-1] + SCALE)
 
 
-def held_weights(shapes: Tree, how: WeightFormat) -> dict[tuple, Held]:
-    """Of a tree of shapes, by path in its order; scales are with their weights."""
+def of_zero(path: tuple) -> tuple:
+    """Where its zeros are, if it has any."""
+    return (*path[:-1], path[-1] + ZERO)
+
+
+def held_weights(shapes: Tree, how: WeightFormat, groups: Mapping[tuple, Groups]) -> dict[tuple, Held]:
+    """Of a tree of shapes, by path in its order; scales and zeros are with their weights. `groups` as ModelDef has
+    them."""
     flat, found = flatten_dict(shapes), {}
-    scales = {of_scale(path) for path in flat if how != "dtype"} & set(flat)
+    beside = {of(path) for path in flat for of in (of_scale, of_zero) if how != "dtype"} & set(flat)
     for path, values in flat.items():
-        if path in scales:
+        if path in beside:
             continue
-        scale = flat[of_scale(path)] if of_scale(path) in scales else None
+        scale = flat[of_scale(path)] if of_scale(path) in beside else None
         if scale is None:
             found[path] = Plain(values)
-        elif scale.ndim < values.ndim:
-            found[path] = ByResult(values, scale, how)
+        elif path in groups:
+            axis = grouped_axis(values.shape, scale.shape)
+            found[path] = InGroups(values, scale, flat.get(of_zero(path)), axis, groups[path])
         else:
-            found[path] = InGroups(values, scale, grouped_axis(values.shape, scale.shape), grouped(how))
+            found[path] = ByResult(values, scale, how)
     return found
+
+
+def assembled(
+    shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts: Sequence[Part], read: Callable[[Part], Sequence[np.ndarray]]
+) -> dict[tuple, jax.Array]:
+    """The arrays of one parameter by path. `read` gives what a part is made of, one after the other."""
+    made: dict[tuple, dict] = {path: {} for path in shapes}
+    for part in parts:
+        on_host = part.make(*read(part))
+        for path, a in on_host.items():
+            made[path] |= {device: jax.device_put(a, device).block_until_ready() for device in part.devices}
+        del on_host, a  # before the next one is read
+    found = {}
+    for path, shape in shapes.items():
+        ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
+        found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
+    return found
+
+
+def paths_of(path: tuple, flat: Mapping[tuple, Any]) -> list[tuple]:
+    """Of a weight's bytes and, where they are in `flat`, its scales and zeros."""
+    return [own for own in (path, of_scale(path), of_zero(path)) if own in flat]
+
+
+def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:
+    """Whether a weight that is held as a checkpoint had it may be read from these tensors. Raises ShardlmError for one
+    that is not so."""
+    for name, tensor in tensors.items():
+        kept = getattr(tensor, "kept", None)
+        exact = kept and groups.scale in (kept.scale, "float32") and groups.zeros >= kept.zeros
+        inside = kept and ((groups.within and kept.group % groups.within == 0) or not kept.group)
+        if not (exact and inside) or kept.numbers != groups.numbers:
+            raise ShardlmError(
+                f"{name} is not held in {groups.numbers} by groups of {groups.within or 'all inputs'}, as the model is "
+                "served (quantization=checkpoint); serve it with quantization=dtype, or another, to put any weights in"
+            )
 
 
 def as_read(held: Mapping[tuple, Held]) -> Tree:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from shardlm.held_weights import of_scale
+from shardlm.held_weights import of_scale, paths_of
 from shardlm.layers.lora import LoraConfig, beside
-from shardlm.ops.grouped_weights import dequantised, grouped_axis
+from shardlm.ops.grouped_weights import Grouped, dequantised, grouped_axis
 from shardlm.state import ModelDef
 
 Tree = Any
@@ -24,11 +24,11 @@ def merged(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
     for path, shape in flatten_dict(plain.shapes).items():
         w = flat[path]
         if of_scale(path) in flat:
-            scale = flat[of_scale(path)]
-            axis = grouped_axis(w.shape, scale.shape)
+            held = [flat[own] for own in paths_of(path, flat)]
+            axis = grouped_axis(w.shape, held[1].shape)
             whole = [None if i == axis else part for i, part in enumerate(_spec(w))]
-            w, scale = (jax.reshard(a, jax.sharding.PartitionSpec(*whole)) for a in (w, scale))
-            w = dequantised(w, scale, axis, execution.weights, execution.dtype)
+            held = Grouped(*(jax.reshard(a, jax.sharding.PartitionSpec(*whole)) for a in held))
+            w = dequantised(held, axis, model.groups[path], execution.dtype)
             w = jax.reshard(w, shape.sharding.spec)
         if beside(path)[0] in flat:
             a, b = (flat[own] for own in beside(path))

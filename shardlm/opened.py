@@ -2,6 +2,7 @@
 slices."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from shardlm import peft, weights
@@ -16,7 +19,9 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
+from shardlm.held_weights import assembled, held_weights, paths_of, scales_of
 from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
+from shardlm.hf_quantised import supported
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -24,9 +29,10 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
-from shardlm.ops.grouped_weights import DYNAMIC, WeightFormat
+from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, QUANTIZATIONS, AsPublished, WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
+from shardlm.published_weights import as_published, kinds_in
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.serving_rules import serving_rules
@@ -133,7 +139,7 @@ def load(
     step: int | None = None,
     ema: bool = False,
     decoding: bool = False,
-    quantization: str | None = None,
+    quantization: str | AsPublished | None = None,
     mtp: bool = False,
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
@@ -147,17 +153,16 @@ def load(
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows, and weights rest where they are used
               (serving_rules.py)
-    quantization  how a Hugging Face checkpoint's projections are held, and multiplied: EngineConfig's (serve/build.py)
+    quantization  how projections are held, and multiplied: EngineConfig's (serve/build.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
     found = describe(path, length)
-    if quantization and (found.run or found.adapters):
-        what = "adapters" if found.adapters else "a run of shardlm"
+    if quantization not in (None, "dtype") and found.lora.rank:
         raise ShardlmError(
-            f"quantization={quantization} and {what}, {path}: only a Hugging Face folder's weights can be quantised; "
-            "write it as one (launch.convert, adapters with --merge)"
+            f"quantization={quantization} and adapters, {path}: they stand on weights in lora.base={found.lora.base}; "
+            "write both as one folder (launch.convert --merge)"
         )
     spec = mesh or MeshSpec()
     if -1 in spec.sizes().values():
@@ -169,18 +174,49 @@ def load(
     with jax.set_mesh(built):
         shape = found.source.transformer()
         shape = shape if mtp else shape.without_mtp()
-        weight_format = found.lora.base if found.lora.rank else quantization or "dtype"
+        weight_format = _weight_format(found, quantization, shape, spec, built if decoding else None)
         plain = Rules.make(rules, spec).fitting(shape.widths())
         table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
         name = dtype or _published(found, built)
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)
-        held = model.held_at_rest(built)
-        shapes = jax.tree.map(lambda s: at_rest(s, built), model.shapes) if found.run or found.adapters else held
-        params = trained(found, model, shapes, built, step, "ema" if ema else "params")
-        if found.lora.rank:
-            params = joined(params, _from_folder(found, model, held))
+        params = _parameters(found, model, built, step, "ema" if ema else "params")
     return Opened(model, params, built, found.source, found.folder)
+
+
+def _parameters(found: Found, model: ModelDef, mesh: Mesh, step: int | None, name: str) -> Any:
+    """All of a model's, at rest; arguments as for `trained`."""
+    held = model.held_at_rest(mesh)
+    if found.run and model.execution.weights != "dtype" and not found.lora.rank:
+        return _in_few_bits(found, model, held, mesh, step, name)
+    as_they_are = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
+    params = trained(found, model, as_they_are if found.run or found.adapters else held, mesh, step, name)
+    return joined(params, _from_folder(found, model, held)) if found.lora.rank else params
+
+
+def _weight_format(
+    found: Found, asked: str | AsPublished | None, shape: TransformerConfig, spec: MeshSpec, served: Mesh | None
+) -> WeightFormat:
+    """What projections are held in, of a model that is `served` on a mesh or not. Not asked for, weights in few bits
+    are served on GPUs as their file has them."""
+    if found.lora.rank:
+        return found.lora.base
+    if asked not in (None, PUBLISHED):
+        return asked
+    method = supported(found.source.options) if isinstance(found.source, Pretrained) else ""
+    if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
+        return "dtype"
+    rules = serving_rules(shape, spec)
+    kept = as_published(kinds_in(Folder.open(found.source.folder), shape, rules), rules) if method else None
+    if kept and kept.kinds:
+        return kept
+    if asked is None:
+        return "dtype"
+    why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
+    raise ShardlmError(
+        f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
+        f"from {', '.join(QUANTIZATIONS)}, or leave it out"
+    )
 
 
 def trained(
@@ -196,6 +232,25 @@ def trained(
     with waiting("reading the checkpoint", jax.process_index() == 0), checkpoints as reader:
         # Of modules that predict further tokens as many are read as `shapes` has.
         return reader.restore_params(shapes, found.run.step if step is None else step, name, optional=("mtp",))
+
+
+def _in_few_bits(found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: int | None, name: str) -> Any:
+    """The weights of a run, held as `shapes` says; one parameter at a time is on the devices as it was trained."""
+    plain = ModelDef.make(model.config, dataclasses.replace(model.execution, weights="dtype"))
+    flat, made = flatten_dict(shapes), {}
+    whole = flatten_dict(jax.tree.map(lambda s: at_rest(s, mesh), plain.shapes))
+    checkpoints = Checkpoints(found.run.checkpoints_dir)
+    with waiting("reading the checkpoint", jax.process_index() == 0), checkpoints as reader:
+        asked = found.run.step if step is None else step
+        there = reader.check_params(unflatten_dict(whole), asked, name, optional=("mtp",))
+        for path, one in held_weights(shapes, model.execution.weights, model.groups).items():
+            tree = reader.restore_some(unflatten_dict({path: whole[path]}), there, name)
+            w = np.asarray(flatten_dict(tree)[path])
+            del tree
+            parts = one.parts(path, functools.partial(scales_of, one, w))
+            of_one = {own: flat[own] for own in paths_of(path, flat)}
+            made |= assembled(of_one, parts, lambda part, w=w, one=one: [w[part.index].astype(one.whole.dtype)])
+    return unflatten_dict(made)
 
 
 def check_trained(found: Found, model: ModelDef) -> None:

@@ -2,6 +2,7 @@
 device and no host ever holds a whole model."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.layers.lora import A, B
-from shardlm.layers.param import Execution
+from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.ops.grouped_weights import Groups
 from shardlm.precision import LossScale
 from shardlm.rules import Table
 
@@ -52,6 +54,7 @@ class ModelDef:
     frozen_shapes, frozen_names  the same of the others, as they are held; None where there are none
     frozen  what no step changes, of a model that is bound to it: the others, or where all are trained what training
             compares them with (train/preference.py)
+    groups  by path how weights are held that are in groups (ops/grouped_weights.py)
     """
 
     config: TransformerConfig
@@ -62,6 +65,7 @@ class ModelDef:
     frozen_shapes: Tree = None
     frozen_names: Tree = None
     frozen: Tree = None
+    groups: Mapping[tuple, Groups] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def make(cls, config: TransformerConfig, execution: Execution) -> "ModelDef":
@@ -83,6 +87,7 @@ class ModelDef:
             unflatten_dict({path: n for path, n in names.items() if path in trained}),
             unflatten_dict(frozen) if frozen else None,
             unflatten_dict({path: names[path] for path in frozen}) if frozen else None,
+            groups={path: found for path, v in nnx.to_flat_state(state) if (found := in_groups(v))},
         )
 
     def held_at_rest(self, mesh: Mesh) -> Tree:

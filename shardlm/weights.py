@@ -14,16 +14,28 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
-from shardlm.held_weights import ByResult, Index, as_read, held_weights, of_scale
+from shardlm.held_weights import (
+    FIRST,
+    ByResult,
+    Held,
+    Index,
+    InGroups,
+    Part,
+    as_read,
+    assembled,
+    check_kept,
+    held_weights,
+    paths_of,
+    scales_of,
+)
 from shardlm.hf_files import Folder, Planned, Stored
 from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import dynamic_matmul
 from shardlm.state import ModelDef
-from shardlm.weight_copies import check_copies, copies
+from shardlm.weight_copies import Readable, check_copies, copies
 
 Tree = Any
 # In published checkpoints, and not part of the language model: buffers, and the halves of what also sees.
@@ -86,13 +98,14 @@ def load(
     read) of the files.
 
     Layers that predict further tokens are left alone by a model without them. Raises ShardlmError for tensors that are
-    missing, left over, of another shape, or copies that differ from what they repeat, all named.
+    missing, left over, of another shape, or copies that differ from what they repeat, all named, and for one that is
+    not held as it is to be served.
     """
-    stored = _own(folder)
+    stored = own_tensors(folder)
     if not model.config.mtp:
         for name in _further(model.config, folder.config, stored):
             del stored[name]
-    held = held_weights(shapes, model.execution.weights)
+    held = held_weights(shapes, model.execution.weights, model.groups)
     whole = as_read(held)
     named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
     originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
@@ -103,23 +116,24 @@ def load(
     reader, work = _Reader(stored, progress), []
     for leaf in named:
         one = held[leaf.path]
+        if isinstance(one, InGroups) and one.how.published:
+            check_kept(one.how, {name: stored[name] for name in leaf.names(one.whole.shape)})
         parts = one.parts(leaf.path, functools.cache(functools.partial(reader.scales, leaf, one)))
-        work.append((leaf, one.whole, parts))
+        work.append((leaf, one, parts))
         indices = [part.index for part in parts] + [(slice(None),) * one.whole.ndim] * one.reads_twice
         reader.total += _bytes(stored, leaf, one.whole.shape, indices)
     flat, made = flatten_dict(shapes), {}
-    for leaf, shape, parts in work:
-        paths = [path for path in (leaf.path, of_scale(leaf.path)) if path in flat]
-        made |= reader.arrays(leaf, shape, {path: flat[path] for path in paths}, parts)
+    for leaf, one, parts in work:
+        made |= reader.arrays(leaf, one, {path: flat[path] for path in paths_of(leaf.path, flat)}, parts)
     return unflatten_dict(made)
 
 
 def unpacked(model: ModelDef) -> Tree:
     """The shapes of the weights of a model that has adapters, without those and as a checkpoint has them."""
-    return as_read(held_weights(model.frozen_shapes, model.execution.weights))
+    return as_read(held_weights(model.frozen_shapes, model.execution.weights, model.groups))
 
 
-def _own(folder: Folder) -> dict[str, Stored]:
+def own_tensors(folder: Folder) -> dict[str, Readable]:
     """The language model's tensors, by the names of a checkpoint of it alone."""
     found = {}
     for name, stored in dequantised(folder.tensors, folder.config).items():
@@ -220,50 +234,48 @@ class _Reader:
     total: float = 0.0
     done: float = 0.0
 
-    def arrays(self, leaf: Leaf, whole, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts) -> dict[tuple, jax.Array]:
-        """The arrays of one parameter by path: the host holds one slice at a time, and devices that hold the same share
+    def arrays(self, leaf: Leaf, held: Held, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts: list[Part]):
+        """{path: an array} of one parameter: the host holds one slice at a time, and devices that hold the same share
         one reading."""
-        made: dict[tuple, dict] = {path: {} for path in shapes}
-        for part in parts:
-            on_host = part.make(self._slice(leaf, whole.shape, part.index, whole.dtype))
-            for path, a in on_host.items():
-                made[path] |= {device: jax.device_put(a, device).block_until_ready() for device in part.devices}
-            del on_host, a  # before the next one is read
-        found = {}
-        for path, shape in shapes.items():
-            ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
-            found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
-        return found
+        return assembled(
+            shapes, parts, lambda part: [self._slice(leaf, held.whole, part.index, view) for view in held.views]
+        )
 
     def scales(self, leaf: Leaf, held: ByResult) -> np.ndarray:
         """Of all results, read layer by layer: [L, *made]."""
-        _, *shape = held.whole.shape
-        layers = (self._layer(leaf, n, shape, (slice(None),) * len(shape), held.whole.dtype) for n in leaf.layers)
-        return np.stack([dynamic_matmul.scales(w, held.summed, held.how) for w in layers])
+        whole = jax.ShapeDtypeStruct(held.whole.shape[1:], held.whole.dtype)
+        every = (slice(None),) * len(whole.shape)
+        return scales_of(held, (self._layer(leaf, n, whole, every) for n in leaf.layers))
 
-    def _slice(self, leaf: Leaf, shape: tuple[int, ...], index: Index, dtype: np.dtype) -> np.ndarray:
+    def _slice(self, leaf: Leaf, whole: jax.ShapeDtypeStruct, index: Index, view: str) -> np.ndarray:
         if not leaf.layers:
-            return self._layer(leaf, 0, shape, index, dtype)
-        layers = leaf.layers[index[0]]
-        out = None
+            return self._layer(leaf, 0, whole, index, view)
+        layers, out = leaf.layers[index[0]], None
+        of_layer = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
         for place, layer in enumerate(layers):
-            one = self._layer(leaf, layer, shape[1:], index[1:], dtype)
-            out = np.empty((len(layers), *one.shape), dtype) if out is None else out
+            one = self._layer(leaf, layer, of_layer, index[1:], view)
+            out = np.empty((len(layers), *one.shape), one.dtype) if out is None else out
             out[place] = one
         return out
 
-    def _layer(self, leaf: Leaf, layer: int, shape: tuple[int, ...], index: Index, dtype: np.dtype) -> np.ndarray:
+    def _layer(
+        self, leaf: Leaf, layer: int, whole: jax.ShapeDtypeStruct, index: Index, view: str = "read"
+    ) -> np.ndarray:
+        """In the dtype of `whole`, or of another view in its own."""
         tensor, plain = leaf.tensor, _without_experts(leaf.tensor)
+
+        def part(tensor: Tensor, shape: tuple[int, ...], index: Index, **which: int) -> np.ndarray:
+            a = read(tensor, shape, index, getattr(self.stored[tensor.name.format(layer=layer, **which)], view))
+            return a.astype(whole.dtype) if view == "read" else a
+
         if tensor.per_expert():
-            found = []
-            for expert in range(*index[0].indices(shape[0])):
-                fetch = self.stored[tensor.name.format(layer=layer, expert=expert)].read
-                found.append(read(plain, shape[1:], index[1:], fetch).astype(dtype))
-            one = np.stack(found)
+            experts = range(*index[0].indices(whole.shape[0]))
+            one = np.stack([part(plain, whole.shape[1:], index[1:], expert=expert) for expert in experts])
         else:
-            one = read(tensor, shape, index, self.stored[tensor.name.format(layer=layer)].read).astype(dtype)
-        self.done += one.size * _each(self.stored, leaf)
-        self.progress(round(self.done), round(self.total))
+            one = part(tensor, whole.shape, index)
+        if view in FIRST:
+            self.done += one.size * _each(self.stored, leaf)
+            self.progress(round(self.done), round(self.total))
         return one
 
 

@@ -39,7 +39,7 @@ FLOORS = [
         "data",
         "generate",
         "hlo",
-        *("weights", "weight_copies", "held_weights"),
+        *("weights", "weight_copies", "held_weights", "published_weights"),
         *("merge", "peft"),
         *("opened", "serving_rules"),
         "network",

@@ -26,9 +26,9 @@ from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
 from shardlm.ops import grouped_weights
 from shardlm.ops.batch_sampling import RowSettings
-from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.paged_attention import choose
+from shardlm.ops.weight_format import WeightFormat
 from shardlm.rules import Rules
 from shardlm.serve import programs
 from shardlm.serve.layers import apart

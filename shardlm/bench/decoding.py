@@ -17,7 +17,7 @@ from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, forward_flops
 from shardlm.hardware import Gpu
-from shardlm.ops.grouped_weights import DYNAMIC, grouped
+from shardlm.ops.weight_format import DYNAMIC, grouped
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.memory import serving_memory

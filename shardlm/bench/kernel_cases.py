@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardlm.ops.grouped_weights import GroupedFormat, WeightFormat
+from shardlm.ops.grouped_weights import LONGEST, OWN, Groups
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul
+from shardlm.ops.weight_format import WeightFormat
 
 PAGE = 16
 
@@ -88,7 +89,7 @@ class FewBits:
     rows: int
     width: int
     hidden: int
-    how: GroupedFormat
+    how: Groups
     kernel: bool
 
 
@@ -100,7 +101,7 @@ class FewBitsExperts:
     width: int
     hidden: int
     experts: int
-    how: GroupedFormat
+    how: Groups
     kernel: bool
 
 
@@ -117,6 +118,15 @@ class Held8:
 Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8
 KernelCases = Mapping[str, Shape]
 
+FORMS: Mapping[str, Groups] = MappingProxyType(
+    {
+        **OWN,
+        "int4 with zeros": Groups("int4", LONGEST, "float16", zeros=True, within=128, published=True),
+        "fp8 in blocks": Groups("fp8", LONGEST, "float32", within=128, published=True),
+        "mxfp4": Groups("fp4", LONGEST, "bfloat16", within=32, published=True),
+    }
+)
+"""What weights are held in: those made here, and some of published checkpoints (AWQ's, DeepSeek's, GPT-OSS's)."""
 _DECODE = Paged(64, 1, 4096, 32, 8, 128)
 _ROWS = Whole(2, 4096, 32, 8, 128)
 _MEETING = Meeting(1, 4096, 32, 8, 128)
@@ -168,18 +178,19 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
         },
         "weights in few bits": {
             **{
-                f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, how, rows <= 256)
+                f"{how}, {rows} rows": FewBits(rows, 4096, 14_336, groups, rows <= 256)
                 for rows in (1, 64, 256, 2048)
-                for how in ("int8", "fp8", "int4")
+                for how, groups in FORMS.items()
             },
-            "int8, 256 rows, made anew": FewBits(256, 4096, 14_336, "int8", False),
+            "int8, 256 rows, made anew": FewBits(256, 4096, 14_336, FORMS["int8"], False),
             **{
                 f"int4, 128 experts, {rows} rows each{'' if kernel else ', made anew'}": FewBitsExperts(
-                    rows, 2048, 768, 128, "int4", kernel
+                    rows, 2048, 768, 128, FORMS["int4"], kernel
                 )
                 for rows in (16, 128, 256)
                 for kernel in (True, False)
             },
+            "mxfp4, 32 experts, 16 rows each": FewBitsExperts(16, 2880, 2880, 32, FORMS["mxfp4"], True),
         },
     }
 )
@@ -198,9 +209,9 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "int8_dynamic": Held8(2, 64, 64, "int8_dynamic"),
         },
         "weights in few bits": {
-            "int4": FewBits(2, 64, 64, "int4", True),
-            "int8, made anew": FewBits(2, 64, 64, "int8", False),
-            "fp8, 2 experts": FewBitsExperts(4, 64, 64, 2, "fp8", True),
+            "int4": FewBits(2, 64, 64, FORMS["int4"], True),
+            "int8, made anew": FewBits(2, 64, 64, FORMS["int8"], False),
+            "mxfp4, 2 experts": FewBitsExperts(4, 64, 64, 2, FORMS["mxfp4"], True),
         },
     }
 )

@@ -25,13 +25,14 @@ from shardlm.bench.kernel_cases import (
 )
 from shardlm.flops import attention_pairs
 from shardlm.mesh import MeshSpec, shard_map
-from shardlm.ops import attention, attention_pair, grouped_kernel, grouped_matmul, paged_attention
+from shardlm.ops import attention, attention_pair, grouped_kernel, grouped_matmul, grouped_weights, paged_attention
 from shardlm.ops.attention_pair import Pair, Side
 from shardlm.ops.dynamic_matmul import dynamic_einsum, stored
-from shardlm.ops.grouped_weights import GROUP, STORED, dequantised, grouped, packed_shape, scale_shape
+from shardlm.ops.grouped_weights import GROUP, Groups, dequantised, packed_shape, scale_shape
 from shardlm.ops.kv_format import packed, unpacked
 from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.quantized_matmul import quantized_einsum
+from shardlm.ops.weight_format import grouped
 from shardlm.rules import Rules
 
 Arrays = tuple[Any, ...]
@@ -288,47 +289,65 @@ def _held_8(s: Held8, on_gpu: bool) -> Kernel:
 
 def _few_bits(s: FewBits, on_gpu: bool) -> Kernel:
     shape = (s.width, s.hidden)
-    held, scales = packed_shape(shape, 0, s.how), scale_shape(shape, 0, s.how)
 
     def inputs(key: jax.Array) -> Arrays:
-        (x,) = normal(key, (s.rows, s.width))
-        if STORED[s.how].kind == "i":
-            numbers = jax.random.randint(key, held, -128, 128, jnp.int8)
-        else:
-            numbers = jax.random.normal(key, held).astype(STORED[s.how])
-        return x, numbers, jax.random.uniform(key, scales, jnp.bfloat16, 0.5, 1.5) * GROUP**-0.5
+        return *normal(key, (s.rows, s.width)), *_in_groups(key, shape, 0, s.how)
 
-    def anew(x, numbers, scale):
-        return x @ dequantised(numbers.astype(STORED[s.how]), scale, 0, s.how, x.dtype)
+    def anew(x, *held):
+        return x @ dequantised(_held(s.how, held), 0, s.how, x.dtype)
 
-    by_kernel = functools.partial(grouped_kernel.pallas, how=s.how, interpret=not on_gpu)
+    def by_kernel(x, *held):
+        return grouped_kernel.pallas(x, grouped_weights.Grouped(*held), s.how, interpret=not on_gpu)
+
     return Kernel(
         what=_named(s.kernel, on_gpu),
         inputs=inputs,
         run=local(by_kernel) if s.kernel else anew,
         reference=anew,
         flops=2 * s.rows * s.width * s.hidden,
-        nbytes=nbytes_of((held, "int8"), (scales, "bfloat16"), ((s.rows, s.width + s.hidden), "bfloat16")),
+        nbytes=nbytes_of(*_arrays_of(shape, 0, s.how), ((s.rows, s.width + s.hidden), "bfloat16")),
         peak="bf16",
         allowed=ROUNDED,
     )
 
 
+def _arrays_of(shape: tuple[int, ...], axis: int, how: Groups) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what a weight is held in."""
+    scales = scale_shape(shape, axis, how)
+    return [(packed_shape(shape, axis, how), how.stored.name), (scales, how.scale), *[(scales, how.zero)] * how.zeros]
+
+
+def _in_groups(key: jax.Array, shape: tuple[int, ...], axis: int, how: Groups) -> list[jax.Array]:
+    """Any weight of this shape, as it is held."""
+    (values, _), (scales, dtype), *zeros = _arrays_of(shape, axis, how)
+    if how.stored.kind == "i":
+        numbers = jax.random.randint(key, values, -128, 128, jnp.int8)
+    else:
+        numbers = jax.random.normal(key, values).astype(how.stored)
+    factors = jax.random.uniform(key, scales, jnp.float32, 0.5, 1.5) * GROUP**-0.5
+    return [numbers, factors.astype(dtype), *(jax.random.randint(key, own, -8, 9, kind) for own, kind in zeros)]
+
+
+def _held(how: Groups, arrays: Arrays) -> grouped_weights.Grouped:
+    """A reference is given 8-bit floats in float32."""
+    values, *rest = arrays
+    return grouped_weights.Grouped(values.astype(how.stored), *rest)
+
+
 def _few_bits_experts(s: FewBitsExperts, on_gpu: bool) -> Kernel:
     shape = (s.experts, s.width, s.hidden)
-    held, scales = packed_shape(shape, 1, s.how), scale_shape(shape, 1, s.how)
     chosen = grouped_matmul.choose("gpu" if on_gpu else "cpu")
 
     def inputs(key: jax.Array) -> Arrays:
         (x,) = normal(key, (s.experts * s.rows, s.width))
-        numbers = jax.random.randint(key, held, -127, 128, jnp.int8).astype(STORED[s.how])
-        scale = jax.random.uniform(key, scales, jnp.bfloat16, 0.5, 1.5) * GROUP**-0.5
-        return x, numbers, scale, jnp.full(s.experts, s.rows, jnp.int32)
+        return x, jnp.full(s.experts, s.rows, jnp.int32), *_in_groups(key, shape, 1, s.how)
 
-    def anew(multiply, x, numbers, scale, sizes):
-        return multiply(x, dequantised(numbers.astype(STORED[s.how]), scale, 1, s.how, x.dtype), sizes)
+    def anew(multiply, x, sizes, *held):
+        return multiply(x, dequantised(_held(s.how, held), 1, s.how, x.dtype), sizes)
 
-    by_kernel = functools.partial(grouped_kernel.of_experts, how=s.how, interpret=not on_gpu)
+    def by_kernel(x, sizes, *held):
+        return grouped_kernel.of_experts(x, grouped_weights.Grouped(*held), sizes, s.how, interpret=not on_gpu)
+
     by_xla = functools.partial(anew, functools.partial(grouped_matmul.grouped_matmul, implementation=chosen))
     rows = s.experts * s.rows
     return Kernel(
@@ -337,7 +356,7 @@ def _few_bits_experts(s: FewBitsExperts, on_gpu: bool) -> Kernel:
         run=local(by_kernel if s.kernel else by_xla),
         reference=functools.partial(anew, grouped_matmul.reference),
         flops=2 * rows * s.width * s.hidden,
-        nbytes=nbytes_of((held, "int8"), (scales, "bfloat16"), ((rows, s.width + s.hidden), "bfloat16")),
+        nbytes=nbytes_of(*_arrays_of(shape, 1, s.how), ((rows, s.width + s.hidden), "bfloat16")),
         peak="bf16",
         allowed=ROUNDED,
     )

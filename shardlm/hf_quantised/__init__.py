@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Stored
 from shardlm.hf_quantised import bitsandbytes, compressed, eight_bits, gptq, mxfp4
+from shardlm.hf_quantised.declared import declared
+from shardlm.hf_quantised.kept import Kept
 
 # Where config.json says so; the second is what early versions of compressed-tensors wrote.
 OPTIONS = ("quantization_config", "compression_config")
@@ -55,6 +57,12 @@ def dequantised(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dic
     each other or do not fit."""
     method = supported(config)
     return METHODS[method].read(tensors, _options(config)) if method else dict(tensors)
+
+
+def kept_as(config: Mapping[str, Any], name: str) -> Kept | None:
+    """How the weight with this name in 16 bits is held, by what config.json says alone."""
+    method = supported(config)
+    return declared(method, _options(config), name) if method else None
 
 
 def _options(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

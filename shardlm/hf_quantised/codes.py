@@ -95,11 +95,24 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Numbers:
-    """Codes and what they stand for: values, float32 [256], or whole numbers, each `less` than its code."""
+    """Codes and what they stand for: values, float32 [256], or whole numbers, each `less` than its code. `kind` as
+    Kept has it."""
 
     codes: Packed | Bytes
     values: np.ndarray | None = None
     less: int = 0
+    kind: str = ""
+
+    @property
+    def middle(self) -> int:
+        """What whole numbers are less by as they are held, so that as many lie on either side of 0."""
+        return 0 if self.values is not None else (1 << self.codes.bits - 1) - self.less
+
+    def kept(self, codes: np.ndarray) -> np.ndarray:
+        """Codes as they are held: 8-bit numbers in their dtype, others in int8."""
+        if self.values is None:
+            return (codes.astype(np.int16) - (self.less + self.middle)).astype(np.int8)
+        return codes.view(self.codes.stored.dtype if isinstance(self.codes, Bytes) else np.int8)
 
     def put(self, codes: np.ndarray, out: np.ndarray) -> None:
         """What these stand for, into float32 of the same shape."""
@@ -118,17 +131,18 @@ class Numbers:
 
 def floats(stored: Stored) -> Numbers:
     """8-bit floats or integers, as their dtype says."""
-    return Numbers(Bytes(stored), np.arange(256, dtype=np.uint8).view(stored.dtype).astype(np.float32))
+    kind = {"int8": "int8", "float8_e4m3fn": "fp8"}.get(stored.dtype.name, "")
+    return Numbers(Bytes(stored), np.arange(256, dtype=np.uint8).view(stored.dtype).astype(np.float32), kind=kind)
 
 
 def whole(codes: Packed, less: int = 0) -> Numbers:
     """Whole numbers, each `less` than its code."""
-    return Numbers(codes, less=less)
+    return Numbers(codes, less=less, kind="int8" if codes.bits == 8 else "int4")
 
 
 def fp4(stored: Stored) -> Numbers:
     """4-bit floats, two a byte along the columns, uint8 [A, B / 2]."""
-    return Numbers(Packed(stored, 4, 1, 2 * stored.shape[1]), np.resize(FP4, 256))
+    return Numbers(Packed(stored, 4, 1, 2 * stored.shape[1]), np.resize(FP4, 256), kind="fp4")
 
 
 def per_word(words: Stored, bits: int) -> int:

@@ -66,18 +66,19 @@ def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str,
                 raise missing(weight, f"{module}.weight", f"{module}.weight_scale")
             found[f"{module}.weight"] = weight
             continue
-        scheme = _scheme(module, options.get("config_groups") or {}, next(iter(parts.values())))
+        own = scheme(module, options.get("config_groups") or {}, str(next(iter(parts.values())).file))
         if "weight_packed" not in parts:
-            found[f"{module}.weight"] = _bytes(module, parts, scheme)
+            found[f"{module}.weight"] = _bytes(module, parts, own)
         elif parts["weight_packed"].dtype == np.uint8:
-            found[f"{module}.weight"] = _fp4(module, parts, scheme)
+            found[f"{module}.weight"] = _fp4(module, parts, own)
         else:
-            found[f"{module}.weight"] = _packed(module, parts, scheme)
+            found[f"{module}.weight"] = _packed(module, parts, own)
     return found
 
 
-def _scheme(module: str, groups: Mapping[str, Any], stored: Stored) -> Mapping[str, Any]:
-    """How a module's weights are held: by the group that names it, else by the one that names its class, as Linear."""
+def scheme(module: str, groups: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """How a module's weights are held: by the group that names it, else by the one that names its class, as Linear.
+    Raises ShardlmError, with the file, where that is not clear."""
     if len(groups) == 1:
         return next(iter(groups.values())).get("weights") or {}
     of_class = []
@@ -90,7 +91,7 @@ def _scheme(module: str, groups: Mapping[str, Any], stored: Stored) -> Mapping[s
     if len(of_class) == 1:
         return of_class[0].get("weights") or {}
     raise ShardlmError(
-        f"{stored.file}: {module} is quantised, and of the config_groups {', '.join(groups)} of config.json "
+        f"{file}: {module} is quantised, and of the config_groups {', '.join(groups)} of config.json "
         f"{'several' if of_class else 'none'} may hold for it; a target that names it is needed. Download it again"
     )
 

@@ -1,7 +1,8 @@
 """A matrix of few bits with a factor, and where it is asymmetric a zero, for each cell of a grid: what nearly all
-published formats come to. A slice is read without the rest."""
+published formats come to. A slice is read without the rest, as the numbers that it stands for or as it is (`Kept`)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Stored
 from shardlm.hf_quantised.codes import Numbers, float32, full
+from shardlm.hf_quantised.kept import Kept
 
 CHUNK = 1 << 18  # numbers made at once, which bounds the temporaries
 
@@ -29,6 +31,14 @@ class Factors:
     @property
     def nbytes(self) -> int:
         return self.stored.nbytes
+
+    @property
+    def dtype(self) -> str:
+        """In which all of them are exact, of two bytes where it can be."""
+        if self.common is not None:
+            return "float32"
+        two = {"bfloat16": "bfloat16", "float16": "float16", "uint8": "bfloat16"}  # the last: exponents alone
+        return two.get(self.stored.dtype.name, "float32")
 
     def read(self) -> np.ndarray:
         found = float32(self.stored, self.shape)
@@ -87,7 +97,41 @@ class Grid:
             part *= spread(_of_rows(factors, rows[some]))
             if self.times != 1:
                 part *= np.float32(self.times)
-        return out.T if self.turned else out
+        return self._as_read(out)
+
+    @functools.cached_property
+    def kept(self) -> Kept | None:
+        """How it may be held as it is, None: not; a list of cells is looked at."""
+        along = 0 if self.turned else 1
+        numbers, count = self.numbers.kind, self.numbers.codes.shape[along]
+        in_order = np.array_equal(self._cells(along), np.arange(count) // self.size[along])
+        alone = self.numbers.middle and self.zeros is None  # no zero would tell of what they are less by
+        if not numbers or self.times != 1 or not in_order or alone:
+            return None
+        size = self.size[along] if self.size[along] < count else 0
+        return Kept(numbers, size, self.factors.dtype, self.zeros is not None)
+
+    def codes(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Numbers as they are, less what lies in the middle of whole ones; of 4-bit floats their codes."""
+        found = self.numbers.codes.read(full(index)[:: -1 if self.turned else 1])
+        return self._as_read(self.numbers.kept(found))
+
+    def spread_factors(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The factor of each number."""
+        return self._spread(self.factors.read(), index)
+
+    def spread_zeros(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The zero of each number as `codes` are, int16."""
+        if self.zeros is None:
+            return self._spread(np.zeros(self.factors.shape, np.int16), index)
+        return self._spread(self.zeros.read(full(...)).astype(np.int16) - self.numbers.middle, index)
+
+    def _spread(self, cells: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = (self._cells(dim)[part] for dim, part in enumerate(full(index)[:: -1 if self.turned else 1]))
+        return self._as_read(cells[np.ix_(rows, columns)])
+
+    def _as_read(self, a: np.ndarray) -> np.ndarray:
+        return a.T if self.turned else a
 
     def _cells(self, dim: int) -> np.ndarray:
         """The cell of each row or column."""

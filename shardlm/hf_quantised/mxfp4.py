@@ -3,13 +3,14 @@ A slice is read without the rest."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from shardlm.hf_files import Stored
-from shardlm.hf_quantised.codes import FP4
+from shardlm.hf_quantised.codes import FP4, full
+from shardlm.hf_quantised.kept import Kept
 from shardlm.hf_quantised.parts import misfit, missing
 
 GROUP = 32  # numbers that share a scale
@@ -25,6 +26,7 @@ class Mxfp4:
     scales: Stored
 
     dtype = np.dtype("float32")
+    kept = Kept("fp4", GROUP, "bfloat16", zeros=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,13 +38,29 @@ class Mxfp4:
         return self.blocks.nbytes + self.scales.nbytes
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        experts, inner, outer = (slice(None),) * 3 if index is Ellipsis else index
+        return self._each(index, _unpacked, self.blocks, self.scales)
+
+    def codes(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Of 4 bits, one a byte."""
+        return self._each(index, lambda a: np.stack([a & 15, a >> 4], axis=-1).view(np.int8), self.blocks)
+
+    def spread_factors(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The factor of each number."""
+        return self._each(index, lambda exponents: np.repeat(_factors(exponents), GROUP, axis=-1), self.scales)
+
+    def _each(self, index: tuple[slice, ...], make: Callable[..., np.ndarray], *of: Stored) -> np.ndarray:
+        """What is made of whole groups, [E, O, numbers of them], for the numbers asked for, [E, I, O]."""
+        experts, inner, outer = full(index, 3)
         start, stop, step = inner.indices(self.shape[1])
         groups = slice(start // GROUP, -(-stop // GROUP))
-        packed, exponents = (stored.read((experts, outer, groups)) for stored in (self.blocks, self.scales))
-        whole = _unpacked(packed, exponents).reshape(*packed.shape[:2], -1)
+        made = make(*(stored.read((experts, outer, groups)) for stored in of))
         first = groups.start * GROUP
+        whole = made.reshape(*made.shape[:2], -1)
         return whole[..., start - first : stop - first : step].swapaxes(1, 2)
+
+
+def _factors(exponents: np.ndarray) -> np.ndarray:
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
 
 
 def _unpacked(packed: np.ndarray, exponents: np.ndarray) -> np.ndarray:

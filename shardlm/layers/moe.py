@@ -13,11 +13,22 @@ from jax.sharding import PartitionSpec
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.mlp import Mlp, MlpConfig
-from shardlm.layers.param import Execution, Params, constant, gathered, in_groups, in_use, normal, use_weight
+from shardlm.layers.param import (
+    Execution,
+    Params,
+    constant,
+    has_kernel,
+    held_parts,
+    in_groups,
+    in_use,
+    normal,
+    parts_of,
+    use_weight,
+)
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
-from shardlm.ops.grouped_weights import FEW_ROWS_OF_EXPERT, expert_product, grouped
+from shardlm.ops.grouped_weights import FEW_ROWS_OF_EXPERT, Grouped, expert_product
 from shardlm.ops.routing import Router
 from shardlm.ops.swiglu import Activation, gated
 
@@ -93,7 +104,8 @@ class Moe(nnx.Module):
         if config.load_bias:
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
-            self.shared = Mlp(MlpConfig(config.shared_dim), embed_dim, out_scale, params)
+            inside = dataclasses.replace(params, place=f"{params.place}shared.")
+            self.shared = Mlp(MlpConfig(config.shared_dim), embed_dim, out_scale, inside)
 
     def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks -> (x's shape and split, auxiliary values): the losses
@@ -104,11 +116,12 @@ class Moe(nnx.Module):
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
-        experts = {}
+        experts, few = {}, {}
         rows = x.shape[0] * x.shape[1] * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):
-            if rows <= FEW_ROWS_OF_EXPERT and in_groups(self, name, execution):
-                experts |= {part: gathered(self, part, execution) for part in (name, f"{name}_scale")}
+            if rows <= FEW_ROWS_OF_EXPERT and has_kernel(self, name, execution):
+                held, few[name] = held_parts(self, name, execution), in_groups(getattr(self, name))
+                experts |= held
             else:
                 experts[name] = use_weight(self, name, execution)
         if config.bias:
@@ -119,7 +132,7 @@ class Moe(nnx.Module):
         specs = {name: use.spec(*getattr(self, name).get_metadata("names")) for name in experts}
         real = jax.reshard(ctx.real, tokens)
         weights = jnp.zeros_like(real, jnp.float32) if ctx.weights is None else jax.reshard(ctx.weights, tokens)
-        local = functools.partial(_local, config, self.dispatch(execution), execution)
+        local = functools.partial(_local, config, self.dispatch(execution), execution, few)
         aux = dict.fromkeys(("balance_loss", "router_z_loss", "dropped"), PartitionSpec())
         out, aux = shard_map(
             local,
@@ -138,8 +151,9 @@ class Moe(nnx.Module):
         return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
 
 
-def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real, weights, routed, experts):
-    """One device: x [B, T, D] its part of the stream, real bool and weights float32 [B, T]."""
+def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, few, x, real, weights, routed, experts):
+    """One device: x [B, T, D] its part of the stream, real bool and weights float32 [B, T]. `few`: the Groups of the
+    experts' weights that the kernel reads as they are held, by name."""
     act = execution.rules.act
     B, T, D = x.shape
     k, E = config.top_k, config.num_experts
@@ -158,11 +172,10 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, x, real,
     if shared_by:
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 
-    held = grouped(execution.weights)
-
     def multiply(rows, name, sizes):
-        if f"{name}_scale" in experts:
-            return expert_product(rows, experts[name], experts[f"{name}_scale"], sizes, held)
+        if name in few:
+            held = Grouped(*(experts[part] for part in parts_of(name, experts)))
+            return expert_product(rows, held, sizes, few[name])
         return grouped_matmul.grouped_matmul(rows, experts[name], sizes, implementation=execution.grouped_matmul)
 
     def run(rows, sizes):

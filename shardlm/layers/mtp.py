@@ -35,7 +35,7 @@ class Mtp(nnx.Module):
 
     def __init__(self, config: MtpConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         D = embed_dim
-        params = dataclasses.replace(params, stack=(config.depth,), lora=LoraConfig())
+        params = dataclasses.replace(params, stack=(config.depth,), lora=LoraConfig(), place="mtp.")
         self.embed_norm, self.hidden_norm, self.norm = (Norm(norm, D, params) for _ in range(3))
         for name in ("from_embedding", "from_hidden"):
             params.projection(self, name, (D, D), ("embed", "norm"), normal((2 * D) ** -0.5))

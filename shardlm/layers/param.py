@@ -3,36 +3,36 @@ they are held (in the compute dtype or in few bits) and as they are adapted (lay
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import A, B, LoraConfig
 from shardlm.layers.own_sums import einsum_of_own
 from shardlm.mesh import shard_map
 from shardlm.ops import dynamic_matmul
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.grouped_weights import (
-    DYNAMIC,
     FEW_ROWS,
-    GROUP,
-    STORED,
+    LONGEST,
+    Grouped,
     GroupedProducts,
-    WeightFormat,
+    Groups,
     dequantised,
-    grouped,
-    numbers_a_byte,
     packed_shape,
     product,
     scale_shape,
 )
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
+from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, key
 from shardlm.rules import Rules
 
 MADE_FIRST = "_made_first"  # after the name of a weight that lies so
+SCALE, ZERO = "_scale", "_zero"  # after that of one in few bits, what is beside it
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jax.sharding.PartitionSpec], jax.Array]
 
@@ -55,7 +55,7 @@ class Execution:
                (layers/lora.py); 0: a single one, which all rows have
     shares     float [B, lora.rank], of a call with several: what each row takes of each part
     weights    what projections and experts are held in, and whether projections multiply that
-               (ops/grouped_weights.py)
+               (ops/weight_format.py)
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
@@ -108,7 +108,7 @@ def _zeros(dtype) -> Initializer:
 @dataclasses.dataclass(frozen=True)
 class Params:
     """Makes the parameters of one module: carries the random stream, the rules, the leading stack dimensions, and what
-    projections are held in, how they lie, and what they have beside them."""
+    projections are held in, how they lie, and what they have beside them; `place` as weight_format.key has it."""
 
     rngs: nnx.Rngs
     rules: Rules
@@ -116,6 +116,7 @@ class Params:
     weights: WeightFormat = "dtype"
     made_first: bool = False
     stack: tuple[int, ...] = ()
+    place: str = ""
 
     def projection(
         self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1, both_ways: bool = False
@@ -123,10 +124,11 @@ class Params:
         """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
         `project` read it: with its scales where it is held in few bits, and with its adapter where it has one.
         both_ways: what it makes may be summed over instead."""
+        groups = groups_of(self.weights, key(name, names[0], self.place))
         if self.weights in DYNAMIC and names[0] != "experts" and not both_ways:
             self._by_result(module, name, shape, names, into)
-        elif self.weights != "dtype":
-            self._in_groups(module, name, shape, names, into)
+        elif groups is not None:
+            self._in_groups(module, name, shape, names, into, groups)
         elif names[0] == "experts":
             setattr(module, name, self(shape, names, init, into))
         else:
@@ -137,19 +139,28 @@ class Params:
             setattr(module, name + A, a)
             setattr(module, name + B, self((rank, *shape[into:]), ("rank", *names[into:]), constant(0.0)))
 
-    def _in_groups(self, module: nnx.Module, name: str, shape, names, into: int) -> None:
-        held = grouped(self.weights)
-        packed, scale = (of(shape, into - 1, held) for of in (packed_shape, scale_shape))
-        setattr(module, name, self(packed, names, _zeros(STORED[held]), into))
-        divides = scale[into - 1] % self.rules.mesh.size(*self.rules.rest.axes(names[into - 1])) == 0
+    def _in_groups(self, module: nnx.Module, name: str, shape, names, into: int, groups: Groups) -> None:
+        packed, scale = (of(shape, into - 1, groups) for of in (packed_shape, scale_shape))
+        count, along = scale[into - 1], names[into - 1]
+        over, at_rest = (self.rules.mesh.size(*table.axes(along)) for table in (self.rules.use, self.rules.rest))
+        if count % over and count > 1:
+            raise ShardlmError(
+                f"{name} has {count} groups of {shape[into - 1] // count} in {groups.numbers} along {along!r}, which "
+                f"cannot be split over {over} devices; choose sizes of the mesh that divide {count}, or another "
+                "quantization (int8_dynamic and fp8_dynamic have no groups)"
+            )
+        setattr(module, name, self(packed, names, _zeros(groups.stored), into, groups=groups))
+        divides = count % at_rest == 0
         of_scale = names if divides else (*names[: into - 1], "groups", *names[into:])
-        setattr(module, f"{name}_scale", self(scale, of_scale, _zeros(jnp.bfloat16)))
+        setattr(module, name + SCALE, self(scale, of_scale, _zeros(groups.scale)))
+        if groups.zeros:
+            setattr(module, name + ZERO, self(scale, of_scale, _zeros(groups.zero)))
 
     def _by_result(self, module: nnx.Module, name: str, shape, names, into: int) -> None:
         """[*made, *summed] with scales [*made] (ops/dynamic_matmul.py)."""
         held = dynamic_matmul.stored(self.weights)
         setattr(module, name, self((*shape[into:], *shape[:into]), (*names[into:], *names[:into]), _zeros(held), into))
-        setattr(module, f"{name}_scale", self(shape[into:], names[into:], _zeros(dynamic_matmul.SCALE)))
+        setattr(module, name + SCALE, self(shape[into:], names[into:], _zeros(dynamic_matmul.SCALE)))
 
     def weight(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
         """Sets module.`name`, a weight as in `projection` in the compute dtype; where weights lie made first, one of
@@ -160,17 +171,19 @@ class Params:
         else:
             setattr(module, name, self(shape, names, init, into))
 
-    def __call__(self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer, into: int = 0) -> nnx.Param:
+    def __call__(
+        self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer, into: int = 0, **metadata
+    ) -> nnx.Param:
         """A float32 parameter [*stack, *shape], at rest where the rules put it.
 
-        Its metadata holds `names` of one layer's dimensions and `stack_names`. Raises ShardlmError when the shape
-        does not divide over the mesh. The values depend on the seed only, not on the mesh.
+        Its metadata holds `names` of one layer's dimensions, `stack_names`, `into`, and what more is given. Raises
+        ShardlmError when the shape does not divide over the mesh. The values depend on the seed only, not on the mesh.
         """
         stack_names = ("layers",) * len(self.stack)
         full = (*self.stack, *shape)
         spec = self.rules.rest.spec(*stack_names, *names, shape=full)
         value = init(self.rngs.params(), full, spec)
-        return nnx.Param(value, names=names, stack_names=stack_names, into=into)
+        return nnx.Param(value, names=names, stack_names=stack_names, into=into, **metadata)
 
 
 def project(
@@ -215,12 +228,17 @@ def _turned(letters: str, param: nnx.Param) -> str:
 
 def by_result(module: nnx.Module, name: str) -> bool:
     """Whether the weight has a scale for each result, and is multiplied as it is held."""
-    scale = getattr(module, f"{name}_scale", None)
+    scale = getattr(module, name + SCALE, None)
     return scale is not None and scale.ndim < getattr(module, name).ndim
 
 
+def in_groups(param: nnx.Param) -> Groups | None:
+    """How a weight is held, None: not in groups."""
+    return param.get_metadata("groups", None)
+
+
 def _in_eight_bits(letters, x, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
-    values, scale = (gathered(module, part, execution) for part in (name, f"{name}_scale"))
+    values, scale = (gathered(module, part, execution) for part in (name, name + SCALE))
     letters = _turned(letters, getattr(module, name))
     return dynamic_matmul.dynamic_einsum(letters, x, values, scale, out_sharding)
 
@@ -235,19 +253,20 @@ def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str
         letters.endswith(f"->{xs[:-into]}{ws[into:]}")
         and xs.endswith(ws[:into])
         and math.prod(shape[:-into]) <= FEW_ROWS
-        and in_groups(module, name, execution)
+        and has_kernel(module, name, execution)
     )
 
 
-def in_groups(module: nnx.Module, name: str, execution: Execution) -> bool:
+def has_kernel(module: nnx.Module, name: str, execution: Execution) -> bool:
     """Whether a kernel multiplies few rows by a weight of this layout, of experts too."""
-    if execution.weights == "dtype" or execution.few_bits != "pallas":
+    param = getattr(module, name)
+    groups = in_groups(param)
+    if groups is None or execution.few_bits != "pallas":
         return False
-    param, scale = getattr(module, name), getattr(module, f"{name}_scale")
-    names = param.get_metadata("names")
+    scale, names = getattr(module, name + SCALE), param.get_metadata("names")
     at = param.get_metadata("into") - 1 - len(names)
-    group = param.shape[at] * numbers_a_byte(grouped(execution.weights)) // scale.shape[at]
-    return group <= GROUP and names == scale.get_metadata("names")
+    group = param.shape[at] * groups.a_byte // scale.shape[at]
+    return group <= LONGEST and names == scale.get_metadata("names")
 
 
 def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
@@ -257,17 +276,18 @@ def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution
     names, into = param.get_metadata("names"), param.get_metadata("into")
     weight, rows = rules.use.spec(*names), jax.typeof(x).sharding.spec[:-into]
     over = tuple(axis for summed in names[:into] for axis in rules.use.axes(summed))
+    held = held_parts(module, name, execution)
 
-    def local(x, packed, scale):
-        before, made = x.shape[:-into], packed.shape[into:]
-        packed, scale = (a.reshape(math.prod(a.shape[:into]), -1) for a in (packed, scale))
-        y = product(x.reshape(math.prod(before), -1), packed, scale, grouped(execution.weights))
+    def local(x, *held):
+        before, made = x.shape[:-into], held[0].shape[into:]
+        held = Grouped(*(a.reshape(math.prod(a.shape[:into]), -1) for a in held))
+        y = product(x.reshape(math.prod(before), -1), held, in_groups(param))
         y = jax.lax.psum(y, over) if over else y
         return y.reshape(*before, *made)
 
     of_x, of_y = (jax.sharding.PartitionSpec(*rows, *part) for part in (weight[:into], weight[into:]))
-    run = shard_map(local, in_specs=(of_x, weight, weight), out_specs=of_y)
-    y = run(jax.reshard(x, of_x), *(gathered(module, part, execution) for part in (name, f"{name}_scale")))
+    run = shard_map(local, in_specs=(of_x, *[weight] * len(held)), out_specs=of_y)
+    y = run(jax.reshard(x, of_x), *held.values())
     return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 
@@ -298,11 +318,21 @@ def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> ja
 def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
     """One layer's projection in the compute dtype where the layer uses it; what is held in few bits is gathered so."""
     param = getattr(module, name)
-    if execution.weights == "dtype":
+    groups = in_groups(param)
+    if groups is None:
         return in_use(param, execution)
-    packed, scale = (gathered(module, part, execution) for part in (name, f"{name}_scale"))
-    axis = param.get_metadata("into") - 1
-    return dequantised(packed, scale, axis, grouped(execution.weights), execution.dtype)
+    held = Grouped(*held_parts(module, name, execution).values())
+    return dequantised(held, param.get_metadata("into") - 1, groups, execution.dtype)
+
+
+def held_parts(module: nnx.Module, name: str, execution: Execution) -> dict[str, jax.Array]:
+    """One layer's weight in groups where the layer uses it, by name: bytes, scales and, where it has them, zeros."""
+    return {part: gathered(module, part, execution) for part in parts_of(name, dir(module))}
+
+
+def parts_of(name: str, names: Container[str]) -> list[str]:
+    """Of `names`, those of a weight's bytes, its scales and its zeros."""
+    return [name + end for end in ("", SCALE, ZERO) if name + end in names]
 
 
 def gathered(module: nnx.Module, name: str, execution: Execution) -> jax.Array:

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardlm.ops.grouped_weights import DYNAMIC, STORED, WeightFormat, grouped
+from shardlm.ops.grouped_weights import STORED
 from shardlm.ops.quantized_matmul import Quantized, multiply, quantize
+from shardlm.ops.weight_format import DYNAMIC, WeightFormat, grouped
 
 SCALE = np.dtype("float32")
 _LARGEST = {"int8": 127, "fp8": 448}

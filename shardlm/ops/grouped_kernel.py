@@ -2,9 +2,9 @@
 once, as it is held, and makes its numbers where they are multiplied. Reading weights is what decoding does; XLA would
 write all of them in 16 bits and read them again.
 
-A program takes some columns and a part of what is summed over, a group at a time: the numbers of a group are exact in
-16 bits, so that its scale multiplies sums, in float32. A weight's own shape says how many parts there are, and not the
-number of rows, so that a row's sum is the same beside any others.
+A program takes some columns and a part of what is summed over, a group at a time or a part of one: the numbers of a
+group are exact in 16 bits, so that its scale multiplies sums, in float32. A weight's own shape says how many parts
+there are, and not the number of rows, so that a row's sum is the same beside any others.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shardlm.ops.grouped_weights import COLUMNS, GroupedFormat, numbers_a_byte, splits_of
+from shardlm.ops.grouped_weights import COLUMNS, Grouped, Groups, halves, splits_of, step_of
 from shardlm.ops.paged_kernel import from_fp8
 
 ROWS = 128  # of a program, at most
@@ -34,12 +34,17 @@ class Sizes:
     summed: int
     columns: int
     group: int
-    how: GroupedFormat
+    how: Groups
+
+    @property
+    def step(self) -> int:
+        """Numbers of a group that are read at a time."""
+        return step_of(self.group, self.how.a_byte)
 
     @property
     def held(self) -> int:
-        """Bytes of a group in each column: as many numbers are multiplied at a time."""
-        return self.group // numbers_a_byte(self.how)
+        """Bytes of a step in each column: as many numbers are multiplied at a time."""
+        return self.step // self.how.a_byte
 
     @property
     def block_rows(self) -> int:
@@ -51,27 +56,25 @@ class Sizes:
         return pl.cdiv(self.columns, COLUMNS)
 
     @property
-    def groups(self) -> int:
-        return self.summed // self.group
+    def steps(self) -> int:
+        return self.summed // self.step
 
     @property
     def splits(self) -> int:
-        return splits_of(self.groups, self.columns)
+        return splits_of(self.steps, self.columns)
 
     @property
     def share(self) -> int:
-        """Groups of a part."""
-        return pl.cdiv(self.groups, self.splits)
+        """Steps of a part."""
+        return pl.cdiv(self.steps, self.splits)
 
 
-def pallas(
-    x: jax.Array, packed: jax.Array, scale: jax.Array, how: GroupedFormat, *, interpret: bool = False
-) -> jax.Array:
-    """x [M, K] times a weight [K, F], whose bytes [K or K / 2, F] and scales [groups, F] are as
-    grouped_weights.quantised makes them along the first dimension: [M, F] in x's dtype, summed in float32. The arrays
-    are those of one device. `interpret` runs it anywhere, slowly."""
-    (M, K), F = x.shape, packed.shape[1]
-    sizes = Sizes(M, K, F, K // scale.shape[0], how)
+def pallas(x: jax.Array, held: Grouped, how: Groups, *, interpret: bool = False) -> jax.Array:
+    """x [M, K] times a weight [K, F], whose bytes [K or K / 2, F], scales and zeros [groups, F] are as grouped_weights
+    makes them along the first dimension: [M, F] in x's dtype, summed in float32. The arrays are those of one device.
+    `interpret` runs it anywhere, slowly."""
+    (M, K), F = x.shape, held.values.shape[1]
+    sizes = Sizes(M, K, F, K // held.scale.shape[0], how)
     out = jax.ShapeDtypeStruct((sizes.splits, M, F), x.dtype if sizes.splits == 1 else jnp.float32)
     parts = pl.pallas_call(
         functools.partial(_kernel, sizes),
@@ -80,24 +83,18 @@ def pallas(
         compiler_params=triton.CompilerParams(num_warps=8 if sizes.block_rows > 64 else 4, num_stages=4),
         interpret=interpret,
         name="few_bits_matmul",
-    )(x, packed, scale)
+    )(x, *_arrays(held))
     return parts[0] if sizes.splits == 1 else parts.sum(axis=0).astype(x.dtype)
 
 
 def of_experts(
-    x: jax.Array,
-    packed: jax.Array,
-    scale: jax.Array,
-    group_sizes: jax.Array,
-    how: GroupedFormat,
-    *,
-    interpret: bool = False,
+    x: jax.Array, held: Grouped, group_sizes: jax.Array, how: Groups, *, interpret: bool = False
 ) -> jax.Array:
-    """Each row of x [n, K] times the weight of its expert, of [E, K, F] held as `packed` and `scale` [E, ...]; rows and
+    """Each row of x [n, K] times the weight of its expert, of [E, K, F] whose arrays are [E, ...]; rows and
     `group_sizes` int32 [E] as in grouped_matmul.grouped_matmul. [n, F] in x's dtype; rows of no expert are zero. An
     expert without rows is not read."""
-    (n, K), (E, _, F) = x.shape, packed.shape
-    sizes = Sizes(-(-n // E), K, F, K // scale.shape[1], how)  # as many rows an expert as there may be on average
+    (n, K), (E, _, F) = x.shape, held.values.shape
+    sizes = Sizes(-(-n // E), K, F, K // held.scale.shape[1], how)  # as many rows an expert as there may be on average
     ends = jnp.cumsum(group_sizes)
     y = pl.pallas_call(
         functools.partial(_expert_kernel, sizes),
@@ -106,24 +103,30 @@ def of_experts(
         compiler_params=triton.CompilerParams(num_warps=8 if sizes.block_rows > 64 else 4, num_stages=4),
         interpret=interpret,
         name="few_bits_experts",
-    )(x, packed, scale, jnp.stack([ends - group_sizes, ends]))
+    )(x, jnp.stack([ends - group_sizes, ends]), *_arrays(held))
     return jnp.where((jnp.arange(n) < ends[-1])[:, None], y, 0)
 
 
-def _kernel(sizes: Sizes, x, packed, scale, out):
-    """A block of rows and columns, and a part of the groups."""
+def _arrays(held: Grouped) -> list[jax.Array]:
+    return [a for a in held if a is not None]
+
+
+def _kernel(sizes: Sizes, x, *held_and_out):
+    """A block of rows and columns, and a part of the steps."""
+    *held, out = held_and_out
     block, split, rows = (pl.program_id(axis) for axis in range(3))
     row = rows * sizes.block_rows + jnp.arange(sizes.block_rows)
     here = None if sizes.rows % sizes.block_rows == 0 else (row < sizes.rows)[:, None]
     column, inside = _columns(sizes, block)
     first = split * sizes.share
-    stop = jnp.minimum(first + sizes.share, sizes.groups)
-    total = _summed(sizes, x, packed, scale, (row, here), block, first, stop)
+    stop = jnp.minimum(first + sizes.share, sizes.steps)
+    total = _summed(sizes, x, Grouped(*held), (row, here), block, first, stop)
     triton.store(out.at[split, row[:, None], column[None]], total.astype(out.dtype), mask=_both(here, inside))
 
 
-def _expert_kernel(sizes: Sizes, x, packed, scale, spans, out):
+def _expert_kernel(sizes: Sizes, x, spans, *held_and_out):
     """A block of columns of one expert, and its rows, a block after the other."""
+    *held, out = held_and_out
     block, expert = (pl.program_id(axis) for axis in range(2))
     start, end = spans[0, expert], spans[1, expert]
     column, inside = _columns(sizes, block)
@@ -131,7 +134,7 @@ def _expert_kernel(sizes: Sizes, x, packed, scale, spans, out):
     def rows(i, carry):
         row = start + i * sizes.block_rows + jnp.arange(sizes.block_rows)
         here = (row < end)[:, None]
-        total = _summed(sizes, x, packed, scale, (row, here), block, 0, sizes.groups, expert)
+        total = _summed(sizes, x, Grouped(*held), (row, here), block, 0, sizes.steps, expert)
         triton.store(out.at[row[:, None], column[None]], total.astype(out.dtype), mask=_both(here, inside))
         return carry
 
@@ -144,36 +147,40 @@ def _columns(sizes: Sizes, block) -> tuple[jax.Array, jax.Array | None]:
     return column, None if sizes.columns % COLUMNS == 0 else (column < sizes.columns)[None]
 
 
-def _summed(sizes: Sizes, x, packed, scale, rows, block, first, stop, *expert) -> jax.Array:
-    """float32 [block_rows, COLUMNS]: rows of x times a block of columns, over the groups from `first` up to `stop`,
+def _summed(sizes: Sizes, x, held: Grouped, rows, block, first, stop, *expert) -> jax.Array:
+    """float32 [block_rows, COLUMNS]: rows of x times a block of columns, over the steps from `first` up to `stop`,
     of one weight or of one expert's."""
     row, row_here = rows
     column, column_here = _columns(sizes, block)
-    number = jnp.arange(max(16, pl.next_power_of_2(sizes.held)))  # of the bytes of a group
+    number = jnp.arange(max(16, pl.next_power_of_2(sizes.held)))  # of the bytes of a step
     of_group = None if sizes.held == len(number) else number < sizes.held
     x_mask = _both(row_here, of_group if of_group is None else of_group[None])
     mask = _both(of_group if of_group is None else of_group[:, None], column_here)
 
-    def group(i, total):
-        tile = _load(packed.at[*expert, (i * sizes.held + number)[:, None], column[None]], mask)
-        own = _load(scale.at[*expert, i, column[None]], column_here).astype(jnp.float32)
+    def step(i, total):
+        group = i if sizes.step == sizes.group else jax.lax.div(i, sizes.group // sizes.step)
+        tile = _load(held.values.at[*expert, (i * sizes.held + number)[:, None], column[None]], mask)
+        own = _load(held.scale.at[*expert, group, column[None]], column_here).astype(jnp.float32)
         sums = jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32)
         for part, numbers in enumerate(_numbers(tile, sizes.how)):
-            begin = i * sizes.group + part * sizes.held
+            if held.zero is not None:
+                zero = _load(held.zero.at[*expert, group, column[None]], column_here)
+                numbers = numbers.astype(jnp.float32) - zero.astype(jnp.float32)
+            begin = i * sizes.step + part * sizes.held
             at = x.at[row[:, None], (begin + number)[None]]
             factor = _load(at) if x_mask is None else triton.load(at, mask=x_mask, other=0)
             sums += triton.dot(factor, numbers.astype(factor.dtype), precision=jax.lax.Precision.HIGHEST)
         return total + sums * own
 
-    return jax.lax.fori_loop(first, stop, group, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
+    return jax.lax.fori_loop(first, stop, step, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
 
 
-def _numbers(tile: jax.Array, how: GroupedFormat) -> tuple[jax.Array, ...]:
-    """What the bytes of a group hold: its numbers, or of 4 bits the first half of them and the second."""
-    if how == "int8":
+def _numbers(tile: jax.Array, how: Groups) -> tuple[jax.Array, ...]:
+    """What the bytes of a step hold: its numbers, or of 4 bits the first half of them and the second."""
+    if how.numbers == "int8":
         return (tile,)
-    if how == "int4":
-        return (tile << 4) >> 4, tile >> 4
+    if how.a_byte == 2:
+        return halves(tile, how.numbers)
     bits = jax.lax.bitcast_convert_type(tile, jnp.int8).astype(jnp.int16)
     return (from_fp8(bits),)
 

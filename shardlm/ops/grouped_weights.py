@@ -1,16 +1,17 @@
-"""Weights in few bits: symmetric integers or e4m3 numbers in groups along the dimension that is summed over, a scale
-for each group (https://arxiv.org/abs/2305.14314 keeps a frozen base so; https://arxiv.org/abs/2210.17323, section 5,
-groups; https://arxiv.org/abs/2209.05433, e4m3).
+"""Weights in few bits: numbers of 8 or 4 bits in groups along the dimension that is summed over, a scale for each group
+(https://arxiv.org/abs/2305.14314 keeps a frozen base so; https://arxiv.org/abs/2210.17323, section 5, groups;
+https://arxiv.org/abs/2209.05433, e4m3; `Groups`). They are made here, or lie so in a published checkpoint.
 
 A group is GROUP elements, or the largest part of the dimension from 16 to that, or all of it. It depends on the weight
-alone, so that a weight has the same values on every mesh. Two 4-bit integers share a byte: the first half of a group is
-in the low bits.
+alone, so that a weight has the same values on every mesh. Two numbers of 4 bits share a byte: the first half of a group
+is in the low bits.
 
 Products with such weights are chosen by platform: of a weight that is made anew in the compute dtype, and of few rows
 by a kernel that reads it as it is held (grouped_kernel.py).
 """
 
-from typing import Literal
+import dataclasses
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +21,15 @@ from absl import logging
 
 from shardlm.errors import ShardlmError
 
+Numbers = Literal["int8", "int4", "fp8", "fp4"]
+"""Integers, e4m3 and e2m1 floats."""
 GroupedFormat = Literal["dtype", "int8", "int4", "fp8"]
 """What weights are held in that no step changes: the compute dtype, integers of 8 or 4 bits, or e4m3."""
-WeightFormat = Literal["dtype", "int8", "int4", "fp8", "int8_dynamic", "fp8_dynamic"]
-"""The same of a served model; the last two: projections multiply numbers of 8 bits (ops/dynamic_matmul.py), and experts
-and what is multiplied by each head are held in groups of such."""
-DYNAMIC: dict[WeightFormat, GroupedFormat] = {"int8_dynamic": "int8", "fp8_dynamic": "fp8"}
 GroupedProducts = Literal["dequantised", "pallas"]
-STORED = {name: np.dtype(held) for name, held in (("int8", "i1"), ("int4", "i1"), ("fp8", ml_dtypes.float8_e4m3fn))}
-QUANTIZATIONS = (*STORED, *DYNAMIC)
+STORED = {"int8": np.dtype("i1"), "int4": np.dtype("i1"), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
-SCALE = ml_dtypes.bfloat16
+LONGEST = 128  # of published checkpoints' groups as they are held
 # Rows up to which the kernel multiplies. A weight of one byte that is made anew moves 5 bytes a number, and the kernel
 # 1 for every 128 rows; beyond two such blocks it is the products that take the time, and cuBLAS's are faster.
 FEW_ROWS = 256
@@ -40,34 +38,76 @@ FEW_ROWS = 256
 FEW_ROWS_OF_EXPERT = 128
 COLUMNS = 64  # of such a program: 64 bytes of a row of the weight, which lie together
 PROGRAMS = 256  # for a weight and few rows: about two for each of a GPU's multiprocessors
-LEAST_GROUPS = 4  # that are worth a program of their own, whose sums are written and read again
+LEAST_STEPS = 4  # that are worth a program of their own, whose sums are written and read again
 
 
-def grouped(how: WeightFormat) -> GroupedFormat:
-    """What is held in groups is held in."""
-    return DYNAMIC.get(how, how)
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """How a weight is held in groups.
+
+    numbers    what it is held in
+    longest    elements that share a scale, at most
+    scale      dtype of the scales
+    zeros      whether a group has a zero of its own: the weight is (number - zero) * scale
+    within     elements of which no group may reach into the next, 0: any may
+    published  whether numbers and scales are those of a checkpoint, which are not rounded again
+    """
+
+    numbers: Numbers
+    longest: int = GROUP
+    scale: str = "bfloat16"
+    zeros: bool = False
+    within: int = 0
+    published: bool = False
+
+    @property
+    def a_byte(self) -> int:
+        """Numbers in one byte."""
+        return 2 if self.numbers in ("int4", "fp4") else 1
+
+    @property
+    def stored(self) -> np.dtype:
+        """The type of the bytes."""
+        return STORED.get(self.numbers, np.dtype("i1"))
+
+    @property
+    def zero(self) -> str:
+        """The type of the zeros: of 4 bits they reach from -8 to 8, of 8 bits from -128 to 128."""
+        return "int8" if self.a_byte == 2 else "int16"
+
+    def size(self, of: int) -> int:
+        """Elements that share a scale, of a dimension of size `of`. Raises ShardlmError where 4 bits have no pairs, or
+        groups of a checkpoint no parts in it."""
+        least = min(16, self.within or 16, self.longest)
+        fit = [g for g in range(least, min(of, self.longest) + 1) if of % g == 0 and self.within % g == 0]
+        group, kind = max(fit, default=of), self.numbers
+        if self.within % group:
+            raise ShardlmError(f"a weight's dimension of {of} has no parts that lie in groups of {self.within}")
+        if group % self.a_byte:
+            raise ShardlmError(f"a weight's dimension of {of} has no groups of even size for {kind}; hold it in int8")
+        return group
 
 
-def group_of(size: int, how: GroupedFormat) -> int:
-    """Elements that share a scale, of a dimension of `size`. Raises ShardlmError where 4 bits have no pairs."""
-    group = max((g for g in range(16, min(size, GROUP) + 1) if size % g == 0), default=size)
-    if how == "int4" and group % 2:
-        raise ShardlmError(f"a weight's dimension of {size} has no groups of even size for int4; hold it in int8")
-    return group
+OWN = {how: Groups(how) for how in STORED}
+"""Those that weights are made in here."""
 
 
-def packed_shape(shape: tuple[int, ...], axis: int, how: GroupedFormat) -> tuple[int, ...]:
+class Grouped(NamedTuple):
+    """A weight: bytes, scales and, where groups have them, zeros; arrays, or what stands for them."""
+
+    values: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None = None
+
+
+def packed_shape(shape: tuple[int, ...], axis: int, groups: Groups) -> tuple[int, ...]:
     """Of the bytes of a weight [*shape]."""
-    return (*shape[:axis], shape[axis] // numbers_a_byte(how), *shape[axis + 1 :])
+    return (*shape[:axis], shape[axis] // groups.a_byte, *shape[axis + 1 :])
 
 
-def numbers_a_byte(how: GroupedFormat) -> int:
-    return 2 if how == "int4" else 1
-
-
-def scale_shape(shape: tuple[int, ...], axis: int, how: GroupedFormat) -> tuple[int, ...]:
-    """Of the scales of a weight [*shape]."""
-    return (*shape[:axis], shape[axis] // group_of(shape[axis], how), *shape[axis + 1 :])
+def scale_shape(shape: tuple[int, ...], axis: int, groups: Groups) -> tuple[int, ...]:
+    """Of the scales, and of the zeros, of a weight [*shape]."""
+    return (*shape[:axis], shape[axis] // groups.size(shape[axis]), *shape[axis + 1 :])
 
 
 def grouped_axis(packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
@@ -75,30 +115,72 @@ def grouped_axis(packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
     return next(i for i, (n, m) in enumerate(zip(packed, scale, strict=True)) if n != m)
 
 
-def quantised(w: np.ndarray, axis: int, group: int, how: GroupedFormat) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes of STORED[how], scales bfloat16) of a weight or of whole groups of it, on the host. Numbers are rounded
-    against the scale as it is stored, so that its own rounding adds no error."""
-    limit = _LARGEST[how]
-    split = w.reshape(*w.shape[:axis], -1, group, *w.shape[axis + 1 :]).astype(np.float32)
-    scale = (np.abs(split).max(axis + 1) / limit).astype(SCALE)
+def quantised(w: np.ndarray, axis: int, group: int, how: GroupedFormat) -> Grouped:
+    """A weight, or whole groups of it, in few bits with scales bfloat16, on the host. Numbers are rounded against the
+    scale as it is stored, so that its own rounding adds no error."""
+    limit, groups = _LARGEST[how], OWN[how]
+    split = _split(w, axis, group).astype(np.float32)
+    scale = (np.abs(split).max(axis + 1) / limit).astype(groups.scale)
     step = np.where(scale == 0, 1, scale).astype(np.float32)
     numbers = np.clip(split / np.expand_dims(step, axis + 1), -limit, limit)
-    numbers = (numbers if how == "fp8" else np.rint(numbers)).astype(STORED[how])
-    if how == "int4":
+    numbers = (numbers if how == "fp8" else np.rint(numbers)).astype(groups.stored)
+    return Grouped(_packed(numbers, axis, groups), scale)
+
+
+def as_published(
+    codes: np.ndarray, factors: np.ndarray, zeros: np.ndarray | None, axis: int, group: int, groups: Groups
+) -> Grouped:
+    """A checkpoint's codes (of 4 bits in int8) with the factor and the zero of each, on the host; those of a group are
+    the same."""
+    first = [a if a is None else _split(a, axis, group).take(0, axis + 1) for a in (factors, zeros)]
+    for one, whole in zip(first, (factors, zeros), strict=True):
+        same = one is None or (_split(whole, axis, group) == np.expand_dims(one, axis + 1)).all()
+        assert same, f"groups of {group} have scales or zeros of their own within them"
+    scale, zero = first[0].astype(groups.scale), first[1]
+    assert (scale.astype(np.float32) == first[0]).all(), f"scales are more than {groups.scale} holds"
+    values = _packed(_split(codes, axis, group), axis, groups)
+    return Grouped(values, scale, zero if zero is None else zero.astype(groups.zero))
+
+
+def _split(w: np.ndarray, axis: int, group: int) -> np.ndarray:
+    """[*, groups, group, *]."""
+    return w.reshape(*w.shape[:axis], -1, group, *w.shape[axis + 1 :])
+
+
+def _packed(numbers: np.ndarray, axis: int, groups: Groups) -> np.ndarray:
+    """[*, groups, group, *] as it is held."""
+    if groups.a_byte == 2:
         low, high = np.split(numbers, 2, axis=axis + 1)
         numbers = (low & 15) | (high << 4)
-    return numbers.reshape(*w.shape[:axis], -1, *w.shape[axis + 1 :]), scale
+    return numbers.reshape(*numbers.shape[:axis], -1, *numbers.shape[axis + 2 :])
 
 
-def dequantised(packed: jax.Array, scale: jax.Array, axis: int, how: GroupedFormat, dtype: jnp.dtype) -> jax.Array:
-    """The weight in `dtype`: `packed` and `scale` as `quantised` makes them, `axis` whole on each device."""
+def dequantised(held: Grouped, axis: int, groups: Groups, dtype: jnp.dtype) -> jax.Array:
+    """The weight in `dtype`, `axis` whole on each device."""
+    scale, packed = held.scale, held.values
     numbers = packed.reshape(*scale.shape[: axis + 1], -1, *scale.shape[axis + 1 :])
-    if how == "int4":
-        low = jax.lax.shift_right_arithmetic(jax.lax.shift_left(numbers, jnp.int8(4)), jnp.int8(4))
-        high = jax.lax.shift_right_arithmetic(numbers, jnp.int8(4))
-        numbers = jnp.concatenate([low, high], axis=axis + 1)
-    w = numbers.astype(dtype) * jnp.expand_dims(scale.astype(dtype), axis + 1)
+    if groups.a_byte == 2:
+        numbers = jnp.concatenate(halves(numbers, groups.numbers), axis=axis + 1)
+    numbers = numbers.astype(jnp.float32)
+    if held.zero is not None:
+        numbers -= jnp.expand_dims(held.zero.astype(jnp.float32), axis + 1)
+    # Numbers of few bits by scales of 8 to 24: the product in float32 is rounded once, to `dtype`.
+    w = (numbers * jnp.expand_dims(scale.astype(jnp.float32), axis + 1)).astype(dtype)
     return w.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
+def halves(packed: jax.Array, numbers: Numbers) -> tuple[jax.Array, jax.Array]:
+    """Of bytes with two numbers each, those in the low bits and those in the high ones; e2m1 as float32."""
+    if numbers == "int4":
+        return (packed << 4) >> 4, packed >> 4
+    return from_fp4(packed & 15), from_fp4((packed >> 4) & 15)
+
+
+def from_fp4(codes: jax.Array) -> jax.Array:
+    """e2m1 from int8, float32: a sign, an exponent of 2 bits and a fraction of 1 (codes.FP4 in hf_quantised)."""
+    exponent, fraction = (codes >> 1) & 3, codes & 1
+    twice = jnp.where(exponent == 0, fraction, (2 + fraction) << jnp.maximum(exponent - 1, 0))
+    return jnp.where(codes & 8, -twice, twice).astype(jnp.float32) * 0.5
 
 
 def choose(platform: str) -> GroupedProducts:
@@ -108,20 +190,25 @@ def choose(platform: str) -> GroupedProducts:
     return chosen
 
 
-def product(x: jax.Array, packed: jax.Array, scale: jax.Array, how: GroupedFormat) -> jax.Array:
+def product(x: jax.Array, held: Grouped, groups: Groups) -> jax.Array:
     """By the kernel: x [M, K] times the weight [K, F], on the arrays of one device."""
     from shardlm.ops.grouped_kernel import pallas  # Pallas takes a while to import
 
-    return pallas(x, packed, scale, how)
+    return pallas(x, held, groups)
 
 
-def expert_product(x: jax.Array, packed: jax.Array, scale: jax.Array, group_sizes: jax.Array, how: GroupedFormat):
+def expert_product(x: jax.Array, held: Grouped, group_sizes: jax.Array, groups: Groups):
     """The same of experts [E, K, F], each with its rows of x (grouped_kernel.py's of_experts)."""
     from shardlm.ops.grouped_kernel import of_experts
 
-    return of_experts(x, packed, scale, group_sizes, how)
+    return of_experts(x, held, group_sizes, groups)
 
 
-def splits_of(groups: int, columns: int) -> int:
-    """Parts of the groups that the kernel's programs sum up; by the weight's shape alone."""
-    return max(1, min(PROGRAMS // -(-columns // COLUMNS), groups // LEAST_GROUPS))
+def step_of(group: int, a_byte: int) -> int:
+    """Numbers of a group that the kernel reads at a time, so many to a byte."""
+    return next(n for n in range(min(GROUP * a_byte, group), 0, -1) if group % n == 0)
+
+
+def splits_of(steps: int, columns: int) -> int:
+    """Parts of the steps that the kernel's programs sum up; by the weight's shape alone."""
+    return max(1, min(PROGRAMS // -(-columns // COLUMNS), steps // LEAST_STEPS))

@@ -19,8 +19,8 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Opened, describe, load
-from shardlm.ops.grouped_weights import QUANTIZATIONS
 from shardlm.ops.kv_format import KvFormat, held
+from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.adapters import check, ready, refuse_own, settled_rank, with_room
@@ -62,7 +62,9 @@ class EngineConfig:
     mesh                    of the devices: tensor, expert and pipeline split the model, data counts its replicas
     dtype                   that is computed in; None: the checkpoint's, on a CPU float32
     quantization            weights in "fp8", "int8" or "int4" (ops/grouped_weights.py); "fp8_dynamic", "int8_dynamic":
-                            projections multiply 8-bit numbers too (ops/dynamic_matmul.py); None: in dtype
+                            projections multiply 8-bit numbers too (ops/dynamic_matmul.py); "checkpoint": those in few
+                            bits as its file has them (ops/weight_format.py); "dtype": all in dtype; None: the last but
+                            one on GPUs, the last on a CPU
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page
@@ -114,8 +116,9 @@ class EngineConfig:
                 f"quantization={self.quantization!r} is what a checkpoint says of itself, and is read without it: "
                 f"leave it out, or choose what its weights are to be held in, {', '.join(QUANTIZATIONS)}"
             )
-        if self.quantization not in (None, *QUANTIZATIONS):
-            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(QUANTIZATIONS)}, or None")
+        choices = (*QUANTIZATIONS, PUBLISHED, "dtype")
+        if self.quantization not in (None, *choices):
+            raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(choices)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.prefill_attention not in get_args(Wanted):
@@ -193,11 +196,16 @@ def build(
 def grown(opened: Opened, quantization: str | None) -> str:
     """What to tell of a checkpoint in few bits that is served in more; "" where there is nothing to tell."""
     method = supported(opened.source.options) if isinstance(opened.source, Pretrained) else ""
-    if not method or quantization:
+    execution = opened.model.execution
+    dtype, left = jnp.dtype(execution.dtype).name, getattr(execution.weights, "left", ())
+    if left:
+        return f"is served as its file has it ({method}), but for {', '.join(left)}, which are in {dtype}"
+    if not method or quantization or execution.weights != "dtype":
         return ""
     return (
-        f"holds weights in few bits ({method}); they are served in {jnp.dtype(opened.model.execution.dtype).name}, as "
-        f"the numbers they stand for. In less memory with quantization={', '.join(QUANTIZATIONS)}"
+        f"holds weights in few bits ({method}); they are served in {dtype}, as the numbers they stand for. "
+        f"In less memory with quantization={PUBLISHED} (as the file has them, where their kind is "
+        f"held so), {', '.join(QUANTIZATIONS)}"
     )
 
 

@@ -7,7 +7,18 @@ import jax
 import pytest
 from rehearsal import ON_CPU
 
-from shardlm.bench.kernel_cases import TINY, EightBit, FewBits, FewBitsExperts, Grouped, Held8, Meeting, Paged, Whole
+from shardlm.bench.kernel_cases import (
+    FORMS,
+    TINY,
+    EightBit,
+    FewBits,
+    FewBitsExperts,
+    Grouped,
+    Held8,
+    Meeting,
+    Paged,
+    Whole,
+)
 from shardlm.bench.kernel_timing import largest_error
 from shardlm.bench.kernels import kernel_of
 from shardlm.mesh import MeshSpec
@@ -39,8 +50,8 @@ SHAPES = {
         for back in (False, True)
     },
     "weights in few bits": {
-        **{how: FewBits(3, 512, 384, how, True) for how in ("int8", "fp8", "int4")},
-        **{f"{how}, experts": FewBitsExperts(40, 512, 384, 4, how, True) for how in ("int8", "fp8", "int4")},
+        **{how: FewBits(3, 512, 384, groups, True) for how, groups in FORMS.items()},
+        **{f"{how}, experts": FewBitsExperts(40, 512, 384, 4, groups, True) for how, groups in FORMS.items()},
         **{how: Held8(3, 512, 384, how) for how in ("int8_dynamic", "fp8_dynamic")},
     },
 }

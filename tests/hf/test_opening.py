@@ -265,6 +265,17 @@ def trained_by_adapters(home, config):
     assert opened.model.execution.lora.rank == 4 and opened.tokenizer.vocab_size == 300
 
 
+def in_few_bits(trained, folder):
+    """A run and the folder it was written as are held in the same numbers where they are served."""
+    for how, mesh in (("int4", MeshSpec(tensor=2)), ("fp8_dynamic", MeshSpec(tensor=2)), ("int8", MeshSpec())):
+        options = {"quantization": how, "decoding": True, "dtype": "float32", "mesh": mesh}
+        one, other = (shardlm.load(path, **options).params for path in (trained, folder))
+        kinds = {a.dtype.name for a in jax.tree.leaves(one)}
+        assert kinds & {"int8", "float8_e4m3fn"}
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert a.sharding == b.sharding and np.array_equal(a, b)
+
+
 def test_a_folder_is_trained_further_and_written_back(tmp_path):
     """Trains a Hugging Face folder on text, writes the run as a folder, and that as a run again."""
     config = tiny_run.write(tmp_path)
@@ -275,6 +286,7 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(1, 12)
     before = logits_of(shardlm.load(tmp_path / "run", dtype="float32"), tokens)
     assert np.array_equal(logits_of(shardlm.load(tmp_path / "hf"), tokens), before)
+    in_few_bits(tmp_path / "run", tmp_path / "hf")
     described = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert described["eos_token"] == "<|endoftext|>" and (tmp_path / "hf" / "tokenizer.json").exists()
 

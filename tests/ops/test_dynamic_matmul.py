@@ -15,8 +15,8 @@ from small import mesh_of
 from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.mesh import MeshSpec
 from shardlm.ops.dynamic_matmul import by_result, dynamic_einsum, scales, stored
-from shardlm.ops.grouped_weights import DYNAMIC
 from shardlm.ops.quantized_matmul import quantized_einsum
+from shardlm.ops.weight_format import DYNAMIC
 from shardlm.rules import Rules
 from shardlm.topology import topology
 

@@ -6,22 +6,29 @@ import functools
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import read_config
+from shardlm.hf_files import Folder, read_config
+from shardlm.hf_quantised import supported
 from shardlm.layers.mtp import MtpConfig
+from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import DTYPES, stored_dtype
-from shardlm.ops.grouped_weights import WeightFormat
+from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS, WeightFormat
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.published_weights import Kind, as_published, kinds_in, kinds_told
 from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.build import EngineConfig
+from shardlm.serve.submeshes import of_stage
+from shardlm.serving_rules import serving_rules
 from shardlm.train.config import RunConfig
 
 
@@ -31,6 +38,7 @@ class ServedModel:
     dtype    that the engine computes in unless told otherwise
     longest  positions that the model was made for; 0: not said
     mtp      those modules, where it has any
+    folder   of a checkpoint in few bits, whose config.json at least is there; "": it is none
     """
 
     name: str
@@ -38,6 +46,7 @@ class ServedModel:
     dtype: str
     longest: int
     mtp: MtpConfig | None = None
+    folder: str = ""
 
     @classmethod
     def of_config(cls, config: RunConfig, name: str = "") -> "ServedModel":
@@ -56,7 +65,8 @@ class ServedModel:
         source = Pretrained(str(folder), length, config=json.dumps(dict(options)))
         longest = registry.text_config(options).get("max_position_embeddings") or options.get("n_positions") or 0
         shape = source.transformer()
-        return cls(folder.name or str(path), shape.without_mtp(), stored_dtype(source), longest, shape.mtp)
+        few = str(folder) if supported(options) else ""
+        return cls(folder.name or str(path), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +126,11 @@ class ServingCase:
             )
         self._check_drafts()
         gpu = self.cluster.gpu
+        if self.engine.quantization == PUBLISHED and not self.model.folder:
+            raise ShardlmError(
+                f"quantization={PUBLISHED} serves weights in few bits as a checkpoint's file has them, and "
+                f"{self.model.name} has no such; choose from {', '.join(QUANTIZATIONS)}, or leave it out"
+            )
         if self.engine.quantization == "fp8_dynamic" and not gpu.multiplies_fp8:
             raise ShardlmError(
                 f"quantization=fp8_dynamic on {gpu.name}: its matrix units do not take fp8; choose int8_dynamic, or "
@@ -204,9 +219,30 @@ class ServingCase:
 
     @property
     def weights(self) -> WeightFormat:
-        """What projections and experts are held in."""
-        return self.engine.quantization or "dtype"
+        """What projections and experts are held in; a checkpoint in few bits as its file has it, unless another is
+        asked for."""
+        asked = self.engine.quantization
+        if self.model.folder and asked in (None, PUBLISHED):
+            return _as_published(self.model, of_stage(self.engine.mesh))
+        return asked or "dtype"
 
     def on(self, **engine) -> "ServingCase":
         """The same with other options of the engine."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **engine))
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_published(model: ServedModel, mesh: MeshSpec) -> WeightFormat:
+    found = as_published(_kinds(model), serving_rules(model.shape, mesh))
+    return found if found.kinds else "dtype"
+
+
+@functools.lru_cache(maxsize=8)
+def _kinds(model: ServedModel) -> Mapping[str, Kind]:
+    """By the headers of its files, or by config.json where they are not here."""
+    one, shape = MeshSpec(), dataclasses.replace(model.shape, mtp=model.mtp)
+    rules = serving_rules(shape, one)
+    with jax.sharding.use_abstract_mesh(one.abstract()):
+        if any(pathlib.Path(model.folder).glob("*.safetensors")):
+            return kinds_in(Folder.open(model.folder), shape, rules)
+        return kinds_told(read_config(pathlib.Path(model.folder)), shape, rules)

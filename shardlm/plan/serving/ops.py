@@ -9,7 +9,8 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
-from shardlm.ops.grouped_weights import GROUP, splits_of
+from shardlm.layers.param import SCALE, ZERO
+from shardlm.ops.grouped_weights import splits_of, step_of
 from shardlm.plan.op import Op
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
@@ -73,7 +74,7 @@ def layer_work(
 ) -> Work:
     """Of one layer. cache_bytes: of one position in the layer, on this device."""
     plain = [held for held in weights if held.summed and not held.of_experts]
-    scales = {held.name: held.nbytes for held in weights if held.name.endswith("_scale")}
+    scales = _beside(weights)
     ops = [op for held in plain for op in _projection(held, scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
     seen, pairs = attended(block.attention, one)
@@ -120,11 +121,21 @@ def _projection(held: InUse, scales: Mapping[str, int], tokens: float, itemsize:
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
     elif held.packed:
-        splits = splits_of(k // GROUP, int(n))
-        weight += scales[f"{held.name}_scale"] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
+        splits = splits_of(k // step_of(held.group, held.packed), int(n))
+        weight += scales[held.name] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
     yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=held.product or NAMES[itemsize])
+
+
+def _beside(weights: Sequence[InUse]) -> dict[str, int]:
+    """Bytes of scales and zeros, by the name of their weight."""
+    found: Counter[str] = Counter()
+    for held in weights:
+        for end in (SCALE, ZERO):
+            if held.name.endswith(end):
+                found[held.name.removesuffix(end)] += held.nbytes
+    return found
 
 
 def _in_eight_bits(held: InUse, others: Sequence[InUse], one: Pass) -> Iterator[Op]:
@@ -150,12 +161,12 @@ def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, 
 def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:
     """Every device of the expert axis has all tokens and runs those of its own experts."""
     pairs = one.tokens * moe.top_k / rules.mesh.expert
-    scales = {held.name: held.nbytes for held in experts if held.name.endswith("_scale")}
+    scales = _beside(experts)
     for held in experts:
         if not held.summed:
             continue
         each = held.numbers / (moe.num_experts / rules.mesh.expert)  # of one expert
-        weight = touched * (held.nbytes + scales.get(f"{held.name}_scale", 0))
+        weight = touched * (held.nbytes + scales.get(held.name, 0))
         if made_anew(held, one.tokens * moe.top_k / moe.num_experts):  # of all experts, whichever are reached
             weight = touched * held.numbers * one.itemsize
             moved = held.nbytes + held.numbers * one.itemsize

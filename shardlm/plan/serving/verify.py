@@ -17,8 +17,8 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import execution_of
 from shardlm.ops.cudnn_heads import traced_for
-from shardlm.ops.grouped_weights import WeightFormat
 from shardlm.ops.kv_format import KvFormat
+from shardlm.ops.weight_format import WeightFormat
 from shardlm.plan.apart import Failed, each_apart
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.serve.adapter_table import NO_ROOM, Room

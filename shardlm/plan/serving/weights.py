@@ -13,11 +13,12 @@ from flax.traverse_util import flatten_dict
 from shardlm.held_weights import of_scale
 from shardlm.layers.lora import A
 from shardlm.layers.page_layout import PageLayout
-from shardlm.layers.param import Execution
+from shardlm.layers.param import Execution, in_groups
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT, WeightFormat, grouped, numbers_a_byte
+from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT
 from shardlm.ops.kv_format import KvFormat
+from shardlm.ops.weight_format import WeightFormat, grouped
 from shardlm.rules import Rules, Table
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
@@ -41,6 +42,7 @@ class Held:
     into      how many leading ones a projection sums over; 0: it is none
     itemsize  bytes of an element as it is held
     packed    numbers in one element, where it is dequantised before it is multiplied; 0: it is not
+    group     of them, those that share a scale
     product   "int8" or "fp8", which it is multiplied as; "": in the compute dtype
     """
 
@@ -50,6 +52,7 @@ class Held:
     into: int
     itemsize: int
     packed: int = 0
+    group: int = 0
     product: str = ""
 
     def elements(self, table: Table) -> int:
@@ -71,7 +74,7 @@ class InUse:
     nbytes    as it is held
     numbers   unpacked
     summed    numbers that one result is summed from; 0: it is no projection
-    product   as Held has it
+    packed, group, product   as Held has them
     over      axes of the mesh whose devices hold parts of what is summed
     """
 
@@ -80,7 +83,8 @@ class InUse:
     nbytes: int
     numbers: int
     summed: int
-    packed: bool
+    packed: int
+    group: int
     product: str
     over: tuple[str, ...]
 
@@ -95,7 +99,8 @@ class InUse:
             held.nbytes(use),
             held.elements(use) * unpacked,
             math.prod(sizes) * unpacked if held.into else 0,
-            bool(held.packed),
+            held.packed,
+            held.group,
             held.product,
             tuple(axis for i in inner for axis in use.axes(held.names[i])),
         )
@@ -159,14 +164,14 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
     for path, param in nnx.to_flat_state(state):
         stack, names = param.get_metadata("stack_names"), param.get_metadata("names")
         leaf = held_as(path, shapes[path], jnp.dtype(dtype))
-        into, sizes, product = param.get_metadata("into"), leaf.shape[len(stack) :], ""
-        packed = numbers_a_byte(grouped(weights)) if weights != "dtype" and of_scale(path) in shapes else 0
-        if packed and shapes[of_scale(path)].ndim < len(leaf.shape):  # it lies with what it makes first
-            made, product, packed = len(sizes) - into, grouped(weights), 0
+        into, sizes, groups, product = param.get_metadata("into"), leaf.shape[len(stack) :], in_groups(param), ""
+        if groups is None and of_scale(path) in shapes:  # it lies with what it makes first
+            made, product = len(sizes) - into, grouped(weights)
             sizes, names = (*sizes[made:], *sizes[:made]), (*names[made:], *names[:made])
         if is_adapter(path):  # [inputs, rank] and [rank, outputs], as they are in training
             into = len(names) - 1 if path[-1].endswith(A) else 1
-        own = Held(path[-1], sizes, names, into, leaf.dtype.itemsize, packed, product)
+        packed, group = (groups.a_byte, groups.size(sizes[into - 1] * groups.a_byte)) if groups else (0, 0)
+        own = Held(path[-1], sizes, names, into, leaf.dtype.itemsize, packed, group, product)
         if path[0] == "segments":
             blocks.setdefault((path[1], path[3]), []).append(own)
         else:

@@ -49,7 +49,7 @@ def application(
     serving: Serving, routes: Sequence[BaseRoute], settings: HttpSettings, open_paths: Collection[str], **options: Any
 ) -> Starlette:
     """Keys, CORS and errors in OpenAI's form around `routes`; `app.state.service` is `serving`."""
-    middleware = [Middleware(_Guard, keys=settings.api_keys, open_paths=open_paths)]
+    middleware = [Middleware(_Bare), Middleware(_Guard, keys=settings.api_keys, open_paths=open_paths)]
     if origins := settings.cors_origins:
         middleware.insert(
             0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -57,7 +57,21 @@ def application(
     handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _unforeseen}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, **options)
     app.state.service = serving
+    app.router.redirect_slashes = False
     return app
+
+
+class _Bare:
+    """Paths may end in a slash. A redirect to those without would name a server by an address of its own, which those
+    who ask a router or a proxy may not reach."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class _Guard:

@@ -22,6 +22,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened, execution_of
+from shardlm.ops.weight_format import PUBLISHED
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
@@ -55,6 +56,8 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
         shape = shape.without_mtp()
     with jax.set_mesh(mesh):
         held = config.quantization or "dtype"
+        if held == PUBLISHED:
+            raise ShardlmError(f"quantization={PUBLISHED} is of a checkpoint; give --model with one, or another")
         rules = serving_rules(shape, one, held)
         model = ModelDef.make(shape, execution_of(shape, rules, dtype, device, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
@@ -105,7 +108,7 @@ def bench_serving(engine: Engine | EngineGroup, *, prompt_len: int, output_len: 
         "parameters": sum(math.prod(a.shape) for a in params),
         "weight_bytes": sum(a.nbytes for a in params),
         "dtype": jnp.dtype(execution.dtype).name,
-        "quantization": None if execution.weights == "dtype" else execution.weights,
+        "quantization": None if execution.weights == "dtype" else str(execution.weights),
         "kv_cache_dtype": execution.kv_cache,
         "mesh": {axis: size for axis, size in (engine.runner.spec.sizes() | {"data": replicas}).items() if size > 1},
         "device_kind": device.device_kind,

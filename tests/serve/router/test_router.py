@@ -55,6 +55,8 @@ def test_openais_client(pair):
         with pytest.raises(openai.NotFoundError, match="'other' is not here"):
             client.models.retrieve("other")
     assert json.loads(routed.ask("/tokenize", {"prompt": "the"})[2])["count"] == 1
+    for path in ("/v1/completions/", "/tokenize/"):  # no redirect, which would name the replica's own address
+        assert routed.ask(path, {"prompt": "a", "max_tokens": 2})[0] == 200
     assert json.loads(routed.ask("/tokenizer_info")[2])["eos_token"]  # that the LM Evaluation Harness asks for
     for path in ("/nowhere", "/"):
         status, _, body = routed.ask(path)

@@ -4,6 +4,7 @@ from."""
 import dataclasses
 from typing import Any
 
+from shardlm.ops.weight_format import AsPublished
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.report.data import cluster_facts
 from shardlm.plan.report.placement import placement
@@ -46,11 +47,19 @@ def _cluster_of(plan: ServingPlan) -> Cluster:
     return dataclasses.replace(cluster, num_gpus=hosts * cluster.gpus_per_host)
 
 
+def _held(case: ServingCase) -> str:
+    """What projections and experts are held in."""
+    if isinstance(case.weights, AsPublished):
+        return case.weights.text
+    return case.dtype if case.weights == "dtype" else case.weights
+
+
 def _engine(plan: ServingPlan) -> dict[str, Any]:
     case, sizes = plan.case, plan.memory.sizes
     return {
         "dtype": case.dtype,
-        "quantization": case.engine.quantization,
+        "quantization": None if case.weights == "dtype" else str(case.weights),
+        "weights": _held(case),
         "adapters": dataclasses.asdict(case.engine.room),
         "kv_cache_dtype": case.dtype if case.engine.kv_cache_dtype == "auto" else case.engine.kv_cache_dtype,
         "max_model_len": case.length,

@@ -15,12 +15,12 @@ def headline(answer: Data) -> list[str]:
     """The model on its hardware, and what is asked of it, in a line each."""
     engine, plan = answer["engine"], answer["plans"][0]
     replicas = "1 replica" if plan["replicas"] == 1 else f"{plan['replicas']:,} replicas"
-    held = engine["quantization"] or engine["dtype"]
+    told = requests(answer["asked"], answer["requests"], engine["enable_prefix_caching"])
     lines = [
         f"{answer['model']} on {plan['num_gpus']:,} x {answer['cluster']['gpu']}: {replicas} of "
         f"{plan['gpus_per_replica']:,} ({plan['mesh_text']})",
-        f"weights {held}, keys and values {engine['kv_cache_dtype']}, max_model_len {engine['max_model_len']:,}, "
-        f"{requests(answer['asked'], answer['requests'], engine['enable_prefix_caching'])}",
+        f"weights {engine['weights']}, keys and values {engine['kv_cache_dtype']}, max_model_len "
+        f"{engine['max_model_len']:,}, {told}",
     ]
     if room := engine["adapters"]["count"]:
         lines.append(f"room for {room} adapters of rank {engine['adapters']['rank']}, by which all rows are multiplied")

@@ -1,0 +1,56 @@
+"""What the projections and experts of a model are held in, as one choice for all of them or as a checkpoint has each:
+`groups_of` says it of one."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from shardlm.ops.grouped_weights import OWN, GroupedFormat, Groups
+
+PUBLISHED = "checkpoint"  # asks for weights as the checkpoint's file has them
+DYNAMIC: dict[str, GroupedFormat] = {"int8_dynamic": "int8", "fp8_dynamic": "fp8"}
+"""Projections multiply numbers of 8 bits (ops/dynamic_matmul.py), and experts and what is multiplied by each head are
+held in groups of such."""
+QUANTIZATIONS = (*OWN, *DYNAMIC)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsPublished:
+    """As a checkpoint in few bits has them, number for number.
+
+    kinds  by `key` of a weight its groups; all others are in the compute dtype
+    left   of these others, those that the checkpoint has in few bits
+    """
+
+    kinds: tuple[tuple[str, Groups], ...]
+    left: tuple[str, ...] = ()
+
+    @property
+    def by_key(self) -> Mapping[str, Groups]:
+        return dict(self.kinds)
+
+    @property
+    def text(self) -> str:
+        return f"{', '.join(sorted({groups.numbers for _, groups in self.kinds}))} as published"
+
+    def __str__(self) -> str:
+        return PUBLISHED
+
+
+WeightFormat = Literal["dtype", "int8", "int4", "fp8", "int8_dynamic", "fp8_dynamic"] | AsPublished
+
+
+def grouped(how: str) -> GroupedFormat:
+    """What is held in groups is held in, of a format by its name."""
+    return DYNAMIC.get(how, how)
+
+
+def groups_of(how: WeightFormat, key: str) -> Groups | None:
+    """How the projection or expert of this `key` is held, None: in the compute dtype."""
+    return how.by_key.get(key) if isinstance(how, AsPublished) else OWN.get(grouped(how))
+
+
+def key(name: str, first: str, place: str = "") -> str:
+    """What a weight is known by beside its kind: its own name, `first` of its dimensions, and where its module is that
+    the model has more than one of: "mtp." and "shared."."""
+    return f"{place}experts.{name}" if first == "experts" else f"{place}{name}"

@@ -1,0 +1,133 @@
+"""Checkpoints in few bits that are served as their files have them: number for number, on every mesh, in every kind of
+block, and what is not of such a kind in the dtype that is computed in."""
+
+import dataclasses
+import functools
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from engines import TOKENIZER
+from few_bits import WAYS, in_few_bits
+from flax.traverse_util import flatten_dict
+
+import shardlm
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.held_weights import of_scale, of_zero
+from shardlm.mesh import MeshSpec
+from shardlm.opened import load
+from shardlm.ops.grouped_weights import Grouped, dequantised, grouped_axis
+from shardlm.ops.weight_format import AsPublished
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.serve.build import EngineConfig, grown
+
+ONE = MeshSpec()
+SIZES = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_steps": 1}
+ROWS = [[int(t) for t in np.random.default_rng(n).integers(0, 96, n)] for n in (9, 30, 4)]
+KINDS = {"deepseek_v3": "fp8", "gpt_oss": "fp4"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    at = tmp_path_factory.mktemp("published")
+
+    @functools.cache
+    def made(name: str):
+        both = in_few_bits(at / name, name)
+        for folder in both:
+            TOKENIZER.save(folder.path / "tokenizer.json")  # they have none; scores ask for none
+        return both
+
+    return made
+
+
+@functools.cache
+def scores(path, how: str | None, mesh: MeshSpec = ONE) -> np.ndarray:
+    llm = shardlm.LLM(path, quantization=how, mesh=mesh, dtype="float32", **SIZES)
+    return np.concatenate([np.array(row) for row in llm.score(ROWS)])
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("mesh", [ONE, MeshSpec(expert=2, tensor=2)], ids=str)
+def test_numbers_are_those_of_the_file(folders, name, mesh):
+    plain, few = (
+        load(folder.path, dtype="float32", quantization=how, decoding=True, mesh=mesh)
+        for folder, how in zip(folders(name), (None, "checkpoint"), strict=True)
+    )
+    groups, held, expected = few.model.groups, flatten_dict(few.params), flatten_dict(plain.params)
+    assert {found.numbers for found in groups.values()} == {KINDS.get(name, "int4")}
+    with jax.set_mesh(few.mesh):
+        for path, w in expected.items():
+            if path not in groups:
+                assert np.array_equal(held[path], w), path
+                continue
+            parts = [np.asarray(held[own]) for own in (path, of_scale(path), of_zero(path)) if own in held]
+            axis = grouped_axis(parts[0].shape, parts[1].shape)
+            found = dequantised(Grouped(*parts), axis, groups[path], w.dtype)
+            assert np.array_equal(found, w), path
+    assert (("mlp", "gate") in {path[-2:] for path in groups}) and len(groups) >= 2
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_plan_knows_it_by_config_json_alone(folders, name, tmp_path):
+    folder = folders(name)[1].path
+    shutil.copy(folder / "config.json", tmp_path)
+    on = (Cluster.of(GPUS["h100"], 2), EngineConfig(mesh=MeshSpec(expert=2), max_model_len=64))
+    known, told = (ServingCase(ServedModel.of_folder(path), *on, 32, 16) for path in (folder, tmp_path))
+    kinds = [
+        {own: dataclasses.replace(groups, scale="") for own, groups in case.weights.kinds if not own.startswith("mtp.")}
+        for case in (known, told)  # the reference has no modules that predict further tokens
+    ]
+    assert kinds[0] == kinds[1] and len(kinds[0]) >= 3 and set(known.weights.left) <= set(told.weights.left)
+    of_16 = ServingCase(ServedModel.of_folder(folders(name)[0].path), *on, 32, 16)
+    sizes = [serving_memory(case).fullest.weights for case in (of_16, known, told)]
+    assert sizes[0] > 1.05 * sizes[1] and sizes[1] == pytest.approx(sizes[2], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", ONE),
+        ("phi3", MeshSpec(tensor=2)),
+        ("qwen3_moe", MeshSpec(expert=2, tensor=2)),
+        ("gpt_oss", MeshSpec(expert=4)),
+        ("gpt_oss", MeshSpec(tensor=2)),
+        ("deepseek_v3", MeshSpec(expert=2, pipeline=2)),
+    ],
+)
+def test_scores_on_a_mesh(folders, name, mesh):
+    plain, few = (folder.path for folder in folders(name))
+    expected = scores(plain, None)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(scores(few, "checkpoint", mesh), expected, atol=2e-5)
+
+
+def test_what_is_chosen(folders, tmp_path):
+    """On a CPU nothing is held so unless it is asked for; of layers that differ it is not held at all."""
+    _, few = folders("gpt_oss")
+    assert load(few.path, decoding=True).model.execution.weights == "dtype"
+    kept = load(few.path, decoding=True, quantization="checkpoint").model.execution.weights
+    assert isinstance(kept, AsPublished) and set(kept.by_key) == {"experts.gate", "experts.up", "experts.down"}
+    halved = load(few.path, decoding=True, quantization="checkpoint", mesh=MeshSpec(tensor=4)).model
+    assert halved.execution.weights.by_key["experts.down"].longest == 16 and not kept.left
+    llama = load(folders("llama")[1].path, decoding=True, quantization="checkpoint", mesh=MeshSpec(tensor=4))
+    assert llama.model.execution.weights.left == ("down",)
+    assert "but for down, which are in float32" in grown(llama, "checkpoint")
+    assert load(few.path, decoding=True, quantization="dtype").model.execution.weights == "dtype"
+    with pytest.raises(ShardlmError, match="as the checkpoint's file has them, and it has no such; choose from int8"):
+        load(folders("gpt_oss")[0].path, decoding=True, quantization="checkpoint")
+
+
+def test_other_weights_while_it_is_served(folders):
+    plain, few = (folder.path for folder in folders("llama"))
+    llm = shardlm.LLM(few, quantization="checkpoint", dtype="float32", **SIZES)
+    before = llm.score(ROWS[:1])
+    llm.update_weights(few)
+    assert llm.score(ROWS[:1]) == before
+    with pytest.raises(ShardlmError, match=r"_proj\.weight is not held in int4 by groups of 8, as the model is served"):
+        llm.update_weights(plain)
+    assert llm.score(ROWS[:1]) == before
