@@ -17,7 +17,7 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import OF_SERVING, config_name, refuse_without, run, show_help, split_constraints
+from launch.flags import OF_SERVING, collect_rarely, config_name, refuse_without, run, show_help, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -61,6 +61,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
 
     _refuse_model()
     _check_files()
+    collect_rarely()
     config = resolved.config
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)

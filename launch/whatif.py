@@ -16,7 +16,7 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import OF_SERVING, refuse_without, run, show_help, split_constraints
+from launch.flags import OF_SERVING, collect_rarely, refuse_without, run, show_help, split_constraints
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -59,6 +59,7 @@ def main(words: list[str], resolved: Resolved | None = None) -> int:
         raise ShardlmError("one of --sweep=FIELD=VALUE,VALUE and --target='2T tokens in 30 days' is needed")
     _refuse(OF_TARGETS if _SWEEP.value else OF_SWEEPS, "a sweep" if _SWEEP.value else "a target")
     jax.config.update("jax_platforms", "cpu")
+    collect_rarely()
     hardware = load_hardware(_HARDWARE.value) if _HARDWARE.value else SHIPPED
     if _SERVE.value:
         _refuse(OF_TRAINING, "--serve")

@@ -108,10 +108,15 @@ class Cluster:
 
     def group(self, mesh: MeshSpec, axes: Sequence[str]) -> Group:
         """The devices along these axes, in the mesh's physical order (mesh.py)."""
-        sizes = mesh.sizes()
-        strides = {axis: math.prod(sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
-        outermost = sorted(((strides[axis], sizes[axis]) for axis in axes), reverse=True)
-        return Group(mesh.size(*axes), _below(self.island, outermost))
+        return _group(self.island, mesh, tuple(axes))
+
+
+@functools.lru_cache(maxsize=16384)
+def _group(island: int, mesh: MeshSpec, axes: tuple[str, ...]) -> Group:
+    sizes = mesh.sizes()
+    strides = {axis: math.prod(sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+    outermost = sorted(((strides[axis], sizes[axis]) for axis in axes), reverse=True)
+    return Group(mesh.size(*axes), _below(island, outermost))
 
 
 def _below(limit: int, axes: list[tuple[int, int]]) -> int:

@@ -16,6 +16,7 @@ from shardlm.ops.cudnn_heads import LATENT
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan import program_memory
 from shardlm.plan.activations import kept, layer
+from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
 from shardlm.plan.op import Layer, Op
 from shardlm.plan.program_layers import filled
@@ -41,7 +42,7 @@ def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
 def frozen(ops: Iterable[Op]) -> Iterator[Op]:
     """The same with weights that are not trained: a gradient's product, worth a forward one, is left out."""
     for op in ops:
-        yield dataclasses.replace(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" else op
+        yield changed(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" else op
 
 
 def adapters(sketch: Sketch, rank: int) -> Iterator[Op]:
@@ -102,12 +103,12 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
             else:
                 run = _Run.outside(sketch, block.norms, segment.repeats, number)
             for op in _all_of(sketch, block, ours):
-                yield dataclasses.replace(run(op), in_stages=in_stages or both_ways)
+                yield changed(run(op), in_stages=in_stages or both_ways)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
         run = _Run.outside(sketch, shape.mtp.block.norms, 1, len(shape.segments))
         D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
         for op in (*_all_of(sketch, shape.mtp.block, ours), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
-            yield dataclasses.replace(run(op), in_stages=both_ways)
+            yield changed(run(op), in_stages=both_ways)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class _Run:
         executed = self.idle
         if op.unit == "attention":
             executed *= _attended(op, 1 + again, gradients, self.sketch)
-        return dataclasses.replace(op, count=count, forward=self.passes, again=self.passes * again, executed=executed)
+        return changed(op, count=count, forward=self.passes, again=self.passes * again, executed=executed)
 
 
 def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float:
@@ -194,7 +195,7 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     for what, n, k in _projections(block.attention, D, tensor):
         yield matmul("attention", what, tokens, n, k)
     scores = _scores(sketch, block.attention)
-    yield dataclasses.replace(scores, seen=_seen(sketch)) if ours else scores
+    yield changed(scores, seen=_seen(sketch)) if ours else scores
     if ours and (turned := _turned(sketch, block.attention)):
         yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
     if isinstance(block.mlp, MlpConfig):
@@ -271,8 +272,8 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     for what, n, k in (("up", 2 * F, D), ("down", D, F)):
         one = matmul("moe", what, rows, n, k)
         # Tokamax's kernels leave float32 to the TF32 units.
-        one = dataclasses.replace(one, dtype="tf32") if ours and one.dtype == "fp32" else one
-        yield dataclasses.replace(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
+        one = changed(one, dtype="tf32") if ours and one.dtype == "fp32" else one
+        yield changed(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
     if ours:
         yield from _moved(sketch, moe)
     else:
@@ -280,7 +281,7 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
         yield Op("moe", "activation and moving", "memory", 0, nbytes, 1)
     router = matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
     # layers/moe.py, precision="highest"
-    yield dataclasses.replace(router, dtype="fp32", split=True) if ours else router
+    yield changed(router, dtype="fp32", split=True) if ours else router
     if moe.shared_dim:
         yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
         yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)

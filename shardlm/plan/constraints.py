@@ -89,11 +89,11 @@ class Constraints:
 
     def allow(self, field: str, value: Any) -> bool:
         """Whether a field may have this value."""
-        return all(one.allows(value) for one in self.items if one.field == field)
+        return not self.items or all(one.allows(value) for one in self.items if one.field == field)
 
     def names(self, field: str) -> bool:
         """Whether anything is said of a field."""
-        return any(one.field == field for one in self.items)
+        return bool(self.items) and any(one.field == field for one in self.items)
 
     def numbers(self, field: str) -> list[int]:
         """Those that are compared with a field."""

@@ -4,20 +4,20 @@ pipeline's idle time. Estimates, from formulas alone."""
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shardlm.flops import attention_pairs, training_flops
 from shardlm.plan import limits
-from shardlm.plan.cluster import Cluster
+from shardlm.plan.changed import changed
+from shardlm.plan.cluster import Cluster, Group
 from shardlm.plan.compute import of_layers, of_weights
 from shardlm.plan.host import host_copies
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
 from shardlm.plan.op import Op
-from shardlm.plan.overlap import IN_STAGES, Timed, overlapped
-from shardlm.plan.program_layers import activations
-from shardlm.plan.program_traffic import Moved, program_traffic
+from shardlm.plan.overlap import IN_STAGES, Timed, overlapped, timed
+from shardlm.plan.program_traffic import layers_traffic, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
 
@@ -151,41 +151,50 @@ class Layers:
 
     times: "_Times"
     sent: tuple[Sent, ...]
+    _timed: dict[tuple[Group, ...], list[Timed]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, sketch: Sketch, cluster: Cluster) -> "Layers":
         times = _Times.of(of_layers(sketch), kernels_of(cluster, sketch.execution.attention))
-        return cls(times, tuple(one for one in activations(sketch) if one.nbytes and one.axes))
+        return cls(times, tuple(layers_traffic(sketch)))
+
+    def timed(self, sketch: Sketch, cluster: Cluster) -> list[Timed]:
+        """What is sent: on meshes whose axes lie alike over hosts it takes as long."""
+        where = tuple(cluster.group(sketch.mesh, one.axes) for one in self.sent)
+        if where not in self._timed:
+            self._timed[where] = timed(self.sent, sketch, cluster)
+        return self._timed[where]
 
 
 def step_cost(
-    sketch: Sketch, cluster: Cluster, layers: Layers | None = None, moved: Iterable[Moved] | None = None
+    sketch: Sketch, cluster: Cluster, layers: Layers | None = None, weights: Iterable[Timed] | None = None
 ) -> StepCost:
-    """The estimate for a step; `layers` of it and the weights that are `moved`, where they are known already."""
+    """The estimate for a step; `layers` of it and what is sent of `weights`, where they are known already."""
     layers = layers or Layers.of(sketch, cluster)
     times = layers.times.and_of(of_weights(sketch), kernels_of(cluster, sketch.execution.attention))
     copied = host_copies(sketch, cluster, times.forward, times.backward)
     hidden = IN_STAGES[sketch.config.pipeline.schedule]
-    return _summed(sketch, cluster, times, program_traffic(sketch, moved, layers.sent), hidden, copied)
+    weights = timed(weights_traffic(sketch), sketch, cluster) if weights is None else weights
+    return _summed(sketch, cluster, times, [*weights, *layers.timed(sketch, cluster)], hidden, copied)
 
 
 def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:
     """The same of a step that did nothing with weights, gradients and state outside layers, which no split of them and
     no schedule can make faster: of all meshes that differ only in that split it is the same."""
     layers = layers or Layers.of(sketch, cluster)
-    return _summed(sketch, cluster, layers.times, list(layers.sent), max(IN_STAGES.values()))
+    return _summed(sketch, cluster, layers.times, layers.timed(sketch, cluster), max(IN_STAGES.values()))
 
 
 def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
     """The same of these operations, this traffic and these kernels, in stages that hide all they can."""
-    return _summed(sketch, cluster, _Times.of(ops, kernels), sent, 1.0)
+    return _summed(sketch, cluster, _Times.of(ops, kernels), timed(sent, sketch, cluster), 1.0)
 
 
 def _summed(
     sketch: Sketch,
     cluster: Cluster,
     times: "_Times",
-    sent: list[Sent],
+    sent: Sequence[Timed],
     hidden_in_stages: float,
     copied: tuple[Timed, ...] = (),
 ) -> StepCost:
@@ -241,7 +250,7 @@ class _Times:
 
     def and_of(self, ops: Iterable[Op], kernels: Kernels) -> "_Times":
         """Of these too."""
-        times = dataclasses.replace(self, layers=dict(self.layers), units=dict(self.units))
+        times = changed(self, layers=dict(self.layers), units=dict(self.units))
         for op in ops:
             times._add(op, kernels)
         return times

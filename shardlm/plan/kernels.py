@@ -7,6 +7,7 @@ import math
 from statistics import NormalDist
 
 from shardlm.hardware import Gpu
+from shardlm.plan.changed import changed
 from shardlm.plan.constants import (
     ATTENTION_KEYS,
     ATTENTION_WIDTH,
@@ -75,13 +76,13 @@ class Kernels:
         if op.unit == "matmul":
             rows, n, k = op.dims
             added = {"hbm_bytes": op.hbm_bytes + op.added_bytes, "dtype": op.weight_dtype or op.dtype}
-            weight = dataclasses.replace(op, **added, drawn=False)
+            weight = changed(op, **added, drawn=False)
             products = self._product(op, rows, k, n) + (0.0 if op.frozen else self._product(weight, k, n, rows))
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
         if op.gradient_bytes is not None:
-            return self._moving(dataclasses.replace(op, hbm_bytes=op.gradient_bytes))
+            return self._moving(changed(op, hbm_bytes=op.gradient_bytes))
         return 2 * self._moving(op)
 
     def one_seconds(self, op: Op, backward: bool = False) -> float:

@@ -1,6 +1,7 @@
 """The least time that any way to run on a mesh can have, so that a search for the fastest plan alone begins where there
 is most hope, and ends where there is none."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -9,11 +10,13 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.plan.bound import INNER, Bound
+from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.cost import Layers, StepCost, step_cost, without_weights
+from shardlm.plan.overlap import Timed, keeping, timed
 from shardlm.plan.plan import Plan
-from shardlm.plan.program_traffic import Moved, moved_of, together
+from shardlm.plan.program_traffic import Moved, moved_of, together, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
 from shardlm.train.config import RunConfig
@@ -63,13 +66,14 @@ class Least:
         self._cluster, self._bound, self._constraints, self._offload = cluster, bound, constraints, offload
         self._remats = constraints.choices("remat", REMATS)
         self._alike: dict[tuple, list[RunConfig]] = {}  # those that split weights most first
-        for laid in sorted(filter(_runs, meshes), key=lambda one: -one.mesh.fsdp):
+        for laid in sorted(_that_run(meshes), key=lambda one: -one.mesh.fsdp):
             self._alike.setdefault(_inner(laid), []).append(laid)
         self._running = {(laid.mesh, laid.rules) for alike in self._alike.values() for laid in alike}
         self._floors: dict[tuple, Hope] = {}
         self._layers: dict[tuple, Layers] = {}
         self._may_fit: dict[tuple, bool] = {}
-        self._moved: dict[tuple, list[Moved]] = {}
+        self._moved: tuple[Any, list[Moved]] = None, []  # of the mesh that was looked at last
+        self._sent: dict[tuple, list[Timed]] = {}
         self.considered = 0
 
     def floor(self, laid: RunConfig) -> float:
@@ -99,7 +103,7 @@ class Least:
         remat, away = kept["remat"], kept["offload"].optimizer
         key = (_inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
         if key not in self._may_fit:
-            ends = [dataclasses.replace(one, **kept) for one in dict.fromkeys((variants[0], variants[-1]))]
+            ends = [changed(one, **kept) for one in dict.fromkeys((variants[0], variants[-1]))]
             found = list(itertools.islice(self._fitting(_inner(variants[0]), ends), 1))
             self._may_fit[key] = found[0] if found else True
         return self._may_fit[key]
@@ -123,7 +127,7 @@ class Least:
     def _plans(self, laid: RunConfig, ends: Sequence[RunConfig]) -> Iterator[Plan]:
         for one in ends:
             try:
-                yield Plan.of(dataclasses.replace(one, mesh=laid.mesh, rules=laid.rules), self._cluster)
+                yield Plan.of(changed(one, mesh=laid.mesh, rules=laid.rules), self._cluster)
             except ShardlmError:
                 continue
 
@@ -136,22 +140,26 @@ class Least:
                 continue
             may = (kept for kept in keeps(variants[0], self._remats, self._offload) if self.may_fit(variants, kept))
             for kept in itertools.islice(may, 2 if laid.mesh.pipeline > 1 else 1):
-                if floor is None or not floor.excludes(dataclasses.replace(variants[0], **kept)):
+                if floor is None or not floor.excludes(changed(variants[0], **kept)):
                     self._add(hope, variants, kept, cost)
         return hope
 
     def _step_cost(self, sketch: Sketch, cluster: Cluster, layers: Layers) -> StepCost:
-        """With a layer's weights moved together, which takes no longer than each apart."""
-        key = sketch.mesh, sketch.config.rules
-        if key not in self._moved:
-            self._moved[key] = together(moved_of(sketch), sketch)
-        return step_cost(sketch, cluster, layers, self._moved[key])
+        """With a layer's weights moved together, which takes no longer than each apart, and as long whatever is kept of
+        the forward pass."""
+        mesh, config = (sketch.mesh, sketch.config.rules), sketch.config
+        if self._moved[0] != mesh:
+            self._moved, self._sent = (mesh, together(moved_of(sketch), sketch)), {}
+        way = config.pipeline, config.train.accumulation
+        if way not in self._sent:
+            self._sent[way] = timed(weights_traffic(sketch, self._moved[1]), sketch, cluster)
+        return step_cost(sketch, cluster, layers, keeping(self._sent[way], config.remat))
 
     def _add(
         self, hope: Hope, variants: Sequence[RunConfig], kept: dict[str, Any], cost: Callable[..., StepCost]
     ) -> None:
         for variant in reversed(variants):
-            candidate = dataclasses.replace(variant, **kept)
+            candidate = changed(variant, **kept)
             try:
                 sketch = Sketch.of(candidate, self._cluster.gpu, self._cluster.gpus_per_host)
             except ShardlmError:
@@ -164,13 +172,13 @@ class Least:
             return
 
 
-def _runs(laid: RunConfig) -> bool:
-    """Whether its mesh is not refused however it is run, as most over numbers of GPUs with odd factors are."""
-    try:
-        check_sizes(dataclasses.replace(laid, train=dataclasses.replace(laid.train, accumulation=1)), laid.mesh)
-    except ShardlmError:
-        return False
-    return True
+def _that_run(meshes: Sequence[RunConfig]) -> Iterator[RunConfig]:
+    """Those that are not refused however they are run, as most over numbers of GPUs with odd factors are."""
+    whole = dataclasses.replace(meshes[0].train, accumulation=1) if meshes else None
+    for laid in meshes:
+        with contextlib.suppress(ShardlmError):
+            check_sizes(changed(laid, train=whole), laid.mesh)
+            yield laid
 
 
 def _inner(config: RunConfig) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ import dataclasses
 from shardlm.plan.doubt import doubt
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
-from shardlm.plan.temporaries import temporaries
+from shardlm.plan.temporaries import Throughout, temporaries
 
 RESERVE = 0.08  # of a GPU's memory
+ROUNDING = 1e-9  # of sums in another order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,13 @@ class Memory:
         return sum(self.kinds.values()) + self.reserve
 
 
-def memory(sketch: Sketch, rests: State | None = None) -> Memory:
-    """The estimate for a step; `rests` is its state, where that is known already."""
+def at_least(sketch: Sketch, rests: State, held: Throughout) -> float:
+    """Bytes that are no more than Memory.total."""
+    return (1 - ROUNDING) * (rests.total + sum(held.kinds.values()) + RESERVE * sketch.gpu.hbm_bytes)
+
+
+def memory(sketch: Sketch, rests: State | None = None, held: Throughout | None = None) -> Memory:
+    """The estimate for a step; `rests` is its state and `held` what is there throughout, where they are known."""
     rests = rests or state(sketch)
     resting = {
         "weights": rests.weights,
@@ -42,6 +48,6 @@ def memory(sketch: Sketch, rests: State | None = None) -> Memory:
         "replicas": rests.replicas,
         "batch": rests.batch,
     }
-    needed, zeros = temporaries(sketch)
+    needed, zeros = temporaries(sketch, held or Throughout.of(sketch))
     kinds = {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}
     return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds, zeros))

@@ -8,7 +8,9 @@ over tensor, tokens to experts, a microbatch from the stage before) is exposed i
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
+from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.links import Route
 from shardlm.plan.measured import MeasuredRoute, route_of
@@ -51,8 +53,21 @@ class Timed:
         return self.hidden_seconds * self.cores / (1 - self.cores)
 
 
+def timed(sent: Iterable[Sent], sketch: Sketch, cluster: Cluster) -> list[Timed]:
+    """How long each takes; nothing of it is hidden yet."""
+    sent, remat = list(sent), sketch.config.remat
+    routes = {axes: route_of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
+    return [_timed(one, routes[one.axes], remat) for one in sent]
+
+
+def keeping(comms: Iterable[Timed], remat: str) -> list[Timed]:
+    """The same of a step that keeps something else of the forward pass."""
+    shares = [(one, _forward_share(one.sent, remat)) for one in comms]
+    return [one if share == one.forward else changed(one, forward=share) for one, share in shares]
+
+
 def overlapped(
-    sent: list[Sent],
+    comms: Sequence[Timed],
     sketch: Sketch,
     cluster: Cluster,
     forward: float,
@@ -62,33 +77,31 @@ def overlapped(
 ) -> tuple[Timed, ...]:
     """Each with what of it is exposed, beside `forward`, `backward` and the optimizer's `update` seconds of kernels in
     a step. `in_stages` is how much of what pipeline stages could hide is hidden."""
-    routes = {axes: route_of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
-    timed = [_timed(one, routes[one.axes], sketch.config.remat) for one in sent]
     # While a layer waits on a link inside the island, weights move over the network.
-    for one in timed:
+    for one in comms:
         if not one.sent.beside and not one.sent.update and one.link != "network":
             forward += one.seconds * one.forward
             backward += one.seconds * (1 - one.forward)
-    layers = [one for one in timed if one.sent.beside and not _last(one.sent, sketch)]
+    layers = [one for one in comms if one.sent.beside and not _last(one.sent, sketch)]
     # XLA:CPU runs a collective as any kernel: nothing beside it.
     hideable = 0.0 if cluster.is_cpu else 1 - 1 / max(1, sketch.shape.cached_layers)
     first = hideable * sum(one.seconds * one.forward for one in layers)
     then = hideable * sum(one.seconds * (1 - one.forward) for one in layers)
-    sums = hideable * sum(one.seconds for one in timed if one.sent.beside and _last(one.sent, sketch))
+    sums = hideable * sum(one.seconds for one in comms if one.sent.beside and _last(one.sent, sketch))
     in_forward, in_backward = _part(forward, first), _part(backward, then)
     behind = _part((backward - then * in_backward) / sketch.passes, sums)
-    updated = sum(one.seconds for one in timed if one.sent.update)
+    updated = sum(one.seconds for one in comms if one.sent.update)
     behind_update = 0.0 if cluster.is_cpu else _part(update, updated)
     share = in_stages if sketch.mesh.pipeline > 1 else 1.0
 
     def exposed(one: Timed) -> Timed:
         if one.sent.update:
-            return dataclasses.replace(one, exposed_seconds=one.seconds * (1 - behind_update))
+            return changed(one, exposed_seconds=one.seconds * (1 - behind_update))
         last = behind if _last(one.sent, sketch) else None
         seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, last), share)
-        return one if seconds == one.exposed_seconds else dataclasses.replace(one, exposed_seconds=seconds)
+        return one if seconds == one.exposed_seconds else changed(one, exposed_seconds=seconds)
 
-    return tuple(map(exposed, timed))
+    return tuple(map(exposed, comms))
 
 
 def _in_stages(one: Timed, hidden_seconds: float, share: float) -> float:

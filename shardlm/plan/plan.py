@@ -8,9 +8,10 @@ from shardlm.flops import mfu
 from shardlm.hardware import Gpu
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.cost import StepCost, step_cost
-from shardlm.plan.memory import Memory, memory
+from shardlm.plan.memory import Memory, at_least, memory
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
+from shardlm.plan.temporaries import Throughout
 from shardlm.train.config import RunConfig
 
 
@@ -33,7 +34,11 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        return memory(self.sketch, self.state)
+        return memory(self.sketch, self.state, self._held)
+
+    @functools.cached_property
+    def _held(self) -> Throughout:
+        return Throughout.of(self.sketch)
 
     @functools.cached_property
     def cost(self) -> StepCost:
@@ -49,7 +54,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return not self.state_too_large and self.memory.total <= self.gpu.hbm_bytes
+        # Nine of ten that do not fit are known at half of what their memory takes.
+        if self.state_too_large or at_least(self.sketch, self.state, self._held) > self.gpu.hbm_bytes:
+            return False
+        return self.memory.total <= self.gpu.hbm_bytes
 
     @property
     def state_too_large(self) -> bool:

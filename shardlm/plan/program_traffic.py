@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from shardlm.plan.changed import changed
 from shardlm.plan.muon import muon_traffic
 from shardlm.plan.program_layers import activations, summed_once
 from shardlm.plan.sketch import Sketch, Weight
@@ -25,14 +26,21 @@ WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
 _NOTHING = Sent((), "nothing", 0.0)
 
 
-def program_traffic(
-    sketch: Sketch, moved: Iterable["Moved"] | None = None, layers: Iterable[Sent] | None = None
-) -> list[Sent]:
-    """All that a step of our program sends, but for norms, scalars and integers; `moved` are its weights and `layers`
-    its activations' traffic, where they are known already."""
-    weights = _weights(sketch, moved_of(sketch) if moved is None else moved)
-    found = [*weights, *(activations(sketch) if layers is None else layers), *muon_traffic(sketch)]
+def program_traffic(sketch: Sketch) -> list[Sent]:
+    """All that a step of our program sends, but for norms, scalars and integers."""
+    return [*weights_traffic(sketch), *layers_traffic(sketch)]
+
+
+def weights_traffic(sketch: Sketch, moved: Iterable["Moved"] | None = None) -> list[Sent]:
+    """Weights, their gradients and what the optimizer exchanges, whatever the forward pass keeps; `moved` are the
+    weights, where they are known already."""
+    found = [*_weights(sketch, moved_of(sketch) if moved is None else moved), *muon_traffic(sketch)]
     return [sent for sent in found if sent.nbytes and sent.axes]
+
+
+def layers_traffic(sketch: Sketch) -> list[Sent]:
+    """Activations and their gradients."""
+    return [sent for sent in activations(sketch) if sent.nbytes and sent.axes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +105,7 @@ def together(moved: Iterable[Moved], sketch: Sketch) -> list[Moved]:
         staged = (*ways, *rests, _is_projection(weight), weight.trained)
         alike.setdefault(staged if sketch.staged(weight) else weight.path, []).append(one)
     return [
-        dataclasses.replace(ones[0], numbers=sum(one.numbers for one in ones), rests=sum(one.rests for one in ones))
+        changed(ones[0], numbers=sum(one.numbers for one in ones), rests=sum(one.rests for one in ones))
         for ones in alike.values()
     ]
 
@@ -134,7 +142,7 @@ def _updated(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     axes = ordered(sketch.mesh, set(weight.axes(rules.optimizer)) - set(weight.axes(rules.rest)))
     held = moved.rests * MASTER
     sent = moved.sent(axes, "updated", held * share(sketch.mesh.size(*axes)), GATHER)
-    yield dataclasses.replace(sent, beside=False, update=True)
+    yield changed(sent, beside=False, update=True)
 
 
 def _of_all(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
@@ -144,7 +152,7 @@ def _of_all(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
     passes = 1 if mesh.pipeline > 1 else sketch.passes
     axes = ordered(mesh, {*moved.gathered, "pipeline"} if moved.staged else set(moved.gathered))
     if not moved.staged:
-        moved = dataclasses.replace(moved, copies=ordered(mesh, {*moved.copies, "pipeline"}))
+        moved = changed(moved, copies=ordered(mesh, {*moved.copies, "pipeline"}))
     size, use = mesh.size(*axes), moved.numbers * moved.itemsize
     times = passes * (2 if weight.stacked else 1)  # layers' weights in the backward pass again
     if weight.path == "embedding":  # also for the head, and for each module that predicts further tokens

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.plan.bound import Bound
+from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
@@ -185,7 +186,7 @@ def _all(
     what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
     schedules, trains, matmuls = choices_of(laid, constraints)
-    refused = {train: _refused(dataclasses.replace(laid, train=train)) for train in trains}
+    refused = {train: _refused(changed(laid, train=train)) for train in trains}
     if all(refused.values()):
         yield from (refused[train] for _, train, _ in itertools.product(schedules, trains, matmuls))
         return
@@ -225,7 +226,7 @@ def _hopeful(
             for kept in keeps(variant, remats, offload):
                 if not least.may_fit(variants, kept):
                     continue
-                candidate = dataclasses.replace(variant, **kept)
+                candidate = changed(variant, **kept)
                 if not hope.knows(candidate) and len(variants) > 1:
                     least.further(hope, variants, kept)
                 slow = hope.excludes(candidate)

@@ -42,7 +42,7 @@ class State:
     @property
     def total(self) -> int:
         """On the device."""
-        return sum(dataclasses.astuple(self)) - self.host
+        return self.weights + self.frozen + self.optimizer + self.average + self.replicas + self.batch
 
 
 def state(sketch: Sketch) -> State:

@@ -9,6 +9,7 @@ ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How man
 the buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -19,10 +20,22 @@ from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
 
 
-def temporaries(sketch: Sketch) -> tuple[Kinds, float]:
+@dataclasses.dataclass(frozen=True)
+class Throughout:
+    """What is there while the head and the layers are at work."""
+
+    parts: Parts
+    kinds: Kinds
+
+    @classmethod
+    def of(cls, sketch: Sketch) -> "Throughout":
+        parts = Parts.of(sketch)
+        return cls(parts, _kept(sketch, parts) | _pipeline(sketch, parts))
+
+
+def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     """At the fullest of the moments; and how many of these bytes there are only if zeros are made before the head."""
-    parts = Parts.of(sketch)
-    always = _kept(sketch, parts) | _pipeline(sketch, parts)
+    parts, always = held.parts, held.kinds
     during = (_at_head, _in_layers, _between_layers, _at_embedding)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))

@@ -15,6 +15,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.ops.expert_dispatch import Exchange
 from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.plan.changed import changed
 from shardlm.plan.sketch import Sketch
 
 WEIGHT, MASTER = 2, 4  # bytes of a number in use (16 bits) and at rest (float32)
@@ -61,7 +62,7 @@ def idling(sent: Sent, idle: float) -> Sent:
     if not idle:
         return sent
     useful = sent.nbytes * (1 - idle)
-    return dataclasses.replace(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
+    return changed(sent, nbytes=useful, idle_bytes=sent.nbytes - useful, count=sent.count * (1 - idle))
 
 
 def training_traffic(sketch: Sketch, exchange: Exchange | None = None) -> list[Sent]:
@@ -129,7 +130,7 @@ def _weights(sketch: Sketch) -> Iterator[Sent]:
 
 def ordered(mesh: MeshSpec, axes: set[str]) -> tuple[str, ...]:
     """In the mesh's order, those larger than 1."""
-    return tuple(axis for axis in AXES if axis in axes and getattr(mesh, axis) > 1)
+    return tuple([axis for axis in AXES if axis in axes and getattr(mesh, axis) > 1])
 
 
 def _layers(sketch: Sketch, exchange: Exchange | None) -> Iterator[Sent]:

@@ -2,6 +2,7 @@
 allow, one after another. Nothing is reckoned here (search.py)."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
+from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.rules import BATCH_AXES
@@ -29,7 +31,7 @@ def laid_out(config: RunConfig, cluster: Cluster, constraints: Constraints) -> I
         for rules, data in itertools.product(constraints.choices("rules", PRESETS), divisors(rest)):
             mesh = MeshSpec(data, rest // data, context, pipeline, expert, tensor)
             if _differs(rules, mesh, constraints) and _allowed(mesh, constraints):
-                yield dataclasses.replace(config, mesh=mesh, rules=rules)
+                yield changed(config, mesh=mesh, rules=rules)
 
 
 def _inner(
@@ -76,7 +78,7 @@ def variants_of(config: RunConfig, constraints: Constraints) -> Iterator[RunConf
     schedules, trains, matmuls = choices_of(config, constraints)
     for pipeline, train in itertools.product(schedules, trains):
         for matmul in matmuls:
-            yield dataclasses.replace(config, train=train, pipeline=pipeline, matmul=matmul)
+            yield changed(config, train=train, pipeline=pipeline, matmul=matmul)
 
 
 def choices_of(
@@ -84,20 +86,25 @@ def choices_of(
 ) -> tuple[list[PipelineConfig], list[TrainConfig], list[str]]:
     """Schedules, numbers of microbatches and kinds of product, each of which goes with each."""
     schedules = _schedules(constraints) if config.mesh.pipeline > 1 else [config.pipeline]
-    trains = [dataclasses.replace(config.train, accumulation=n) for n in _accumulations(config, constraints)]
+    trains = [_in_microbatches(config.train, n) for n in _accumulations(config, constraints)]
     return schedules, trains, constraints.choices("matmul", [config.matmul])
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_microbatches(train: TrainConfig, count: int) -> TrainConfig:
+    return dataclasses.replace(train, accumulation=count)
 
 
 def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:
     """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
     for kept in keeps(config, remats, offload):
-        yield dataclasses.replace(config, **kept)
+        yield changed(config, **kept)
 
 
 def keeps(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[dict[str, Any]]:
     """The same as what is replaced."""
     for away in offload:
-        place = dataclasses.replace(config.offload, optimizer=away)
+        place = changed(config.offload, optimizer=away)
         for remat in (name for name in remats if _can_keep(name, config)):
             yield {"remat": remat, "offload": place}
 

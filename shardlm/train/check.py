@@ -17,9 +17,9 @@ from shardlm.train.config import PipelineConfig, TrainConfig
 def check_batch(train: TrainConfig, mesh: MeshSpec) -> None:
     """Refuses batches and rows that do not divide over microbatches and devices."""
     # Each stage of a pipeline sees all rows of a microbatch.
-    batch_axes = tuple(axis for axis in BATCH_AXES if mesh.size(axis) > 1)
-    rows = mesh.size(*batch_axes) * train.accumulation
+    rows = mesh.size(*BATCH_AXES) * train.accumulation
     if not train.shares and train.global_batch % rows:  # shares have their own check (replicas.py)
+        batch_axes = tuple(axis for axis in BATCH_AXES if mesh.size(axis) > 1)
         below = train.global_batch // rows * rows
         near = f"{below} or {below + rows}" if below else str(rows)
         axes = " x ".join([f"{a}={mesh.size(a)}" for a in batch_axes] + [f"accumulation={train.accumulation}"])

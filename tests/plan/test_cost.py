@@ -17,8 +17,9 @@ from shardlm.models.mixtral import MixtralConfig
 from shardlm.models.pretrained import Pretrained
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import executed_flops, operations
-from shardlm.plan.cost import StepCost, step_cost, without_weights
-from shardlm.plan.overlap import IN_STAGES, SUMS_IN_STAGES, overlapped
+from shardlm.plan.cost import Layers, StepCost, step_cost, without_weights
+from shardlm.plan.overlap import IN_STAGES, SUMS_IN_STAGES, keeping, overlapped, timed
+from shardlm.plan.program_traffic import layers_traffic, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import GATHER, PERMUTE, REDUCE, SCATTER, Sent
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
@@ -143,6 +144,22 @@ def test_as_if_no_weights_were_moved_is_less_than_any_split_of_them_takes():
     assert all(floors[0] < cost(config).step_seconds for config in meshes)
 
 
+def test_what_a_search_remembers_of_layers_and_weights_is_so_on_other_meshes_and_with_other_remat():
+    cluster, inner = Cluster.of(H100, 64), {"tensor": 2, "pipeline": 2}
+    meshes = [("zero3", {"fsdp": 16}), ("hybrid", {"data": 4, "fsdp": 4}), ("hybrid", {"data": 8, "fsdp": 2})]
+    sketches = [Sketch.of(meshed(rules=rules, accumulation=2, **sizes, **inner), H100) for rules, sizes in meshes]
+    layers, links = Layers.of(sketches[0], cluster), []
+    for one in sketches:
+        assert layers.timed(one, cluster) == timed(layers_traffic(one), one, cluster)
+        links.append({sent.link for sent in layers.timed(one, cluster)})
+    assert links == [{"NVLink", "network"}, {"NVLink", "network"}, {"NVLink"}]  # stages are apart by fsdp's devices
+    for one in sketches:
+        plain = Sketch.of(dataclasses.replace(one.config, remat="none"), H100)
+        sent = [timed(weights_traffic(sketch), sketch, cluster) for sketch in (one, plain)]
+        assert sent[0] != sent[1] == keeping(sent[0], "none")
+        assert step_cost(plain, cluster, weights=keeping(sent[0], "none")) == step_cost(plain, cluster)
+
+
 def test_weights_hide_behind_layers_but_the_first_and_the_last():
     found = cost()
     moved = sum(one.seconds for one in found.comms)
@@ -156,19 +173,22 @@ def test_weights_hide_behind_layers_but_the_first_and_the_last():
 def test_what_is_hidden_by_hand():
     """One second of each, in layers of which there are 32, beside windows that are too short, and long enough."""
     sketch, cluster = Sketch.of(LLAMA, H100), Cluster.of(H100, 64)
-    rate = 0.0
-    for one in overlapped([Sent(("fsdp",), "", 1e12, GATHER, 1, True)], sketch, cluster, 0, 0):
-        assert one.exposed_seconds == one.seconds
-        rate = 1e12 / one.seconds
+
+    def beside(forward: float, backward: float, *sent: Sent):
+        return overlapped(timed(sent, sketch, cluster), sketch, cluster, forward, backward)
+
+    (one,) = beside(0, 0, Sent(("fsdp",), "", 1e12, GATHER, 1, True))
+    assert one.exposed_seconds == one.seconds
+    rate = 1e12 / one.seconds
     gather, scatter, total = (Sent(("fsdp",), "", rate, kind, 1, True) for kind in (GATHER, SCATTER, REDUCE))
-    (found,) = overlapped([gather], sketch, cluster, 0.25, 10)  # half of it belongs to the forward pass
+    (found,) = beside(0.25, 10, gather)  # half of it belongs to the forward pass
     assert found.exposed_seconds == pytest.approx(1 - 31 / 64 - 0.25, rel=0.01)
-    (found,) = overlapped([scatter], sketch, cluster, 10, 10)
+    (found,) = beside(10, 10, scatter)
     assert found.exposed_seconds == pytest.approx(1 / 32, rel=0.01)
-    found = overlapped([scatter, total], sketch, cluster, 10, 1.5)  # sums have what scatters leave
+    found = beside(10, 1.5, scatter, total)  # sums have what scatters leave
     assert found[1].hidden_seconds == pytest.approx(1.5 - found[0].hidden_seconds, rel=0.01)
     assert found[0].slowing_seconds > 0
-    (found,) = overlapped([Sent(("fsdp",), "", rate, PERMUTE, 1)], sketch, cluster, 10, 10)
+    (found,) = beside(10, 10, Sent(("fsdp",), "", rate, PERMUTE, 1))
     assert found.exposed_seconds == found.seconds
 
 

@@ -10,8 +10,10 @@ from gpu_programs import on_gpus
 from record_memory import RECORD, SEEDS, Run, compiled, random_run
 
 from shardlm.hardware import GPUS
-from shardlm.plan.memory import RESERVE, Memory, memory
+from shardlm.plan.memory import RESERVE, Memory, at_least, memory
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.state import state
+from shardlm.plan.temporaries import Throughout
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.name.split(".")[0] for path in CONFIGS.glob("*.collectives.json"))
@@ -45,6 +47,15 @@ def test_a_recorded_run_needs_what_is_estimated_or_is_in_doubt(name):
     record = RECORDED["runs"][name]
     found = estimated(Run.parse(record["run"]))
     assert abs(error(found, record)) < TOLERANCE or found.doubt, (error(found, record), found.kinds)
+
+
+def test_what_is_there_throughout_is_no_more_than_the_fullest_moment():
+    """A search takes a run for too large by that alone."""
+    shares = []
+    for record in RECORDED["runs"].values():
+        one = Sketch.of(Run.parse(record["run"]).config(), GPUS["h100"])
+        shares.append(at_least(one, state(one), Throughout.of(one)) / memory(one).total)
+    assert 0.9 < max(shares) < 1
 
 
 def test_what_is_not_known_is_said():
