@@ -52,10 +52,11 @@ def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[st
 
 def kinds_told(options: Mapping[str, Any], config: TransformerConfig, rules: Rules) -> dict[str, Kind]:
     """The same by config.json alone."""
+    kept_by = kept_as(options)
 
     def look(name: str) -> tuple[Kept | None, bool]:
-        kept = kept_as(options, name)
-        return kept, kept is not None
+        kept = kept_by(name)
+        return (kept if kept and kept.numbers else None), kept is not None
 
     return _kinds(options, config, rules, look)
 
