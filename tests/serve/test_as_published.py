@@ -25,6 +25,7 @@ from shardlm.ops.weight_format import AsPublished
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.change import _choices
+from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.published_weights import as_published, kinds_told
 from shardlm.serve.build import EngineConfig, grown
@@ -92,6 +93,20 @@ def test_a_plan_knows_it_by_config_json_alone(folders, name, tmp_path):
     assert ("quantization", "checkpoint") in _choices(of_16) and ("quantization", "int8") in _choices(told)
     sizes = [serving_memory(case).fullest.weights for case in (of_16, known, told)]
     assert sizes[0] > 1.05 * sizes[1] and sizes[1] == pytest.approx(sizes[2], rel=0.05)
+
+
+def test_a_plan_holds_a_draft_model_so(folders):
+    """As engines on GPUs do, which cannot be asked for anything else of it."""
+    plain, few = (ServedModel.of_folder(folder.path) for folder in folders("llama"))
+    wanted = {"model": "smaller", "num_speculative_tokens": 2}
+    engine = EngineConfig(max_model_len=64, speculative_config=wanted)
+    both = [
+        ServingCase(plain, Cluster.of(GPUS["h100"], 1), engine, 32, 16, acceptance_rate=0.5, draft=one)
+        for one in (plain, few)
+    ]
+    sizes = [serving_memory(case).fullest.draft for case in both]
+    assert both[0].draft_weights == "dtype" and both[1].draft_weights.kinds and sizes[0] > 1.05 * sizes[1]
+    assert drafter_of(both[1]).weight_bytes == sizes[1]
 
 
 @pytest.mark.parametrize(
