@@ -87,7 +87,7 @@ def open_draft_model(
             f"the draft model {config.model} was made for {longest} positions, and max_model_len={length}: lower that "
             f"to {longest}, or choose another draft model"
         )
-    draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length, quantization="dtype")
+    draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     with jax.set_mesh(draft.mesh):
         return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
 
