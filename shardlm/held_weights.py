@@ -244,10 +244,10 @@ def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:
         inside = kept and ((groups.within and kept.group % groups.within == 0) or not kept.group)
         if not (exact and inside) or kept.numbers != groups.numbers:
             wanted = Kept(groups.numbers, groups.within, groups.scale, groups.zeros)
+            other = "in another way" if hasattr(tensor, "kept") else f"in {tensor.dtype}"
             raise ShardlmError(
                 f"{name} is not held {_how(wanted)}, as the model is served (quantization=checkpoint), but "
-                f"{_how(kept) if kept else 'otherwise'}; serve it with quantization=dtype, or another, to put any "
-                "weights in"
+                f"{_how(kept) if kept else other}; serve it with quantization=dtype, or another, to put any weights in"
             )
 
 
