@@ -206,12 +206,15 @@ def _weight_format(
     if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
         return "dtype"
     rules = serving_rules(shape, spec)
-    kept = as_published(kinds_in(Folder.open(found.source.folder), shape, rules), rules) if method else None
-    if kept and kept.kinds:
+    kinds = kinds_in(Folder.open(found.source.folder), shape, rules) if method else {}
+    kept = as_published(kinds, rules)
+    if kept.kinds:
         return kept
     if asked is None:
         return "dtype"
     why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
+    if unlike := [name for name, kind in kinds.items() if kind.kept - {None}]:
+        why = f"{', '.join(unlike)} are not alike in all of its layers, or in groups that the mesh {spec} cannot split"
     raise ShardlmError(
         f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
         f"from {', '.join(QUANTIZATIONS)}, or leave it out"

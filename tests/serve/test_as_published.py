@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from engines import TOKENIZER
-from few_bits import REFERENCES, WAYS, in_few_bits
+from few_bits import REFERENCES, WAYS, in_few_bits, written
 from flax.traverse_util import flatten_dict
 
 import shardlm
@@ -141,6 +141,17 @@ def test_what_is_chosen(folders, tmp_path):
     assert load(few.path, decoding=True, quantization="dtype").model.execution.weights == "dtype"
     with pytest.raises(ShardlmError, match="as the checkpoint's file has them, and it has no such; choose from int8"):
         load(folders("gpt_oss")[0].path, decoding=True, quantization="checkpoint")
+
+
+def test_layers_that_differ(folders, tmp_path):
+    """Where a first layer was left in 16 bits, which parts are unlike is said, and what else there is to do."""
+    plain, few = folders("llama")
+    ours, theirs = ({n: a.read(...) for n, a in folder.tensors.items()} for folder in (plain, few))
+    mixed = {n: a for n, a in theirs.items() if ".layers.0." not in n} | {n: a for n, a in ours.items() if ".0." in n}
+    folder = written(tmp_path / "mixed", few.config, mixed)
+    assert load(folder.path, decoding=True).model.execution.weights == "dtype"
+    with pytest.raises(ShardlmError, match=r"wk, wo, .* are not alike in all of its layers, .* choose from int8"):
+        load(folder.path, decoding=True, quantization="checkpoint")
 
 
 def test_what_lies_with_its_inputs_first_is_not_held():
