@@ -73,7 +73,9 @@ def _look(method: str, options: Mapping[str, Any]) -> Look:
     if method in ("fp8", "fbgemm_fp8"):
         block = options.get("weight_block_size")
         fp8 = Kept("fp8", block[1] if block else 0, "float32", zeros=False)
-        return lambda modules: fp8
+        # What joins both inputs of a module for further tokens is in 16 bits without being listed (eh_proj in
+        # https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/models/deepseek_nextn.py).
+        return lambda modules: None if modules[0].endswith(".eh_proj") else fp8
     if method == "mxfp4":
         mxfp4 = Kept("fp4", 32, "bfloat16", zeros=False)
         return lambda modules: mxfp4 if ".experts." in modules[0] else None

@@ -31,7 +31,7 @@ MIXED = {
 }
 LLAMA_405B = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(126) for name in "qkvo"]
 PUBLISHED = {
-    "DeepSeek-V3": (BLOCKS, {Q: ("fp8", 128), EXPERT: ("fp8", 128), SHARED: ("fp8", 128)}),
+    "DeepSeek-V3": (BLOCKS, {Q: ("fp8", 128), EXPERT: ("fp8", 128), SHARED: ("fp8", 128), f"{L}eh_proj": None}),
     "MiniMax-M2": (
         BLOCKS | {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
         {f"{L}block_sparse_moe.gate": None, GATE: ("fp8", 128), f"{L}block_sparse_moe.experts.1.w1": ("fp8", 128)},
