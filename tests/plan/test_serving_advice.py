@@ -87,16 +87,31 @@ def test_a_share_in_time_takes_as_many_replicas_and_no_fewer():
     # By means fewer would do; and of this mesh and all others, fewer GPUs do not.
     means = advised(lambda cluster: dataclasses.replace(case_on(cluster), attainment=0.0), names=["h100"]).offers[0]
     assert offer.num_gpus > means.num_gpus
+    seen = []
     for one in search(case_on(Cluster.of(GPUS["h100"], 8))).plans:
         trials = Trials(ServingPlan.of(without_latencies(one.case)), one.case)
         assert not trials.fewest(60.0, (offer.num_gpus - 1) // one.gpus_per_replica), one.mesh
+        # What is said of replicas of other sizes: what was tried is so, the rest within a replica or two.
+        other = next((o for o in offer.others if o.case.engine.mesh == one.case.engine.mesh), None)
+        if other:
+            fewest = trials.fewest(60.0)
+            assert abs(other.replicas - fewest) <= (0 if other.gpus_per_replica in offer.counted else 2), one.mesh
+            seen.append(other.gpus_per_replica)
+    assert sorted(seen) == [1, 4, 8] and each == 2
     text, said = to_text(found), " ".join(reasons(offer))
     assert "The first token within 0.2 s for 0.95 of them" in text and "in time" in text
     assert f"take {plan.replicas} of them, {offer.num_gpus} GPUs: of 1,000 requests that come at random" in said
-    assert f"{offer.times['within_limits']:.1%} are in time" in said and "GPUs would take as many GPUs or more" in said
+    assert f"{offer.times['within_limits']:.1%} are in time" in said
+    assert (
+        "Replicas of 4 (tensor=4) would take about 12 GPUs. Replicas of 8 (tensor=8) would take about 16 GPUs." in said
+    )
     told = json.loads(json.dumps(to_json(found, ServingTarget(60, 2048, 16))))
     assert told["attainment"] == 0.95 and told["offers"][0]["most_requests_per_second"] is None
-    assert told["offers"][0]["times_of_requests"]["ttft_seconds"]["p90"] <= 0.2 and each
+    assert told["offers"][0]["times_of_requests"]["ttft_seconds"]["p90"] <= 0.2
+    assert {one["gpus_per_replica"]: one["num_gpus"] for one in told["offers"][0]["others"]}.items() >= {
+        4: 12,
+        8: 16,
+    }.items()
 
 
 def test_what_no_replica_does_says_why():

@@ -9,7 +9,7 @@ from shardlm.plan.serving.advice import MOST_HOSTS, ServingAdvice, ServingOffer
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM
 from shardlm.plan.serving.report.tables import requests
-from shardlm.plan.serving.search import mesh_text
+from shardlm.plan.serving.search import ServingPlan, mesh_text
 from shardlm.plan.target import ServingTarget
 
 WIDTH = 120
@@ -116,10 +116,12 @@ def _by_means(offer: ServingOffer) -> list[str]:
         f"{offer.num_gpus:,} GPUs; {usual.prompts:.0%} of their time goes to prompts, and "
         f"{three_digits(usual.running)} replies run in each.",
     ]
-    for other in offer.others:
-        mesh = mesh_text(other.case.engine.mesh)
-        said.append(f"Replicas of {other.gpus_per_replica} ({mesh}) would take {other.num_gpus:,} GPUs.")
-    return said
+    return said + [_other(other) for other in offer.others]
+
+
+def _other(other: ServingPlan, about: str = "") -> str:
+    mesh = mesh_text(other.case.engine.mesh)
+    return f"Replicas of {other.gpus_per_replica} ({mesh}) would take {about}{other.num_gpus:,} GPUs."
 
 
 def _in_time(offer: ServingOffer) -> list[str]:
@@ -135,9 +137,8 @@ def _in_time(offer: ServingOffer) -> list[str]:
         f"second, {times['within_limits']:.1%} are in time, half of the first tokens within "
         f"{three_digits(first['p50'])} s and 99% within {three_digits(first['p99'])} s{rest}."
     ]
-    if offer.others:
-        sizes = ", ".join(map(str, sorted(other.gpus_per_replica for other in offer.others)))
-        said.append(f"Replicas of {sizes} GPUs would take as many GPUs or more.")
+    for other in offer.others:
+        said.append(_other(other, "" if other.gpus_per_replica in offer.counted else "about "))
     return said
 
 
@@ -178,5 +179,15 @@ def _offer(offer: ServingOffer) -> dict[str, Any]:
         "dollars_per_hour": offer.dollars_per_hour if price else None,
         "dollars_per_million_replied": replied if price else None,
         "dollars_per_million_tokens": both if price else None,
+        "others": [
+            {
+                "gpus_per_replica": other.gpus_per_replica,
+                "mesh": mesh_text(other.case.engine.mesh),
+                "replicas": other.replicas,
+                "num_gpus": other.num_gpus,
+                "likely": bool(offer.times) and other.gpus_per_replica not in offer.counted,
+            }
+            for other in offer.others
+        ],
         "reasons": reasons(offer),
     }

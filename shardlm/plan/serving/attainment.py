@@ -56,14 +56,27 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
     return Found(tuple(sorted(plans, key=order)), (*refused, *free.refused))
 
 
-def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, dict[str, Any]]:
-    """Of plans by means, on one cluster: the mesh whose replicas serve the rate with the fewest GPUs within the
-    latencies, and what came of its requests. Meshes are looked at from the likeliest on, each as long as it may need
-    fewer GPUs than the best so far. Raises ShardlmError where no mesh does."""
+@dataclasses.dataclass(frozen=True)
+class Fewest:
+    """plan, times  of the mesh whose replicas serve the rate with the fewest GPUs; what came of its requests
+    others   the best of replicas of other numbers of GPUs, the fewest in all first
+    counted  replicas' numbers of GPUs, of these others, whose number requests were tried on; of all else it is likely
+    """
+
+    plan: ServingPlan
+    times: dict[str, Any]
+    others: tuple[ServingPlan, ...]
+    counted: frozenset[int]
+
+
+def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> Fewest:
+    """Of plans by means, on one cluster, those that serve the rate within the latencies. Meshes are looked at from the
+    likeliest on, each as long as it may need fewer GPUs than the best so far. Raises ShardlmError where no mesh does.
+    """
     tried = [(plan, Trials(ServingPlan.of(without_latencies(plan.case)), plan.case)) for plan in plans]
     tried.sort(key=lambda one: one[1].likely_gpus())
     best: tuple[Trials, int] | None = None
-    fewest = math.inf
+    fewest, counts = math.inf, {}
     for plan, trials in tried:
         rate, each = plan.case.request_rate, plan.gpus_per_replica
         if each * rate / (SLACK * plan.most.rate) > fewest - 1:
@@ -72,13 +85,33 @@ def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, di
         say(f"requests at random on replicas of {mesh_text(plan.case.engine.mesh)} ...")
         if count := trials.fewest(rate, at_most):
             best, fewest = (trials, count), each * count
+            counts[trials] = count
     if best is None:
         raise ShardlmError(tried[0][1].too_slow())
     trials, count = best
     rate = trials.case.request_rate
     while trials.times(rate / count)["within_limits"] < trials.case.attainment:  # `keep` differs from it by little
         count += 1
-    return trials.plan_of(count, rate / count, rate / count), trials.times(rate / count)
+    plan = trials.plan_of(count, rate / count, rate / count)
+    others = _others([one for _, one in tried], counts, plan)
+    counted = frozenset(other.gpus_per_replica for other, is_counted in others if is_counted)
+    return Fewest(plan, trials.times(rate / count), tuple(other for other, _ in others), counted)
+
+
+def _others(
+    tried: Sequence["Trials"], counts: Mapping["Trials", int], best: ServingPlan
+) -> list[tuple[ServingPlan, bool]]:
+    """(the best of each other number of GPUs, whether its replicas were counted): where they were not, as many as are
+    likely, and no fewer GPUs than the best has; none of those that hardly keep the latencies."""
+    found: dict[int, tuple[ServingPlan, bool]] = {}
+    for trials in tried:
+        size, rate = trials.plan.gpus_per_replica, trials.case.request_rate
+        if size == best.gpus_per_replica or not (trials in counts or trials.may_do()):
+            continue
+        count = counts.get(trials, math.ceil(max(trials.likely_gpus(), best.num_gpus) / size))
+        if size not in found or size * count < found[size][0].num_gpus:
+            found[size] = trials.plan_of(count, rate / count, rate / count), trials in counts
+    return sorted(found.values(), key=lambda one: (one[0].num_gpus, one[0].gpus_per_replica))
 
 
 class Trials:
@@ -148,6 +181,10 @@ class Trials:
     def likely_gpus(self) -> float:
         """For the case's rate."""
         return self.plan.gpus_per_replica * math.ceil(self.case.request_rate / self._guess())
+
+    def may_do(self) -> bool:
+        """Whether it is likely that more than an idle replica keeps the latencies."""
+        return self._guess() > LEAST * self.plan.most.rate
 
     def plan_of(self, count: int, usual: float, most: float) -> ServingPlan:
         """The plan on so many replicas, each at the rate `usual`, of at most `most`."""
