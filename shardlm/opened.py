@@ -28,7 +28,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
-from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, QUANTIZATIONS, AsPublished, WeightFormat
+from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, QUANTIZATIONS, AsPublished, WeightFormat, layers_differ
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.published_weights import as_published, kinds_in
@@ -174,6 +174,7 @@ def load(
         shape = found.source.transformer()
         shape = shape if mtp else shape.without_mtp()
         weight_format = _weight_format(found, quantization, shape, spec, built if decoding else None)
+        shape = shape.apart() if layers_differ(weight_format) else shape
         plain = Rules.make(rules, spec).fitting(shape.widths())
         table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
         name = dtype or _published(found, built)
@@ -213,8 +214,8 @@ def _weight_format(
     if asked is None:
         return "dtype"
     why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
-    if unlike := [name for name, kind in kinds.items() if kind.kept - {None}]:
-        why = f"{', '.join(unlike)} are not alike in all of its layers, or in groups that the mesh {spec} cannot split"
+    if cut := [name for name, kind in kinds.items() if kind.alike]:
+        why = f"{', '.join(cut)} are in groups that the mesh {spec} cannot split"
     raise ShardlmError(
         f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
         f"from {', '.join(QUANTIZATIONS)}, or leave it out"

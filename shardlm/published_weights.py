@@ -3,6 +3,7 @@ in what groups (ops/weight_format.py's AsPublished)."""
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,16 +29,23 @@ SMALLER = 4  # times that groups are halved at most, where devices cannot split 
 
 @dataclasses.dataclass
 class Kind:
-    """Weights of one key in all layers.
+    """Weights of one key.
 
-    kept   how their tensors are held, None: not as they are
-    few    whether any is in few bits
+    kept   of each layer how their tensors are held, None: not as they are
+    few    layers where any is in few bits
     along  (size, name) of the dimension that is grouped
     """
 
-    kept: set[Kept | None] = dataclasses.field(default_factory=set)
-    few: bool = False
+    kept: dict[int, set[Kept | None]] = dataclasses.field(default_factory=dict)
+    few: set[int] = dataclasses.field(default_factory=set)
     along: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+
+    @property
+    def alike(self) -> list[int]:
+        """Layers that are held as they are, in the same numbers: those of the most of them."""
+        numbers = {layer: {kept.numbers for kept in own} for layer, own in self.kept.items() if None not in own}
+        counts = Counter(one for own in numbers.values() if len(own) == 1 for one in own)
+        return [layer for layer, own in numbers.items() if own == {counts.most_common(1)[0][0]}] if counts else []
 
 
 def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[str, Kind]:
@@ -64,9 +72,11 @@ def kinds_told(options: Mapping[str, Any], config: TransformerConfig, rules: Rul
 
 def as_published(kinds: Mapping[str, Kind], rules: Rules) -> AsPublished:
     """By groups that the devices of a mesh can split; nothing where none are held as they are."""
-    found = {own: _groups(kind, rules) for own, kind in kinds.items()}
-    left = (own for own, groups in found.items() if not groups and kinds[own].few)
-    return AsPublished(tuple((own, groups) for own, groups in sorted(found.items()) if groups), tuple(sorted(left)))
+    found = {own: groups for own, kind in sorted(kinds.items()) if (groups := _groups(own, kind, rules))}
+    held = {own: set(kinds[own].alike) for own in found}
+    left = sorted(own for own, kind in kinds.items() if kind.few - held.get(own, set()))
+    but = {own: tuple(sorted(kinds[own].kept.keys() - layers)) for own, layers in held.items()}
+    return AsPublished(tuple(found.items()), tuple(left), tuple((own, some) for own, some in but.items() if some))
 
 
 def _kinds(
@@ -85,10 +95,12 @@ def _kinds(
         kind = found.setdefault(key(leaf.path[-1], names[0], _place(leaf.path)), Kind())
         kind.along.add((param.shape[into - 1 - len(names)], names[into - 1]))
         along = _as_stored(leaf.tensor, param.shape[-len(names) :], into - 1)
-        for name in leaf.names(param.shape):
+        layers, each = leaf.layers or (0,), leaf.names(param.shape)
+        for i, name in enumerate(each):
+            layer = layers[i * len(layers) // len(each)]
             kept, few = look(name)
-            kind.kept.add(kept if along else None)
-            kind.few |= few
+            kind.kept.setdefault(layer, set()).add(kept if along else None)
+            kind.few |= {layer} if few else set()
     return found
 
 
@@ -108,12 +120,13 @@ def _place(path: tuple) -> str:
     return "mtp." * (path[0] == "mtp") + "shared." * (path[-2] == "shared")
 
 
-def _groups(kind: Kind, rules: Rules) -> Groups | None:
-    """None where they cannot be held as they are, in all layers alike."""
-    if None in kind.kept or len({kept.numbers for kept in kind.kept}) != 1:
+def _groups(own: str, kind: Kind, rules: Rules) -> Groups | None:
+    """Of the layers that are alike; None where there are none, or other modules that predict further tokens."""
+    held = set().union(*(kind.kept[layer] for layer in kind.alike))
+    if not held or (own.startswith("mtp.") and len(kind.alike) < len(kind.kept)):
         return None
-    scales, (numbers,) = {kept.scale for kept in kind.kept}, {kept.numbers for kept in kind.kept}
-    within, zeros = math.gcd(*(kept.group for kept in kind.kept)), any(kept.zeros for kept in kind.kept)
+    scales, (numbers,) = {kept.scale for kept in held}, {kept.numbers for kept in held}
+    within, zeros = math.gcd(*(kept.group for kept in held)), any(kept.zeros for kept in held)
     scale = scales.pop() if len(scales) == 1 else "float32"
     each = (Groups(numbers, LONGEST >> i, scale, zeros, within, published=True) for i in range(SMALLER + 1))
     return next((groups for groups in each if _divides(groups, kind.along, rules)), None)

@@ -3,7 +3,7 @@ they are held (in the compute dtype or in few bits) and as they are adapted (lay
 
 import dataclasses
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ def _zeros(dtype) -> Initializer:
 @dataclasses.dataclass(frozen=True)
 class Params:
     """Makes the parameters of one module: carries the random stream, the rules, the leading stack dimensions, and what
-    projections are held in, how they lie, and what they have beside them; `place` as weight_format.key has it."""
+    projections are held in, how they lie, and what they have beside them; `place` as weight_format.key has it, and the
+    numbers of the layers."""
 
     rngs: nnx.Rngs
     rules: Rules
@@ -117,6 +118,7 @@ class Params:
     made_first: bool = False
     stack: tuple[int, ...] = ()
     place: str = ""
+    layers: Sequence[int] = ()
 
     def projection(
         self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1, both_ways: bool = False
@@ -124,7 +126,7 @@ class Params:
         """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
         `project` read it: with its scales where it is held in few bits, and with its adapter where it has one.
         both_ways: what it makes may be summed over instead."""
-        groups = groups_of(self.weights, key(name, names[0], self.place))
+        groups = groups_of(self.weights, key(name, names[0], self.place), self.layers)
         if self.weights in DYNAMIC and names[0] != "experts" and not both_ways:
             self._by_result(module, name, shape, names, into)
         elif groups is not None:

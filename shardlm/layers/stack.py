@@ -64,15 +64,17 @@ def segments_of(blocks: Sequence[BlockConfig]) -> tuple[Segment, ...]:
 
 
 class Stack(nnx.Module):
-    """The blocks of one segment, every parameter stacked [repeats, ...]. At most one segment of a model is `pipelined`
-    where the mesh has a pipeline axis: run in stages (layers/pipeline.py)."""
+    """The blocks of one segment, whose layers `params` names, every parameter stacked [repeats, ...]. At most one
+    segment of a model is `pipelined` where the mesh has a pipeline axis: run in stages (layers/pipeline.py)."""
 
     def __init__(
         self, segment: Segment, embed_dim: int, out_scale: float, norm: NormConfig, pipelined: bool, params: Params
     ):
         self.repeats, self.pipelined = segment.repeats, pipelined
-        params = dataclasses.replace(params, stack=(segment.repeats,))
-        self.blocks = nnx.List([Block(c, embed_dim, out_scale, norm, params) for c in segment.pattern])
+        params, period = dataclasses.replace(params, stack=(segment.repeats,)), len(segment.pattern)
+        of_block = [dataclasses.replace(params, layers=params.layers[i::period]) for i in range(period)]
+        blocks = zip(segment.pattern, of_block, strict=True)
+        self.blocks = nnx.List([Block(c, embed_dim, out_scale, norm, own) for c, own in blocks])
 
     def __call__(
         self,

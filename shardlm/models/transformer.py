@@ -67,6 +67,10 @@ class TransformerConfig:
         yield from self.blocks()
         yield from (self.mtp.block,) * self.mtp.depth if self.mtp else ()
 
+    def apart(self) -> "TransformerConfig":
+        """The same, each layer a segment of its own."""
+        return dataclasses.replace(self, segments=tuple(Segment((block,), 1) for block in self.blocks()))
+
     def without_mtp(self) -> "TransformerConfig":
         """The decoder alone."""
         return dataclasses.replace(self, mtp=None)
@@ -116,8 +120,13 @@ class Transformer(nnx.Module):
         # Each residual branch is scaled so that the stream's variance does not grow with depth (GPT-2, section 2.3).
         out_scale = (2 * config.num_layers) ** -0.5
         longest = config.pipelined_segment()
+        ends = list(itertools.accumulate((s.num_layers for s in config.segments), initial=0))
+        of_segment = [dataclasses.replace(params, layers=range(*ends[i : i + 2])) for i in range(len(ends) - 1)]
         self.segments = nnx.List(
-            [Stack(s, D, out_scale, config.norm, i == longest, params) for i, s in enumerate(config.segments)]
+            [
+                Stack(s, D, out_scale, config.norm, i == longest, own)
+                for i, (s, own) in enumerate(zip(config.segments, of_segment, strict=True))
+            ]
         )
         self.final_norm = Norm(config.norm, D, params)
         if not config.tie_embeddings:

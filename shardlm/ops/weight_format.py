@@ -2,7 +2,7 @@
 `groups_of` says it of one."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from shardlm.ops.grouped_weights import OWN, GroupedFormat, Groups
@@ -20,10 +20,13 @@ class AsPublished:
 
     kinds  by `key` of a weight its groups; all others are in the compute dtype
     left   of these others, those that the checkpoint has in few bits
+    but    by key the layers in which a weight is in the compute dtype all the same: where there are any, layers have to
+           be apart (models/transformer.py)
     """
 
     kinds: tuple[tuple[str, Groups], ...]
     left: tuple[str, ...] = ()
+    but: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def by_key(self) -> Mapping[str, Groups]:
@@ -36,6 +39,11 @@ class AsPublished:
     def __str__(self) -> str:
         return PUBLISHED
 
+    def behind(self, layers: int) -> "AsPublished":
+        """Of a model that begins behind so many layers."""
+        but = tuple((own, tuple(layer - layers for layer in some)) for own, some in self.but)
+        return dataclasses.replace(self, but=but)
+
 
 WeightFormat = Literal["dtype", "int8", "int4", "fp8", "int8_dynamic", "fp8_dynamic"] | AsPublished
 
@@ -45,9 +53,16 @@ def grouped(how: str) -> GroupedFormat:
     return DYNAMIC.get(how, how)
 
 
-def groups_of(how: WeightFormat, key: str) -> Groups | None:
-    """How the projection or expert of this `key` is held, None: in the compute dtype."""
-    return how.by_key.get(key) if isinstance(how, AsPublished) else OWN.get(grouped(how))
+def groups_of(how: WeightFormat, key: str, layers: Iterable[int] = ()) -> Groups | None:
+    """How the projection or expert of this `key` is held in these layers, None: in the compute dtype."""
+    if not isinstance(how, AsPublished):
+        return OWN.get(grouped(how))
+    return how.by_key.get(key) if set(layers).isdisjoint(dict(how.but).get(key, ())) else None
+
+
+def layers_differ(how: WeightFormat) -> bool:
+    """Whether a weight is held otherwise in some layers than in others."""
+    return isinstance(how, AsPublished) and bool(how.but)
 
 
 def key(name: str, first: str, place: str = "") -> str:

@@ -12,7 +12,6 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.layers.param import MADE_FIRST
-from shardlm.layers.stack import Segment
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.kv_format import KvFormat
 from shardlm.state import ModelDef
@@ -22,7 +21,7 @@ Tree = Any
 
 def apart(config: TransformerConfig) -> TransformerConfig:
     """The same decoder, each layer a segment of its own."""
-    return dataclasses.replace(config, segments=tuple(Segment((block,), 1) for block in config.blocks()))
+    return config.apart()
 
 
 def taken_apart(model: ModelDef, params: Tree, kv_cache: KvFormat = "auto") -> tuple[ModelDef, Tree]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
+from shardlm.ops.weight_format import AsPublished
 from shardlm.state import ModelDef, at_rest, joined
 
 Tree = Any
@@ -109,6 +110,8 @@ def together(params: Sequence[Tree], stages: Sequence[Stage]) -> Tree:
 def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> Stage:
     config = dataclasses.replace(model.config, segments=model.config.segments[run])
     execution = dataclasses.replace(model.execution, rules=model.execution.rules.inside("pipeline"))
+    if isinstance(execution.weights, AsPublished):
+        execution = dataclasses.replace(execution, weights=execution.weights.behind(run.start))
     with jax.set_mesh(mesh):
         part = ModelDef.make(config, execution)
         held = part.held_at_rest(mesh)

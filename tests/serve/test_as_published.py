@@ -128,7 +128,7 @@ def test_scores_on_a_mesh(folders, name, mesh):
 
 
 def test_what_is_chosen(folders, tmp_path):
-    """On a CPU nothing is held so unless it is asked for; of layers that differ it is not held at all."""
+    """On a CPU nothing is held so unless it is asked for."""
     _, few = folders("gpt_oss")
     assert load(few.path, decoding=True).model.execution.weights == "dtype"
     kept = load(few.path, decoding=True, quantization="checkpoint").model.execution.weights
@@ -144,14 +144,35 @@ def test_what_is_chosen(folders, tmp_path):
 
 
 def test_layers_that_differ(folders, tmp_path):
-    """Where a first layer was left in 16 bits, which parts are unlike is said, and what else there is to do."""
+    """One that was left in 16 bits, as Meta's 405B has its first and its last, stays so, in a pipeline too."""
     plain, few = folders("llama")
     ours, theirs = ({n: a.read(...) for n, a in folder.tensors.items()} for folder in (plain, few))
-    mixed = {n: a for n, a in theirs.items() if ".layers.0." not in n} | {n: a for n, a in ours.items() if ".0." in n}
+    mixed = {n: a for n, a in theirs.items() if ".layers.2." not in n} | {n: a for n, a in ours.items() if ".2." in n}
     folder = written(tmp_path / "mixed", few.config, mixed)
-    assert load(folder.path, decoding=True).model.execution.weights == "dtype"
-    with pytest.raises(ShardlmError, match=r"wk, wo, .* are not alike in all of its layers, .* choose from int8"):
-        load(folder.path, decoding=True, quantization="checkpoint")
+    TOKENIZER.save(folder.path / "tokenizer.json")
+    opened = load(folder.path, decoding=True, quantization="checkpoint", dtype="float32")
+    held = opened.model.execution.weights
+    assert dict(held.but) == dict.fromkeys(held.by_key, (2,)) and not held.left
+    last = opened.params["segments"][2]["blocks"][0]["mlp"]
+    assert (
+        last["down"].dtype == np.float32 and opened.params["segments"][1]["blocks"][0]["mlp"]["down"].dtype == np.int8
+    )
+    for mesh in (ONE, MeshSpec(pipeline=2)):
+        np.testing.assert_allclose(scores(folder.path, "checkpoint", mesh), scores(plain.path, None), atol=2e-5)
+    on = (Cluster.of(GPUS["h100"], 2), EngineConfig(mesh=MeshSpec(pipeline=2), max_model_len=64), 32, 16)
+    cases = (ServingCase(ServedModel.of_folder(one.path), *on) for one in (plain, folder, few))
+    sizes = [[stage.weights for stage in serving_memory(case).stages] for case in cases]
+    assert sizes[0][0] > sizes[1][0] == sizes[2][0] and sizes[0][1] == sizes[1][1] > sizes[2][1]
+
+
+def test_groups_that_no_device_can_have_a_part_of(folders, tmp_path):
+    plain, few = folders("llama")
+    ours, theirs = ({n: a.read(...) for n, a in folder.tensors.items()} for folder in (plain, few))
+    mixed = {n: a for n, a in theirs.items() if ".down_proj." in n}
+    mixed |= {n: a for n, a in ours.items() if ".down_proj." not in n}
+    folder = written(tmp_path / "down", few.config, mixed)
+    with pytest.raises(ShardlmError, match=r"down are in groups that the mesh .* cannot split; choose from int8"):
+        load(folder.path, decoding=True, quantization="checkpoint", mesh=MeshSpec(tensor=4))
 
 
 def test_what_lies_with_its_inputs_first_is_not_held():

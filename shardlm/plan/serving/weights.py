@@ -18,7 +18,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT
 from shardlm.ops.kv_format import KvFormat
-from shardlm.ops.weight_format import WeightFormat, grouped
+from shardlm.ops.weight_format import WeightFormat, grouped, layers_differ
 from shardlm.rules import Rules, Table
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
@@ -155,6 +155,7 @@ def stages_of(num_layers: int, mesh: MeshSpec) -> list[slice]:
 @functools.lru_cache(maxsize=256)
 def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: WeightFormat, room: Room) -> Weights:
     """On a mesh."""
+    shape = shape.apart() if layers_differ(weights) else shape
     execution = executed(Execution(serving_rules(shape, mesh, weights), jnp.dtype(dtype), weights=weights), room)
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         _, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, execution, nnx.Rngs(0))))
