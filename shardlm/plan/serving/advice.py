@@ -27,9 +27,10 @@ class ServingOffer:
     """What a kind of cluster has for a target.
 
     plan      of the replica whose copies together take the fewest GPUs
-    others    the same of replicas of other numbers of GPUs, the fewest GPUs first; by attainment they would take as
-              many or more, and how many is not looked for
+    others    the same of replicas of other numbers of GPUs, the fewest GPUs first
     times     by attainment, of requests that come at random to the replica (arrivals.times_of_requests)
+    counted   by attainment, of those others' numbers of GPUs those of which fewer replicas will not do; of the rest
+              that is not known (attainment.Fewest)
     """
 
     kind: ClusterKind
@@ -38,6 +39,7 @@ class ServingOffer:
     dollars_per_gpu_hour: float
     price_source: str
     times: Mapping[str, Any] | None = None
+    counted: frozenset[int] = frozenset()
 
     @property
     def num_gpus(self) -> int:
@@ -101,7 +103,7 @@ def advise_serving(
             nothing.append((kind, plans))
             continue
         price = (dollars_per_gpu_hour, "as given") if dollars_per_gpu_hour else list_price(kind.gpu, kind.name)
-        offers.append(ServingOffer(kind, plans.best, plans.others, *price, plans.times))
+        offers.append(ServingOffer(kind, plans.best, plans.others, *price, plans.times, plans.counted))
     offers.sort(key=lambda offer: (not offer.dollars_per_gpu_hour, offer.dollars_per_hour, offer.num_gpus))
     return ServingAdvice(tuple(offers), tuple(nothing), time.perf_counter() - start)
 
@@ -113,6 +115,7 @@ class _Plans:
     best: ServingPlan
     others: tuple[ServingPlan, ...]
     times: Mapping[str, Any] | None = None
+    counted: frozenset[int] = frozenset()
 
 
 def _by_size(
@@ -138,9 +141,8 @@ def _by_size(
             return _Plans(plans[0], tuple(best.values())[1:])
         if plans:
             try:
-                plan, times = fewest_gpus(plans, say)
-                others = (other for size, other in best.items() if size != plan.gpus_per_replica)
-                return _Plans(plan, tuple(others), times)
+                found = fewest_gpus(plans, say)
+                return _Plans(found.plan, found.others, found.times, found.counted)
             except ShardlmError as error:
                 late, tried = str(error), count
         if hosts == MOST_HOSTS:

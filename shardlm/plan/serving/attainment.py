@@ -20,6 +20,7 @@ from shardlm.plan.serving.time import Speed
 SLACK = 1.25  # a share of a half and more keeps latencies at no rate higher than the means do, by as much as those err
 LEAST = 0.01  # of the most: all but idle
 EXACT = 1.03  # two rates as near to each other are the same
+MOST_TRIALS = 8  # of a replica that is not the best
 STEP = 1.15  # from where a rate is looked for, up or down
 
 
@@ -56,14 +57,27 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
     return Found(tuple(sorted(plans, key=order)), (*refused, *free.refused))
 
 
-def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, dict[str, Any]]:
-    """Of plans by means, on one cluster: the mesh whose replicas serve the rate with the fewest GPUs within the
-    latencies, and what came of its requests. Meshes are looked at from the likeliest on, each as long as it may need
-    fewer GPUs than the best so far. Raises ShardlmError where no mesh does."""
+@dataclasses.dataclass(frozen=True)
+class Fewest:
+    """plan, times  of the mesh whose replicas serve the rate with the fewest GPUs; what came of its requests
+    others   the best of replicas of other numbers of GPUs, the fewest in all first
+    counted  of these others' numbers of GPUs those of which fewer replicas will not do; of the rest that is not known
+    """
+
+    plan: ServingPlan
+    times: dict[str, Any]
+    others: tuple[ServingPlan, ...]
+    counted: frozenset[int]
+
+
+def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> Fewest:
+    """Of plans by means, on one cluster, those that serve the rate within the latencies. Meshes are looked at from the
+    likeliest on, each as long as it may need fewer GPUs than the best so far. Raises ShardlmError where no mesh does.
+    """
     tried = [(plan, Trials(ServingPlan.of(without_latencies(plan.case)), plan.case)) for plan in plans]
     tried.sort(key=lambda one: one[1].likely_gpus())
     best: tuple[Trials, int] | None = None
-    fewest = math.inf
+    fewest, counts = math.inf, {}
     for plan, trials in tried:
         rate, each = plan.case.request_rate, plan.gpus_per_replica
         if each * rate / (SLACK * plan.most.rate) > fewest - 1:
@@ -72,13 +86,34 @@ def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> tuple[ServingPlan, di
         say(f"requests at random on replicas of {mesh_text(plan.case.engine.mesh)} ...")
         if count := trials.fewest(rate, at_most):
             best, fewest = (trials, count), each * count
+            counts[trials] = count
     if best is None:
         raise ShardlmError(tried[0][1].too_slow())
     trials, count = best
     rate = trials.case.request_rate
     while trials.times(rate / count)["within_limits"] < trials.case.attainment:  # `keep` differs from it by little
         count += 1
-    return trials.plan_of(count, rate / count, rate / count), trials.times(rate / count)
+    plan = trials.plan_of(count, rate / count, rate / count)
+    others = _others([one for _, one in tried], counts, plan)
+    counted = frozenset(other.gpus_per_replica for other, is_counted in others if is_counted)
+    return Fewest(plan, trials.times(rate / count), tuple(other for other, _ in others), counted)
+
+
+def _others(
+    tried: Sequence["Trials"], counts: Mapping["Trials", int], best: ServingPlan
+) -> list[tuple[ServingPlan, bool]]:
+    """(the likeliest of each other number of GPUs, whether its replicas were counted): else as many as will do, found
+    in a few trials; none of those for which it takes more than MOST_TRIALS."""
+    found: dict[int, tuple[ServingPlan, bool]] = {}
+    for trials in sorted(tried, key=lambda one: one not in counts):
+        size, rate = trials.plan.gpus_per_replica, trials.case.request_rate
+        if size in (best.gpus_per_replica, *found):
+            continue
+        least = math.ceil(best.num_gpus / size)
+        count, exact = (counts[trials], True) if trials in counts else trials.enough(rate, least)
+        if count:
+            found[size] = trials.plan_of(count, rate / count, rate / count), exact
+    return sorted(found.values(), key=lambda one: (one[0].num_gpus, one[0].gpus_per_replica))
 
 
 class Trials:
@@ -148,6 +183,17 @@ class Trials:
     def likely_gpus(self) -> float:
         """For the case's rate."""
         return self.plan.gpus_per_replica * math.ceil(self.case.request_rate / self._guess())
+
+    def enough(self, rate: float, least: int) -> tuple[int, bool]:
+        """(replicas that do so at `rate`, a quarter more than need be at most; whether one fewer does not), where fewer
+        than `least` do not; 0 where MOST_TRIALS find none."""
+        least = count = max(least, math.ceil(rate / self.plan.most.rate))
+        failed = least - 1
+        for _ in range(MOST_TRIALS):
+            if self.keep(rate / count):
+                return count, count == failed + 1
+            failed, count = count, max(count + 1, math.ceil(1.25 * count))
+        return 0, False
 
     def plan_of(self, count: int, usual: float, most: float) -> ServingPlan:
         """The plan on so many replicas, each at the rate `usual`, of at most `most`."""
