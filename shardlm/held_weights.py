@@ -2,8 +2,9 @@
 scales beside them. Files and names are weights.py's."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,29 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
+from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.ops import dynamic_matmul
 from shardlm.ops.grouped_weights import Groups, as_published, grouped_axis, quantised
 from shardlm.ops.weight_format import WeightFormat
 
 Tree = Any
-FIRST = ("read", "codes")  # of a tensor's views, the first that is read
 Index = tuple[slice, ...]
+
+
+class View(NamedTuple):
+    """What is read of a checkpoint's tensors.
+
+    name   of their method
+    whole  all of it
+    index  the slice that is read
+    every  inputs of which it is one, 0: of each
+    """
+
+    name: str
+    whole: jax.ShapeDtypeStruct
+    index: Index
+    every: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +59,16 @@ class InGroups:
 
     reads_twice = False
 
-    @property
-    def views(self) -> tuple[str, ...]:
-        """What is read of a checkpoint's tensors, one after the other."""
-        return ("codes", "spread_factors", "spread_zeros")[: 2 + self.how.zeros] if self.how.published else ("read",)
+    def views(self, index: Index) -> list[View]:
+        """What is read for a part, one after the other: of a checkpoint's own numbers, the factors and the zeros of
+        groups alone."""
+        if not self.how.published:
+            return [View("read", self.whole, index)]
+        every = self.whole.shape[self.axis] // self.scale.shape[self.axis]
+        rows = slice(index[self.axis].start // every, index[self.axis].stop // every)
+        groups = (*index[: self.axis], rows, *index[self.axis + 1 :])
+        beside = [("factors_of", self.scale), ("zeros_of", self.zero)][: 1 + self.how.zeros]
+        return [View("codes", self.whole, index), *(View(name, shape, groups, every) for name, shape in beside)]
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
@@ -70,10 +92,8 @@ class InGroups:
                     held = as_published(*read, *[None] * (3 - len(read)), self.axis, group, self.how)
                 else:
                     held = quantised(*read, self.axis, group, self.how.numbers)
-                cut = [
-                    np.take(a, range(s - first * n, e - first * n), self.axis)
-                    for a, (s, e, n) in zip(held, spans, strict=False)
-                ]
+                cuts = [slice(s - first * n, e - first * n) for s, e, n in spans]
+                cut = [a[(slice(None),) * self.axis + (cut,)] for a, cut in zip(held, cuts, strict=False)]
                 return dict(zip((path, of_scale(path), of_zero(path)), cut, strict=False))
 
             rows, index = slice(first * group, last * group), indices[0]
@@ -90,7 +110,8 @@ class ByResult:
     scale: jax.ShapeDtypeStruct
     how: WeightFormat
 
-    views = ("read",)
+    def views(self, index: Index) -> list[View]:
+        return [View("read", self.whole, index)]
 
     @property
     def summed(self) -> range:
@@ -139,7 +160,10 @@ class Plain:
 
     whole: jax.ShapeDtypeStruct
 
-    views, reads_twice = ("read",), False
+    reads_twice = False
+
+    def views(self, index: Index) -> list[View]:
+        return [View("read", self.whole, index)]
 
     def parts(self, path: tuple, made: Callable[[], np.ndarray]) -> list[Part]:
         return [Part(index, devices, lambda a: {path: a}) for (index,), devices in _holders(self.whole)]
@@ -199,6 +223,13 @@ def assembled(
     return found
 
 
+def made_of(path: tuple, held: "Held", w: np.ndarray, flat: Mapping[tuple, jax.ShapeDtypeStruct]):
+    """{path: an array} of a parameter that is on the host whole; `flat`: the shapes of all."""
+    shapes = {own: flat[own] for own in paths_of(path, flat)}
+    parts = held.parts(path, functools.partial(scales_of, held, w))
+    return assembled(shapes, parts, lambda part: [w[part.index].astype(held.whole.dtype)])
+
+
 def paths_of(path: tuple, flat: Mapping[tuple, Any]) -> list[tuple]:
     """Of a weight's bytes and, where they are in `flat`, its scales and zeros."""
     return [own for own in (path, of_scale(path), of_zero(path)) if own in flat]
@@ -212,10 +243,17 @@ def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:
         exact = kept and groups.scale in (kept.scale, "float32") and groups.zeros >= kept.zeros
         inside = kept and ((groups.within and kept.group % groups.within == 0) or not kept.group)
         if not (exact and inside) or kept.numbers != groups.numbers:
+            wanted = Kept(groups.numbers, groups.within, groups.scale, groups.zeros)
+            other = "in another way" if hasattr(tensor, "kept") else f"in {tensor.dtype}"
             raise ShardlmError(
-                f"{name} is not held in {groups.numbers} by groups of {groups.within or 'all inputs'}, as the model is "
-                "served (quantization=checkpoint); serve it with quantization=dtype, or another, to put any weights in"
+                f"{name} is not held {_how(wanted)}, as the model is served (quantization=checkpoint), but "
+                f"{_how(kept) if kept else other}; serve it with quantization=dtype, or another, to put any weights in"
             )
+
+
+def _how(kept: Kept) -> str:
+    zeros = " and zeros" if kept.zeros else ""
+    return f"in {kept.numbers} by groups of {kept.group or 'all inputs'} with scales in {kept.scale}{zeros}"
 
 
 def as_read(held: Mapping[tuple, Held]) -> Tree:

@@ -2,7 +2,6 @@
 slices."""
 
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
-from shardlm.held_weights import assembled, held_weights, paths_of, scales_of
+from shardlm.held_weights import held_weights, made_of
 from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
 from shardlm.hf_quantised import supported
 from shardlm.layers.lora import LoraConfig
@@ -207,12 +206,15 @@ def _weight_format(
     if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
         return "dtype"
     rules = serving_rules(shape, spec)
-    kept = as_published(kinds_in(Folder.open(found.source.folder), shape, rules), rules) if method else None
-    if kept and kept.kinds:
+    kinds = kinds_in(Folder.open(found.source.folder), shape, rules) if method else {}
+    kept = as_published(kinds, rules)
+    if kept.kinds:
         return kept
     if asked is None:
         return "dtype"
     why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
+    if unlike := [name for name, kind in kinds.items() if kind.kept - {None}]:
+        why = f"{', '.join(unlike)} are not alike in all of its layers, or in groups that the mesh {spec} cannot split"
     raise ShardlmError(
         f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
         f"from {', '.join(QUANTIZATIONS)}, or leave it out"
@@ -246,10 +248,8 @@ def _in_few_bits(found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: i
         for path, one in held_weights(shapes, model.execution.weights, model.groups).items():
             tree = reader.restore_some(unflatten_dict({path: whole[path]}), there, name)
             w = np.asarray(flatten_dict(tree)[path])
-            del tree
-            parts = one.parts(path, functools.partial(scales_of, one, w))
-            of_one = {own: flat[own] for own in paths_of(path, flat)}
-            made |= assembled(of_one, parts, lambda part, w=w, one=one: [w[part.index].astype(one.whole.dtype)])
+            del tree  # from the devices, before what is made of it comes there
+            made |= made_of(path, one, w, flat)
     return unflatten_dict(made)
 
 

@@ -17,6 +17,7 @@ from shardlm.hf_quantised import kept_as
 from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import Execution
 from shardlm.models import registry
+from shardlm.models.naming import Tensor
 from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.ops.grouped_weights import LONGEST, Groups
 from shardlm.ops.weight_format import AsPublished, key
@@ -52,10 +53,11 @@ def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[st
 
 def kinds_told(options: Mapping[str, Any], config: TransformerConfig, rules: Rules) -> dict[str, Kind]:
     """The same by config.json alone."""
+    kept_by = kept_as(options)
 
     def look(name: str) -> tuple[Kept | None, bool]:
-        kept = kept_as(options, name)
-        return kept, kept is not None
+        kept = kept_by(name)
+        return (kept if kept and kept.numbers else None), kept is not None
 
     return _kinds(options, config, rules, look)
 
@@ -82,11 +84,17 @@ def _kinds(
         names, into = param.get_metadata("names"), param.get_metadata("into")
         kind = found.setdefault(key(leaf.path[-1], names[0], _place(leaf.path)), Kind())
         kind.along.add((param.shape[into - 1 - len(names)], names[into - 1]))
+        along = _as_stored(leaf.tensor, param.shape[-len(names) :], into - 1)
         for name in leaf.names(param.shape):
             kept, few = look(name)
-            kind.kept.add(kept)
+            kind.kept.add(kept if along else None)
             kind.few |= few
     return found
+
+
+def _as_stored(tensor: Tensor, shape: tuple[int, ...], axis: int) -> bool:
+    """Whether the dimension of ours that is grouped lies along the inputs of theirs, [*, inputs] or [E, inputs, *]."""
+    return tensor.theirs(shape)[1][-1] == tensor.letters(shape)[axis]
 
 
 def _projections(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Param]:

@@ -15,12 +15,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.held_weights import (
-    FIRST,
     ByResult,
     Held,
     Index,
     InGroups,
     Part,
+    View,
     as_read,
     assembled,
     check_kept,
@@ -32,7 +32,7 @@ from shardlm.hf_files import Folder, Planned, Stored
 from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
-from shardlm.models.naming import Names, Tensor, join, read, shape_of
+from shardlm.models.naming import Names, Tensor, join, read, shape_of, stacked
 from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
 from shardlm.weight_copies import Readable, check_copies, copies
@@ -237,43 +237,36 @@ class _Reader:
     def arrays(self, leaf: Leaf, held: Held, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts: list[Part]):
         """{path: an array} of one parameter: the host holds one slice at a time, and devices that hold the same share
         one reading."""
-        return assembled(
-            shapes, parts, lambda part: [self._slice(leaf, held.whole, part.index, view) for view in held.views]
-        )
+        return assembled(shapes, parts, lambda part: [self._slice(leaf, view) for view in held.views(part.index)])
 
     def scales(self, leaf: Leaf, held: ByResult) -> np.ndarray:
         """Of all results, read layer by layer: [L, *made]."""
         whole = jax.ShapeDtypeStruct(held.whole.shape[1:], held.whole.dtype)
         every = (slice(None),) * len(whole.shape)
-        return scales_of(held, (self._layer(leaf, n, whole, every) for n in leaf.layers))
+        return scales_of(held, (self._layer(leaf, n, View("read", whole, every)) for n in leaf.layers))
 
-    def _slice(self, leaf: Leaf, whole: jax.ShapeDtypeStruct, index: Index, view: str) -> np.ndarray:
+    def _slice(self, leaf: Leaf, view: View) -> np.ndarray:
         if not leaf.layers:
-            return self._layer(leaf, 0, whole, index, view)
-        layers, out = leaf.layers[index[0]], None
-        of_layer = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
-        for place, layer in enumerate(layers):
-            one = self._layer(leaf, layer, of_layer, index[1:], view)
-            out = np.empty((len(layers), *one.shape), one.dtype) if out is None else out
-            out[place] = one
-        return out
+            return self._layer(leaf, 0, view)
+        layers, whole = leaf.layers[view.index[0]], view.whole
+        of_layer = view._replace(whole=jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype), index=view.index[1:])
+        return stacked(len(layers), (self._layer(leaf, layer, of_layer) for layer in layers))
 
-    def _layer(
-        self, leaf: Leaf, layer: int, whole: jax.ShapeDtypeStruct, index: Index, view: str = "read"
-    ) -> np.ndarray:
-        """In the dtype of `whole`, or of another view in its own."""
-        tensor, plain = leaf.tensor, _without_experts(leaf.tensor)
+    def _layer(self, leaf: Leaf, layer: int, view: View) -> np.ndarray:
+        """What is read as numbers in the dtype of `view.whole`, else in its own."""
+        tensor, plain, shape, index = leaf.tensor, _without_experts(leaf.tensor), view.whole.shape, view.index
 
         def part(tensor: Tensor, shape: tuple[int, ...], index: Index, **which: int) -> np.ndarray:
-            a = read(tensor, shape, index, getattr(self.stored[tensor.name.format(layer=layer, **which)], view))
-            return a.astype(whole.dtype) if view == "read" else a
+            fetch = getattr(self.stored[tensor.name.format(layer=layer, **which)], view.name)
+            a = read(tensor, shape, index, functools.partial(fetch, every=view.every) if view.every else fetch)
+            return a.astype(view.whole.dtype) if view.name == "read" else a
 
         if tensor.per_expert():
-            experts = range(*index[0].indices(whole.shape[0]))
-            one = np.stack([part(plain, whole.shape[1:], index[1:], expert=expert) for expert in experts])
+            experts = range(*index[0].indices(shape[0]))
+            one = stacked(len(experts), (part(plain, shape[1:], index[1:], expert=expert) for expert in experts))
         else:
-            one = part(tensor, whole.shape, index)
-        if view in FIRST:
+            one = part(tensor, shape, index)
+        if not view.every:
             self.done += one.size * _each(self.stored, leaf)
             self.progress(round(self.done), round(self.total))
         return one

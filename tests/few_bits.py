@@ -38,6 +38,26 @@ def check(found, expected) -> None:
     columns = (slice(None), slice(3, I - 1), slice(I // 2, I), slice(I // 3, I - 2, 5))
     for part in ((r, c) for r in rows for c in columns):
         assert np.array_equal(found.read(part), expected[part], equal_nan=True), part
+    if getattr(found, "kept", None):
+        _check_as_it_is(found, expected)
+
+
+def _check_as_it_is(found, expected) -> None:
+    """Numbers, factors and zeros as they are held make the same, whole and in slices of whole groups; a group may be
+    taken for several."""
+    I, kept = expected.shape[1], found.kept
+    group = kept.group or I
+    for every in {group, group // 2} if I % group == 0 and group % 2 == 0 else ():
+        for rows, first in ((slice(None), 0), (slice(1, 5), 1)):
+            of_groups = slice(first, I // every)
+            codes = found.codes((rows, slice(first * every, I)))
+            numbers = FP4[codes & 15] if kept.numbers == "fp4" else codes.astype(np.float32)
+            if kept.zeros:
+                numbers = numbers - found.zeros_of((rows, of_groups), every=every).repeat(every, 1)
+            factors = found.factors_of((rows, of_groups), every=every)
+            assert np.array_equal(factors.astype(kept.scale).astype(np.float32), factors, equal_nan=True)
+            whole = numbers * factors.repeat(every, 1)
+            assert np.array_equal(whole, expected[rows, first * every :], equal_nan=True), (every, rows)
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:

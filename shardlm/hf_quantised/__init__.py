@@ -59,10 +59,10 @@ def dequantised(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dic
     return METHODS[method].read(tensors, _options(config)) if method else dict(tensors)
 
 
-def kept_as(config: Mapping[str, Any], name: str) -> Kept | None:
-    """How the weight with this name in 16 bits is held, by what config.json says alone."""
+def kept_as(config: Mapping[str, Any]) -> Callable[[str], Kept | None]:
+    """How weights are held by their names in 16 bits, by what config.json says alone; None: in 16 bits."""
     method = supported(config)
-    return declared(method, _options(config), name) if method else None
+    return declared(method, _options(config)) if method else lambda name: None
 
 
 def _options(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -111,7 +111,7 @@ class Numbers:
     def kept(self, codes: np.ndarray) -> np.ndarray:
         """Codes as they are held: 8-bit numbers in their dtype, others in int8."""
         if self.values is None:
-            return (codes.astype(np.int16) - (self.less + self.middle)).astype(np.int8)
+            return (codes - np.uint8(self.less + self.middle)).view(np.int8)
         return codes.view(self.codes.stored.dtype if isinstance(self.codes, Bytes) else np.int8)
 
     def put(self, codes: np.ndarray, out: np.ndarray) -> None:

@@ -3,7 +3,7 @@ floats (https://github.com/vllm-project/compressed-tensors/tree/main/src/compres
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,16 +44,24 @@ def check(options: Mapping[str, Any]) -> None:
         only({**options, **group}, "format", *FORMATS)
         weights = group.get("weights") or {}
         number(weights, "group_size")
-        if "int" in str(weights.get("type", "int")).lower():
+        if kind(weights) == "int":
             only({**weights, "quant_method": options.get("quant_method")}, "num_bits", 8, *BITS)
 
 
 def _sound(group: Any) -> bool:
-    """Whether it is an object with a list of names, and weights that are an object if any."""
+    """Whether it is an object with a list of names and patterns, and weights that are an object if any."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
         return False
     targets = group.get("targets") or []
-    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    return isinstance(targets, list) and all(isinstance(target, str) and _compiles(target) for target in targets)
+
+
+def _compiles(target: str) -> bool:
+    try:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except re.error:
+        return False
+    return True
 
 
 def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,23 +85,49 @@ def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str,
 
 
 def scheme(module: str, groups: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """How a module's weights are held: by the group that names it, else by the one that names its class, as Linear.
-    Raises ShardlmError, with the file, where that is not clear."""
+    """How the weights of a module that is quantised are held. Raises ShardlmError, with the file, where that is not
+    clear."""
     if len(groups) == 1:
         return next(iter(groups.values())).get("weights") or {}
+    found = targeted((module,), groups)
+    if len(found) != 1:
+        raise unclear(module, groups, file, several=bool(found))
+    return found[0]
+
+
+def targeted(modules: Sequence[str], groups: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What groups say of the weights of a module, by any of its names: the one that names it, else those that name its
+    class, as Linear, or nothing."""
     of_class = []
     for group in groups.values():
-        for target in group.get("targets") or ():
-            if target == module or (target.startswith("re:") and re.match(target[3:], module)):
-                return group.get("weights") or {}
-        if any(re.fullmatch(r"[A-Z]\w*", target) for target in group.get("targets") or ()):
-            of_class.append(group)
-    if len(of_class) == 1:
-        return of_class[0].get("weights") or {}
-    raise ShardlmError(
+        targets = group.get("targets") or ()
+        if any(_names(target, module) for target in targets for module in modules):
+            return [group.get("weights") or {}]
+        if not targets or any(re.fullmatch(r"[A-Z]\w*", target) for target in targets):
+            of_class.append(group.get("weights") or {})
+    return of_class
+
+
+def _names(target: str, module: str) -> bool:
+    return target == module or (target.startswith("re:") and re.match(target[3:], module) is not None)
+
+
+def unclear(module: str, groups: Mapping[str, Any], file: str, *, several: bool) -> ShardlmError:
+    return ShardlmError(
         f"{file}: {module} is quantised, and of the config_groups {', '.join(groups)} of config.json "
-        f"{'several' if of_class else 'none'} may hold for it; a target that names it is needed. Download it again"
+        f"{'several' if several else 'none'} may hold for it; a target that names it is needed. Download it again"
     )
+
+
+def kind(scheme: Mapping[str, Any]) -> str:
+    """ "int" or "float"."""
+    return "float" if "float" in str(scheme.get("type", "int")).lower() else "int"
+
+
+def block(scheme: Mapping[str, Any]) -> Any:
+    """Rows and columns of a block, as they are told; None: there are none."""
+    told = scheme.get("block_structure")
+    return [int(n) for n in told.split("x")] if isinstance(told, str) and re.fullmatch(r"\d+x\d+", told) else told
 
 
 def _bytes(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) -> Grid:
@@ -164,17 +198,15 @@ def _cells(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """(rows and columns that share a scale, how many of such cells there are)."""
     O, I = shape
-    group, block = scheme.get("group_size"), scheme.get("block_structure")
-    strategy = scheme.get("strategy") or ("group" if group and group > 0 else "block" if block else "channel")
-    if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block):
-        block = [int(n) for n in block.split("x")]
-    sizes = {"tensor": (O, I), "channel": (1, I), "group": (1, group), "tensor_group": (1, group), "block": block}
+    group, cell = scheme.get("group_size"), block(scheme)
+    strategy = scheme.get("strategy") or ("group" if group and group > 0 else "block" if cell else "channel")
+    sizes = {"tensor": (O, I), "channel": (1, I), "group": (1, group), "tensor_group": (1, group), "block": cell}
     size = sizes.get(str(strategy))
     whole_numbers = isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int for n in size)
     if not whole_numbers or min(size) < 1:
         raise ShardlmError(
             f"{numbers.file}: {module} is quantised with strategy={strategy!r}, group_size={group!r} and "
-            f"block_structure={block!r}; supported are {', '.join(sizes)} with their sizes. Open another quantisation"
+            f"block_structure={cell!r}; supported are {', '.join(sizes)} with their sizes. Open another quantisation"
         )
     cells = -(-O // size[0]), -(-I // size[1])
     if int(np.prod(scales.shape)) != cells[0] * cells[1]:

@@ -106,7 +106,8 @@ class Grid:
         numbers, count = self.numbers.kind, self.numbers.codes.shape[along]
         in_order = np.array_equal(self._cells(along), np.arange(count) // self.size[along])
         alone = self.numbers.middle and self.zeros is None  # no zero would tell of what they are less by
-        if not numbers or self.times != 1 or not in_order or alone:
+        broken = self.zeros is not None and not self.zeros.kind.startswith("int")  # zeros that are no whole numbers
+        if not numbers or self.times != 1 or not in_order or alone or broken:
             return None
         size = self.size[along] if self.size[along] < count else 0
         return Kept(numbers, size, self.factors.dtype, self.zeros is not None)
@@ -116,18 +117,20 @@ class Grid:
         found = self.numbers.codes.read(full(index)[:: -1 if self.turned else 1])
         return self._as_read(self.numbers.kept(found))
 
-    def spread_factors(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The factor of each number."""
-        return self._spread(self.factors.read(), index)
+    def factors_of(self, index: tuple[slice, ...], every: int) -> np.ndarray:
+        """The factors of so many inputs each, [O, I / every]: of parts of what shares one."""
+        return self._of_groups(self.factors.read(), index, every)
 
-    def spread_zeros(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The zero of each number as `codes` are, int16."""
+    def zeros_of(self, index: tuple[slice, ...], every: int) -> np.ndarray:
+        """Their zeros as `codes` are, int16."""
         if self.zeros is None:
-            return self._spread(np.zeros(self.factors.shape, np.int16), index)
-        return self._spread(self.zeros.read(full(...)).astype(np.int16) - self.numbers.middle, index)
+            return self._of_groups(np.zeros(self.factors.shape, np.int16), index, every)
+        return self._of_groups(self.zeros.read(full(...)).astype(np.int16) - self.numbers.middle, index, every)
 
-    def _spread(self, cells: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        rows, columns = (self._cells(dim)[part] for dim, part in enumerate(full(index)[:: -1 if self.turned else 1]))
+    def _of_groups(self, cells: np.ndarray, index: tuple[slice, ...], every: int) -> np.ndarray:
+        steps = (every, 1) if self.turned else (1, every)
+        index = full(index)[:: -1 if self.turned else 1]
+        rows, columns = (self._cells(dim)[::step][index[dim]] for dim, step in enumerate(steps))
         return self._as_read(cells[np.ix_(rows, columns)])
 
     def _as_read(self, a: np.ndarray) -> np.ndarray:

@@ -44,17 +44,22 @@ class Mxfp4:
         """Of 4 bits, one a byte."""
         return self._each(index, lambda a: np.stack([a & 15, a >> 4], axis=-1).view(np.int8), self.blocks)
 
-    def spread_factors(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The factor of each number."""
-        return self._each(index, lambda exponents: np.repeat(_factors(exponents), GROUP, axis=-1), self.scales)
+    def factors_of(self, index: tuple[slice, ...], every: int) -> np.ndarray:
+        """The factors of so many inputs each, [E, I / every, O]: of parts of a group."""
+        parts = GROUP // every
+        return self._each(
+            index, lambda exponents: np.repeat(_factors(exponents), parts, axis=-1), self.scales, of=parts
+        )
 
-    def _each(self, index: tuple[slice, ...], make: Callable[..., np.ndarray], *of: Stored) -> np.ndarray:
-        """What is made of whole groups, [E, O, numbers of them], for the numbers asked for, [E, I, O]."""
+    def _each(
+        self, index: tuple[slice, ...], make: Callable[..., np.ndarray], *stored: Stored, of: int = GROUP
+    ) -> np.ndarray:
+        """What is made of whole groups, [E, O, `of` each], for what is asked for, [E, I, O] or fewer of I."""
         experts, inner, outer = full(index, 3)
-        start, stop, step = inner.indices(self.shape[1])
-        groups = slice(start // GROUP, -(-stop // GROUP))
-        made = make(*(stored.read((experts, outer, groups)) for stored in of))
-        first = groups.start * GROUP
+        start, stop, step = inner.indices(self.shape[1] * of // GROUP)
+        groups = slice(start // of, -(-stop // of))
+        made = make(*(one.read((experts, outer, groups)) for one in stored))
+        first = groups.start * of
         whole = made.reshape(*made.shape[:2], -1)
         return whole[..., start - first : stop - first : step].swapaxes(1, 2)
 

@@ -4,9 +4,11 @@ says so, and the reading and writing of one tensor by it. Files and devices are 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+
+_COLUMNS, _AT_ONCE = 64, 1 << 14  # turned at a time; numbers that are copied as they lie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,32 @@ def read(
     found = fetch(tuple(slices)).reshape(factors)[tuple(rest)]
     found = found.transpose([flat.index(letter) for letter in letters])
     return _reorder(found, tensor, letters, halves=True)
+
+
+def stacked(count: int, arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """So many arrays, as `read` gives them, as one: a copy."""
+    out = None
+    for place, one in enumerate(arrays):
+        out = np.empty((count, *one.shape), one.dtype) if out is None else out
+        _copy(one, out[place])
+    return out
+
+
+def _copy(a: np.ndarray, out: np.ndarray) -> None:
+    """Into an array of the same shape. What lies side by side in `a` is far apart in `out` where files have results
+    first: a few columns at a time then, whose lines stay in a CPU's cache (4096 x 4096 bytes 0.9 ns each, else 6.3)."""
+    if a.ndim < 2 or a.size < _AT_ONCE or abs(a.strides[-1]) <= min(map(abs, a.strides)):
+        out[...] = a
+        return
+    near = min(range(a.ndim), key=lambda axis: abs(a.strides[axis]))
+    if middle := [axis for axis in range(a.ndim - 1) if axis != near]:
+        a, out = (np.moveaxis(each, middle[0], 0) for each in (a, out))
+        for one, place in zip(a, out, strict=True):
+            _copy(one, place)
+        return
+    for first in range(0, a.shape[-1], _COLUMNS):
+        some = (..., slice(first, first + _COLUMNS))
+        out[some] = a[some]
 
 
 def write(tensor: Tensor, a: np.ndarray) -> np.ndarray:

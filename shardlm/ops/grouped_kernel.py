@@ -3,8 +3,9 @@ once, as it is held, and makes its numbers where they are multiplied. Reading we
 write all of them in 16 bits and read them again.
 
 A program takes some columns and a part of what is summed over, a group at a time or a part of one: the numbers of a
-group are exact in 16 bits, so that its scale multiplies sums, in float32. A weight's own shape says how many parts
-there are, and not the number of rows, so that a row's sum is the same beside any others.
+group are exact in 16 bits, so that its scale multiplies sums, in float32. Several small groups are taken together, and
+their scales multiply numbers (MXFP4's are exact then too). A weight's own shape says how many parts there are, and not
+the number of rows, so that a row's sum is the same beside any others.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shardlm.ops.grouped_weights import COLUMNS, Grouped, Groups, halves, splits_of, step_of
+from shardlm.ops.grouped_weights import COLUMNS, Grouped, Groups, groups_at_once, halves, splits_of, step_of
 from shardlm.ops.paged_kernel import from_fp8
 
 ROWS = 128  # of a program, at most
@@ -37,8 +38,13 @@ class Sizes:
     how: Groups
 
     @property
+    def several(self) -> int:
+        """Groups of a step."""
+        return groups_at_once(self.group, self.how.a_byte)
+
+    @property
     def step(self) -> int:
-        """Numbers of a group that are read at a time."""
+        """Numbers that are read at a time."""
         return step_of(self.group, self.how.a_byte)
 
     @property
@@ -57,7 +63,7 @@ class Sizes:
 
     @property
     def steps(self) -> int:
-        return self.summed // self.step
+        return pl.cdiv(self.summed, self.step)
 
     @property
     def splits(self) -> int:
@@ -150,6 +156,8 @@ def _columns(sizes: Sizes, block) -> tuple[jax.Array, jax.Array | None]:
 def _summed(sizes: Sizes, x, held: Grouped, rows, block, first, stop, *expert) -> jax.Array:
     """float32 [block_rows, COLUMNS]: rows of x times a block of columns, over the steps from `first` up to `stop`,
     of one weight or of one expert's."""
+    if sizes.several > 1:
+        return _summed_small(sizes, x, held, rows, block, first, stop, *expert)
     row, row_here = rows
     column, column_here = _columns(sizes, block)
     number = jnp.arange(max(16, pl.next_power_of_2(sizes.held)))  # of the bytes of a step
@@ -168,9 +176,41 @@ def _summed(sizes: Sizes, x, held: Grouped, rows, block, first, stop, *expert) -
                 numbers = numbers.astype(jnp.float32) - zero.astype(jnp.float32)
             begin = i * sizes.step + part * sizes.held
             at = x.at[row[:, None], (begin + number)[None]]
-            factor = _load(at) if x_mask is None else triton.load(at, mask=x_mask, other=0)
+            factor = _load(at, x_mask, 0)
             sums += triton.dot(factor, numbers.astype(factor.dtype), precision=jax.lax.Precision.HIGHEST)
         return total + sums * own
+
+    return jax.lax.fori_loop(first, stop, step, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
+
+
+def _summed_small(sizes: Sizes, x, held: Grouped, rows, block, first, stop, *expert) -> jax.Array:
+    """As `_summed`, of several groups at a time; the last of them may be fewer."""
+    row, row_here = rows
+    column, column_here = _columns(sizes, block)
+    each, whole = sizes.group // sizes.how.a_byte, sizes.summed % sizes.step == 0
+    number, nth = jnp.arange(sizes.held), jnp.arange(sizes.several)
+
+    def of_groups(a, group, here):
+        own = _load(a.at[*expert, group[:, None], column[None]], _both(here, column_here), 0)
+        own = own.astype(jnp.float32)[:, None]
+        return jnp.broadcast_to(own, (sizes.several, each, COLUMNS)).reshape(sizes.held, COLUMNS)
+
+    def step(i, total):
+        byte, group = i * sizes.held + number, i * sizes.several + nth
+        here = None if whole else byte < sizes.summed // sizes.how.a_byte
+        there = None if whole else (group < sizes.summed // sizes.group)[:, None]
+        mask = _both(here if here is None else here[:, None], column_here)
+        tile = _load(held.values.at[*expert, byte[:, None], column[None]], mask)
+        scale = of_groups(held.scale, group, there)
+        zero = None if held.zero is None else of_groups(held.zero, group, there)
+        for part, numbers in enumerate(_numbers(tile, sizes.how)):
+            w = numbers.astype(jnp.float32) if zero is None else numbers.astype(jnp.float32) - zero
+            at = jax.lax.div(byte, each) * sizes.group + part * each + jax.lax.rem(byte, each)
+            x_mask = _both(row_here, here if here is None else here[None])
+            factor = _load(x.at[row[:, None], at[None]], x_mask, 0)
+            w = (w * scale).astype(factor.dtype)
+            total += triton.dot(factor, w, precision=jax.lax.Precision.HIGHEST)
+        return total
 
     return jax.lax.fori_loop(first, stop, step, jnp.zeros((sizes.block_rows, COLUMNS), jnp.float32))
 
@@ -185,9 +225,9 @@ def _numbers(tile: jax.Array, how: Groups) -> tuple[jax.Array, ...]:
     return (from_fp8(bits),)
 
 
-def _load(ref, mask: jax.Array | None = None) -> jax.Array:
-    """What is beyond the mask may be any number: it meets zeros of x, or is not stored."""
-    return triton.load(ref) if mask is None else triton.load(ref, mask=mask)
+def _load(ref, mask: jax.Array | None = None, other: int | None = None) -> jax.Array:
+    """What is beyond the mask is `other`, or may be any number, as what meets zeros of x, or is not stored."""
+    return triton.load(ref) if mask is None else triton.load(ref, mask=mask, other=other)
 
 
 def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

@@ -130,16 +130,12 @@ def quantised(w: np.ndarray, axis: int, group: int, how: GroupedFormat) -> Group
 def as_published(
     codes: np.ndarray, factors: np.ndarray, zeros: np.ndarray | None, axis: int, group: int, groups: Groups
 ) -> Grouped:
-    """A checkpoint's codes (of 4 bits in int8) with the factor and the zero of each, on the host; those of a group are
-    the same."""
-    first = [a if a is None else _split(a, axis, group).take(0, axis + 1) for a in (factors, zeros)]
-    for one, whole in zip(first, (factors, zeros), strict=True):
-        same = one is None or (_split(whole, axis, group) == np.expand_dims(one, axis + 1)).all()
-        assert same, f"groups of {group} have scales or zeros of their own within them"
-    scale, zero = first[0].astype(groups.scale), first[1]
-    assert (scale.astype(np.float32) == first[0]).all(), f"scales are more than {groups.scale} holds"
+    """A checkpoint's codes (of 4 bits in int8) with the factors and the zeros of groups, on the host."""
+    scale = factors.astype(groups.scale)
+    same = scale.astype(np.float32) == factors
+    assert (same | np.isnan(factors)).all(), f"scales are more than {groups.scale} holds"
     values = _packed(_split(codes, axis, group), axis, groups)
-    return Grouped(values, scale, zero if zero is None else zero.astype(groups.zero))
+    return Grouped(values, scale, zeros if zeros is None else zeros.astype(groups.zero))
 
 
 def _split(w: np.ndarray, axis: int, group: int) -> np.ndarray:
@@ -151,7 +147,8 @@ def _packed(numbers: np.ndarray, axis: int, groups: Groups) -> np.ndarray:
     """[*, groups, group, *] as it is held."""
     if groups.a_byte == 2:
         low, high = np.split(numbers, 2, axis=axis + 1)
-        numbers = (low & 15) | (high << 4)
+        numbers = low & 15
+        numbers |= high << 4
     return numbers.reshape(*numbers.shape[:axis], -1, *numbers.shape[axis + 2 :])
 
 
@@ -204,8 +201,18 @@ def expert_product(x: jax.Array, held: Grouped, group_sizes: jax.Array, groups: 
     return of_experts(x, held, group_sizes, groups)
 
 
+def groups_at_once(group: int, a_byte: int) -> int:
+    """Small groups that the kernel reads at a time, so many numbers to a byte: 64 bytes of each column, or one group.
+    MXFP4's are 16 bytes, of which each would be a product of its own."""
+    held = group // a_byte
+    return GROUP // held if group < GROUP and held & (held - 1) == 0 else 1
+
+
 def step_of(group: int, a_byte: int) -> int:
-    """Numbers of a group that the kernel reads at a time, so many to a byte."""
+    """Numbers that the kernel reads at a time: of a group, a part of one, or several."""
+    several = groups_at_once(group, a_byte)
+    if several > 1:
+        return several * group
     return next(n for n in range(min(GROUP * a_byte, group), 0, -1) if group % n == 0)
 
 

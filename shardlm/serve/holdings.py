@@ -17,6 +17,7 @@ class Holdings:
 
     def __init__(self, config: SchedulerConfig, pages: PageTable):
         self.pages = pages
+        self._unsure = int(config.drafts > 0)
         self._free_slots = list(range(config.max_rows - 1, -1, -1))
         # The pages of each slot in each group of layers, 0 where it has none.
         self._table = np.zeros((config.max_rows, len(pages.windows), pages.pages_for(config.max_model_len)), np.int32)
@@ -83,6 +84,20 @@ class Holdings:
         """Makes the hashes of the full pages of the first tokens known."""
         extend_hashes(request.page_hashes, request.tokens, num_tokens, self.pages.page_size, request.salt)
 
+    def to_read(self, request: Request, running: Sequence[Request]) -> tuple[int, list[Request]]:
+        """(tokens of a new request that no page has yet, those of the running ones who are about to write the next page
+        of them that it could share)."""
+        self.hash(request, len(request.tokens))
+        pages = self._shareable(request)
+        found = self.pages.find(pages)
+        lacks = pages[found : found + 1] if self.pages.caching else []
+        before = [
+            other
+            for other in running
+            if lacks and other.computed < other.prefill_end and other.page_hashes[found : found + 1] == lacks
+        ]
+        return len(request.tokens) - found * self.pages.page_size, before
+
     def _shareable(self, request: Request) -> list[bytes]:
         """Hashes of the pages it need not compute: the last token always runs, for what follows it, and all do where
         log-probabilities of the prompt are asked for."""
@@ -91,7 +106,8 @@ class Holdings:
         return request.page_hashes[: (len(request.tokens) - 1) // self.pages.page_size]
 
     def _remember(self, request: Request) -> None:
-        """Lets others share the full pages of what is computed and known."""
-        known = min(request.computed, len(request.tokens))
+        """Lets others share the full pages of what is computed and known. Where drafts are verified, a wrong one may
+        stand in the place of the last token, until the next step writes that."""
+        known = min(request.computed, len(request.tokens) - self._unsure)
         self.hash(request, known)
         self.share(request, known)

@@ -3,19 +3,23 @@ into the form that the compiled programs take. What does not fit is refused here
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
+from shardlm.held_weights import Plain, held_weights, made_of
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.param import SCALE
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
+from shardlm.ops.weight_format import AsPublished
 from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.draft_model import DraftModelProposer
@@ -91,13 +95,12 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
     lora = LoraConfig() if execution.adapters else execution.lora
     if wrong := differences_of(shape, model.config) or _some([*_differences(found.lora, lora, "lora.")]):
         raise ShardlmError(f"{path} is another architecture than what is served: {wrong}")
-    quantised = not lora.rank and execution.weights != "dtype"
     return load(
         path,
         mesh=served.mesh,
         dtype=jnp.dtype(execution.dtype).name,
         decoding=True,
-        quantization=execution.weights if quantised else None,
+        quantization="dtype" if lora.rank else execution.weights,
         length=served.length,
         mtp=mtp,
     ).params
@@ -111,7 +114,44 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
     old = served.params
     if served.model.execution.adapters:
         tree, old = (_without_adapters(params) for params in (tree, old))
+    if served.model.execution.weights != "dtype" and not any(path[-1].endswith(SCALE) for path in flatten_dict(tree)):
+        tree = _in_few_bits(tree, old, served.model)
     given, wanted = (plain_shapes(served.model, params) for params in (tree, old))
+    _check(given, wanted)
+    with jax.set_mesh(jax.tree.leaves(tree)[0].sharding.mesh):
+        ours = flatten_dict(lying(served.model, tree, release=release))
+    theirs = set() if release else set(flatten_dict(tree))
+    placed = {
+        path: jax.device_put(_cast(ours[path], own.dtype), own.sharding, may_alias=path not in theirs)
+        for path, own in flatten_dict(old).items()
+    }
+    jax.block_until_ready(placed)
+    return unflatten_dict(placed)
+
+
+def _in_few_bits(tree: Tree, old: Tree, model: ModelDef) -> Tree:
+    """Weights as training has them, with layers apart, held as those that are served; made so on the host, a parameter
+    at a time."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), old)
+    held, given, flat = (
+        held_weights(shapes, model.execution.weights, model.groups),
+        flatten_dict(tree),
+        flatten_dict(shapes),
+    )
+    if isinstance(model.execution.weights, AsPublished):
+        raise ShardlmError(
+            "the model is served in a checkpoint's own few bits (quantization=checkpoint), and other weights have "
+            "none; serve it with quantization=dtype, or another, to update it from what is trained"
+        )
+    _check(given, {path: one.whole for path, one in held.items()})
+    made: dict[tuple, jax.Array] = {}
+    for path, one in held.items():
+        made |= {path: given[path]} if isinstance(one, Plain) else made_of(path, one, np.asarray(given[path]), flat)
+    return unflatten_dict(made)
+
+
+def _check(given: Mapping[tuple, Any], wanted: Mapping[tuple, Any]) -> None:
+    """Whether shapes and kinds are those that are served. Raises ShardlmError with both of some that are not."""
     wrong = [f"{_name(path)} is missing" for path in wanted.keys() - given.keys()]
     wrong += [f"{_name(path)} is not known" for path in given.keys() - wanted.keys()]
     both = [(path, given[path], wanted[path]) for path in wanted.keys() & given.keys()]
@@ -122,15 +162,6 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
     wrong += [f"{_name(path)} is {a.dtype}, served is {b.dtype}" for path, a, b in kinds]
     if wrong:
         raise ShardlmError(f"these weights do not fit the model that is served: {_some(sorted(wrong))}")
-    with jax.set_mesh(jax.tree.leaves(tree)[0].sharding.mesh):
-        ours = flatten_dict(lying(served.model, tree, release=release))
-    theirs = set() if release else set(flatten_dict(tree))
-    placed = {
-        path: jax.device_put(_cast(ours[path], own.dtype), own.sharding, may_alias=path not in theirs)
-        for path, own in flatten_dict(old).items()
-    }
-    jax.block_until_ready(placed)
-    return unflatten_dict(placed)
 
 
 def _apart(tree: Tree, release: bool) -> Tree:

@@ -42,9 +42,9 @@ class Request:
         *("id", "params", "priority", "salt", "adapter", "tokens", "prompt_len", "truncated"),
         *("eos_ids", "stop_ids"),
         # Where it stands.
-        *("turn", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh", "computed", "prefill_end"),
-        *("in_flight", "most_in_flight", "batches_in_flight", "page_hashes", "cached_tokens", "preemptions"),
-        *("bound", "revocable", "heard", "again"),
+        *("turn", "came", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh"),
+        *("computed", "prefill_end", "in_flight", "most_in_flight", "batches_in_flight", "page_hashes"),
+        *("cached_tokens", "preemptions", "bound", "revocable", "heard", "again"),
     )
 
     def __init__(
@@ -72,7 +72,8 @@ class Request:
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
         # A grammar's mask depends on each token.
         self.bound = 0 if lockstep or params.structured_outputs is not None else UNBOUNDED
-        self.turn = (priority, -1)  # the order of service, the smallest first: priority, then arrival, set by `add`
+        # The place in the order of service, and when that was given: see turns.py.
+        self.turn, self.came = (priority, 0, -1), 0
         self.max_len = self.prompt_len  # of prompt and reply; the scheduler knows what the model can hold
         self.status = Status.WAITING
         self.finish_reason: str | None = None  # "stop", "length" or "abort"

@@ -7,11 +7,11 @@ The host runs ahead: `schedule` may be called again before `land` has heard what
 needs no token from the host, since the device keeps the last one of each slot. Whatever ends a request gives its
 pages and its slot on at once, also under a batch in flight, because batches run in the order they were scheduled.
 
-Order of service is (priority, arrival), the smallest first. Who lacks pages takes them from the last in that order,
-and nobody passes another in the queue. So the first of all unfinished requests has a row in every batch (but while a
-token it needs is in flight) and ends; then the next one is first. Nothing starves but behind an endless stream of
-better priority, as asked for. A prompt that little room is left for in a batch waits for the next one (`cuts`), and
-shorter ones behind it may be read before.
+The order of service is that of `turns`. Who lacks pages takes them from the last in it, and nobody passes another in
+the queue. So the first of those that run has a row in every batch (but while a token it needs is in flight) and ends;
+then the next one is first. Nothing starves but behind an endless stream of better priority, as asked for: what comes
+later goes first only for a while. A prompt that little room is left for in a batch waits for the next one (`cuts`), and
+others behind it may be read before.
 
 A request whose next token is held to what those before say, as a grammar's is, runs a token at a time and waits for
 each (`bound`). Where that begins within what landed, the tokens after it are taken back, here and in flight: the
@@ -25,7 +25,6 @@ ahead as DRAFTS_AHEAD says. Nobody loses pages to what may not be needed: if the
 import bisect
 import collections
 import itertools
-import operator
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -36,8 +35,7 @@ from shardlm.serve.holdings import Holdings
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import PromptTooLong, Request, Status
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD, SchedulerConfig
-
-_turn = operator.attrgetter("turn")
+from shardlm.serve.turns import Turns, by_turn
 
 
 class Scheduler:
@@ -55,7 +53,7 @@ class Scheduler:
         self._holdings = Holdings(config, pages)
         self._in_flight: collections.deque[ScheduledBatch] = collections.deque()
         self._only: Collection[Request] | None = None  # that may run; None: all
-        self._arrivals = itertools.count()
+        self._turns = Turns()
         self._batches = 0  # so many were scheduled
 
     @property
@@ -97,9 +95,9 @@ class Scheduler:
             raise ShardlmError(f"there is an unfinished request with the id {request.id!r}; give each its own")
         request.max_len = limit if wanted is None else min(limit, request.prompt_len + wanted)
         request.heard = 0  # another scheduler's numbers mean nothing here
-        request.turn = (request.priority, next(self._arrivals))
         self._requests[request.id] = request
-        bisect.insort(self._waiting, request, key=_turn)
+        self._turns.enter(request, *self._holdings.to_read(request, self._running))
+        bisect.insort(self._waiting, request, key=by_turn)
 
     def abort(self, id: str) -> Request | None:
         """Ends an unfinished request with the reason "abort"; None where there is none, as it may just have ended."""
@@ -204,7 +202,7 @@ class Scheduler:
         decoding = sum(request.computed >= request.prefill_end and request.remaining > 0 for request in self._running)
         budget, upcoming = self.config.room(decoding), self.upcoming()
         prompts = len(upcoming) + sum(request.computed < request.prefill_end for request in self._running)
-        for request in sorted(self._running + upcoming, key=_turn):
+        for request in sorted(self._running + upcoming, key=by_turn):
             if request.status is Status.WAITING:
                 # Not so where one before it was, or has just been, turned out.
                 first = request is next(r for r in self._waiting if self._only is None or r in self._only)
@@ -234,6 +232,11 @@ class Scheduler:
         samples = int(end == request.prefill_end and request.remaining > 0)
         row = Row(request, request.slot, start, end, samples, request.tokens[start:end], request.fresh)
         request.fresh = False
+        self._turns.read(end - start)
+        if end == request.prefill_end:
+            self._running.remove(request)
+            self._turns.settle(request)
+            bisect.insort(self._running, request, key=by_turn)
         self._holdings.share(request, end)  # rows after this one may share the pages already, see ScheduledBatch
         return row
 
@@ -292,7 +295,7 @@ class Scheduler:
         if not request.preemptions:
             request.cached_tokens = request.computed
         self._waiting.remove(request)
-        bisect.insort(self._running, request, key=_turn)
+        bisect.insort(self._running, request, key=by_turn)
         return True
 
     def _make_room(self, request: Request) -> bool:
@@ -328,7 +331,7 @@ class Scheduler:
         request.status = Status.WAITING
         request.preemptions += 1
         self.preemptions += 1
-        bisect.insort(self._waiting, request, key=_turn)
+        bisect.insort(self._waiting, request, key=by_turn)
 
     def _release(self, request: Request) -> None:
         """Takes a running request's slot and pages away."""

@@ -108,6 +108,10 @@ def test_8_bits_of_compressed_tensors(tmp_path, numbers, strategy, cells, size):
         tensors = {"weight": numbers, "weight_scale": scale, "weight_zero_point": zeros}
         found = opened(tmp_path / "g", compressed({**weights, "symmetric": False}), **tensors)
         check(found["w.weight"], (numbers.astype(np.float32) - zeros) * whole)
+        assert found["w.weight"].kept.zeros
+        broken = {**tensors, "weight_zero_point": zeros.astype(ml_dtypes.float8_e4m3fn)}  # 0.5 is a zero too
+        found = opened(tmp_path / "h", compressed({**weights, "symmetric": False}), **broken)
+        assert found["w.weight"].kept is None
 
 
 def test_what_another_file_says(tmp_path):

@@ -42,6 +42,7 @@ FORMS = {
     "GPTQ, 8 bits": Groups("int8", 128, "float16", zeros=True, within=32, published=True),
     "fp8 in blocks": Groups("fp8", 128, "float32", within=128, published=True),
     "mxfp4": Groups("fp4", 128, "bfloat16", within=32, published=True),
+    "GPTQ, groups of 32": Groups("int4", 128, "float16", zeros=True, within=32, published=True),
 }
 # Of the largest number of a group: half a step of the integers; of e4m3, the largest steps are of 32 up to 448.
 ERROR = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 16 / 448}
@@ -59,8 +60,8 @@ def any_weight(rng, shape, axis: int, groups: Groups) -> Grouped:
     codes = rng.integers(first, last, shape).astype(np.int8)
     if groups.numbers == "fp8":
         codes = rng.normal(size=shape).astype(groups.stored)
-    zeros = np.repeat(rng.integers(first, last + 1, scales), group, axis) if groups.zeros else None
-    return _on_device(as_published(codes, np.repeat(factors, group, axis), zeros, axis, group, groups))
+    zeros = rng.integers(first, last + 1, scales) if groups.zeros else None
+    return _on_device(as_published(codes, factors, zeros, axis, group, groups))
 
 
 def _on_device(held: Grouped) -> Grouped:
@@ -103,6 +104,15 @@ def test_fp8_keeps_what_is_small_better_than_int8():
         found = dequantised(_on_device(quantised(w, 0, 64, how)), 0, OWN[how], jnp.float32)
         error[how] = np.abs(np.asarray(found) / w - 1).max()
     assert error["fp8"] < 0.07 < 0.5 < error["int8"]
+
+
+def test_a_scale_that_is_no_number_makes_no_number():
+    """As it does where a damaged checkpoint is read in more bits."""
+    groups = FORMS["mxfp4"]
+    factors = np.array([[np.nan, 2.0]], np.float32)
+    held = _on_device(as_published(np.full((32, 2), 2, np.int8), factors, None, 0, 32, groups))
+    found = np.asarray(dequantised(held, 0, groups, jnp.float32))
+    assert np.isnan(found[:, 0]).all() and (found[:, 1] == 2).all()
 
 
 def test_what_has_no_pairs_is_refused():

@@ -1,6 +1,7 @@
 """What the requests of a serving plan are like: as the benchmark makes or reads them, and found in the prefix cache by
 the scheduler itself. The fluid is held to that scheduler."""
 
+import collections
 import dataclasses
 import json
 import random
@@ -124,11 +125,12 @@ def test_the_real_scheduler_runs_as_many_at_once(asked):
     assert memory.at_once(20, 9) <= most < 64 and bool(asked) == (most > memory.at_once(20, 9))
     scheduler = scheduler_of(memory.sizes, engine)
     shared = prompts(1, 20, 0, 99)[0][: case.shared_prefix]
-    for number, (prompt, output) in enumerate(lengths(300, 20, 9, case.range_ratio, 0)):
-        own = [1000 + number * 40 + i for i in range(prompt - len(shared))]
-        scheduler.add(Request(str(number), shared + own, SamplingParams(max_tokens=output, ignore_eos=True)))
-    ran = []
-    while scheduler.has_unfinished:
+    coming, ran = collections.deque(enumerate(lengths(300, 20, 9, case.range_ratio, 0))), []
+    while coming or scheduler.has_unfinished:
+        while coming and scheduler.num_waiting < 4:  # of all at once the shortest would run together
+            number, (prompt, output) = coming.popleft()
+            own = [1000 + number * 40 + i for i in range(prompt - len(shared))]
+            scheduler.add(Request(str(number), shared + own, SamplingParams(max_tokens=output, ignore_eos=True)))
         batch = scheduler.schedule()
         ran.append(scheduler.num_running)
         scheduler.land(batch, np.full((len(batch.rows), batch.steps), 7))

@@ -41,16 +41,18 @@ class FakeDevice:
         self.slots: list[list[int]] = [[] for _ in range(max_rows)]  # of each slot, the last sampled token included
         self.queue: list = []
 
-    def dispatch(self, batch) -> None:
-        self.check_owners(batch)
+    def dispatch(self, batch, begun=()) -> None:
+        """`begun`: ids of requests that hold pages and have had no row yet."""
+        self.check_owners(batch, begun)
         # What the host may change before the device gets to it is taken now, as a runner would.
         known = [None if row.tokens is None else list(row.request.tokens[: row.end]) for row in batch.rows]
         known = [list(row.request.tokens) if row.again else now for row, now in zip(batch.rows, known, strict=True)]
         attempts = [(row.request.id, row.request.preemptions, row.request.heard) for row in batch.rows]
         self.queue.append((batch, known, attempts))
 
-    def check_owners(self, batch) -> None:
-        """No page is written that anybody else holds, but for rows after the one that writes it."""
+    def check_owners(self, batch, begun) -> None:
+        """No page is written that anybody else holds, but for rows after the one that writes it, here or in a batch to
+        come."""
         holders: dict[int, list[int]] = {}  # of each page, the rows that have it in their tables
         for index, row in enumerate(batch.rows):
             for group, table in enumerate(batch.page_table[index]):
@@ -65,7 +67,8 @@ class FakeDevice:
                     assert holders[page][0] == index, f"{row} writes page {page}, which rows {holders[page]} hold"
                     inside = sum(page in self.pages.pages(batch.rows[i].request.id, group) for i in holders[page])
                     others = self.pages._references[page] - inside
-                    assert others == 0, f"{row} writes page {page}, which {others} requests outside the batch hold"
+                    later = sum(page in self.pages.pages(id, group) for id in begun)
+                    assert others == later, f"{row} writes page {page}, which {others} requests outside the batch hold"
 
     def run(self):
         """(batch, tokens, how many of each row count) of the oldest batch dispatched. A step writes what all rows have

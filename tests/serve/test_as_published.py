@@ -9,21 +9,27 @@ import jax
 import numpy as np
 import pytest
 from engines import TOKENIZER
-from few_bits import WAYS, in_few_bits
+from few_bits import REFERENCES, WAYS, in_few_bits, written
 from flax.traverse_util import flatten_dict
 
 import shardlm
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.held_weights import of_scale, of_zero
+from shardlm.hf_files import read_config
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.opened import load
 from shardlm.ops.grouped_weights import Grouped, dequantised, grouped_axis
 from shardlm.ops.weight_format import AsPublished
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.change import _choices
+from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.memory import serving_memory
+from shardlm.published_weights import as_published, kinds_told
 from shardlm.serve.build import EngineConfig, grown
+from shardlm.serving_rules import serving_rules
 
 ONE = MeshSpec()
 SIZES = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_steps": 1}
@@ -83,9 +89,24 @@ def test_a_plan_knows_it_by_config_json_alone(folders, name, tmp_path):
         for case in (known, told)  # the reference has no modules that predict further tokens
     ]
     assert kinds[0] == kinds[1] and len(kinds[0]) >= 3 and set(known.weights.left) <= set(told.weights.left)
-    of_16 = ServingCase(ServedModel.of_folder(folders(name)[0].path), *on, 32, 16)
+    of_16 = told.on(quantization="dtype")
+    assert ("quantization", "checkpoint") in _choices(of_16) and ("quantization", "int8") in _choices(told)
     sizes = [serving_memory(case).fullest.weights for case in (of_16, known, told)]
     assert sizes[0] > 1.05 * sizes[1] and sizes[1] == pytest.approx(sizes[2], rel=0.05)
+
+
+def test_a_plan_holds_a_draft_model_so(folders):
+    """As engines on GPUs do, which cannot be asked for anything else of it."""
+    plain, few = (ServedModel.of_folder(folder.path) for folder in folders("llama"))
+    wanted = {"model": "smaller", "num_speculative_tokens": 2}
+    engine = EngineConfig(max_model_len=64, speculative_config=wanted)
+    both = [
+        ServingCase(plain, Cluster.of(GPUS["h100"], 1), engine, 32, 16, acceptance_rate=0.5, draft=one)
+        for one in (plain, few)
+    ]
+    sizes = [serving_memory(case).fullest.draft for case in both]
+    assert both[0].draft_weights == "dtype" and both[1].draft_weights.kinds and sizes[0] > 1.05 * sizes[1]
+    assert drafter_of(both[1]).weight_bytes == sizes[1]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +143,36 @@ def test_what_is_chosen(folders, tmp_path):
         load(folders("gpt_oss")[0].path, decoding=True, quantization="checkpoint")
 
 
+def test_layers_that_differ(folders, tmp_path):
+    """Where a first layer was left in 16 bits, which parts are unlike is said, and what else there is to do."""
+    plain, few = folders("llama")
+    ours, theirs = ({n: a.read(...) for n, a in folder.tensors.items()} for folder in (plain, few))
+    mixed = {n: a for n, a in theirs.items() if ".layers.0." not in n} | {n: a for n, a in ours.items() if ".0." in n}
+    folder = written(tmp_path / "mixed", few.config, mixed)
+    assert load(folder.path, decoding=True).model.execution.weights == "dtype"
+    with pytest.raises(ShardlmError, match=r"wk, wo, .* are not alike in all of its layers, .* choose from int8"):
+        load(folder.path, decoding=True, quantization="checkpoint")
+
+
+def test_what_lies_with_its_inputs_first_is_not_held():
+    """GPT-2's matrices do: what shares a scale along their rows is not what is summed over."""
+    shape = Pretrained(str(REFERENCES / "gpt2")).transformer()
+    rules, options = serving_rules(shape, ONE), read_config(REFERENCES / "gpt2")
+    options = {**options, "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    with jax.sharding.use_abstract_mesh(ONE.abstract()):
+        found = as_published(kinds_told(options, shape, rules), rules)
+    assert found.kinds == () and set(found.left) == {"wq", "wk", "wv", "wo", "up", "down"}
+
+
 def test_other_weights_while_it_is_served(folders):
     plain, few = (folder.path for folder in folders("llama"))
     llm = shardlm.LLM(few, quantization="checkpoint", dtype="float32", **SIZES)
     before = llm.score(ROWS[:1])
     llm.update_weights(few)
     assert llm.score(ROWS[:1]) == before
-    with pytest.raises(ShardlmError, match=r"_proj\.weight is not held in int4 by groups of 8, as the model is served"):
+    not_so = r"_proj\.weight is not held in int4 by groups of 8 with scales in float16 and zeros, .* but in float32; "
+    with pytest.raises(ShardlmError, match=not_so):
         llm.update_weights(plain)
+    with pytest.raises(ShardlmError, match="a checkpoint's own few bits"):
+        llm.update_weights(load(plain, dtype="float32").params)
     assert llm.score(ROWS[:1]) == before

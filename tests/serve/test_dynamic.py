@@ -15,6 +15,7 @@ import small_moe
 from engines import CONFIG, folder_of
 
 import shardlm
+from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.layers.context import Packed
 from shardlm.layers.param import Execution
@@ -102,6 +103,22 @@ def test_the_numbers_of_a_published_checkpoint_are_multiplied(folder, tmp_path):
             np.testing.assert_array_equal(values.reshape(expected.shape).view(np.uint8), expected.view(np.uint8))
             scale = told[f"model.layers.{layer}.{theirs}.weight_scale"]
             np.testing.assert_allclose(block[room][f"{name}_scale"].reshape(scale.shape), scale, rtol=2e-7)
+
+
+@pytest.mark.parametrize(("how", "mesh"), [("fp8_dynamic", MeshSpec(tensor=2)), ("int4", ONE)])
+def test_what_is_trained_is_put_into_few_bits_while_it_is_served(folder, how, mesh, tmp_path):
+    other = folder_of(tmp_path / "other", 1, DENSE)
+    llm = shardlm.LLM(other, quantization=how, mesh=mesh, **SIZES)
+    before = llm.score(ROWS)
+    trained = load(folder, dtype="float32", rules="replicated")
+    llm.update_weights(trained.params)
+    for found, expected in zip(llm.score(ROWS), scores(folder, how, mesh), strict=True):
+        assert np.array_equal(found, expected)
+    llm.update_weights(other)
+    assert llm.score(ROWS) == before
+    narrower = folder_of(tmp_path / "narrower", 0, dataclasses.replace(DENSE, mlp_dim=32))
+    with pytest.raises(ShardlmError, match=r"mlp\.down is \[1, 32, 32\], served is \[1, 64, 32\]"):
+        llm.update_weights(load(narrower, dtype="float32").params)
 
 
 def test_a_checkpoint_in_few_bits_that_is_served_in_more_says_so():

@@ -137,8 +137,8 @@ def test_what_ends_a_reply():
 def test_equal_prompts_share_pages_also_in_the_batch_that_writes_them():
     scheduler = make(max_rows=3, max_batch_tokens=32)
     a, b = (add(scheduler, id, distinct(1, 10), max_tokens=4) for id in "ab")
-    exact = add(scheduler, "exact", distinct(1, 8), max_tokens=4)
-    told = add(scheduler, "told", distinct(1, 10), max_tokens=4, prompt_logprobs=1)
+    exact = add(scheduler, "exact", distinct(1, 8), priority=1, max_tokens=4)
+    told = add(scheduler, "told", distinct(1, 10), priority=2, max_tokens=4, prompt_logprobs=1)
     batch, _ = step(scheduler)
     assert shown(batch) == [("a", 0, 10, 1), ("b", 8, 10, 1), ("exact", 4, 8, 1)]  # the last token always runs
     table = batch.page_table[:, 0]
@@ -148,6 +148,18 @@ def test_equal_prompts_share_pages_also_in_the_batch_that_writes_them():
     while not a.finished:
         step(scheduler)
     assert a.finished and shown(step(scheduler)[0]) == [("told", 0, 10, 1)] and told.cached_tokens == 0
+
+
+def test_no_page_is_shared_in_which_a_wrong_draft_may_stand():
+    scheduler = make(drafts=3, max_batch_tokens=24)
+    first = add(scheduler, "first", distinct(1, 3))
+    step(scheduler)
+    batch = scheduler.schedule()
+    scheduler.land(batch, np.array([[7, 8, 9, EOS] + [7] * 12]), np.array([4]))
+    assert first.finished and len(first.tokens) == 8  # another draft than EOS is in the last place of the second page
+    again = add(scheduler, "again", [*first.tokens, 8, 9])
+    step(scheduler)
+    assert again.cached_tokens == 4
 
 
 def test_a_reply_is_found_when_it_comes_back_as_a_prompt():
@@ -220,7 +232,7 @@ def test_nobody_passes_the_one_that_waits_for_pages():
     add(scheduler, "large", distinct(1, 40), max_tokens=9)
     step(scheduler)
     add(scheduler, "waits", distinct(2, 40), max_tokens=1)
-    small = add(scheduler, "small", distinct(3, 4), max_tokens=1)
+    small = add(scheduler, "small", distinct(3, 4), priority=1, max_tokens=1)
     assert [row.request.id for row in step(scheduler)[0].rows] == ["large"] and small.status is Status.WAITING
     assert scheduler.num_waiting == 2
 

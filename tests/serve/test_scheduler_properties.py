@@ -120,23 +120,20 @@ class Serving(RuleBasedStateMachine):
         assert list(request.generated) == wanted[:keep]
 
     def schedule(self):
-        first = next(iter(self.unfinished), None)
+        turns = {request: request.turn for request in self.unfinished}  # those whose prompts are read get others
         longest = self.rng.choice(self.scheduler.config.decode_steps)
         batch = self.scheduler.schedule(self.rng.choice((None, lambda rows: longest)))
-        if first:
-            self.check_the_first_moves(first, batch)
+        if running := [request for request in turns if request.status is Status.RUNNING]:
+            self.check_the_first_moves(min(running, key=turns.get), batch)
         if batch is None:
             assert self.scheduler.num_in_flight or not self.unfinished, "stuck"
             return
         self.check_shape(batch)
-        self.device.dispatch(batch)
+        self.device.dispatch(batch, [request.id for request in self.scheduler._running if request.fresh])
 
     def check_the_first_moves(self, first, batch):
         waits_for_a_token = first.batches_in_flight and (
-            first.status is Status.WAITING
-            or self.scheduler._most_ahead(first) <= 0
-            or first.remaining <= 0
-            or self.scheduler.config.drafts > 0
+            self.scheduler._most_ahead(first) <= 0 or first.remaining <= 0 or self.scheduler.config.drafts > 0
         )
         rows = batch.rows if batch else ()
         assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"

@@ -226,6 +226,12 @@ class ServingCase:
             return _as_published(self.model, of_stage(self.engine.mesh))
         return asked or "dtype"
 
+    @property
+    def draft_weights(self) -> WeightFormat:
+        """The same of a draft model, for which nothing else can be asked (serve/speculation/build.py)."""
+        few = self.draft is not None and self.draft.folder
+        return _as_published(self.draft, of_stage(self.engine.mesh)) if few else "dtype"
+
     def on(self, **engine) -> "ServingCase":
         """The same with other options of the engine."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **engine))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from shardlm.errors import ShardlmError
+from shardlm.ops.weight_format import PUBLISHED
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.search import DoesNotFit, fits, meshes, search
@@ -82,7 +83,9 @@ def _choices(case: ServingCase) -> Iterator[tuple[str, object]]:
         yield "dtype", "bfloat16"
     if engine.kv_cache_dtype in ("auto", "bfloat16"):
         yield "kv_cache_dtype", "fp8"
-    if engine.quantization is None:
+    if case.model.folder and engine.quantization not in (None, PUBLISHED):
+        yield "quantization", PUBLISHED
+    elif engine.quantization is None:
         yield "quantization", "int8"
     if engine.quantization != "int4":
         yield "quantization", "int4"

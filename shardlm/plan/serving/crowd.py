@@ -1,6 +1,7 @@
 """Prompts as the engine's own scheduler deals them to programs, and what those of different lengths cost where many
 wait to be read: chunks of different lengths have programs of their own."""
 
+import collections
 import itertools
 import math
 from array import array
@@ -16,22 +17,23 @@ from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 
-WAITING = 96  # prompts; of the last ones fewer are together than there always are, and they are not counted
-COUNTED = 64
+PROMPTS = 96
+TOGETHER = 16  # of them are there at any time: another comes as one is read
 TOKEN = 7  # that everyone says
 
 
 def crowded_seconds(mix: Mix, speed: Speed) -> float:
     """Of a prompt, on average, where many wait."""
     scheduler = scheduler_of(speed.memory.sizes, speed.case.engine)
-    for number, kind in enumerate(mix.draw(WAITING, 0)):
-        scheduler.add(request_of(number, kind, 1, scheduler.pages.page_size))
-    seconds, tokens, ended = 0.0, 0, 0
-    while ended < COUNTED:
+    coming = collections.deque(enumerate(mix.draw(PROMPTS, 0)))
+    seconds, tokens = 0.0, 0
+    while coming:
+        while coming and scheduler.num_waiting + scheduler.num_running < TOGETHER:
+            scheduler.add(request_of(*coming.popleft(), 1, scheduler.pages.page_size))
         batch = scheduler.schedule()
         seconds += sum(chunk_seconds(batch.rows, speed)) / speed.stages
         tokens += sum(len(row.tokens) for row in batch.rows)
-        ended += len(scheduler.land(batch, np.full((len(batch.rows), batch.width), TOKEN)))
+        scheduler.land(batch, np.full((len(batch.rows), batch.width), TOKEN))
     return seconds / tokens * (mix.prompt - mix.found)
 
 

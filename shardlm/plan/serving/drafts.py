@@ -84,14 +84,14 @@ def drafter_of(case: ServingCase) -> Drafter | None:
         return _modules(case, count)
     draft = case.draft
     dtype = case.engine.dtype or draft.dtype
-    weights = weights_of(draft.shape, mesh, dtype, "dtype")
+    weights = weights_of(draft.shape, mesh, dtype, case.draft_weights)
     head = weights.beside["embedding" if weights.tied else "head"][0]
     return Drafter(
         model=one_layer(draft.shape, mesh, dtype, case.engine.kv_cache_dtype),
         layers=tuple(zip(draft.shape.blocks(), weights.layers, strict=True)),
         beside=tuple(held for own in weights.beside.values() for held in own),
         head=head,
-        rules=serving_rules(draft.shape, mesh),
+        rules=serving_rules(draft.shape, mesh, case.draft_weights),
         vocab=draft.shape.vocab_size,
         embed_dim=draft.shape.embed_dim,
         again=count + 1,  # one more for the keys and values of the last draft (speculation/draft_model.py)

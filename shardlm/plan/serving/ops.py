@@ -121,7 +121,7 @@ def _projection(held: InUse, scales: Mapping[str, int], tokens: float, itemsize:
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
     elif held.packed:
-        splits = splits_of(k // step_of(held.group, held.packed), int(n))
+        splits = splits_of(-(-k // step_of(held.group, held.packed)), int(n))
         weight += scales[held.name] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)

@@ -122,7 +122,8 @@ def runner_of(plan: ServingPlan) -> Runner:
     model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache, case.engine.room)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:
-        own = _described(case.draft.shape, meshes[-1], case.engine.dtype or case.draft.dtype, "dtype", kv_cache)
+        dtype = case.engine.dtype or case.draft.dtype
+        own = _described(case.draft.shape, meshes[-1], dtype, case.draft_weights, kv_cache)
         draft = DraftModel(own, own.held_at_rest(meshes[-1]))
     stages = stages_on(model, meshes) if mesh.pipeline > 1 else []
     proposer, params = None, ()
