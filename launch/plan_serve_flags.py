@@ -1,6 +1,8 @@
 """The flags of a serving plan, beside those of the engine."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +38,6 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     """The ServingCase that the command line asks for: `source` is a RunConfig, or the path of a Hugging Face folder or
     its config.json; `cluster` a plan.cluster.Cluster; a plan.target.ServingTarget says rate and lengths instead of
     their flags. Raises ShardlmError for what cannot be."""
-    from shardlm.errors import ShardlmError
     from shardlm.mesh import MeshSpec
     from shardlm.plan.serving.case import ServedModel, ServingCase
     from shardlm.serve.build import EngineConfig
@@ -50,35 +51,57 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     draft = ServedModel.of_folder(drafts.model, length) if drafts and drafts.model else None
     engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
-    if _FILE.value:
-        asked |= _listed(source, model, engine, bool(target))
     if target:
-        twice = [flag.name for flag in (_PROMPT, _OUTPUT, _RATE) if flag.present]
-        if twice:
-            raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
-        asked = {name: getattr(target, name) for name in asked}
+        _check_target(target)
+        asked |= {name: value for name, value in dataclasses.asdict(target).items() if value}
+    if _FILE.value:
+        asked |= _listed(source, model, engine)
     asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}
     asked |= {flag.name: flag.value for flag in (_ACCEPTED, _RATIO, _SHARED)}
     return ServingCase(model, cluster, engine, **asked, draft=draft)
 
 
-def _listed(source: Any, model: Any, engine: Any, target: bool) -> dict[str, Any]:
+def _check_target(target: Any) -> None:
+    """Raises ShardlmError for what it says besides a flag, and for what neither says."""
+    from shardlm.errors import ShardlmError
+    from shardlm.plan.target import FORMS
+
+    said = (_PROMPT, _OUTPUT, _RATE) if target.prompt_len else (_RATE,)
+    if twice := [flag.name for flag in said if flag.present]:
+        raise ShardlmError(f"--{twice[0]} is what the target says; leave it out")
+    if not target.prompt_len and not _FILE.value:
+        raise ShardlmError(f"the target does not say how long requests are: write {FORMS[1]!r}, or give --file=FILE")
+    if target.prompt_len and _FILE.value:
+        raise ShardlmError(
+            f"the target says what requests are like, and so does --file={_FILE.value}; give one of the two "
+            f"(with --file a target of {target.request_rate:g} requests/s alone)"
+        )
+
+
+def _listed(source: Any, model: Any, engine: Any) -> dict[str, Any]:
     """Of the requests of --file: they, and their mean lengths."""
     import pathlib
 
     from shardlm.errors import ShardlmError
-    from shardlm.plan.serving.mix import of_file
     from shardlm.train.config import RunConfig
 
-    other = [flag.name for flag in (_PROMPT, _RATIO, _SHARED) if flag.present]
-    if target or other:
-        what = "the target" if target else f"--{other[0]}={getattr(flags.FLAGS, other[0])}"
+    if other := [flag.name for flag in (_PROMPT, _RATIO, _SHARED) if flag.present]:
+        what = f"--{other[0]}={getattr(flags.FLAGS, other[0])}"
         raise ShardlmError(f"{what} says what requests are like, and so does --file={_FILE.value}; give one of the two")
     path = None if isinstance(source, RunConfig) else pathlib.Path(source)
     folder = path and (path if path.is_dir() else path.parent)
-    found = of_file(_FILE.value, _OUTPUT.value, folder, model.shape.vocab_size, engine.block_size)
+    written = pathlib.Path(_FILE.value).stat().st_mtime_ns if pathlib.Path(_FILE.value).is_file() else 0
+    found = _read(_FILE.value, written, _OUTPUT.value, folder, model.shape.vocab_size, engine.block_size)
     lengths = {"prompt_len": round(found.prompt), "output_len": max(1, round(found.output))}
     return lengths | {"file": _FILE.value, "listed": found}
+
+
+@functools.lru_cache(maxsize=2)
+def _read(file: str, written: int, *how: Any) -> Any:
+    """A file's requests, once for all clusters of an advice and all values of a sweep; `written`: when it was."""
+    from shardlm.plan.serving.mix import of_file
+
+    return of_file(file, *how)
 
 
 @contextlib.contextmanager

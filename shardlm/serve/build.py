@@ -27,6 +27,7 @@ from shardlm.serve.adapters import check, ready, refuse_own, settled_rank, with_
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
+from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.prefill import Wanted, choose
@@ -232,6 +233,8 @@ def assemble(
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
     sizes, *beside = sizes_of(model, draft, places, length, config)
     sizes = dataclasses.replace(sizes, prefill=choose(config.prefill_attention, model, config.deterministic))
+    few_bits = few_bits_of(model.config, model.execution.weights, model.execution.few_bits)
+    sizes = dataclasses.replace(sizes, few_bits=few_bits)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
     proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
     runners: list[Runner] = []
@@ -298,7 +301,7 @@ def sized(
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     """Of one replica."""
     layout, steps = sizes.layout, tuple(range(1, sizes.decode_steps + 1))
-    cuts = Cuts() if config.deterministic else Cuts.of(sizes.chunk_sizes, sizes.platform)
+    cuts = Cuts() if config.deterministic else sizes.cuts
     own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts, cuts)
     table = PageTable(
         layout.num_pages,

@@ -5,7 +5,7 @@ import itertools
 from typing import Literal
 
 from shardlm.layers.page_layout import PageLayout
-from shardlm.serve.chunk_programs import sizes_of
+from shardlm.serve.chunk_programs import Cuts, FewBits, sizes_of
 
 # Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
 WHOLE_LEAST = 512
@@ -15,7 +15,7 @@ WHOLE_LEAST = 512
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
     how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
-    platform: what chunks are cut and dealt for.
+    platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among what they read.
     """
 
     layout: PageLayout
@@ -27,6 +27,7 @@ class RunnerConfig:
     prefill: str = "pages"
     least_rows: int = 1
     platform: Literal["cpu", "gpu"] = "gpu"
+    few_bits: tuple[FewBits, ...] = ()
 
     @property
     def row_pages(self) -> int:
@@ -47,6 +48,11 @@ class RunnerConfig:
     def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
         """(rows, tokens) of the chunk programs."""
         return sizes_of(self.max_batch_tokens, self.max_rows)
+
+    @property
+    def cuts(self) -> Cuts:
+        """How prompts are cut."""
+        return Cuts.of(self.chunk_sizes, self.platform, self.few_bits)
 
     @property
     def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:

@@ -140,12 +140,15 @@ def test_a_target_is_read_strictly():
     assert parse_target(" 1.5 b  tokens in 12 hours ") == TrainingTarget(1.5e9, 0.5)
     assert parse_target("500 requests/s at 2k in, 200 out") == ServingTarget(500, 2000, 200)
     assert parse_target("1 request/s at 1.5k in, 8 out") == ServingTarget(1, 1500, 8)
+    assert parse_target("0.5 requests/s") == ServingTarget(0.5)  # of a file
     assert TrainingTarget(DAY * 20, 10).tokens_per_second == 2
-    for wrong in ("2T in 30 days", "2 tokens", "2Q tokens in 3 days", "500 requests/s", "", "-2T tokens in 3 days"):
+    for wrong in ("2T in 30 days", "2 tokens", "2Q tokens in 3 days", "500 requests", "", "-2T tokens in 3 days"):
         with pytest.raises(ShardlmError, match=r"'2T tokens in 30 days'.*'500 requests/s at 2k in, 200 out'"):
             parse_target(wrong)
     with pytest.raises(ShardlmError, match="more than 0"):
         parse_target("0T tokens in 30 days")
+    with pytest.raises(ShardlmError, match="more than 0"):
+        parse_target("5 requests/s at 0 in, 2 out")
     with pytest.raises(ShardlmError, match="whole number"):
         parse_target("5 requests/s at 1.5 in, 2 out")
 

@@ -34,6 +34,7 @@ from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.verify import verify_serving
 from shardlm.serve import build
 from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
+from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import apart
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
@@ -114,7 +115,9 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
     draft = open_draft_model(drafts, vocab, 48, of_stage(of_replica(mesh)), "float32", config.kv_cache_dtype)
     engine = build.assemble(opened, None, [], 48, config, draft=draft)
     runner = engine.runner
-    assert dataclasses.replace(runner.config, least_rows=2, platform="gpu") == plan.sizes
+    model = runner.model
+    on_gpu = {"platform": "gpu", "few_bits": few_bits_of(model.config, model.execution.weights, "pallas")}
+    assert dataclasses.replace(runner.config, least_rows=2, **on_gpu) == plan.sizes
     last = plan.stages[-1]
     if drafts:  # weights, pages and what is kept of slots, of layers that draft too
         parts, states = (runner._parts, runner._state) if mesh.pipeline > 1 else ([runner.params], [runner._state])

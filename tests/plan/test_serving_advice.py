@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import random
 
 import pytest
 from commands import run
@@ -16,6 +17,7 @@ from shardlm.plan.serving.advice import advise_serving
 from shardlm.plan.serving.advice_output import reasons, to_json, to_text
 from shardlm.plan.serving.attainment import Trials, without_latencies
 from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.mix import of_file
 from shardlm.plan.serving.search import ServingPlan, search
 from shardlm.plan.target import ServingTarget
 from shardlm.serve.build import EngineConfig
@@ -91,20 +93,19 @@ def test_a_share_in_time_takes_as_many_replicas_and_no_fewer():
     for one in search(case_on(Cluster.of(GPUS["h100"], 8))).plans:
         trials = Trials(ServingPlan.of(without_latencies(one.case)), one.case)
         assert not trials.fewest(60.0, (offer.num_gpus - 1) // one.gpus_per_replica), one.mesh
-        # What is said of replicas of other sizes: what was tried is so, the rest within a replica or two.
+        # What is said of replicas of other sizes: what was counted is so, the rest a quarter more at most.
         other = next((o for o in offer.others if o.case.engine.mesh == one.case.engine.mesh), None)
         if other:
             fewest = trials.fewest(60.0)
-            assert abs(other.replicas - fewest) <= (0 if other.gpus_per_replica in offer.counted else 2), one.mesh
+            exact = other.gpus_per_replica in offer.counted
+            assert other.replicas == fewest if exact else fewest <= other.replicas <= math.ceil(1.25 * fewest), one.mesh
             seen.append(other.gpus_per_replica)
     assert sorted(seen) == [1, 4, 8] and each == 2
     text, said = to_text(found), " ".join(reasons(offer))
     assert "The first token within 0.2 s for 0.95 of them" in text and "in time" in text
     assert f"take {plan.replicas} of them, {offer.num_gpus} GPUs: of 1,000 requests that come at random" in said
     assert f"{offer.times['within_limits']:.1%} are in time" in said
-    assert (
-        "Replicas of 4 (tensor=4) would take about 12 GPUs. Replicas of 8 (tensor=8) would take about 16 GPUs." in said
-    )
+    assert "Replicas of 4 (tensor=4) would take 12 GPUs. Replicas of 8 (tensor=8) would take 16 GPUs." in said
     told = json.loads(json.dumps(to_json(found, ServingTarget(60, 2048, 16))))
     assert told["attainment"] == 0.95 and told["offers"][0]["most_requests_per_second"] is None
     assert told["offers"][0]["times_of_requests"]["ttft_seconds"]["p90"] <= 0.2
@@ -133,6 +134,32 @@ def test_what_no_replica_does_says_why():
     assert offer.plan.case.cluster.num_gpus == 4  # 132 GiB of weights: two hosts' 158 GiB leave no room for pages
     with pytest.raises(ShardlmError, match="did you mean aws-p5"):
         advised(asked(5), names=["aws-p55"])
+
+
+def test_requests_of_a_file_are_advised_on_as_a_plan_has_them(tmp_path):
+    path, rng = tmp_path / "f.jsonl", random.Random(0)
+    entries = [
+        ([rng.randrange(1000) for _ in range(length)], new) for length, new in ((3000, 10), (200, 90), (700, 30))
+    ]
+    path.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": new}) + "\n" for prompt, new in entries))
+    words = ("--serve", "--config=configs/llama3_8b.py", f"--file={path}", "--format=json")
+    done = run("launch.whatif", *words, "--clusters=h100,h200", "--target=40 requests/s", "--ttft_seconds=1")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["target"] == {"requests_per_second": 40, "prompt_tokens": None, "reply_tokens": None}
+    assert told["file"] == str(path) and told["requests"]["listed"] == 3
+    assert told["requests"]["prompt_tokens"] == {"mean": 1300, "least": 200, "most": 3000}
+    offer = next(offer for offer in told["offers"] if offer["gpu"] == "h100")
+    sizes = ("--gpu=h100", "--num_gpus=8", "--verify=0", "--request_rate=40", "--ttft_seconds=1")
+    done = run("launch.plan", *words, *sizes)
+    plan = json.loads(done.stdout)["plans"][0]
+    assert (
+        offer["num_gpus"] == plan["num_gpus"] and offer["ttft_seconds"] == plan["estimated"]["at_rate"]["ttft_seconds"]
+    )
+    case = ServingCase(MODEL, Cluster.of(GPUS["h100"], 8), EngineConfig(), 1300, 43, 40, file=str(path))
+    mix = of_file(str(path), 9, None, 1000, case.engine.block_size)
+    text = to_text(advised(lambda cluster: dataclasses.replace(case, cluster=cluster, listed=mix), names=["h100"]))
+    assert text.startswith(f"40 requests/s of {MODEL.name}. 3 requests of {path}: prompts of 200 to 3,000 (on average")
 
 
 def test_the_command_advises_and_says_what_is_wrong():

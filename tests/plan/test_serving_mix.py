@@ -223,7 +223,14 @@ def test_the_command_takes_a_file(tmp_path):
     assert told["asked"]["file"] == path and told["requests"]["listed"] == 3
     for more, target, message in (
         (["--prompt_len=7"], None, f"--prompt_len=7 says what requests are like, and so does --file={path}"),
-        ([], ServingTarget(5, 20, 2), "the target says what requests are like, and so does --file="),
+        ([], ServingTarget(5, 20, 2), r"the target says .* like, and so does --file=.* target of 5 requests/s alone"),
+        (["--request_rate=5"], ServingTarget(5), "--request_rate is what the target says"),
+        (["--prompt_len=7"], ServingTarget(5), "--prompt_len=7 says what requests are like"),
+        (
+            ["--file="],
+            ServingTarget(5),
+            r"does not say how long requests are: write '500 requests/s at .* or give --file",
+        ),
         (["--max_model_len=304"], None, "2 of 3 requests of .* max_model_len=304, the longest 306 tokens"),
     ):
         with flagsaver.flagsaver(), pytest.raises(ShardlmError, match=message):

@@ -29,8 +29,8 @@ class ServingOffer:
     plan      of the replica whose copies together take the fewest GPUs
     others    the same of replicas of other numbers of GPUs, the fewest GPUs first
     times     by attainment, of requests that come at random to the replica (arrivals.times_of_requests)
-    counted   by attainment, numbers of GPUs of those other replicas whose number was found by such requests; of the
-              rest it is what is likely (attainment.Fewest)
+    counted   by attainment, of those others' numbers of GPUs those of which fewer replicas will not do; of the rest
+              that is not known (attainment.Fewest)
     """
 
     kind: ClusterKind

@@ -33,7 +33,9 @@ def to_text(advice: ServingAdvice) -> str:
     blocks = []
     if advice.offers:
         case = advice.offers[0].plan.case
-        asked = f"{case.request_rate:g} requests/s of {case.prompt_len:,} tokens in and {case.output_len:,} out"
+        asked = f"{case.request_rate:g} requests/s"
+        if not case.file:
+            asked += f" of {case.prompt_len:,} tokens in and {case.output_len:,} out"
         kept = f" {wanted(case)} for {case.attainment:.4g} of them." if case.attainment else ""
         blocks = [f"{asked} of {case.model.name}.{_uneven(case)}{kept} All figures are estimated."]
         head = (*HEAD[:-1], "in time", HEAD[-1]) if case.attainment else HEAD
@@ -50,9 +52,10 @@ def to_text(advice: ServingAdvice) -> str:
 
 def _uneven(case: ServingCase) -> str:
     """What requests are like where not all are of the target's lengths and new."""
-    if not (case.range_ratio or case.shared_prefix):
+    if not (case.range_ratio or case.shared_prefix or case.file):
         return ""
-    said = requests({"shared_prefix": case.shared_prefix}, case.mix.told(), case.engine.enable_prefix_caching)
+    asked = {"shared_prefix": case.shared_prefix, "file": case.file}
+    said = requests(asked, case.mix.told(), case.engine.enable_prefix_caching)
     return f" {said[0].upper()}{said[1:]}."
 
 
@@ -119,9 +122,9 @@ def _by_means(offer: ServingOffer) -> list[str]:
     return said + [_other(other) for other in offer.others]
 
 
-def _other(other: ServingPlan, about: str = "") -> str:
+def _other(other: ServingPlan, at_most: str = "") -> str:
     mesh = mesh_text(other.case.engine.mesh)
-    return f"Replicas of {other.gpus_per_replica} ({mesh}) would take {about}{other.num_gpus:,} GPUs."
+    return f"Replicas of {other.gpus_per_replica} ({mesh}) would take {at_most}{other.num_gpus:,} GPUs."
 
 
 def _in_time(offer: ServingOffer) -> list[str]:
@@ -138,7 +141,7 @@ def _in_time(offer: ServingOffer) -> list[str]:
         f"{three_digits(first['p50'])} s and 99% within {three_digits(first['p99'])} s{rest}."
     ]
     for other in offer.others:
-        said.append(_other(other, "" if other.gpus_per_replica in offer.counted else "about "))
+        said.append(_other(other, "" if other.gpus_per_replica in offer.counted else "at most "))
     return said
 
 
@@ -146,9 +149,10 @@ def to_json(advice: ServingAdvice, target: ServingTarget) -> dict[str, Any]:
     return {
         "target": {
             "requests_per_second": target.request_rate,
-            "prompt_tokens": target.prompt_len,
-            "reply_tokens": target.output_len,
+            "prompt_tokens": target.prompt_len or None,
+            "reply_tokens": target.output_len or None,
         },
+        "file": next((offer.plan.case.file for offer in advice.offers), None) or None,
         "requests": next((offer.plan.case.mix.told() for offer in advice.offers), None),
         "attainment": next((offer.plan.case.attainment for offer in advice.offers), None) or None,
         "offers": [_offer(offer) for offer in advice.offers],
@@ -185,7 +189,7 @@ def _offer(offer: ServingOffer) -> dict[str, Any]:
                 "mesh": mesh_text(other.case.engine.mesh),
                 "replicas": other.replicas,
                 "num_gpus": other.num_gpus,
-                "likely": bool(offer.times) and other.gpus_per_replica not in offer.counted,
+                "at_most": bool(offer.times) and other.gpus_per_replica not in offer.counted,
             }
             for other in offer.others
         ],

@@ -20,6 +20,7 @@ from shardlm.plan.serving.time import Speed
 SLACK = 1.25  # a share of a half and more keeps latencies at no rate higher than the means do, by as much as those err
 LEAST = 0.01  # of the most: all but idle
 EXACT = 1.03  # two rates as near to each other are the same
+MOST_TRIALS = 8  # of a replica that is not the best
 STEP = 1.15  # from where a rate is looked for, up or down
 
 
@@ -60,7 +61,7 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
 class Fewest:
     """plan, times  of the mesh whose replicas serve the rate with the fewest GPUs; what came of its requests
     others   the best of replicas of other numbers of GPUs, the fewest in all first
-    counted  replicas' numbers of GPUs, of these others, whose number requests were tried on; of all else it is likely
+    counted  of these others' numbers of GPUs those of which fewer replicas will not do; of the rest that is not known
     """
 
     plan: ServingPlan
@@ -101,16 +102,17 @@ def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> Fewest:
 def _others(
     tried: Sequence["Trials"], counts: Mapping["Trials", int], best: ServingPlan
 ) -> list[tuple[ServingPlan, bool]]:
-    """(the best of each other number of GPUs, whether its replicas were counted): where they were not, as many as are
-    likely, and no fewer GPUs than the best has; none of those that hardly keep the latencies."""
+    """(the likeliest of each other number of GPUs, whether its replicas were counted): else as many as will do, found
+    in a few trials; none of those for which it takes more than MOST_TRIALS."""
     found: dict[int, tuple[ServingPlan, bool]] = {}
-    for trials in tried:
+    for trials in sorted(tried, key=lambda one: one not in counts):
         size, rate = trials.plan.gpus_per_replica, trials.case.request_rate
-        if size == best.gpus_per_replica or not (trials in counts or trials.may_do()):
+        if size in (best.gpus_per_replica, *found):
             continue
-        count = counts.get(trials, math.ceil(max(trials.likely_gpus(), best.num_gpus) / size))
-        if size not in found or size * count < found[size][0].num_gpus:
-            found[size] = trials.plan_of(count, rate / count, rate / count), trials in counts
+        least = math.ceil(best.num_gpus / size)
+        count, exact = (counts[trials], True) if trials in counts else trials.enough(rate, least)
+        if count:
+            found[size] = trials.plan_of(count, rate / count, rate / count), exact
     return sorted(found.values(), key=lambda one: (one[0].num_gpus, one[0].gpus_per_replica))
 
 
@@ -182,9 +184,16 @@ class Trials:
         """For the case's rate."""
         return self.plan.gpus_per_replica * math.ceil(self.case.request_rate / self._guess())
 
-    def may_do(self) -> bool:
-        """Whether it is likely that more than an idle replica keeps the latencies."""
-        return self._guess() > LEAST * self.plan.most.rate
+    def enough(self, rate: float, least: int) -> tuple[int, bool]:
+        """(replicas that do so at `rate`, a quarter more than need be at most; whether one fewer does not), where fewer
+        than `least` do not; 0 where MOST_TRIALS find none."""
+        least = count = max(least, math.ceil(rate / self.plan.most.rate))
+        failed = least - 1
+        for _ in range(MOST_TRIALS):
+            if self.keep(rate / count):
+                return count, count == failed + 1
+            failed, count = count, max(count + 1, math.ceil(1.25 * count))
+        return 0, False
 
     def plan_of(self, count: int, usual: float, most: float) -> ServingPlan:
         """The plan on so many replicas, each at the rate `usual`, of at most `most`."""

@@ -12,7 +12,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.page_layout import PageLayout
-from shardlm.ops import attention
+from shardlm.ops import attention, grouped_weights
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.mix import Mix
@@ -20,6 +20,7 @@ from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer,
 from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
 from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
+from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner_config import RunnerConfig
@@ -159,7 +160,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data)
-    sizes = dataclasses.replace(sizes, prefill=_prefill(case, model))
+    few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
+    sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)

@@ -18,7 +18,6 @@ from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, layer_work
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
-from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
 
@@ -144,7 +143,7 @@ class Speed:
     def chunks(self, tokens: int, prompts: int = 1) -> Iterator[int]:
         """Of so many tokens of a prompt, where `prompts` are to be read at once."""
         sizes = self.memory.sizes
-        cuts = Cuts.of(sizes.chunk_sizes, sizes.platform)
+        cuts = sizes.cuts
         while tokens > 0:
             count = cuts.chunk(tokens, sizes.max_batch_tokens, prompts)
             yield count
