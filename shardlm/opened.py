@@ -201,9 +201,15 @@ def _weight_format(
     are served on GPUs as their file has them."""
     if found.lora.rank:
         return found.lora.base
+    if found.run and isinstance(asked, AsPublished):
+        raise ShardlmError(
+            "the model is served in a checkpoint's own few bits (quantization=checkpoint), and a run has none; serve "
+            "it with quantization=dtype, or another, to update it from what is trained"
+        )
     if asked not in (None, PUBLISHED):
         return asked
-    method = supported(found.source.options) if isinstance(found.source, Pretrained) else ""
+    of_file = isinstance(found.source, Pretrained) and not found.run  # a run from such weights has its own, in full
+    method = supported(found.source.options) if of_file else ""
     if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
         return "dtype"
     rules = serving_rules(shape, spec)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -196,7 +197,8 @@ def build(
 
 def grown(opened: Opened, quantization: str | None) -> str:
     """What to tell of a checkpoint in few bits that is served in more; "" where there is nothing to tell."""
-    method = supported(opened.source.options) if isinstance(opened.source, Pretrained) else ""
+    of_file = isinstance(opened.source, Pretrained) and opened.folder == pathlib.Path(opened.source.folder)  # no run
+    method = supported(opened.source.options) if of_file else ""
     execution = opened.model.execution
     dtype, left = jnp.dtype(execution.dtype).name, getattr(execution.weights, "left", ())
     if left:

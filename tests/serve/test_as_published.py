@@ -30,6 +30,7 @@ from shardlm.plan.serving.memory import serving_memory
 from shardlm.published_weights import as_published, kinds_told
 from shardlm.serve.build import EngineConfig, grown
 from shardlm.serving_rules import serving_rules
+from shardlm.train.convert import to_run
 
 ONE = MeshSpec()
 SIZES = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_steps": 1}
@@ -165,6 +166,14 @@ def test_layers_that_differ(folders, tmp_path):
     assert sizes[0][0] > sizes[1][0] == sizes[2][0] and sizes[0][1] == sizes[1][1] > sizes[2][1]
 
 
+def test_a_run_from_such_a_checkpoint_has_weights_of_its_own(folders, tmp_path):
+    to_run(folders("llama")[1].path, tmp_path / "run")
+    with pytest.raises(ShardlmError, match="as the checkpoint's file has them, and it has no such"):
+        load(tmp_path / "run", decoding=True, quantization="checkpoint")
+    opened = load(tmp_path / "run", decoding=True)
+    assert opened.model.execution.weights == "dtype" and not grown(opened, None)
+
+
 def test_groups_that_no_device_can_have_a_part_of(folders, tmp_path):
     plain, few = folders("llama")
     ours, theirs = ({n: a.read(...) for n, a in folder.tensors.items()} for folder in (plain, few))
@@ -185,7 +194,7 @@ def test_what_lies_with_its_inputs_first_is_not_held():
     assert found.kinds == () and set(found.left) == {"wq", "wk", "wv", "wo", "up", "down"}
 
 
-def test_other_weights_while_it_is_served(folders):
+def test_other_weights_while_it_is_served(folders, tmp_path):
     plain, few = (folder.path for folder in folders("llama"))
     llm = shardlm.LLM(few, quantization="checkpoint", dtype="float32", **SIZES)
     before = llm.score(ROWS[:1])
@@ -196,4 +205,7 @@ def test_other_weights_while_it_is_served(folders):
         llm.update_weights(plain)
     with pytest.raises(ShardlmError, match="a checkpoint's own few bits"):
         llm.update_weights(load(plain, dtype="float32").params)
+    to_run(few, tmp_path / "run")
+    with pytest.raises(ShardlmError, match=r"a checkpoint's own few bits .* and a run has none"):
+        llm.update_weights(tmp_path / "run")
     assert llm.score(ROWS[:1]) == before

@@ -4,6 +4,7 @@ kind of block, and a reply is the same bits whatever else runs."""
 import dataclasses
 import functools
 import json
+import pathlib
 import types
 
 import jax
@@ -124,9 +125,10 @@ def test_what_is_trained_is_put_into_few_bits_while_it_is_served(folder, how, me
 def test_a_checkpoint_in_few_bits_that_is_served_in_more_says_so():
     execution = Execution(Rules.make("zero3", ONE), jnp.bfloat16)
     source = Pretrained("x", config=json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    opened = Opened(types.SimpleNamespace(execution=execution), None, None, source, None)
+    opened = Opened(types.SimpleNamespace(execution=execution), None, None, source, pathlib.Path("x"))
     assert "(fp8); they are served in bfloat16" in grown(opened, None) and not grown(opened, "fp8_dynamic")
     assert not grown(dataclasses.replace(opened, source=Pretrained("x", config="{}")), None)
+    assert not grown(dataclasses.replace(opened, folder=pathlib.Path("run")), None)  # its own weights, in full
 
 
 @pytest.mark.parametrize(
