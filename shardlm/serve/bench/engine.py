@@ -22,7 +22,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened, execution_of
-from shardlm.ops.weight_format import PUBLISHED
+from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
@@ -57,7 +57,10 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
     with jax.set_mesh(mesh):
         held = config.quantization or "dtype"
         if held == PUBLISHED:
-            raise ShardlmError(f"quantization={PUBLISHED} is of a checkpoint; give --model with one, or another")
+            raise ShardlmError(
+                f"quantization={PUBLISHED} is of a checkpoint's own weights, and these are random: choose from "
+                f"{', '.join(QUANTIZATIONS)}, or ask a server of the checkpoint (launch.bench serve --url)"
+            )
         rules = serving_rules(shape, one, held)
         model = ModelDef.make(shape, execution_of(shape, rules, dtype, device, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
