@@ -33,7 +33,7 @@ from shardlm.serving_rules import serving_rules
 from shardlm.train.convert import to_run
 
 ONE = MeshSpec()
-SIZES = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_steps": 1}
+SIZES = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8, "decode_steps": 1}
 ROWS = [[int(t) for t in np.random.default_rng(n).integers(0, 96, n)] for n in (9, 30, 4)]
 KINDS = {"deepseek_v3": "fp8", "gpt_oss": "fp4"}
 
@@ -113,11 +113,8 @@ def test_a_plan_holds_a_draft_model_so(folders):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("llama", ONE),
-        ("phi3", MeshSpec(tensor=2)),
         ("qwen3_moe", MeshSpec(expert=2, tensor=2)),
         ("gpt_oss", MeshSpec(expert=4)),
-        ("gpt_oss", MeshSpec(tensor=2)),
         ("deepseek_v3", MeshSpec(expert=2, pipeline=2)),
     ],
 )
@@ -158,8 +155,8 @@ def test_layers_that_differ(folders, tmp_path):
     assert (
         last["down"].dtype == np.float32 and opened.params["segments"][1]["blocks"][0]["mlp"]["down"].dtype == np.int8
     )
-    for mesh in (ONE, MeshSpec(pipeline=2)):
-        np.testing.assert_allclose(scores(folder.path, "checkpoint", mesh), scores(plain.path, None), atol=2e-5)
+    found = scores(folder.path, "checkpoint", MeshSpec(pipeline=2))
+    np.testing.assert_allclose(found, scores(plain.path, None), atol=2e-5)
     on = (Cluster.of(GPUS["h100"], 2), EngineConfig(mesh=MeshSpec(pipeline=2), max_model_len=64), 32, 16)
     cases = (ServingCase(ServedModel.of_folder(one.path), *on) for one in (plain, folder, few))
     sizes = [[stage.weights for stage in serving_memory(case).stages] for case in cases]
