@@ -28,10 +28,10 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
-from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, QUANTIZATIONS, AsPublished, WeightFormat, layers_differ
+from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, AsPublished, WeightFormat, layers_differ
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
-from shardlm.published_weights import as_published, kinds_in
+from shardlm.published_weights import as_published, kinds_in, not_published, takes_no
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.serving_rules import serving_rules
@@ -202,10 +202,7 @@ def _weight_format(
     if found.lora.rank:
         return found.lora.base
     if found.run and isinstance(asked, AsPublished):
-        raise ShardlmError(
-            "the model is served in a checkpoint's own few bits (quantization=checkpoint), and a run has none; serve "
-            "it with quantization=dtype, or another, to update it from what is trained"
-        )
+        raise takes_no("a run has")
     if asked not in (None, PUBLISHED):
         return asked
     of_file = isinstance(found.source, Pretrained) and not found.run  # a run from such weights has its own, in full
@@ -222,10 +219,7 @@ def _weight_format(
     why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
     if cut := [name for name, kind in kinds.items() if kind.alike]:
         why = f"{', '.join(cut)} are in groups that the mesh {spec} cannot split"
-    raise ShardlmError(
-        f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
-        f"from {', '.join(QUANTIZATIONS)}, or leave it out"
-    )
+    raise not_published(why)
 
 
 def trained(

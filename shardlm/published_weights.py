@@ -21,10 +21,26 @@ from shardlm.models import registry
 from shardlm.models.naming import Tensor
 from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.ops.grouped_weights import LONGEST, Groups
-from shardlm.ops.weight_format import AsPublished, key
+from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS, AsPublished, weight_key
 from shardlm.rules import Rules
 
 SMALLER = 4  # times that groups are halved at most, where devices cannot split whole ones
+
+
+def not_published(why: str) -> ShardlmError:
+    """What to say where quantization=checkpoint is asked for and cannot be."""
+    return ShardlmError(
+        f"quantization={PUBLISHED} serves weights in few bits as the checkpoint's file has them, and {why}; choose "
+        f"from {', '.join(QUANTIZATIONS)}, or leave it out"
+    )
+
+
+def takes_no(what: str) -> ShardlmError:
+    """What to say of new weights without the few bits of the checkpoint that is served."""
+    return ShardlmError(
+        f"the model is served in a checkpoint's own few bits (quantization={PUBLISHED}), and {what} none; serve it "
+        "with quantization=dtype, or another, to update it from what is trained"
+    )
 
 
 @dataclasses.dataclass
@@ -92,7 +108,7 @@ def _kinds(
     for leaf in weights.leaves(config, shapes, lambda block: registry.names(options, config, block)):
         param = params[leaf.path]
         names, into = param.get_metadata("names"), param.get_metadata("into")
-        kind = found.setdefault(key(leaf.path[-1], names[0], _place(leaf.path)), Kind())
+        kind = found.setdefault(weight_key(leaf.path[-1], names[0], _place(leaf.path)), Kind())
         kind.along.add((param.shape[into - 1 - len(names)], names[into - 1]))
         along = _as_stored(leaf.tensor, param.shape[-len(names) :], into - 1)
         layers, each = leaf.layers or (0,), leaf.names(param.shape)

@@ -8,7 +8,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
-from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, key
+from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Preset, Rules
 
 
@@ -51,6 +51,6 @@ def _dense_widths(shape: TransformerConfig) -> set[int]:
 
 def _width_divides(width: int, devices: int, held: WeightFormat) -> bool:
     """In whole groups of what is held in them: of the weights that sum over a width, "down"."""
-    names = () if held in DYNAMIC else (key("down", "mlp", place) for place in ("", "shared.", "mtp."))
+    names = () if held in DYNAMIC else (weight_key("down", "mlp", place) for place in ("", "shared.", "mtp."))
     groups = [width // found.size(width) for name in names if (found := groups_of(held, name))]
     return all(n % devices == 0 for n in (width, *groups))

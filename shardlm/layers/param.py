@@ -28,7 +28,7 @@ from shardlm.ops.grouped_weights import (
 )
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
-from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, key
+from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Rules
 
 MADE_FIRST = "_made_first"  # after the name of a weight that lies so
@@ -108,8 +108,8 @@ def _zeros(dtype) -> Initializer:
 @dataclasses.dataclass(frozen=True)
 class Params:
     """Makes the parameters of one module: carries the random stream, the rules, the leading stack dimensions, and what
-    projections are held in, how they lie, and what they have beside them; `place` as weight_format.key has it, and the
-    numbers of the layers."""
+    projections are held in, how they lie, and what they have beside them; `place` as weight_format.weight_key has it,
+    and the numbers of the layers."""
 
     rngs: nnx.Rngs
     rules: Rules
@@ -126,7 +126,7 @@ class Params:
         """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
         `project` read it: with its scales where it is held in few bits, and with its adapter where it has one.
         both_ways: what it makes may be summed over instead."""
-        groups = groups_of(self.weights, key(name, names[0], self.place), self.layers)
+        groups = groups_of(self.weights, weight_key(name, names[0], self.place), self.layers)
         if self.weights in DYNAMIC and names[0] != "experts" and not both_ways:
             self._by_result(module, name, shape, names, into)
         elif groups is not None:

@@ -26,7 +26,7 @@ Numbers = Literal["int8", "int4", "fp8", "fp4"]
 GroupedFormat = Literal["dtype", "int8", "int4", "fp8"]
 """What weights are held in that no step changes: the compute dtype, integers of 8 or 4 bits, or e4m3."""
 GroupedProducts = Literal["dequantised", "pallas"]
-STORED = {"int8": np.dtype("i1"), "int4": np.dtype("i1"), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+STORED = {name: np.dtype("i1") for name in ("int8", "int4", "fp4")} | {"fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
 LONGEST = 128  # of published checkpoints' groups as they are held
@@ -68,7 +68,7 @@ class Groups:
     @property
     def stored(self) -> np.dtype:
         """The type of the bytes."""
-        return STORED.get(self.numbers, np.dtype("i1"))
+        return STORED[self.numbers]
 
     @property
     def zero(self) -> str:
@@ -88,7 +88,7 @@ class Groups:
         return group
 
 
-OWN = {how: Groups(how) for how in STORED}
+OWN = {how: Groups(how) for how in _LARGEST}
 """Those that weights are made in here."""
 
 

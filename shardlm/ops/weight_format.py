@@ -18,7 +18,7 @@ QUANTIZATIONS = (*OWN, *DYNAMIC)
 class AsPublished:
     """As a checkpoint in few bits has them, number for number.
 
-    kinds  by `key` of a weight its groups; all others are in the compute dtype
+    kinds  by `weight_key` of each its groups; all others are in the compute dtype
     left   of these others, those that the checkpoint has in few bits
     but    by key the layers in which a weight is in the compute dtype all the same: where there are any, layers have to
            be apart (models/transformer.py)
@@ -54,7 +54,7 @@ def grouped(how: str) -> GroupedFormat:
 
 
 def groups_of(how: WeightFormat, key: str, layers: Iterable[int] = ()) -> Groups | None:
-    """How the projection or expert of this `key` is held in these layers, None: in the compute dtype."""
+    """How the projection or expert with this `weight_key` is held in these layers, None: in the compute dtype."""
     if not isinstance(how, AsPublished):
         return OWN.get(grouped(how))
     return how.by_key.get(key) if set(layers).isdisjoint(dict(how.but).get(key, ())) else None
@@ -65,7 +65,7 @@ def layers_differ(how: WeightFormat) -> bool:
     return isinstance(how, AsPublished) and bool(how.but)
 
 
-def key(name: str, first: str, place: str = "") -> str:
+def weight_key(name: str, first: str, place: str = "") -> str:
     """What a weight is known by beside its kind: its own name, `first` of its dimensions, and where its module is that
     the model has more than one of: "mtp." and "shared."."""
     return f"{place}experts.{name}" if first == "experts" else f"{place}{name}"

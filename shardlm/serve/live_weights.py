@@ -20,6 +20,7 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
 from shardlm.ops.weight_format import AsPublished
+from shardlm.published_weights import takes_no
 from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.draft_model import DraftModelProposer
@@ -139,10 +140,7 @@ def _in_few_bits(tree: Tree, old: Tree, model: ModelDef) -> Tree:
         flatten_dict(shapes),
     )
     if isinstance(model.execution.weights, AsPublished):
-        raise ShardlmError(
-            "the model is served in a checkpoint's own few bits (quantization=checkpoint), and other weights have "
-            "none; serve it with quantization=dtype, or another, to update it from what is trained"
-        )
+        raise takes_no("other weights have")
     _check(given, {path: one.whole for path, one in held.items()})
     made: dict[tuple, jax.Array] = {}
     for path, one in held.items():

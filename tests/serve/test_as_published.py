@@ -179,6 +179,11 @@ def test_groups_that_no_device_can_have_a_part_of(folders, tmp_path):
     folder = written(tmp_path / "down", few.config, mixed)
     with pytest.raises(ShardlmError, match=r"down are in groups that the mesh .* cannot split; choose from int8"):
         load(folder.path, decoding=True, quantization="checkpoint", mesh=MeshSpec(tensor=4))
+    engine = EngineConfig(mesh=MeshSpec(tensor=4), max_model_len=64, quantization="checkpoint")
+    case = ServingCase(ServedModel.of_folder(folder.path), Cluster.of(GPUS["h100"], 4), engine, 32, 16)
+    with pytest.raises(ShardlmError, match="none of down can be held so on the mesh"):
+        serving_memory(case)
+    assert case.on(quantization=None).weights == "dtype"
 
 
 def test_what_lies_with_its_inputs_first_is_not_held():

@@ -20,11 +20,11 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import DTYPES, stored_dtype
-from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS, WeightFormat
+from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
-from shardlm.published_weights import Kind, as_published, kinds_in, kinds_told
+from shardlm.published_weights import Kind, as_published, kinds_in, kinds_told, not_published
 from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.submeshes import of_stage
@@ -127,10 +127,7 @@ class ServingCase:
         self._check_drafts()
         gpu = self.cluster.gpu
         if self.engine.quantization == PUBLISHED and not self.model.folder:
-            raise ShardlmError(
-                f"quantization={PUBLISHED} serves weights in few bits as a checkpoint's file has them, and "
-                f"{self.model.name} has no such; choose from {', '.join(QUANTIZATIONS)}, or leave it out"
-            )
+            raise not_published(f"{self.model.name} has no such")
         if self.engine.quantization == "fp8_dynamic" and not gpu.multiplies_fp8:
             raise ShardlmError(
                 f"quantization=fp8_dynamic on {gpu.name}: its matrix units do not take fp8; choose int8_dynamic, or "
@@ -223,7 +220,10 @@ class ServingCase:
         asked for."""
         asked = self.engine.quantization
         if self.model.folder and asked in (None, PUBLISHED):
-            return _as_published(self.model, of_stage(self.engine.mesh))
+            found = _as_published(self.model, of_stage(self.engine.mesh))
+            if asked and found == "dtype":
+                raise not_published(f"none of {self.model.name} can be held so on the mesh {self.engine.mesh}")
+            return found
         return asked or "dtype"
 
     @property
