@@ -242,7 +242,8 @@ def in_groups(param: nnx.Param) -> Groups | None:
 def _in_eight_bits(letters, x, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
     values, scale = (gathered(module, part, execution) for part in (name, name + SCALE))
     letters = _turned(letters, getattr(module, name))
-    return dynamic_matmul.dynamic_einsum(letters, x, values, scale, out_sharding)
+    einsum = cpu_einsum if execution.made_first else jnp.einsum
+    return dynamic_matmul.dynamic_einsum(letters, x, values, scale, out_sharding, einsum)
 
 
 def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:

@@ -10,9 +10,10 @@ A weight lies with what it makes first, [*made, *summed]: so the matrix units ta
 turn it (compiled for an H100: two such weights behind one input are one kernel, and no copies).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -66,12 +67,17 @@ def by_result(w: np.ndarray, scale: np.ndarray, how: WeightFormat) -> np.ndarray
 
 
 def dynamic_einsum(
-    letters: str, x: jax.Array, values: jax.Array, scale: jax.Array, out_sharding: PartitionSpec | None = None
+    letters: str,
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    out_sharding: PartitionSpec | None = None,
+    einsum: Callable[..., jax.Array] = jnp.einsum,
 ) -> jax.Array:
     """einsum(letters, x, w) in x's dtype; the letters of w, like `values`, begin with what it makes, whose scales are
-    `scale`. `out_sharding` as for jnp.einsum."""
+    `scale`. `out_sharding` as for jnp.einsum; `einsum` multiplies the 8-bit numbers."""
     xs, ws = letters.split("->")[0].split(",")
     summed = tuple(i for i, letter in enumerate(xs) if letter in ws)
     x8 = quantize(x, values.dtype, summed, doublings=False)
     w8 = Quantized(values, jax.lax.expand_dims(scale, range(scale.ndim, values.ndim)))
-    return multiply(letters, x8, w8, x.dtype, out_sharding)
+    return multiply(letters, x8, w8, x.dtype, out_sharding, einsum)

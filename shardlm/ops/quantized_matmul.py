@@ -9,6 +9,7 @@ backward pass gathers again rather than keep the gathered weight.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
@@ -140,8 +141,15 @@ def _move(a: Quantized, spec: PartitionSpec) -> Quantized:
     return Quantized(jax.reshard(a.values, spec), jax.reshard(a.scale, _own(spec, a.scale.shape)))
 
 
-def multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: PartitionSpec | None) -> jax.Array:
-    """einsum of the values, times the scales, summed over the devices where a split dimension is summed over: last, and
+def multiply(
+    letters: str,
+    a: Quantized,
+    b: Quantized,
+    dtype: jnp.dtype,
+    out: PartitionSpec | None,
+    einsum: Callable[..., jax.Array] = jnp.einsum,
+) -> jax.Array:
+    """`einsum` of the values, times the scales, summed over the devices where a split dimension is summed over: last, and
     in `dtype`, so that an all-reduce or reduce-scatter moves no more than without 8 bits. Scales multiply in float32,
     but for two numbers that are powers of two."""
     first, second, result = letters.replace("->", ",").split(",")
@@ -155,7 +163,7 @@ def multiply(letters: str, a: Quantized, b: Quantized, dtype: jnp.dtype, out: Pa
     integers = a.values.dtype == jnp.int8
     exact = jnp.int32 if integers else dtype
     parts = PartitionSpec(*local, unreduced=pending)
-    y = jnp.einsum(letters, a.values, b.values, preferred_element_type=exact, out_sharding=parts)
+    y = einsum(letters, a.values, b.values, preferred_element_type=exact, out_sharding=parts)
     scale = _spread(a.scale, first, result) * _spread(b.scale, second, result)
     scale = jax.reshard(scale, PartitionSpec(*_own(local, scale.shape), reduced=pending))
     plain = scale.size == 1 and not integers

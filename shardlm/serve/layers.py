@@ -30,8 +30,7 @@ def taken_apart(model: ModelDef, params: Tree, kv_cache: KvFormat = "auto") -> t
     parameter twice at most."""
     mesh = jax.sharding.get_mesh()
     cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    made_first = cpu and model.execution.weights == "dtype"
-    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache, made_first=made_first)
+    execution = dataclasses.replace(model.execution, unroll=1, kv_cache=kv_cache, made_first=cpu)
     segments = split(params["segments"], release=True)
     model = ModelDef.make(apart(model.config), execution)
     return model, lying(model, {**params, "segments": segments}, release=True)

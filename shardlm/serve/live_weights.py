@@ -133,14 +133,14 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
 def _in_few_bits(tree: Tree, old: Tree, model: ModelDef) -> Tree:
     """Weights as training has them, with layers apart, held as those that are served; made so on the host, a parameter
     at a time."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), old)
-    held, given, flat = (
-        held_weights(shapes, model.execution.weights, model.groups),
-        flatten_dict(tree),
-        flatten_dict(shapes),
-    )
     if isinstance(model.execution.weights, AsPublished):
         raise takes_no("other weights have")
+    there, given = flatten_dict(old), flatten_dict(tree)
+    flat = {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=there[path].sharding if path in there else None)
+        for path, shape in plain_shapes(model, old).items()
+    }
+    held = held_weights(unflatten_dict(flat), model.execution.weights, model.groups)
     _check(given, {path: one.whole for path, one in held.items()})
     made: dict[tuple, jax.Array] = {}
     for path, one in held.items():

@@ -1,6 +1,7 @@
 """Projections that multiply 8-bit numbers of weights held so: the numbers of published checkpoints and of training, on
 the host and on meshes, and what is compiled of them for GPUs."""
 
+import math
 import re
 
 import jax
@@ -14,6 +15,7 @@ from small import mesh_of
 
 from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.mesh import MeshSpec
+from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.dynamic_matmul import by_result, dynamic_einsum, scales, stored
 from shardlm.ops.quantized_matmul import quantized_einsum
 from shardlm.ops.weight_format import DYNAMIC
@@ -83,10 +85,15 @@ def test_int8_is_what_training_multiplies(name, dtype):
     with jax.set_mesh(mesh_of(MeshSpec())):
         trained = jax.jit(lambda x, w: quantized_einsum(letters, x, w, "int8", use=spec))(x, w)
         run = jax.jit(lambda x, *own: dynamic_einsum(turned(letters, into), x, *own))
-        served, alone = run(x, *own), run(x[1:, 3:4], *own)
+        on_one = jax.jit(lambda x, *own: dynamic_einsum(turned(letters, into), x, *own, einsum=cpu_einsum))
+        served, alone = run(x, *own), on_one.lower(x[1:, 3:4], *own).compile()
+        by_cpu = on_one(x, *own)
     assert served.dtype == dtype
     np.testing.assert_array_equal(served, trained)
-    np.testing.assert_array_equal(alone[0, 0], served[1, 3])  # whatever is beside it
+    np.testing.assert_array_equal(by_cpu, trained)
+    np.testing.assert_array_equal(alone(x[1:, 3:4], *own)[0, 0], served[1, 3])  # whatever is beside it
+    sizes = [math.prod(map(int, found.split(","))) for found in re.findall(r"s32\[([\d,]+)\]", alone.as_text())]
+    assert sizes and max(sizes) < w.size  # the weight is not made 32 bits of
 
 
 @pytest.mark.parametrize("how", DYNAMIC)
