@@ -31,7 +31,7 @@ from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attent
 from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, AsPublished, WeightFormat, layers_differ
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
-from shardlm.published_weights import as_published, kinds_in, not_published, takes_no
+from shardlm.published_weights import as_published, frozen_as_published, kinds_in, not_published, takes_no
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.serving_rules import serving_rules
@@ -199,6 +199,9 @@ def _weight_format(
 ) -> WeightFormat:
     """What projections are held in, of a model that is `served` on a mesh or not. Not asked for, weights in few bits
     are served on GPUs as their file has them."""
+    if found.lora.base == PUBLISHED:
+        rules = serving_rules(shape, spec) if served else Rules.make("zero3", spec).fitting(shape.widths())
+        return frozen_as_published(found.source, shape, rules)
     if found.lora.rank:
         return found.lora.base
     if found.run and isinstance(asked, AsPublished):

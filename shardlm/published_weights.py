@@ -2,10 +2,12 @@
 in what groups (ops/weight_format.py's AsPublished)."""
 
 import dataclasses
+import functools
 import math
+import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from flax import nnx
@@ -14,14 +16,16 @@ from flax.traverse_util import unflatten_dict
 from shardlm import weights
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Stored
-from shardlm.hf_quantised import kept_as
+from shardlm.hf_quantised import kept_as, supported
 from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.naming import Tensor
+from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import Transformer, TransformerConfig
-from shardlm.ops.grouped_weights import LONGEST, Groups
-from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS, AsPublished, weight_key
+from shardlm.ops.grouped_weights import LONGEST, GroupedFormat, Groups
+from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS, AsPublished, layers_differ, weight_key
 from shardlm.rules import Rules
 
 SMALLER = 4  # times that groups are halved at most, where devices cannot split whole ones
@@ -62,6 +66,37 @@ class Kind:
         numbers = {layer: {kept.numbers for kept in own} for layer, own in self.kept.items() if None not in own}
         counts = Counter(one for own in numbers.values() if len(own) == 1 for one in own)
         return [layer for layer, own in numbers.items() if own == {counts.most_common(1)[0][0]}] if counts else []
+
+
+@functools.lru_cache(maxsize=8)
+def kinds_of(source: Pretrained, config: TransformerConfig) -> Mapping[str, Kind]:
+    """Of a checkpoint, by the headers of its files, or by config.json where they are not here."""
+    one = MeshSpec()
+    rules = Rules.make("zero3", one).fitting(config.widths())
+    with jax.sharding.use_abstract_mesh(one.abstract()):
+        if any(pathlib.Path(source.folder).glob("*.safetensors")):
+            return kinds_in(Folder.open(source.folder), config, rules)
+        return kinds_told(source.options, config, rules)
+
+
+def frozen_as_published(source: Pretrained, config: TransformerConfig, rules: Rules) -> AsPublished:
+    """What adapters stand on with lora.base=checkpoint. Raises ShardlmError where nothing can be held so."""
+
+    def refused(why: str) -> ShardlmError:
+        return ShardlmError(
+            f"lora.base={PUBLISHED} holds weights in few bits as the checkpoint's file has them, and {why}; choose "
+            f"from {', '.join(get_args(GroupedFormat))}"
+        )
+
+    if not (method := supported(source.options)):
+        raise refused(f"{source.folder} has none (config.json has no quantization_config)")
+    found = as_published(kinds_of(source, config), rules)
+    if not found.kinds:
+        raise refused(f"none of {source.folder}, in few bits by {method}, can be on the mesh {rules.mesh}")
+    if layers_differ(found):
+        differ = ", ".join(own for own, _ in found.but)
+        raise refused(f"of {source.folder} some layers have {differ} in 16 bits: training holds all layers alike")
+    return found
 
 
 def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[str, Kind]:
@@ -150,6 +185,6 @@ def _groups(own: str, kind: Kind, rules: Rules) -> Groups | None:
 
 def _divides(groups: Groups, along: Iterable[tuple[int, str]], rules: Rules) -> bool:
     try:
-        return all(size // groups.size(size) % rules.mesh.size(*rules.rest.axes(name)) == 0 for size, name in along)
+        return all(size // groups.size(size) % rules.mesh.size(*rules.use.axes(name)) == 0 for size, name in along)
     except ShardlmError:
         return False

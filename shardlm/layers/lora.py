@@ -2,14 +2,16 @@
 layers/param.py's."""
 
 import dataclasses
-from typing import get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
 from shardlm.ops.grouped_weights import GroupedFormat
+from shardlm.ops.weight_format import PUBLISHED
 
+BASES = (*get_args(GroupedFormat), PUBLISHED)
 MLP = ("gate", "up", "down")
 TARGETS = (
     *("wq", "wk", "wv", "wo", *MLP),
@@ -26,21 +28,22 @@ class LoraConfig:
     targets  weights that have adapters, by their names in layers/; (): all projections of attention and, of models
              without experts, of MLPs. Routed experts have none
     base     what the frozen weights of blocks' projections and experts are held in: the compute dtype, few bits
-             (QLoRA, https://arxiv.org/abs/2305.14314)
+             (QLoRA, https://arxiv.org/abs/2305.14314), or "checkpoint": few bits as the file has them, number for
+             number
     """
 
     rank: int = 0
     alpha: float = 16.0
     targets: tuple[str, ...] = ()
-    base: GroupedFormat = "dtype"
+    base: GroupedFormat | Literal["checkpoint"] = "dtype"
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:
             raise ShardlmError(f"lora.rank={self.rank}, alpha={self.alpha}: a rank is at least 0 and alpha positive")
         if unknown := [name for name in self.targets if name not in TARGETS]:
             raise ShardlmError(f"lora.targets: {unknown[0]!r} is no projection; choose from {', '.join(TARGETS)}")
-        if self.base not in get_args(GroupedFormat):
-            raise ShardlmError(f"lora.base={self.base!r}; choose from {', '.join(get_args(GroupedFormat))}")
+        if self.base not in BASES:
+            raise ShardlmError(f"lora.base={self.base!r}; choose from {', '.join(BASES)}")
         if not self.rank and self.base != "dtype":
             raise ShardlmError(f"lora.base={self.base} without lora.rank: integers cannot be trained; set lora.rank")
 

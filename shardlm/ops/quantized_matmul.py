@@ -149,9 +149,9 @@ def multiply(
     out: PartitionSpec | None,
     einsum: Callable[..., jax.Array] = jnp.einsum,
 ) -> jax.Array:
-    """`einsum` of the values, times the scales, summed over the devices where a split dimension is summed over: last, and
-    in `dtype`, so that an all-reduce or reduce-scatter moves no more than without 8 bits. Scales multiply in float32,
-    but for two numbers that are powers of two."""
+    """`einsum` of the values, times the scales, summed over the devices where a split dimension is summed over: last,
+    and in `dtype`, so that an all-reduce or reduce-scatter moves no more than without 8 bits. Scales multiply in
+    float32, but for two numbers that are powers of two."""
     first, second, result = letters.replace("->", ",").split(",")
     split = dict(zip(second, _spec(b.values), strict=True)) | dict(zip(first, _spec(a.values), strict=True))
     local = PartitionSpec(*(split[letter] for letter in result))

@@ -16,6 +16,7 @@ from shardlm.data.prepare import Prepared
 from shardlm.generate import Sampling, generate
 from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
+from shardlm.ops.weight_format import AsPublished
 from shardlm.run_files import CHECKPOINTS
 from shardlm.state import TrainState
 from shardlm.train.offload import saving
@@ -68,11 +69,12 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
     size = f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 3}f}M parameters"
     if config.lora.rank:
+        held = model.execution.weights
         frozen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.frozen_shapes))
         size = (
             f"{parameters / 1e6:,.3f}M parameters in adapters of rank {config.lora.rank}, on {config.model.folder} "
             f"({frozen / 2**30:,.3f} GiB"
-            + (f", projections in {config.lora.base})" if config.lora.base != "dtype" else ")")
+            + (f", projections in {held.text if isinstance(held, AsPublished) else held})" if held != "dtype" else ")")
         )
     train = config.train
     tokens = train.steps * train.global_batch * train.seq_len

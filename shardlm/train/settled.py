@@ -11,7 +11,9 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
+from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.published_weights import frozen_as_published
 from shardlm.rules import Preset, Rules
 from shardlm.train.check import (
     check_batch,
@@ -84,9 +86,15 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
         microbatches=max(shares(config.train, spec.data)),
         rounds=config.pipeline.laps,
         lora=config.lora,
-        weights=config.lora.base,
+        weights=_frozen(config, shape, rules),
     )
     return Settled(config, shape, rules, execution)
+
+
+def _frozen(config: RunConfig, shape: TransformerConfig, rules: Rules) -> WeightFormat:
+    """What adapters stand on is held in."""
+    base = config.lora.base
+    return frozen_as_published(config.model, shape, rules) if base == PUBLISHED else base
 
 
 def check_sizes(config: RunConfig, spec: MeshSpec, mtp: bool = True) -> tuple[TransformerConfig, Rules]:

@@ -6,13 +6,11 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Folder, read_config
+from shardlm.hf_files import read_config
 from shardlm.hf_quantised import supported
 from shardlm.layers.mtp import MtpConfig
 from shardlm.mesh import MeshSpec
@@ -24,7 +22,7 @@ from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
-from shardlm.published_weights import Kind, as_published, kinds_in, kinds_told, not_published
+from shardlm.published_weights import as_published, kinds_of, not_published
 from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.submeshes import of_stage
@@ -239,16 +237,6 @@ class ServingCase:
 
 @functools.lru_cache(maxsize=1024)
 def _as_published(model: ServedModel, mesh: MeshSpec) -> WeightFormat:
-    found = as_published(_kinds(model), serving_rules(model.shape, mesh))
+    kinds = kinds_of(Pretrained(model.folder), dataclasses.replace(model.shape, mtp=model.mtp))
+    found = as_published(kinds, serving_rules(model.shape, mesh))
     return found if found.kinds else "dtype"
-
-
-@functools.lru_cache(maxsize=8)
-def _kinds(model: ServedModel) -> Mapping[str, Kind]:
-    """By the headers of its files, or by config.json where they are not here."""
-    one, shape = MeshSpec(), dataclasses.replace(model.shape, mtp=model.mtp)
-    rules = serving_rules(shape, one)
-    with jax.sharding.use_abstract_mesh(one.abstract()):
-        if any(pathlib.Path(model.folder).glob("*.safetensors")):
-            return kinds_in(Folder.open(model.folder), shape, rules)
-        return kinds_told(read_config(pathlib.Path(model.folder)), shape, rules)
