@@ -23,10 +23,10 @@ from shardlm.layers.param import (
     in_use,
     normal,
     parts_of,
-    use_weight,
 )
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
+from shardlm.ops.anew_matmul import anew_experts
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
 from shardlm.ops.grouped_weights import FEW_ROWS_OF_EXPERT, Grouped, expert_product
 from shardlm.ops.routing import Router
@@ -116,14 +116,16 @@ class Moe(nnx.Module):
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
-        experts, few = {}, {}
+        experts, few, anew = {}, {}, {}
         rows = x.shape[0] * x.shape[1] * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):
-            if rows <= FEW_ROWS_OF_EXPERT and has_kernel(self, name, execution):
-                held, few[name] = held_parts(self, name, execution), in_groups(getattr(self, name))
-                experts |= held
-            else:
-                experts[name] = use_weight(self, name, execution)
+            param = getattr(self, name)
+            if in_groups(param) is None:
+                experts[name] = in_use(param, execution)
+                continue
+            by_kernel = rows <= FEW_ROWS_OF_EXPERT and has_kernel(self, name, execution)
+            (few if by_kernel else anew)[name] = in_groups(param)
+            experts |= held_parts(self, name, execution)
         if config.bias:
             routed["logit_bias"] = jax.reshard(self.logit_bias[...], PartitionSpec(None))
             biases = ("gate_bias", "up_bias", "down_bias")
@@ -132,7 +134,7 @@ class Moe(nnx.Module):
         specs = {name: use.spec(*getattr(self, name).get_metadata("names")) for name in experts}
         real = jax.reshard(ctx.real, tokens)
         weights = jnp.zeros_like(real, jnp.float32) if ctx.weights is None else jax.reshard(ctx.weights, tokens)
-        local = functools.partial(_local, config, self.dispatch(execution), execution, few)
+        local = functools.partial(_local, config, self.dispatch(execution), execution, few, anew)
         aux = dict.fromkeys(("balance_loss", "router_z_loss", "dropped"), PartitionSpec())
         out, aux = shard_map(
             local,
@@ -151,9 +153,9 @@ class Moe(nnx.Module):
         return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
 
 
-def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, few, x, real, weights, routed, experts):
-    """One device: x [B, T, D] its part of the stream, real bool and weights float32 [B, T]. `few`: the Groups of the
-    experts' weights that the kernel reads as they are held, by name."""
+def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, few, anew, x, real, weights, routed, experts):
+    """One device: x [B, T, D] its part of the stream, real bool and weights float32 [B, T]. By name the
+    Groups of the experts' weights that the kernel reads as they are held, `few`, and of those that are made `anew`."""
     act = execution.rules.act
     B, T, D = x.shape
     k, E = config.top_k, config.num_experts
@@ -173,9 +175,11 @@ def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, few, x, 
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 
     def multiply(rows, name, sizes):
-        if name in few:
+        if name in few or name in anew:
             held = Grouped(*(experts[part] for part in parts_of(name, experts)))
-            return expert_product(rows, held, sizes, few[name])
+            if name in few:
+                return expert_product(rows, held, sizes, few[name])
+            return anew_experts(anew[name], execution.grouped_matmul, rows, held, sizes)
         return grouped_matmul.grouped_matmul(rows, experts[name], sizes, implementation=execution.grouped_matmul)
 
     def run(rows, sizes):

@@ -14,6 +14,7 @@ from shardlm.layers.lora import A, B, LoraConfig
 from shardlm.layers.own_sums import einsum_of_own
 from shardlm.mesh import shard_map
 from shardlm.ops import dynamic_matmul
+from shardlm.ops.anew_matmul import anew_einsum
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.grouped_weights import (
     FEW_ROWS,
@@ -21,7 +22,6 @@ from shardlm.ops.grouped_weights import (
     Grouped,
     GroupedProducts,
     Groups,
-    dequantised,
     packed_shape,
     product,
     scale_shape,
@@ -123,8 +123,8 @@ class Params:
     def projection(
         self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1, both_ways: bool = False
     ) -> None:
-        """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `use_weight` and
-        `project` read it: with its scales where it is held in few bits, and with its adapter where it has one.
+        """Sets module.`name`, a weight [*shape] whose first `into` dimensions are summed over, as `project` reads it:
+        with its scales where it is held in few bits, and with its adapter where it has one.
         both_ways: what it makes may be summed over instead."""
         groups = groups_of(self.weights, weight_key(name, names[0], self.place), self.layers)
         if self.weights in DYNAMIC and names[0] != "experts" and not both_ways:
@@ -207,8 +207,11 @@ def project(
         y = _by_kernel(x, module, name, execution, out_sharding)
     elif wider := getattr(module, name).ndim - len(getattr(module, name).get_metadata("names")):
         y = einsum_of_own(letters, x, getattr(module, name)[...], wider, out_sharding)
+    elif (groups := in_groups(getattr(module, name))) is not None:
+        held, axis = Grouped(*held_parts(module, name, execution).values()), getattr(module, name).get_metadata("into")
+        y = anew_einsum(letters, x, held, axis - 1, groups, out_sharding)
     elif execution.matmul == "dtype":
-        y = jnp.einsum(letters, x, use_weight(module, name, execution), out_sharding=out_sharding)
+        y = jnp.einsum(letters, x, in_use(getattr(module, name), execution), out_sharding=out_sharding)
     else:
         param = getattr(module, name)
         use = execution.rules.use.spec(*param.get_metadata("names"))
@@ -316,16 +319,6 @@ def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> ja
         narrow = narrow * jnp.expand_dims(execution.shares, range(1, narrow.ndim - 1)).astype(narrow.dtype)
     wide = in_use(getattr(module, second), execution)
     return jnp.einsum(f"{middle},{of_second}->{y}", narrow, wide, out_sharding=out_sharding)
-
-
-def use_weight(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
-    """One layer's projection in the compute dtype where the layer uses it; what is held in few bits is gathered so."""
-    param = getattr(module, name)
-    groups = in_groups(param)
-    if groups is None:
-        return in_use(param, execution)
-    held = Grouped(*held_parts(module, name, execution).values())
-    return dequantised(held, param.get_metadata("into") - 1, groups, execution.dtype)
 
 
 def held_parts(module: nnx.Module, name: str, execution: Execution) -> dict[str, jax.Array]:

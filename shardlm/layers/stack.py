@@ -14,6 +14,7 @@ from flax import nnx
 from shardlm.errors import ShardlmError
 from shardlm.layers.block import Block, BlockConfig
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.lora import A
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.own_sums import is_own_product, own_axes, projections, spread
 from shardlm.layers.param import Execution, Params
@@ -179,7 +180,7 @@ def kept(remat: Remat, stacked):
     if remat == "full":
         return policies.nothing_saveable  # the input of what is recomputed is kept anyway
     if remat == "dots":
-        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, is_own_product)
+        return policies.save_from_both_policies(_products(stacked), is_own_product)
     if remat == "names":
         return policies.save_only_these_names("block_input", "attention_out", "mlp_out")
     if remat == "offload":
@@ -190,6 +191,21 @@ def kept(remat: Remat, stacked):
             offload_dst="pinned_host",
         )
     raise ShardlmError(f"unknown remat policy {remat!r}; choose from {', '.join(get_args(Remat))}")
+
+
+def _products(stacked):
+    """Keeps weight matmuls, but for the second of an adapter: its sum with the projection's own is made again of what
+    the first left, which is as narrow as the rank (Llama 3 8B with rank 16, 4,096 tokens: 10 GiB of 21; compiled)."""
+    adapters = [a for path, a in jax.tree.leaves_with_path(stacked) if A in jax.tree_util.keystr(path)]
+    ranks = {a.shape[-1] for a in adapters}
+
+    def policy(primitive, *avals, **params):
+        if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params):
+            return False
+        (summed, _), _ = params["dimension_numbers"]
+        return len(summed) > 1 or avals[0].shape[summed[0]] not in ranks
+
+    return policy
 
 
 def _all_but_weights(stacked):

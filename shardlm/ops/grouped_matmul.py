@@ -38,6 +38,13 @@ def grouped_matmul(
     return _grouped(implementation, x, w, group_sizes)
 
 
+def rows_back(dy: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: GroupedMatmul) -> jax.Array:
+    """The gradient [n, D] of the rows, from that of the results [n, F]; the rest as for `grouped_matmul`."""
+    if implementation == "reference":
+        return reference(dy, w.mT, group_sizes)
+    return _ROWS[implementation](dy, w, group_sizes, True)
+
+
 def reference(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Every row times every weight, of which its group's is kept. Shapes as in `grouped_matmul`."""
     ends = jnp.cumsum(group_sizes)
