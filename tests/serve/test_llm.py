@@ -211,7 +211,7 @@ def test_chats_in_all_of_vllm_s_forms(llm):
         ),
         ([{"content": "a"}], {}, r"messages\[0\].role=None must be a text"),
         ([user], {"continue_final_message": True}, "add_generation_prompt begins another; choose one"),
-        ([{**user, "content": None}], unended, "does not show the content of the last message, None"),
+        ([{**user, "content": None}], unended, "does not show the content of the last message, ''"),
         ([user], {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools"),
     ):
         with pytest.raises(ShardlmError, match=message):
