@@ -210,9 +210,7 @@ def parse(body: bytes, model: type[T]) -> tuple[T, int]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         why = str(error)
         if half := _HALF.search(body):  # of which msgspec may say that the input was truncated
-            why = (
-                f"{half[0].decode('latin-1')} is half a character, as of a text that was cut within one; send it whole"
-            )
+            why = f"{half[0].decode('latin-1')} is half a character, as of a text cut within one; send it whole"
         raise ApiError(f"the body is not JSON in UTF-8: {why}") from None
     if not isinstance(found, dict):
         raise ApiError(f"the body is a JSON {type(found).__name__}; it must be an object")
