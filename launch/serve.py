@@ -73,6 +73,8 @@ def lora_modules() -> dict[str, str]:
         name, _, path = given.partition("=")
         if not name or not path or name in modules:
             raise ShardlmError(f"--lora_modules={given}: give NAME=FOLDER, each name once")
+        if name in (_MODEL_NAMES.value or [_MODEL.value]):
+            raise ShardlmError(f"--lora_modules={given}: {name} is the model's own name; choose another")
         modules[name] = path
     return modules
 
@@ -105,16 +107,21 @@ def main() -> int:
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()))
     use_compile_cache()
+    from shardlm.chat import ChatTemplate
+    from shardlm.hf_files import read_generation
     from shardlm.mesh import MeshSpec
+    from shardlm.opened import describe
     from shardlm.serve.async_llm import AsyncLLM
-    from shardlm.serve.build import EngineConfig, build, described, template_of
+    from shardlm.serve.build import EngineConfig, build, described
     from shardlm.serve.defaults import recommended
 
     config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), lora_modules=lora_modules())
-    engine, opened = build(_MODEL.value, config, compiling())
-    sampling = recommended(opened.generation) if _GENERATION_CONFIG.value == "auto" else {}
+    folder = describe(_MODEL.value).folder
+    template = ChatTemplate.find(folder)
+    sampling = recommended(read_generation(folder)) if _GENERATION_CONFIG.value == "auto" else {}
+    engine, _ = build(_MODEL.value, config, compiling())
     print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
-    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template_of(opened))
+    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template)
     serve(llm, sampling)
     return 0
 

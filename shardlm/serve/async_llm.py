@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.opened import describe
 from shardlm.serve import adapters
 from shardlm.serve.adapter_table import Adapter, LoRARequest
-from shardlm.serve.build import build, template_of
+from shardlm.serve.build import build
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
@@ -55,8 +56,10 @@ class AsyncLLM:
     ) -> "AsyncLLM":
         """Loads a Hugging Face folder, adapters or a run, with the arguments of LLM. Raises ShardlmError as it does."""
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
-        engine, opened = build(model, config_of(sizes, mesh, options))
-        return cls(engine, model_name=str(model), template=template_of(opened))
+        config = config_of(sizes, mesh, options)
+        template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs
+        engine, _ = build(model, config)
+        return cls(engine, model_name=str(model), template=template)
 
     def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
         """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""

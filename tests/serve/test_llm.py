@@ -9,6 +9,7 @@ import importlib.util
 import json
 import pathlib
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -297,11 +298,31 @@ def test_what_cannot_be_built_is_refused(llm):
         ({"kv_cache_bytes": 100}, "hold no page"),
         ({"kv_cache_bytes": 10_000}, "needs 16 pages of 4, and the pool has"),
         ({"gpu_memory_utilization": 1.5}, "is a share above 0"),
+        ({"block_size": 0}, "block_size=0 must be an integer of at least 1"),
+        ({"max_model_len": 0}, "max_model_len=0 must be"),
+        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5 must be"),
+        ({"kv_cache_bytes": 1e9}, "kv_cache_bytes=1000000000.0 must be an integer"),
     ):
         with pytest.raises(ShardlmError, match=message):
             build(llm.folder, EngineConfig(**(SIZES | options)))
     with pytest.raises(ShardlmError, match="give mesh or the sizes, not both"):
         shardlm.LLM(llm.folder, mesh=MeshSpec(), tensor_parallel_size=2)
+
+
+def test_what_the_files_beside_weights_say_is_refused_before_weights_are_read(llm, tmp_path):
+    shutil.copytree(llm.folder, folder := tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ShardlmError, match="reasoning_parser='qwen' must be one of auto"):
+        shardlm.LLM(folder, reasoning_parser="qwen")
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ShardlmError, match="temperature='hot' must be a number"):
+        shardlm.LLM(folder)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{% for')  # none was said to be there
+    for served in (shardlm.LLM, AsyncLLM.from_model):
+        with pytest.raises(ShardlmError, match=r"tokenizer_config.json is not JSON .*download it again"):
+            served(folder)
 
 
 @pytest.mark.skipif(harness.lm_eval is None, reason="needs the extra eval: the LM Evaluation Harness")
@@ -347,7 +368,7 @@ def test_tasks_of_the_harness(llm, tmp_path, monkeypatch):
 
 
 def test_streams_of_a_folder(llm, monkeypatch):
-    monkeypatch.setattr(async_llm, "build", lambda model, config: (llm.engine, llm._opened))
+    monkeypatch.setattr(async_llm, "build", lambda model, config: (llm.engine, None))
     served = AsyncLLM.from_model(llm.folder, block_size=4)
     assert served.template.render([{"role": "user", "content": "a"}]) == "user: a\n"
 
