@@ -50,6 +50,16 @@ _LORA_MODULES = flags.DEFINE_list(
 )
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 SAY_SECONDS = 15.0
+OF_VLLM = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "data_parallel_size": "data",
+    "served_model_name": "model_names",
+    "tool_call_parser": "tool_style",
+    "ssl_certfile": "certificate",
+    "ssl_keyfile": "private_key",
+    "allowed_origins": "cors_origins",
+}
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
 
@@ -127,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, needs_config=False)
+    run_main(main, needs_config=False, other_names=OF_VLLM)

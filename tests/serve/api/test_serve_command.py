@@ -77,6 +77,14 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_opened():
     assert done.returncode == 1 and f"cannot listen at 127.0.0.1 port {port}" in done.stderr, done.stderr
 
 
+def test_flags_of_vllm_are_told_their_names():
+    said = {"--tensor-parallel-size=2": "--tensor", "--max-model-len=9": "--max_model_len", "--nothing-so": ""}
+    for word, name in said.items():
+        done = subprocess.run([sys.executable, "-m", "launch.serve", word], capture_output=True, text=True)
+        wanted = f"error: there is no flag {word.partition('=')[0]}; here it is {name}\n"
+        assert done.returncode == 1 and (wanted == done.stderr if name else "Unknown command line flag" in done.stderr)
+
+
 def test_a_log_says_how_far_compiling_is(capsys):
     times = iter([0.0, 1.0, 16.0, 16.0, 20.0, 40.0, 40.0])
     progress = serve.compiling(lambda: next(times))
