@@ -5,6 +5,7 @@ import asyncio
 import copy
 import dataclasses
 import logging
+import numbers
 import os
 import queue
 import threading
@@ -100,6 +101,10 @@ class AsyncLLM:
         """
         self.check_health()
         params = sampling_params
+        _check("request_id", request_id, str, "a text")
+        _check("sampling_params", params, SamplingParams, "SamplingParams")
+        _check("priority", priority, numbers.Integral, "an integer")
+        _check("salt", salt, str, "a text")
         salt = salt or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
         form = None
@@ -128,7 +133,8 @@ class AsyncLLM:
         return [one async for one in outputs][-1].embedding
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream ends with what there is."""
+        """Ends a request; its stream ends with what there is. Raises ShardlmError for a name that cannot be one."""
+        _check("request_id", request_id, str, "a text")
         self._do(lambda: self._abort(request_id))
 
     async def update_weights(self, weights: Any, draft: Any = None) -> int:
@@ -301,6 +307,12 @@ class AsyncLLM:
             return
         if not stream.put(EngineError(output.error) if output.error else _copied(output)) and not output.finished:
             self._abort(output.request_id)
+
+
+def _check(name: str, value: Any, kind: type, what: str) -> None:
+    """Raises ShardlmError for a value of another kind: on the engine's thread it could end the engine, for all."""
+    if not isinstance(value, kind):
+        raise ShardlmError(f"{name} is a {type(value).__name__}; give {what}")
 
 
 def _copied(output: RequestOutput) -> RequestOutput:

@@ -120,7 +120,7 @@ class LLM:
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats = prompt_forms.conversations(messages)
         texts = [write(one) for one in chats]
 
         def of_chat(prompt: int) -> Thoughts | None:

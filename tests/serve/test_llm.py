@@ -122,6 +122,8 @@ def test_prompts_and_parameters_in_all_of_vllm_s_forms(llm):
         assert found.outputs[0].token_ids == wanted.outputs[0].token_ids and found.prompt_token_ids == ids
     assert llm.generate({"prompt": "x", "prompt_token_ids": ids}, short)[0].prompt == "x" and not llm.generate([])
     assert len(llm.generate(["a", "b"], short, priority=[1, 0])) == 2
+    with pytest.raises(ShardlmError, match="priority='x' must be an integer"):
+        llm.generate(["a", "b"], short, priority=[1, "x"])
     for wrong, message in (
         (5, "a prompt is a int; give a text, token ids"),
         ([None], "a prompt is a NoneType"),
@@ -130,6 +132,7 @@ def test_prompts_and_parameters_in_all_of_vllm_s_forms(llm):
         ({"prompt": None}, "a prompt is a dict"),
         ([[1.5]], "token 1.5 of the prompt"),
         ("", "the prompt has no tokens"),
+        ("a\udc80", "half of a surrogate pair"),  # as a file read with errors="surrogateescape" has it
     ):
         with pytest.raises(ShardlmError, match=message):
             llm.generate(wrong, short)
@@ -211,6 +214,7 @@ def test_chats_in_all_of_vllm_s_forms(llm):
             r"messages\[0\].content\[0\] is of type 'image_url'",
         ),
         ([{"content": "a"}], {}, r"messages\[0\].role=None must be a text"),
+        (user, {}, "messages is a dict; give a list of messages"),
         ([user], {"continue_final_message": True}, "add_generation_prompt begins another; choose one"),
         ([{**user, "content": None}], unended, "does not show the content of the last message, ''"),
         ([user], {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools"),
