@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 import pytest
 
 from launch import serve
+from shardlm.serve.api.server import CONNECTIONS
 
 HERE = pathlib.Path(__file__).parent
 LAUNCHER = """
@@ -39,7 +41,8 @@ def launched(tmp_path):
 
     def start(*words):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen([sys.executable, file, *words], env=environment, **pipes))
+        few = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]  # files
+        processes.append(subprocess.Popen([*few, sys.executable, file, *words], env=environment, **pipes))
         return processes[-1]
 
     yield start
@@ -52,6 +55,8 @@ def test_from_the_command_line_to_sigterm(launched):
     process = launched("--port=0", "--model_names=one,two", "--max_queue=7", "--tool_style=llama", "--access_log")
     address = process.stdout.readline().strip()
     assert address.startswith("http://127.0.0.1:")
+    files, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert files == (CONNECTIONS if most == resource.RLIM_INFINITY else min(CONNECTIONS, most)) > 256
     body = json.dumps({"model": "two", "prompt": "a", "max_tokens": 20, "stream": True}).encode()
     request = urllib.request.Request(f"{address}/v1/completions", body, {"authorization": "Bearer secret"})
     with urllib.request.urlopen(request, timeout=60) as response:
