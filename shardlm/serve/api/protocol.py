@@ -209,7 +209,8 @@ def parse(body: bytes, model: type[T]) -> tuple[T, int]:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         why = str(error)
-        if half := _HALF.search(body):  # of which msgspec may say that the input was truncated
+        # Of which msgspec may say that the input was truncated. The event loop waits: a second for 32 MiB.
+        if len(body) < 2**20 and (half := _HALF.search(body)):
             why = f"{half[0].decode('latin-1')} is half a character, as of a text cut within one; send it whole"
         raise ApiError(f"the body is not JSON in UTF-8: {why}") from None
     if not isinstance(found, dict):
