@@ -346,9 +346,7 @@ def _check_numbers(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
         try:
             given |= {f"{pattern}.{re.compile(module).pattern}": n for module, n in named.items()}
         except (AttributeError, re.error):
-            message = (
-                f"{folder / CONFIG} has {pattern}={named!r}; it is an object of expressions for modules"
-            )
+            message = f"{folder / CONFIG} has {pattern}={named!r}; it is an object of expressions for modules"
             raise ShardlmError(message) from None
     for name, n in given.items():
         kind = int if name.startswith("r") else int | float
