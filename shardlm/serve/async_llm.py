@@ -26,6 +26,7 @@ from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
 from shardlm.serve.prompts import Prompt, check_length, read, salt_of
+from shardlm.serve.request import check_room
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
@@ -107,6 +108,8 @@ class AsyncLLM:
         _check("salt", salt, str, "a text")
         salt = salt or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
+        if params.truncate_prompt_tokens is None:  # the engine's thread would look at each token first
+            check_room(len(tokens), params.max_tokens, self.max_model_len)
         form = None
         # A large grammar takes a second: not on the engine's thread.
         if params.structured_outputs or params.thinking_token_budget is not None:

@@ -151,8 +151,8 @@ def test_what_is_no_request_ends_nobody_else(served):
     engine, llm = served
     params = SamplingParams(max_tokens=3)
 
-    async def asked(id="x", params=params, **options):
-        return [one async for one in llm.generate([1], params, id, **options)][-1]
+    async def asked(prompt=(1,), params=params, id="x", **options):
+        return [one async for one in llm.generate(prompt, params, id, **options)][-1]
 
     async def scenario():
         first = asyncio.create_task(reply(llm, "first"))
@@ -162,6 +162,7 @@ def test_what_is_no_request_ends_nobody_else(served):
             ({"params": None}, "sampling_params is a NoneType; give SamplingParams"),
             ({"priority": "high"}, "priority is a str; give an integer"),  # which the scheduler would sort by
             ({"salt": 5}, "salt is a int; give a text"),
+            ({"prompt": [10**30] * 64}, "the prompt has 64 tokens; max_model_len=64 must hold it and at least one new"),
         ):
             with pytest.raises(ShardlmError, match=message):
                 await asked(**wrong)
