@@ -2,6 +2,7 @@
 the exit without a traceback for a problem that the user can solve. Imports no jax."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -11,7 +12,8 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from absl import app, flags
 
@@ -48,11 +50,18 @@ def cluster() -> dict[str, object]:
     }
 
 
-def run(main: Callable[..., int | None], *, needs_config: bool = True, arguments: Sequence[str] = ()) -> None:
+def run(
+    main: Callable[..., int | None],
+    *,
+    needs_config: bool = True,
+    arguments: Sequence[str] = (),
+    other_names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Parses the command line and exits with main's status: 1 and one line on stderr for a ShardlmError, 1 and absl's
     message for a flag that absl refuses, 130 when interrupted, 141 where nobody reads the output any more.
 
     `main` takes the Resolved configuration, unless it needs none, and then the positional `arguments` named here.
+    `other_names`: what users of other programs call flags of this one.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -67,7 +76,7 @@ def run(main: Callable[..., int | None], *, needs_config: bool = True, arguments
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # that there is no TPU, in every process
     with _without_traceback():
         plain, overrides = split_overrides(sys.argv)
-    app.run(guarded, argv=plain, flags_parser=_parsed)
+    app.run(guarded, argv=plain, flags_parser=functools.partial(_parsed, other_names=other_names))
 
 
 def show_help(flag: str, *modules: str) -> None:
@@ -97,12 +106,18 @@ def collect_rarely() -> None:
     gc.set_threshold(20_000)
 
 
-def _parsed(argv: Sequence[str]) -> list[str]:
-    """As absl parses them; an unknown flag that is called as a field of the configuration is told how that is set."""
+def _parsed(argv: Sequence[str], other_names: Mapping[str, str]) -> list[str]:
+    """As absl parses them; an unknown flag that is called as a field of the configuration is told how that is set, and
+    one that is spelt otherwise here how it is."""
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
         unknown = isinstance(error, flags.UnrecognizedFlagError)
+        own = error.flagname.replace("-", "_") if unknown else ""
+        own = other_names.get(own, own)
+        if own and own != error.flagname and own in flags.FLAGS:
+            with _without_traceback():
+                raise ShardlmError(f"there is no flag --{error.flagname}; here it is --{own}") from None
         if unknown and (paths := _fields_called(error.flagname, argv)):
             with _without_traceback():
                 which = " or ".join(f"{PREFIX}{path}=VALUE" for path in paths[:3])

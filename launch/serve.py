@@ -50,6 +50,16 @@ _LORA_MODULES = flags.DEFINE_list(
 )
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 SAY_SECONDS = 15.0
+OF_VLLM = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "data_parallel_size": "data",
+    "served_model_name": "model_names",
+    "tool_call_parser": "tool_style",
+    "ssl_certfile": "certificate",
+    "ssl_keyfile": "private_key",
+    "allowed_origins": "cors_origins",
+}
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
 
@@ -73,6 +83,8 @@ def lora_modules() -> dict[str, str]:
         name, _, path = given.partition("=")
         if not name or not path or name in modules:
             raise ShardlmError(f"--lora_modules={given}: give NAME=FOLDER, each name once")
+        if name in (_MODEL_NAMES.value or [_MODEL.value]):
+            raise ShardlmError(f"--lora_modules={given}: {name} is the model's own name; choose another")
         modules[name] = path
     return modules
 
@@ -105,19 +117,24 @@ def main() -> int:
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()))
     use_compile_cache()
+    from shardlm.chat import ChatTemplate
+    from shardlm.hf_files import read_generation
     from shardlm.mesh import MeshSpec
+    from shardlm.opened import describe
     from shardlm.serve.async_llm import AsyncLLM
-    from shardlm.serve.build import EngineConfig, build, described, template_of
+    from shardlm.serve.build import EngineConfig, build, described
     from shardlm.serve.defaults import recommended
 
     config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), lora_modules=lora_modules())
-    engine, opened = build(_MODEL.value, config, compiling())
-    sampling = recommended(opened.generation) if _GENERATION_CONFIG.value == "auto" else {}
+    folder = describe(_MODEL.value).folder
+    template = ChatTemplate.find(folder)
+    sampling = recommended(read_generation(folder)) if _GENERATION_CONFIG.value == "auto" else {}
+    engine, _ = build(_MODEL.value, config, compiling())
     print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
-    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template_of(opened))
+    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template)
     serve(llm, sampling)
     return 0
 
 
 if __name__ == "__main__":
-    run_main(main, needs_config=False)
+    run_main(main, needs_config=False, other_names=OF_VLLM)

@@ -49,6 +49,11 @@ class ChatTemplate:
     tool_source: str = ""
 
     @classmethod
+    def find(cls, folder: str | os.PathLike) -> "ChatTemplate | None":
+        """As `load`, but None for a folder without one, as of a base model."""
+        return cls.load(folder) if DEFAULT in _templates(pathlib.Path(folder)) else None
+
+    @classmethod
     def load(cls, folder: str | os.PathLike, name: str = DEFAULT) -> "ChatTemplate":
         """The template of a checkpoint's folder: in files of their own, else in tokenizer_config.json. Some checkpoints
         have several, by name; the default one brings that for tools along.

@@ -166,8 +166,8 @@ def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Par
             continue
         used.update(keys)
         own = stored[keys[0]].shape[0] if stored[keys[0]].shape else 0
-        if not 0 < own <= lora.rank:
-            raise ShardlmError(f"{folder / WEIGHTS}: {keys[0]} has rank {own} and {CONFIG} says {lora.rank}; {ANEW}")
+        if own != (said := _own(config, "rank_pattern", module, config["r"])):
+            raise ShardlmError(f"{folder / WEIGHTS}: {keys[0]} has rank {own} and {CONFIG} says {said}; {ANEW}")
         factor = _alpha(config, module, own) / (lora.alpha / lora.rank)
         for one in group:
             a, b = (shapes[path].shape[place is not None :] for path in beside(one.path))
@@ -317,9 +317,14 @@ def _some(names: list[str]) -> str:
 
 def _alpha(config: Mapping[str, Any], module: str, rank: int) -> float:
     """What PEFT multiplies x A B by."""
-    patterns = config.get("alpha_pattern") or {}
-    own = next((a for name, a in patterns.items() if re.search(rf"(^|\.){name}$", module)), config["lora_alpha"])
+    own = _own(config, "alpha_pattern", module, config["lora_alpha"])
     return own / rank**0.5 if config.get("use_rslora") else own / rank
+
+
+def _own(config: Mapping[str, Any], pattern: str, module: str, usual: float) -> float:
+    """What the first expression of `pattern` that names a module gives it, else `usual`."""
+    patterns = config.get(pattern) or {}
+    return next((n for name, n in patterns.items() if re.search(rf"(^|\.){name}$", module)), usual)
 
 
 def _config(folder: pathlib.Path) -> Mapping[str, Any]:
@@ -337,7 +342,12 @@ def _config(folder: pathlib.Path) -> Mapping[str, Any]:
 def _check_numbers(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
     given = {name: config.get(name) for name in ("r", "lora_alpha")}
     for pattern in ("rank_pattern", "alpha_pattern"):
-        given |= {f"{pattern}.{module}": n for module, n in (config.get(pattern) or {}).items()}
+        named = config.get(pattern) or {}
+        try:
+            given |= {f"{pattern}.{re.compile(module).pattern}": n for module, n in named.items()}
+        except (AttributeError, re.error):
+            message = f"{folder / CONFIG} has {pattern}={named!r}; it is an object of expressions for modules"
+            raise ShardlmError(message) from None
     for name, n in given.items():
         kind = int if name.startswith("r") else int | float
         if not isinstance(n, kind) or isinstance(n, bool) or n <= 0:

@@ -68,7 +68,8 @@ def find_run(path: str | os.PathLike) -> RunFiles:
     if not (run_dir / CONFIG).is_file():
         raise ShardlmError(
             f"{run_dir} is not a run: it has no {CONFIG}. Give the directory that training printed, which "
-            f"holds {CONFIG}, {TOKENIZER} and {CHECKPOINTS}/, or one checkpoint, as RUN/{CHECKPOINTS}/100."
+            f"holds {CONFIG}, {TOKENIZER} and {CHECKPOINTS}/, or one checkpoint, as RUN/{CHECKPOINTS}/100; or all of a "
+            f"Hugging Face checkpoint's folder, whose {CONFIG} says what it is."
         )
     config = _load(run_dir / CONFIG)
     if not isinstance(config, dict) or "model" not in config:

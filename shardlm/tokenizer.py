@@ -99,12 +99,12 @@ class Tokenizer:
         """Token ids of a prompt, with what the tokenizer puts at its ends (Llama's <|begin_of_text|>), as transformers
         does. Text of a chat template has that already: `encode` it."""
         # The library's `encode` holds Python's lock, and a server's event loop with it: 52 s for 30 MB.
-        return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        return _encoded(self._backend, [text], True)[0].ids
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
         """`encode` of many texts, on all cores unless TOKENIZERS_PARALLELISM=false."""
         backend = self._backend if parse_special else self._plain
-        return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [one.ids for one in _encoded(backend, list(texts), False)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a prompt, and the characters [start, end) of `text` that each stands for."""
@@ -194,6 +194,20 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
+
+
+def _encoded(backend: tokenizers.Tokenizer, texts: list[str], ends: bool) -> "list[tokenizers.Encoding]":
+    """`ends`: with what the tokenizer puts at the ends of a text. Raises ShardlmError for half a character, as JSON
+    may have one, of which the library says no more than that it is no text."""
+    try:
+        return backend.encode_batch_fast(texts, add_special_tokens=ends)
+    except TypeError:
+        if half := next((c for text in texts if isinstance(text, str) for c in text if "\ud800" <= c <= "\udfff"), ""):
+            raise ShardlmError(
+                f"a text holds {half!r}, half of a surrogate pair, which no tokenizer reads: replace it, as by "
+                "text.encode('utf-8', 'replace').decode()"
+            ) from None
+        raise
 
 
 class DecodeStream:

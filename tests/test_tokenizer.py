@@ -98,6 +98,12 @@ def test_special_tokens_are_read_in_prompts_and_spelt_out_in_documents():
     assert TOKENIZER.decode([end]) == "" and TOKENIZER.decode([end], skip_special=False) == "<|endoftext|>"
 
 
+@pytest.mark.parametrize("read", ["encode", "encode_prompt"])
+def test_half_a_character_is_refused(read):
+    with pytest.raises(ShardlmError, match=r"holds '\\ud83d', half of a surrogate pair"):
+        getattr(TOKENIZER, read)("a\ud83d b")
+
+
 def test_saving_and_loading_keeps_the_ids(tmp_path):
     TOKENIZER.save(tmp_path / "deep" / "tokenizer.json")
     for path in (tmp_path / "deep" / "tokenizer.json", tmp_path / "deep"):

@@ -5,6 +5,7 @@ import asyncio
 import copy
 import dataclasses
 import logging
+import numbers
 import os
 import queue
 import threading
@@ -15,15 +16,17 @@ from typing import Any, TypeVar
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.opened import describe
 from shardlm.serve import adapters
 from shardlm.serve.adapter_table import Adapter, LoRARequest
-from shardlm.serve.build import build, template_of
+from shardlm.serve.build import build
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
 from shardlm.serve.prompts import Prompt, check_length, read, salt_of
+from shardlm.serve.request import check_room
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
@@ -55,8 +58,10 @@ class AsyncLLM:
     ) -> "AsyncLLM":
         """Loads a Hugging Face folder, adapters or a run, with the arguments of LLM. Raises ShardlmError as it does."""
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
-        engine, opened = build(model, config_of(sizes, mesh, options))
-        return cls(engine, model_name=str(model), template=template_of(opened))
+        config = config_of(sizes, mesh, options)
+        template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs
+        engine, _ = build(model, config)
+        return cls(engine, model_name=str(model), template=template)
 
     def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
         """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
@@ -97,8 +102,14 @@ class AsyncLLM:
         """
         self.check_health()
         params = sampling_params
+        _check("request_id", request_id, str, "a text")
+        _check("sampling_params", params, SamplingParams, "SamplingParams")
+        _check("priority", priority, numbers.Integral, "an integer")
+        _check("salt", salt, str, "a text")
         salt = salt or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
+        if params.truncate_prompt_tokens is None:  # the engine's thread would look at each token first
+            check_room(len(tokens), params.max_tokens, self.max_model_len)
         form = None
         # A large grammar takes a second: not on the engine's thread.
         if params.structured_outputs or params.thinking_token_budget is not None:
@@ -125,7 +136,8 @@ class AsyncLLM:
         return [one async for one in outputs][-1].embedding
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream ends with what there is."""
+        """Ends a request; its stream ends with what there is. Raises ShardlmError for a name that cannot be one."""
+        _check("request_id", request_id, str, "a text")
         self._do(lambda: self._abort(request_id))
 
     async def update_weights(self, weights: Any, draft: Any = None) -> int:
@@ -298,6 +310,12 @@ class AsyncLLM:
             return
         if not stream.put(EngineError(output.error) if output.error else _copied(output)) and not output.finished:
             self._abort(output.request_id)
+
+
+def _check(name: str, value: Any, kind: type, what: str) -> None:
+    """Raises ShardlmError for a value of another kind: on the engine's thread it could end the engine, for all."""
+    if not isinstance(value, kind):
+        raise ShardlmError(f"{name} is a {type(value).__name__}; give {what}")
 
 
 def _copied(output: RequestOutput) -> RequestOutput:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import numbers
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import Mesh
 
-from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.hf_quantised import METHODS, supported
 from shardlm.layers.page_layout import PageLayout
@@ -53,6 +53,7 @@ from shardlm.serve.submeshes import of_replica, of_stage, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
+_COUNTS = ("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "decode_steps")
 STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
 ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
 
@@ -107,6 +108,10 @@ class EngineConfig:
     lora_modules: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1):
+                raise ShardlmError(f"{name}={value!r} must be an integer of at least 1")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.parse(self.speculative_config))
             if self.deterministic:
@@ -360,14 +365,6 @@ def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
 def room_beside(in_use: float, limit: float, config: EngineConfig) -> int:
     """Bytes for pages on a GPU that holds so many already, of those that jax may take; a twentieth is for programs."""
     return max(0, int(limit * (config.gpu_memory_utilization - 0.05) - in_use))
-
-
-def template_of(opened: Opened) -> ChatTemplate | None:
-    """Of the checkpoint; None without one."""
-    try:
-        return ChatTemplate.load(opened.folder)
-    except ShardlmError:
-        return None
 
 
 def described(engine: Engine | EngineGroup, name: str) -> str:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
+from shardlm.hf_files import read_generation
 from shardlm.mesh import MeshSpec
+from shardlm.opened import describe
 from shardlm.progress_bar import count_bar
 from shardlm.serve import prompts as prompt_forms
 from shardlm.serve.adapter_table import LoRARequests
 from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
-from shardlm.serve.build import build, template_of
+from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
 from shardlm.serve.live_weights import new_draft, new_weights
@@ -28,6 +30,7 @@ from shardlm.serve.outputs import RequestOutput, whole
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
+from shardlm.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -58,14 +61,17 @@ class LLM:
         Raises: ShardlmError for what does not fit or is not there.
         """
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
-        self.engine, self._opened = build(model, config_of(sizes, mesh, options))
-        self.tokenizer, self.folder = self._opened.tokenizer, self._opened.folder
-        self._usual = recommended(self._opened.generation)
+        config = config_of(sizes, mesh, options)
+        # What can be refused of texts is, before minutes go into weights and programs.
+        self.folder = describe(model).folder
+        self.tokenizer = Tokenizer.load(self.folder)
+        self._usual = recommended(read_generation(self.folder))
+        self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
+        self.engine, _ = build(model, config)
         self._ids = itertools.count()
         self._turn = threading.Lock()
         self._interrupted = False
         self._seeds = None if seed is None else random.Random(seed)
-        self._reasoning = choose(reasoning_parser, template_of(self._opened), self.tokenizer)
 
     def generate(
         self,
@@ -114,7 +120,7 @@ class LLM:
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats = prompt_forms.conversations(messages)
         texts = [write(one) for one in chats]
 
         def of_chat(prompt: int) -> Thoughts | None:

@@ -53,6 +53,8 @@ def _message(message: Message, param: str, developer: bool) -> dict[str, Any]:
     known = {**message, "role": role, "content": plain_text(message.get("content"), f"{param}.content")}
     if calls := message.get("tool_calls"):
         known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
+    elif known["content"] is None:
+        known["content"] = ""  # as of a reply that was all thought: clients send it back, and templates want a text
     return known
 
 

@@ -24,6 +24,14 @@ def several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return [prompts] if len(prompts) and isinstance(prompts[0], numbers.Integral) else prompts
 
 
+def conversations(given: Any) -> Sequence[Sequence[Mapping[str, Any]]]:
+    """One for each: `given` is one or several. Raises ShardlmError for what is neither."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        message = 'give a list of messages, [{"role": "user", "content": text}], or a list of such lists'
+        raise ShardlmError(f"messages is a {type(given).__name__}; {message}")
+    return [given] if given and isinstance(given[0], Mapping) else given
+
+
 def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | None]:
     """(token ids, the text if there is one). Raises ShardlmError for what is no prompt."""
     text, ids = prompt if isinstance(prompt, str) else None, prompt
@@ -79,6 +87,8 @@ def priorities_of(given: Sequence[int] | None, count: int) -> Sequence[int]:
     each = [0] * count if given is None else list(given)
     if len(each) != count:
         raise ShardlmError(f"{count} prompts and {len(each)} priorities; give one for each")
+    if wrong := [one for one in each if not isinstance(one, numbers.Integral)]:
+        raise ShardlmError(f"priority={wrong[0]!r} must be an integer")
     return each
 
 

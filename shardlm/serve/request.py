@@ -116,6 +116,17 @@ class Request:
         return f"Request({self.id!r}, {known}, computed {self.computed}, {self.status.value})"
 
 
+def check_room(prompt_len: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Raises PromptTooLong where a prompt of so many tokens, and one of the reply if any is wanted, do not fit."""
+    least = prompt_len + (max_tokens != 0)
+    if least > max_model_len:
+        space = "" if max_tokens == 0 else " and at least one new token"
+        raise PromptTooLong(
+            f"the prompt has {prompt_len} tokens; max_model_len={max_model_len} must hold it{space}. Shorten it by "
+            f"{least - max_model_len}, ask for truncate_prompt_tokens, or raise max_model_len"
+        )
+
+
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
     """Raises ShardlmError where something in a prompt is no token of a vocabulary of `vocab_size`."""
     try:

@@ -33,7 +33,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
 from shardlm.serve.holdings import Holdings
 from shardlm.serve.page_table import PageTable
-from shardlm.serve.request import PromptTooLong, Request, Status
+from shardlm.serve.request import Request, Status, check_room
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD, SchedulerConfig
 from shardlm.serve.turns import Turns, by_turn
 
@@ -84,13 +84,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Puts a new request into the queue. Raises ShardlmError where it is too long or its id is in use."""
         limit, wanted = self.config.max_model_len, request.params.max_tokens
-        least = request.prompt_len + (wanted != 0)
-        if least > limit:
-            space = "" if wanted == 0 else " and at least one new token"
-            raise PromptTooLong(
-                f"the prompt has {request.prompt_len} tokens; max_model_len={limit} must hold it{space}. Shorten it by "
-                f"{least - limit}, ask for truncate_prompt_tokens, or raise max_model_len"
-            )
+        check_room(request.prompt_len, wanted, limit)
         if request.id in self._requests:
             raise ShardlmError(f"there is an unfinished request with the id {request.id!r}; give each its own")
         request.max_len = limit if wanted is None else min(limit, request.prompt_len + wanted)

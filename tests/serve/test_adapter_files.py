@@ -89,6 +89,8 @@ WRONG = {
     ),
     "a larger rank": ("fits", {"config": {"r": 32}}, "has rank 32 and max_lora_rank=4; start with max_lora_rank=32"),
     "a rank that is not said": ("fits", {"tensors": wider}, r"has rank 4 and adapter_config.json says 2; save the"),
+    "a rank that is more": ("fits", {"config": {"r": 4}}, r"has rank 2 and adapter_config.json says 4; save the"),
+    "no expression": ("fits", {"config": {"rank_pattern": {"[": 2}}}, "has rank_pattern=.*; it is an object of"),
     "no rank": ("fits", {"config": {"r": "gone"}}, "has r=None; ranks are whole numbers, and both are above 0"),
     "no alpha": ("fits", {"config": {"lora_alpha": 0}}, "has lora_alpha=0; ranks are"),
     "a half": (

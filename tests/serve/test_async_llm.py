@@ -147,6 +147,33 @@ def test_a_name_that_is_taken_ends_only_who_came_second(served):
     assert len(within(scenario()).outputs[0].token_ids) == 3
 
 
+def test_what_is_no_request_ends_nobody_else(served):
+    engine, llm = served
+    params = SamplingParams(max_tokens=3)
+
+    async def asked(prompt=(1,), params=params, id="x", **options):
+        return [one async for one in llm.generate(prompt, params, id, **options)][-1]
+
+    async def scenario():
+        first = asyncio.create_task(reply(llm, "first"))
+        await in_step(engine)
+        for wrong, message in (
+            ({"id": [1]}, "request_id is a list; give a text"),  # which no table of requests holds
+            ({"params": None}, "sampling_params is a NoneType; give SamplingParams"),
+            ({"priority": "high"}, "priority is a str; give an integer"),  # which the scheduler would sort by
+            ({"salt": 5}, "salt is a int; give a text"),
+            ({"prompt": [10**30] * 64}, "the prompt has 64 tokens; max_model_len=64 must hold it and at least one new"),
+        ):
+            with pytest.raises(ShardlmError, match=message):
+                await asked(**wrong)
+        with pytest.raises(ShardlmError, match="request_id is a list"):
+            await llm.abort(["first"])
+        engine.may_go.release(MANY)
+        return await first
+
+    assert len(within(scenario()).outputs[0].token_ids) == 3
+
+
 def test_an_event_loop_that_is_closed_ends_its_own_requests(served):
     engine, llm = served
     loop, gone = asyncio.new_event_loop(), threading.Event()

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import pathlib
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -121,6 +122,8 @@ def test_prompts_and_parameters_in_all_of_vllm_s_forms(llm):
         assert found.outputs[0].token_ids == wanted.outputs[0].token_ids and found.prompt_token_ids == ids
     assert llm.generate({"prompt": "x", "prompt_token_ids": ids}, short)[0].prompt == "x" and not llm.generate([])
     assert len(llm.generate(["a", "b"], short, priority=[1, 0])) == 2
+    with pytest.raises(ShardlmError, match="priority='x' must be an integer"):
+        llm.generate(["a", "b"], short, priority=[1, "x"])
     for wrong, message in (
         (5, "a prompt is a int; give a text, token ids"),
         ([None], "a prompt is a NoneType"),
@@ -129,6 +132,7 @@ def test_prompts_and_parameters_in_all_of_vllm_s_forms(llm):
         ({"prompt": None}, "a prompt is a dict"),
         ([[1.5]], "token 1.5 of the prompt"),
         ("", "the prompt has no tokens"),
+        ("a\udc80", "half of a surrogate pair"),  # as a file read with errors="surrogateescape" has it
     ):
         with pytest.raises(ShardlmError, match=message):
             llm.generate(wrong, short)
@@ -210,8 +214,9 @@ def test_chats_in_all_of_vllm_s_forms(llm):
             r"messages\[0\].content\[0\] is of type 'image_url'",
         ),
         ([{"content": "a"}], {}, r"messages\[0\].role=None must be a text"),
+        (user, {}, "messages is a dict; give a list of messages"),
         ([user], {"continue_final_message": True}, "add_generation_prompt begins another; choose one"),
-        ([{**user, "content": None}], unended, "does not show the content of the last message, None"),
+        ([{**user, "content": None}], unended, "does not show the content of the last message, ''"),
         ([user], {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools"),
     ):
         with pytest.raises(ShardlmError, match=message):
@@ -297,11 +302,31 @@ def test_what_cannot_be_built_is_refused(llm):
         ({"kv_cache_bytes": 100}, "hold no page"),
         ({"kv_cache_bytes": 10_000}, "needs 16 pages of 4, and the pool has"),
         ({"gpu_memory_utilization": 1.5}, "is a share above 0"),
+        ({"block_size": 0}, "block_size=0 must be an integer of at least 1"),
+        ({"max_model_len": 0}, "max_model_len=0 must be"),
+        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5 must be"),
+        ({"kv_cache_bytes": 1e9}, "kv_cache_bytes=1000000000.0 must be an integer"),
     ):
         with pytest.raises(ShardlmError, match=message):
             build(llm.folder, EngineConfig(**(SIZES | options)))
     with pytest.raises(ShardlmError, match="give mesh or the sizes, not both"):
         shardlm.LLM(llm.folder, mesh=MeshSpec(), tensor_parallel_size=2)
+
+
+def test_what_the_files_beside_weights_say_is_refused_before_weights_are_read(llm, tmp_path):
+    shutil.copytree(llm.folder, folder := tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ShardlmError, match="reasoning_parser='qwen' must be one of auto"):
+        shardlm.LLM(folder, reasoning_parser="qwen")
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ShardlmError, match="temperature='hot' must be a number"):
+        shardlm.LLM(folder)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{% for')  # none was said to be there
+    for served in (shardlm.LLM, AsyncLLM.from_model):
+        with pytest.raises(ShardlmError, match=r"tokenizer_config.json is not JSON .*download it again"):
+            served(folder)
 
 
 @pytest.mark.skipif(harness.lm_eval is None, reason="needs the extra eval: the LM Evaluation Harness")
@@ -347,7 +372,7 @@ def test_tasks_of_the_harness(llm, tmp_path, monkeypatch):
 
 
 def test_streams_of_a_folder(llm, monkeypatch):
-    monkeypatch.setattr(async_llm, "build", lambda model, config: (llm.engine, llm._opened))
+    monkeypatch.setattr(async_llm, "build", lambda model, config: (llm.engine, None))
     served = AsyncLLM.from_model(llm.folder, block_size=4)
     assert served.template.render([{"role": "user", "content": "a"}]) == "user: a\n"
 

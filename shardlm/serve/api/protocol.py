@@ -4,9 +4,10 @@ Every field may be null, which is as good as left out: defaults are `SamplingPar
 ignored and counted. Beside OpenAI's there are those that users of vLLM send.
 """
 
+import functools
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -15,6 +16,8 @@ from shardlm.serve.api.errors import ApiError
 T = TypeVar("T", bound=msgspec.Struct)
 Json = dict[str, Any]
 Prompt = str | list[str | int | list[int]]  # one text, texts, token ids, lists of token ids
+# An escape of half a character: the first half that no second one follows, or a second one that follows no first.
+_HALF = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..")
 
 
 class StructuredWish(msgspec.Struct, kw_only=True):
@@ -205,11 +208,15 @@ def parse(body: bytes, model: type[T]) -> tuple[T, int]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON in UTF-8: {error}") from None
+        why = str(error)
+        # Of which msgspec may say that the input was truncated. The event loop waits: a second for 32 MiB.
+        if len(body) < 2**20 and (half := _HALF.search(body)):
+            why = f"{half[0].decode('latin-1')} is half a character, as of a text cut within one; send it whole"
+        raise ApiError(f"the body is not JSON in UTF-8: {why}") from None
     if not isinstance(found, dict):
         raise ApiError(f"the body is a JSON {type(found).__name__}; it must be an object")
     try:
-        return msgspec.convert(found, model), len(found.keys() - set(model.__struct_fields__))
+        return msgspec.convert(_with_integers(found, model), model), len(found.keys() - set(model.__struct_fields__))
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `")
         param = re.sub(r"^\$\.?", "", path.rstrip("`")) or None
@@ -218,11 +225,24 @@ def parse(body: bytes, model: type[T]) -> tuple[T, int]:
         raise ApiError(f"{param or 'the body'}: {message}", param=param) from None
 
 
+def _with_integers(found: Json, model: type[msgspec.Struct]) -> Json:
+    """10.0 is 10 where an integer belongs: to many languages, and to JSON, they are one number."""
+    whole = {n: int(v) for n, v in found.items() if isinstance(v, float) and v.is_integer() and n in _integers(model)}
+    return found | whole if whole else found
+
+
+@functools.cache
+def _integers(model: type[msgspec.Struct]) -> frozenset[str]:
+    """Names of the fields that are integers."""
+    return frozenset(field.name for field in msgspec.structs.fields(model) if int in get_args(field.type))
+
+
 def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
     """One text or list of token ids for each prompt. Raises ApiError for a mixture and for what is empty."""
-    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+    kinds = set() if isinstance(prompt, str) else set(map(type, prompt))  # of 16 million tokens in 0.3 s
+    if kinds <= {int}:
         prompts = [prompt]
-    elif all(isinstance(one, str) for one in prompt) or all(isinstance(one, list) for one in prompt):
+    elif len(kinds) == 1:
         prompts = prompt
     else:
         raise ApiError(f"{param} mixes texts and tokens; it is a text, token ids, or a list of one kind", param=param)

@@ -2,8 +2,10 @@
 once."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import resource
 import socket
 import ssl
 from types import FrameType
@@ -15,6 +17,8 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.connection import Connection
 from shardlm.serve.api.settings import HttpSettings, Settings
+
+CONNECTIONS = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +112,7 @@ def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
     Raises: ShardlmError where the address is taken or a file for https cannot be used.
     """
     server = Server(app, listen)
+    allow_connections()
     try:
         server.config.load()
     except OSError as error:  # ssl's errors are of this class too
@@ -117,6 +122,16 @@ def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
         shown = f"[{host}]" if ":" in host else host
         print(f"http{'s' * bool(listen.certificate)}://{shown}:{port}", flush=True)
         server.run([sock])
+
+
+def allow_connections() -> None:
+    """As many open files as the system lets a process have, up to CONNECTIONS: each client is one, and a router's is
+    two. Many systems begin at 1,024, from where on clients were cut off and a router lost replicas that were well."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS if most == resource.RLIM_INFINITY else min(CONNECTIONS, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some containers forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _no_https(listen: Listen, error: OSError) -> ShardlmError:

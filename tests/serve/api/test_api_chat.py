@@ -167,6 +167,9 @@ def test_messages_become_the_prompt():
     for part in ("system\nBe brief.<", "user\nA\nB<", '{"name": "f", "arguments": {"x": 1}}', "\nresult\n"):
         assert part in prompt
     assert prompt.endswith("<|im_start|>assistant\n")
+    unsaid = {"role": "assistant", "content": None, "reasoning_content": "so"}  # a reply that ended within its thoughts
+    client.post(PATH, {"messages": [*USER, unsaid, *USER], "max_tokens": 2.0})
+    assert "assistant\n<|im_end|>\n" in client.llm.seen[-1][0] and client.llm.seen[-1][1].max_tokens == 2
     client.post(PATH, {"messages": USER, "add_generation_prompt": False})
     assert client.llm.seen[-1][0].endswith("hi<|im_end|>\n")
     thinking = Client(FakeLLM(template_name="qwen3"))

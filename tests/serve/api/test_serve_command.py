@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 import pytest
 
 from launch import serve
+from shardlm.serve.api.server import CONNECTIONS
 
 HERE = pathlib.Path(__file__).parent
 LAUNCHER = """
@@ -39,7 +41,8 @@ def launched(tmp_path):
 
     def start(*words):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen([sys.executable, file, *words], env=environment, **pipes))
+        few = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]  # files
+        processes.append(subprocess.Popen([*few, sys.executable, file, *words], env=environment, **pipes))
         return processes[-1]
 
     yield start
@@ -52,6 +55,8 @@ def test_from_the_command_line_to_sigterm(launched):
     process = launched("--port=0", "--model_names=one,two", "--max_queue=7", "--tool_style=llama", "--access_log")
     address = process.stdout.readline().strip()
     assert address.startswith("http://127.0.0.1:")
+    files, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert files == (CONNECTIONS if most == resource.RLIM_INFINITY else min(CONNECTIONS, most)) > 256
     body = json.dumps({"model": "two", "prompt": "a", "max_tokens": 20, "stream": True}).encode()
     request = urllib.request.Request(f"{address}/v1/completions", body, {"authorization": "Bearer secret"})
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -75,6 +80,14 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_opened():
         words = ["-m", "launch.serve", "--model=nothing", f"--port={port}"]
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 1 and f"cannot listen at 127.0.0.1 port {port}" in done.stderr, done.stderr
+
+
+def test_flags_of_vllm_are_told_their_names():
+    said = {"--tensor-parallel-size=2": "--tensor", "--max-model-len=9": "--max_model_len", "--nothing-so": ""}
+    for word, name in said.items():
+        done = subprocess.run([sys.executable, "-m", "launch.serve", word], capture_output=True, text=True)
+        wanted = f"error: there is no flag {word.partition('=')[0]}; here it is {name}\n"
+        assert done.returncode == 1 and (wanted == done.stderr if name else "Unknown command line flag" in done.stderr)
 
 
 def test_a_log_says_how_far_compiling_is(capsys):

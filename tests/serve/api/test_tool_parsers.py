@@ -159,6 +159,9 @@ def test_the_schema_of_forced_calls_allows_what_is_read_back():
 def test_tool_choice():
     tools = [tool("f"), tool("get_weather")]
     assert choose(None, None, "hermes", None).shown == () and choose(tools, "none", "hermes", None).shown == ()
+    assert (
+        choose([], "auto", "hermes", None) == choose(None, "auto", "hermes", False) == choose(None, None, "llama", None)
+    )
     auto = choose(tools, None, "llama", False)
     assert isinstance(auto.parser(), LlamaParser) and auto.structured is None and auto.most == 1
     assert isinstance(choose(tools, "auto", "hermes", None).parser(), HermesParser)

@@ -63,7 +63,7 @@ def choose(
         names, choice = _allowed(choice, [function["name"] for function in functions])
         tools = [tool for tool in tools or () if tool["function"]["name"] in names]
         functions = [function for function in functions if function["name"] in names]
-    if choice == "none":
+    if choice == "none" or (choice == "auto" and not functions):  # which agents send without tools too
         return Tools()
     if not functions:
         raise ApiError(f"tool_choice={choice!r} needs tools", param="tool_choice")
