@@ -57,8 +57,9 @@ class Parts:
             elif split and sketch.schedule.both_ways:
                 rests *= sketch.mesh.pipeline
             resting += rests
-            used[weight.segment] += size * weight.numbers(rules.use)
-            experts[weight.segment] += size * weight.numbers(rules.use) if "experts" in weight.names else 0
+            in_use = size * weight.numbers(rules.use) * weight.packed
+            used[weight.segment] += in_use
+            experts[weight.segment] += in_use if "experts" in weight.names else 0
             if not _gathered(weight, rules):
                 whole += rests
                 flipped += rests if _flipped(weight, sketch) else 0

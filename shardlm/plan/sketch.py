@@ -34,6 +34,7 @@ class Weight:
     stacked  how many of them are the stack's: 1 for a layer's, 0 for the embedding's
     itemsize bytes of a number at rest
     trained  whether the optimizer has it
+    packed   numbers that lie in one of `shape`, which are 4 bits each
     """
 
     path: str
@@ -42,6 +43,7 @@ class Weight:
     stacked: int
     itemsize: int
     trained: bool
+    packed: int = 1
 
     def axes(self, table: Table) -> tuple[str, ...]:
         """Mesh axes that it is split over, each larger than 1."""
@@ -190,5 +192,6 @@ def _traced(shape: TransformerConfig, dtype, lora, held, tensor: int) -> tuple[W
         for path, leaf in flatten_dict(shapes or {}).items():
             stack, own = named[path]
             where = ".".join(map(str, path))
-            found.append(Weight(where, leaf.shape, (*stack, *own), len(stack), leaf.dtype.itemsize, trained))
+            packed = model.groups[path].a_byte if path in model.groups else 1
+            found.append(Weight(where, leaf.shape, (*stack, *own), len(stack), leaf.dtype.itemsize, trained, packed))
     return tuple(found)

@@ -118,6 +118,8 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     logits, chunks = _logits(sketch)
     # Zeros of the embedding's gradient, in float32.
     many = WIDE * ((2 if chunks > 1 else 0) + (size == WIDE)) + size
+    if sketch.adapters:  # neither has a gradient, and both rest in the compute type
+        many = size * parts.gathers
     found = {
         "head": sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim * many,
         "logits": logits / chunks * (size if chunks > 1 else size + WIDE),
@@ -175,6 +177,8 @@ def _waiting(sketch: Sketch, head: float) -> Kinds:
     """What the head leaves to the layers' backward pass: `head` bytes of its gradient; of a single chunk of logits,
     which is in no loop, XLA makes that only when nothing else is left, and keeps the logits' gradient."""
     logits, chunks = _logits(sketch)
+    if sketch.adapters:
+        return {"head": 0, "logits": 0}
     return {"head": head, "logits": 0} if chunks > 1 else {"head": 0, "logits": logits * itemsize(sketch)}
 
 
@@ -221,13 +225,18 @@ def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """While a layer's attention is done backwards, the layer before it is made again, and gradients of this one's MLP
-    are not made yet; its weights are let go. The head's gradient waits whole until all layers are done."""
+    are not made yet; its weights are let go, but for adapters', which wait for no gradients of their own. The head's gradient waits whole until all layers are done."""
     if sketch.mesh.pipeline > 1:
         return _both_layers(sketch, parts)
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
-    return _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+    found = _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+    if sketch.adapters and parts.gathers:
+        found["weights in use"] = parts.largest * (3 if sketch.config.lora.base == "dtype" else 2)
+    elif sketch.adapters:
+        found["streams"] -= 5 * parts.layers[-1][-1].stream
+    return found
 
 
 def _both_layers(sketch: Sketch, parts: Parts) -> Kinds:
