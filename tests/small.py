@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,22 @@ def model_on(spec: MeshSpec, preset: str = "zero3", config: LlamaConfig = LLAMA,
     """The model under a mesh that is already set."""
     shape = config.transformer()
     return ModelDef.make(shape, Execution(Rules.make(preset, spec).fitting(shape.widths()), **execution))
+
+
+def unlike(presets: Sequence[str], specs: Sequence[MeshSpec]) -> list[tuple[str, MeshSpec]]:
+    """Presets on meshes, without those whose tables differ from an earlier one's in axes of one device only: they make
+    the same program."""
+    found = {}
+    for spec in specs:
+        split = {axis for axis, size in spec.sizes().items() if size > 1}
+        for preset in presets:
+            rules = Rules.make(preset, spec)
+            tables = (rules.rest, rules.use, rules.grads, rules.optimizer, rules.act)
+            named = [
+                (name, *(axis for axis in axes if axis in split)) for table in tables for name, axes in table.entries
+            ]
+            found.setdefault((spec, tuple(named)), (preset, spec))
+    return list(found.values())
 
 
 def logits_of(model: ModelDef, params, tokens: jax.Array) -> jax.Array:

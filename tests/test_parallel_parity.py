@@ -18,6 +18,7 @@ from small import (
     on_devices,
     packed_batch,
     relative_error,
+    unlike,
     whole_init,
 )
 
@@ -54,8 +55,7 @@ def one_device(dtype="float32", tied=False, scale=1.0):
     return loss_and_gradients(MeshSpec(), "replicated", TIED if tied else LLAMA, dtype, remat="none", scale=scale)
 
 
-@pytest.mark.parametrize("spec", MESHES, ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset,spec", unlike(PRESETS, MESHES), ids=str)
 def test_every_preset_on_every_mesh(preset, spec):
     grads, losses = loss_and_gradients(spec, preset)
     assert relative_error(losses, one_device()[1]) < FP32

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
-from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, relative_error
+from small import LLAMA, init, mesh_of, model_on, on_devices, packed_batch, relative_error, unlike
 
 from shardlm.layers.pipeline import Schedule, to_layers, to_stages
 from shardlm.layers.stack import kept_of_stage, rematerialised
@@ -84,8 +84,11 @@ def test_more_stages_than_layers_divide_into():
     assert_same(loss_and_gradients(MeshSpec(pipeline=4), "zero1", SIX, microbatches=16), SIX)
 
 
-@pytest.mark.parametrize("preset", ["replicated", "zero3", "hybrid"])
-@pytest.mark.parametrize("spec", [MeshSpec(data=2, pipeline=2, fsdp=2), MeshSpec(pipeline=4, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "preset,spec",
+    unlike(["replicated", "zero3", "hybrid"], [MeshSpec(data=2, pipeline=2, fsdp=2), MeshSpec(pipeline=4, tensor=2)]),
+    ids=str,
+)
 def test_one_forward_one_backward(spec, preset):
     config = LLAMA if spec.pipeline == 2 else TIED_SIX
     assert_same(loss_and_gradients(spec, preset, config, one_f_one_b=True), config)
