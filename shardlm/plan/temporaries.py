@@ -185,9 +185,12 @@ def _waiting(sketch: Sketch, head: float) -> Kinds:
 def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """The backward pass of the fullest layer, with its weights, the next one's and its gradients; those of the head."""
     found = _fullest(sketch, parts.layers)
-    many = (3 if sketch.mesh.pipeline == 1 else 2.5) if parts.gathers else 1
+    many = _layers_in_use(sketch, parts)
     found["weights in use"] = parts.largest * many
     come = parts.gathers and parts.experts and sketch.mesh.pipeline == 1
+    if come and sketch.adapters:  # the next layer's come before rows are multiplied, and are turned for that after them
+        found = max((found | less for less in ({"experts": 0}, {"weights in use": parts.largest})), key=_total)
+        come = False
     if come and "all_to_all" not in exchanges(sketch) and not _gathers_ahead(sketch):
         found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
     found["attention"] += _scores_of_others(sketch, parts)
@@ -204,6 +207,15 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
         stacked = parts.resting * itemsize(sketch) / MASTER if back else 0
         found["gradients"] = parts.resting + stacked
     return found
+
+
+def _layers_in_use(sketch: Sketch, parts: Parts) -> float:
+    """Whose weights are there as they are used, in the compute type."""
+    if not parts.gathers:
+        return 1
+    if sketch.adapters and (parts.experts or sketch.config.lora.base != "dtype"):
+        return 2  # no gradients wait to be sent back
+    return 3 if sketch.mesh.pipeline == 1 else 2.5
 
 
 def _head_waits(sketch: Sketch) -> bool:
@@ -225,7 +237,8 @@ def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """While a layer's attention is done backwards, the layer before it is made again, and gradients of this one's MLP
-    are not made yet; its weights are let go, but for adapters', which wait for no gradients of their own. The head's gradient waits whole until all layers are done."""
+    are not made yet; its weights are let go, but for adapters', which wait for no gradients of their own. The head's
+    gradient waits whole until all layers are done."""
     if sketch.mesh.pipeline > 1:
         return _both_layers(sketch, parts)
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
@@ -233,7 +246,7 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
     found = _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
     if sketch.adapters and parts.gathers:
-        found["weights in use"] = parts.largest * (3 if sketch.config.lora.base == "dtype" else 2)
+        found["weights in use"] = parts.largest * _layers_in_use(sketch, parts)
     elif sketch.adapters:
         found["streams"] -= 5 * parts.layers[-1][-1].stream
     return found

@@ -17,6 +17,7 @@ import jaxlib
 from shardlm.config import resolve
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
+from shardlm.models.pretrained import Pretrained
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
 from shardlm.topology import topology
@@ -75,12 +76,45 @@ VARIANTS = (
     "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8",
     "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2",
     "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2 train.global_batch=8",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=8 train.seq_len=4096",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=4 train.seq_len=4096",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=4 train.seq_len=4096 train.accumulation=4",
+    "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.tensor=2 train.seq_len=4096 train.global_batch=8",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 remat=none",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 remat=dots",
+    "llama3_8b lora.rank=64 lora.base=int8 mesh.fsdp=1 train.global_batch=2 train.seq_len=8192",
+    "llama3_70b lora.rank=16 lora.base=int4 mesh.fsdp=8 mesh.context=1 mesh.tensor=1 mesh.data=1 "
+    "train.global_batch=8 train.seq_len=4096 train.accumulation=1",
+    "mixtral_8x7b lora.rank=16 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 train.seq_len=4096",
+    "mixtral_8x7b lora.rank=16 lora.base=int4 mesh.fsdp=2 mesh.expert=4 train.global_batch=8 train.seq_len=4096",
+    "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.context=2 train.seq_len=8192 train.global_batch=4",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096",
+    "deepseek_v3 lora.rank=16 lora.base=int8 mesh.fsdp=8 mesh.expert=1 mesh.context=1 mesh.data=1 "
+    "mesh.pipeline=1 model.num_layers=12 model.num_experts=32 train.global_batch=8 train.seq_len=4096 "
+    "train.accumulation=1",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 remat=names",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096 model.vocab_size=32000",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096 train.accumulation=4 train.global_batch=32",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096 remat=dots",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=4 mesh.tensor=2 train.seq_len=4096 "
+    "train.global_batch=8 remat=none model.num_layers=16",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=1 train.seq_len=16384",
+    "llama3_70b lora.rank=32 mesh.fsdp=8 mesh.context=1 mesh.tensor=4 mesh.data=1 train.global_batch=8 "
+    "train.seq_len=8192 train.accumulation=1",
+    "mixtral_8x7b lora.rank=16 mesh.fsdp=4 mesh.expert=2 train.global_batch=8 train.seq_len=2048 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 lora.base=int4 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
+    "train.seq_len=2048 model.num_layers=8",
+    "deepseek_v3 lora.rank=16 mesh.fsdp=8 mesh.expert=1 mesh.context=1 mesh.data=1 mesh.pipeline=1 "
+    "model.num_layers=8 model.num_experts=32 train.global_batch=8 train.seq_len=2048 train.accumulation=1",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A shipped configuration with `overrides`, as a command line gives them."""
+    """A shipped configuration with `overrides`, as a command line gives them; adapters stand on a checkpoint of it."""
 
     name: str
     overrides: tuple[tuple[str, str], ...] = ()
@@ -95,7 +129,10 @@ class Run:
         return " ".join([self.name, *map("=".join, self.overrides)])
 
     def config(self) -> RunConfig:
-        return resolve(f"configs/{self.name}.py", self.overrides).config
+        config = resolve(f"configs/{self.name}.py", self.overrides).config
+        if not config.lora.rank:
+            return config
+        return dataclasses.replace(config, model=Pretrained("unread", config=json.dumps(config.model.to_hf())))
 
 
 def compiled(run: Run) -> dict[str, int]:

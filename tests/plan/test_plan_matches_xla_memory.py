@@ -20,6 +20,7 @@ SHIPPED = sorted(path.name.split(".")[0] for path in CONFIGS.glob("*.collectives
 RECORDED = json.loads(RECORD.read_text())
 TOLERANCE = 0.05  # of arguments and temporaries together
 # 37% more where XLA unrolls the loop over microbatches.
+ON_INT4 = "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 remat=none"
 ACCUMULATED = "llama3_8b mesh.fsdp=32 train.accumulation=4 train.global_batch=128"
 
 
@@ -97,7 +98,7 @@ def test_a_run_of_a_seed_is_the_recorded_one():
 
 @on_gpus
 @pytest.mark.skipif(RECORDED["jaxlib"] != jaxlib.__version__, reason="recorded with another jaxlib")
-@pytest.mark.parametrize("name", ["random 0", "llama3_8b remat=names", ACCUMULATED])
+@pytest.mark.parametrize("name", ["random 0", "llama3_8b remat=names", ACCUMULATED, ON_INT4])
 def test_the_record_is_what_compiling_gives(name):
     record = RECORDED["runs"][name]
     found = compiled(Run.parse(record["run"]))
