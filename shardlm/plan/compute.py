@@ -11,6 +11,7 @@ from shardlm.layers.lora import A as ADAPTER
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.param import SCALE
 from shardlm.ops.blocked_attention import LEAST_BLOCK
 from shardlm.ops.cudnn_heads import LATENT
 from shardlm.ops.expert_dispatch import choose as choose_exchange
@@ -35,6 +36,7 @@ def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
     if rank := sketch.config.lora.rank:
         yield from frozen(found)
         yield from adapters(sketch, rank)
+        yield from _made_anew(sketch)
     else:
         yield from found
 
@@ -60,6 +62,17 @@ def adapters(sketch: Sketch, rank: int) -> Iterator[Op]:
             )
 
 
+def _made_anew(sketch: Sketch) -> Iterator[Op]:
+    """Numbers of frozen weights in few bits, in the compute type: for the forward pass and for the backward one."""
+    paths = {weight.path for weight in sketch.weights}
+    for weight in sketch.weights:
+        if weight.path + SCALE in paths:
+            held = weight.numbers(sketch.rules.use) / math.prod(weight.shape[: weight.stacked])
+            moved = held * (weight.itemsize + weight.packed * sketch.itemsize)
+            passes = sketch.passes * math.prod(weight.shape[: weight.stacked])
+            yield Op("other", f"{weight.path} made anew", "memory", 0, moved, 2 * passes, passes, gradient_bytes=moved)
+
+
 def _adapted(sketch: Sketch) -> list[Weight]:
     """Projections that have an adapter; all where the run has no word for them."""
     paths = {weight.path for weight in sketch.weights}
@@ -76,8 +89,8 @@ def _sides(weight: Weight, sketch: Sketch) -> tuple[float, float]:
     own, names = weight.shape[weight.stacked :], weight.names[weight.stacked :]
     ways = sketch.rules.use.ways(weight.names)
     if names[0] == "embed":
-        return own[0], math.prod(own[1:]) / ways
-    return math.prod(own[:-1]) / ways, own[-1]
+        return own[0] * weight.packed, math.prod(own[1:]) / ways
+    return math.prod(own[:-1]) * weight.packed / ways, own[-1]
 
 
 def of_weights(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
