@@ -69,6 +69,8 @@ def test_what_is_not_known_is_said():
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4", "one array at a time or two"),
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=1", ""),
         ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
+        ("lora.rank=16 lora.base=int4", ""),
+        ("lora.rank=16 mesh.fsdp=4 mesh.data=2", "adapters over data or context"),
         ("", ""),
     ):
         found = estimated(Run.parse(f"llama3_8b {overrides}")).doubt
