@@ -8,7 +8,8 @@ The convention, for one training step (a multiply and an add are two FLOPs):
   are the parameters that multiply a token's activation: every projection and the output head (also where it
   is tied to the embedding); of a mixture of experts only the experts that a token visits. The embedding
   *lookup* is no multiplication and is not counted, nor are norms, biases, rotary embedding, softmax, loss
-  or optimizer.
+  or optimizer. Beside adapters weights have no gradients: backward 2, and what adapters multiply, about
+  a hundredth, is not counted.
 - Attention: for each (query, key) pair that the mask lets through, ``q . k`` and ``probability x v`` cost
   ``2 x heads x (qk_dim + v_dim)`` forward a layer, that is 4 x heads x head_dim where the two widths are
   one, and three times that with the backward. Causal attention therefore counts the unmasked half only, a
@@ -44,14 +45,15 @@ def forward_flops(matmul_params: int, tokens: float, attention_macs: float = 0) 
     return 2 * matmul_params * tokens + 2 * attention_macs
 
 
-def training_flops(matmul_params: int, tokens: float, attention_macs: float = 0) -> float:
+def training_flops(matmul_params: int, tokens: float, attention_macs: float = 0, *, frozen: bool = False) -> float:
     """Model FLOPs of one training step, forward and backward, by the convention of this module.
 
     `tokens` are those of the whole global batch, without padding. `attention_macs` is the sum over the layers
     of ``pairs * attention_width(...)``, where pairs are those of the whole batch: `attention_pairs` of its
-    document lengths, or the sum of ``position + 1`` over its tokens.
+    document lengths, or the sum of ``position + 1`` over its tokens. `frozen`: only adapters are trained.
     """
-    return 3 * forward_flops(matmul_params, tokens, attention_macs)
+    of_weights = 0 if frozen else forward_flops(matmul_params, tokens)
+    return 2 * forward_flops(matmul_params, tokens) + of_weights + 3 * forward_flops(0, tokens, attention_macs)
 
 
 def mfu(flops: float, seconds: float, peak_flops_per_second: float, devices: int) -> float:

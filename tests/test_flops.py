@@ -31,6 +31,8 @@ def test_a_training_step_is_six_flops_a_parameter_a_token_and_half_of_square_att
     ours = flops.training_flops(params, tokens, attention)
     assert ours == 6 * params * tokens + square_only * (tokens + 1) / (2 * tokens)
     assert flops.training_flops(params, tokens) == 3 * flops.forward_flops(params, tokens)
+    weights = flops.forward_flops(params, tokens)  # whose gradients adapters do without
+    assert flops.training_flops(params, tokens, attention, frozen=True) == pytest.approx(ours - weights)
 
 
 def test_latent_attention_has_two_widths():

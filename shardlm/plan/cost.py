@@ -215,14 +215,14 @@ def _summed(
         timeline=timeline,
         bubble_seconds=staged * bubble / (1 - bubble),
         staged_seconds=staged,
-        model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len),
+        model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len, sketch.config.lora.rank > 0),
         tokens=train.global_batch * train.seq_len,
         faster_matmul=_faster_matmul(sketch, cluster),
     )
 
 
 def _faster_matmul(sketch: Sketch, cluster: Cluster) -> str:
-    if sketch.config.matmul != "dtype" or cluster.is_cpu:
+    if sketch.config.matmul != "dtype" or sketch.config.lora.base != "dtype" or cluster.is_cpu:
         return ""
     if sketch.config.precision == "fp32":
         return "16-bit matmuls (precision=bf16)"
@@ -280,9 +280,9 @@ def kernel_seconds(ops: Iterable[Op], kernels: Kernels) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def _model_flops(shape, rows: int, length: int) -> float:
+def _model_flops(shape, rows: int, length: int, frozen: bool) -> float:
     pairs = rows * attention_pairs([length]) * shape.attention_width()
-    return training_flops(shape.parameters_per_token(), rows * length, pairs)
+    return training_flops(shape.parameters_per_token(), rows * length, pairs, frozen=frozen)
 
 
 def _in_stages(sent: Sent) -> bool:

@@ -57,9 +57,7 @@ class Ladder:
         config = self._config
         shape, length = config.model.transformer(), config.train.seq_len
         pairs = attention_pairs([length]) / length * shape.attention_width()
-        flops = training_flops(shape.parameters_per_token(), 1, pairs)
-        if config.lora.rank:
-            flops *= 2 / 3  # no gradients of weights that are not trained
+        flops = training_flops(shape.parameters_per_token(), 1, pairs, frozen=config.lora.rank > 0)
         products = self._constraints.choices("matmul", [config.matmul])
         peaks = [self._gpu.peak.of(name) or 0.0 for name in products if name != "dtype"]
         return self._rate * flops / max([self._gpu.peak.bf16, *peaks])

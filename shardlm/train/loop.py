@@ -239,9 +239,9 @@ class Run:
     def _flops(self, values: dict[str, float]) -> float:
         model = self.program.model.config
         macs = values["attention_pairs"] * model.attention_width()
-        args = model.parameters_per_token(), values["tokens"], macs
-        reference = forward_flops(*args) if self.program.config.preference.beta else 0
-        return training_flops(*args) + reference
+        args, config = (model.parameters_per_token(), values["tokens"], macs), self.program.config
+        reference = forward_flops(*args) if config.preference.beta else 0
+        return training_flops(*args, frozen=config.lora.rank > 0) + reference
 
     def _last_good(self) -> str:
         latest = self.checkpoints.latest()
