@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_told_with_what_would():
             lambda: serving_memory(on("h100", 1, kv_cache_bytes=2**29)),
             "a request of max_model_len=8192 tokens needs 512",
         ),
-        (lambda: ServedModel.of_folder("nowhere"), "config.json is not there"),
+        (lambda: ServedModel.of_folder("nowhere"), "nowhere is neither a folder nor a config.json"),
     ],
 )
 def test_bad_input_is_refused(make, message):
