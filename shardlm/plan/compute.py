@@ -31,7 +31,7 @@ def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
 
 
 def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
-    """Of these, what is the same wherever weights rest."""
+    """Of these, what is the same wherever weights rest, but for `experts_gathered`."""
     found = [*_layers(sketch, ours), *_head(sketch, ours)]
     if rank := sketch.config.lora.rank:
         yield from frozen(found)
@@ -325,11 +325,11 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     gradients = sketch.itemsize * (back * D + 4 * room * F)
     yield Op("moe", "activation and moving", "memory", 0, forward, 1, gradient_bytes=gradients)
     weights = 2 * sketch.itemsize * 3 * moe.num_experts / ranks * D * F
-    turned = weights if _gathered_inside(sketch) and moe.num_experts > ranks else 0
+    turned = weights if experts_gathered(sketch) and moe.num_experts > ranks else 0
     yield Op("moe", "weights turned", "memory", 0, turned, 1, gradient_bytes=2 * weights + turned)
 
 
-def _gathered_inside(sketch: Sketch) -> bool:
+def experts_gathered(sketch: Sketch) -> bool:
     """Whether experts' weights rest split by another dimension than their first, and are gathered."""
     rules = sketch.rules
     return bool(set(rules.rest.axes("expert_embed")) - set(rules.use.axes("expert_embed")) - {"pipeline"})

@@ -10,13 +10,14 @@ from shardlm.flops import attention_pairs, training_flops
 from shardlm.plan import limits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster, Group
-from shardlm.plan.compute import of_layers, of_weights
+from shardlm.plan.compute import experts_gathered, of_layers, of_weights
 from shardlm.plan.host import host_copies
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part
 from shardlm.plan.measured import kernels_of
 from shardlm.plan.op import Op
 from shardlm.plan.overlap import IN_STAGES, Timed, overlapped, timed
+from shardlm.plan.program_layers import sent_by_rest
 from shardlm.plan.program_traffic import layers_traffic, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
@@ -147,7 +148,8 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Of a step's kernels and traffic what is the same on all meshes that differ only in where weights rest."""
+    """Of a step's kernels and traffic what is the same on all meshes that differ only in where weights rest, but for
+    what goes by that (`by_rest`)."""
 
     times: "_Times"
     sent: tuple[Sent, ...]
@@ -157,6 +159,12 @@ class Layers:
     def of(cls, sketch: Sketch, cluster: Cluster) -> "Layers":
         times = _Times.of(of_layers(sketch), kernels_of(cluster, sketch.execution.attention))
         return cls(times, tuple(layers_traffic(sketch)))
+
+    @staticmethod
+    def by_rest(sketch: Sketch) -> tuple:
+        """What of where weights rest layers go by: where this and the inner axes are the same, they are."""
+        mixed = any(block.mlp.num_experts for block in sketch.shape.kinds)
+        return (*sent_by_rest(sketch), mixed and experts_gathered(sketch))
 
     def timed(self, sketch: Sketch, cluster: Cluster) -> list[Timed]:
         """What is sent: on meshes whose axes lie alike over hosts it takes as long."""

@@ -20,6 +20,7 @@ from shardlm.plan.program_traffic import Moved, moved_of, together, weights_traf
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
 from shardlm.train.config import RunConfig
+from shardlm.train.replicas import apart
 from shardlm.train.settled import check_sizes
 
 NEARLY = 0.99  # of it: the same sums in another order
@@ -49,8 +50,8 @@ class Hope:
 
 
 class Least:
-    """What was found of the meshes of a search, by their inner axes: others differ only in how weights are held and
-    moved.
+    """What was found of the meshes of a search, by their inner axes: others differ in how weights are held and moved,
+    in how near to each other stages lie, and in the little of layers that goes by where weights rest.
 
     considered  ways to run whose time was reckoned
     """
@@ -80,18 +81,15 @@ class Least:
         """On all meshes with this one's inner axes, as if no weights were moved."""
         if (laid.mesh, laid.rules) not in self._running:
             return math.inf
-        inner = _inner(laid)
-        if inner not in self._floors:
-            found = self._hope(laid, without_weights)
-            if math.isinf(found.seconds):  # of another mesh it may be less
-                return math.inf
-            self._floors[inner] = found
-        return self._floors[inner].seconds
+        key = _alike(laid)
+        if key not in self._floors:
+            self._floors[key] = self._hope(_nearest(laid), without_weights)
+        return self._floors[key].seconds
 
     def hope(self, laid: RunConfig) -> Hope:
         """On one mesh, for each schedule of the ways that keep most of the forward pass of those that may fit. The
         fewest microbatches send least and fill kernels best; the most leave stages idle for the least time."""
-        return self._hope(laid, self._step_cost, self._floors.get(_inner(laid)))
+        return self._hope(laid, self._step_cost, self._floors.get(_alike(laid)))
 
     def further(self, hope: Hope, variants: Sequence[RunConfig], kept: dict[str, Any]) -> None:
         """`hope` knows of these ways too, those of the most microbatches first, which keep that much."""
@@ -150,7 +148,7 @@ class Least:
         mesh, config = (sketch.mesh, sketch.config.rules), sketch.config
         if self._moved[0] != mesh:
             self._moved, self._sent = (mesh, together(moved_of(sketch), sketch)), {}
-        way = config.pipeline, config.train.accumulation
+        way = config.pipeline, config.train.accumulation, config.matmul
         if way not in self._sent:
             self._sent[way] = timed(weights_traffic(sketch, self._moved[1]), sketch, cluster)
         return step_cost(sketch, cluster, layers, keeping(self._sent[way], config.remat))
@@ -165,7 +163,7 @@ class Least:
             except ShardlmError:
                 continue
             self.considered += 1
-            key = (_inner(candidate), _way(candidate), candidate.train.accumulation)
+            key = (_inner(candidate), _way(candidate), candidate.train.accumulation, Layers.by_rest(sketch))
             if key not in self._layers:
                 self._layers[key] = Layers.of(sketch, self._cluster)
             hope.add(candidate, cost(sketch, self._cluster, self._layers[key]), min(map(self._bound.idle, variants)))
@@ -183,6 +181,21 @@ def _that_run(meshes: Sequence[RunConfig]) -> Iterator[RunConfig]:
 
 def _inner(config: RunConfig) -> tuple[int, ...]:
     return (config.mesh.pipeline, *(config.mesh.size(axis) for axis in INNER))
+
+
+def _alike(config: RunConfig) -> tuple:
+    """Of meshes that one floor is under; where replicas do more than sum gradients each has its own."""
+    own = (config.mesh, config.rules) if config.train.shares or apart(config) else ()
+    return (*_inner(config), *own)
+
+
+def _nearest(config: RunConfig) -> RunConfig:
+    """Of meshes that one floor is under, the one whose layers send and move least, over the fastest links: weights
+    rest whole, as layers use them, and between a stage and the next there are no devices of fsdp (mesh.AXES)."""
+    if len(_alike(config)) > len(_inner(config)):
+        return config
+    mesh = dataclasses.replace(config.mesh, data=config.mesh.data * config.mesh.fsdp, fsdp=1)
+    return changed(config, mesh=mesh, rules="replicated")
 
 
 def _way(config: RunConfig) -> tuple:

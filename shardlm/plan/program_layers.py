@@ -142,13 +142,28 @@ def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
         times += sketch.schedule.ticks
     if mesh.tensor > 1:
         yield Sent(tensor, "the lookup", (table + part / mesh.tensor) * times, EXCHANGE, 2 * times)
-    embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
-    gathered = set(embedding.axes(sketch.rules.rest)) - set(embedding.axes(sketch.rules.use)) - {"pipeline"}
+    gathered = _embedding_gathered(sketch)
     held = stream_bytes(sketch) / mesh.tensor
     for axes in (gathered & {"context"}, gathered - {"context"}):
         over = ordered(mesh, axes)
         held *= mesh.size(*over)
         yield Sent(over, "the lookup's gradient: all tokens", held * share(mesh.size(*over)) * passes, GATHER, passes)
+
+
+def _embedding_gathered(sketch: Sketch) -> set[str]:
+    """Axes over which the embedding is gathered for the lookup, but for pipeline."""
+    embedding = next(weight for weight in sketch.weights if weight.path == "embedding")
+    return set(embedding.axes(sketch.rules.rest)) - set(embedding.axes(sketch.rules.use)) - {"pipeline"}
+
+
+def sent_by_rest(sketch: Sketch) -> tuple:
+    """What of where weights rest `activations` goes by: on meshes with the same inner axes (bound.INNER and pipeline)
+    for which this is the same, the same is sent."""
+    mesh = sketch.mesh
+    both_ways = mesh.pipeline > 1 and sketch.schedule.both_ways
+    rows = mesh.size(*sketch.rules.replicas()) if both_ways else 0
+    lookup = ordered(mesh, _embedding_gathered(sketch)) if both_ways or apart(sketch.config) else ()
+    return mesh.tensor > 1 and bool(summed_once(sketch)), rows, tuple((axis, mesh.size(axis)) for axis in lookup)
 
 
 def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:

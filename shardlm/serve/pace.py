@@ -6,6 +6,8 @@ import bisect
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 # Of a decode program, about. Beside its steps it costs 1 ms, which a GPU spends while the host is a batch behind. On a
 # CPU the host's work takes the same cores, and shorter programs gain nothing: 768 x 12 on two quiet cores over HTTP,
 # two rounds in turns, tokens/s at 8 and 32 requests at once 201, 307 and 193, 303 with all steps, 192, 307 and 188, 304
@@ -19,6 +21,11 @@ SLOWER, FASTER = 1.25, 2.0
 def steps_of(step_seconds: float, most: int, platform: str = "gpu") -> int:
     """Of a program that takes about as long as SECONDS says; at most so many."""
     return min(most, max(1, round(SECONDS[platform] / step_seconds)))
+
+
+def all_steps_of(step_seconds: np.ndarray, most: int, platform: str = "gpu") -> np.ndarray:
+    """The same of each of these."""
+    return np.clip(np.rint(SECONDS[platform] / step_seconds), 1, most)
 
 
 class Pace:

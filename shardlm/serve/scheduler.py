@@ -235,9 +235,10 @@ class Scheduler:
         return row
 
     def _decode_row(self, request: Request, most: int) -> Row:
-        samples = min(most, self._left(request))
+        samples = min(most, self._left(request)) if most > 1 else 1
         end = self._end(request, samples)
-        self._holdings.grow(request, end)
+        if samples > 1:  # the page of one more is there already
+            self._holdings.grow(request, end)
         row = Row(request, request.slot, request.start, end, samples, None, False, request.again)
         request.again = False
         return row
@@ -260,6 +261,8 @@ class Scheduler:
     def _affordable(self, decodes: list[Request], longest: int) -> tuple[int, int]:
         """(steps, the most tokens of a row) of the largest program that no row's pages are lacking for, and that is not
         longer than any reply can be, nor than `longest`. One token a row is always affordable."""
+        if longest == 1 and not self.config.drafts:
+            return 1, 1
         left = [self._left(request) for request in decodes]
         longest = min(longest, max(left, default=0))
         for steps in reversed(self.config.decode_steps):
@@ -391,6 +394,12 @@ class Scheduler:
 
     def _take(self, request: Request, sampled: list[int]) -> list[int]:
         """Adds sampled tokens to the reply, up to its end; returns those that were added."""
+        if not request.stop_ids:
+            new = sampled[: request.max_len - len(request.tokens)]
+            request.tokens.extend(new)
+            if new and len(request.tokens) == request.max_len:
+                self.finish(request, "length")
+            return new
         for count, token in enumerate(sampled, 1):
             request.tokens.append(token)
             if token in request.stop_ids and len(request.tokens) - request.prompt_len > request.params.min_tokens:

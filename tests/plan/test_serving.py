@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -145,6 +146,17 @@ def test_modules_that_draft_are_in_the_last_stage_with_an_embedding():
     for stage, own in zip(plan.stages, stages_on(model, submeshes(mesh)[0]), strict=True):
         held = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(own.held)]
         assert stage.weights == sum(held)
+
+
+@pytest.mark.parametrize("name", ["llama.json", "nowhere"])
+def test_a_model_that_is_not_there_is_refused_and_not_another_planned(name, tmp_path):
+    folder = REFERENCES.parent / "mtp_reference"
+    shutil.copy(folder / "config.json", tmp_path)
+    assert ServedModel.of_folder(tmp_path / "config.json", 48).shape == ServedModel.of_folder(folder, 48).shape
+    if name.endswith("json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ShardlmError, match=f"{name} is neither a folder nor a config.json; give the folder"):
+        ServedModel.of_folder(tmp_path / name)
 
 
 def test_the_pool_of_a_gpu_is_what_its_weights_leave():
@@ -325,7 +337,7 @@ def test_what_does_not_fit_is_told_with_what_would():
             lambda: serving_memory(on("h100", 1, kv_cache_bytes=2**29)),
             "a request of max_model_len=8192 tokens needs 512",
         ),
-        (lambda: ServedModel.of_folder("nowhere"), "config.json is not there"),
+        (lambda: ServedModel.of_folder("nowhere"), "nowhere is neither a folder nor a config.json"),
     ],
 )
 def test_bad_input_is_refused(make, message):

@@ -15,7 +15,9 @@ from shardlm.hardware_file import SHIPPED
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.asked import cluster_of, list_price
 from shardlm.plan.bound import Bound
+from shardlm.plan.changed import changed
 from shardlm.plan.constraints import FREE, Constraints
+from shardlm.plan.cost import Layers
 from shardlm.plan.least import Least
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import _all, _search, search
@@ -23,7 +25,7 @@ from shardlm.plan.shares import described, limited_by, shares
 from shardlm.plan.sweep import Over, base_cluster, sweep
 from shardlm.plan.sweep_output import to_json, to_text
 from shardlm.plan.sweep_picture import plot
-from shardlm.plan.ways import laid_out
+from shardlm.plan.ways import REMATS, by_schedule, keeps, laid_out
 from shardlm.prices import PRICES
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -74,6 +76,47 @@ def test_no_way_to_run_on_a_mesh_takes_less_than_the_search_hopes(name, fabric):
         plans = [plan for plan in _all(laid, cluster, FREE, [False]) if isinstance(plan, Plan) and plan.fits]
         fastest = min((plan.step_seconds for plan in plans), default=math.inf)
         assert floor <= seconds <= fastest and (not plans or fastest <= 2 * seconds)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_kept_of_a_mesh_bounds_all_with_its_inner_axes(seed):
+    """Whatever the preset and the sizes of data and fsdp: by a bound that is too high the best plan is lost. Meshes are
+    looked at in turn, so that each is bounded by what is kept of those before it; all of them are taken to fit."""
+    dice = random.Random(seed)
+    name = ("llama3_8b", "deepseek_v3", "mixtral_8x7b", "diloco_two_sites")[seed % 4]
+    gpu, fabric = dice.choice(("h100", "h200", "a100-pcie", "rtx4090")), dice.choice(("infiniband", "tcp"))
+    gpus, words = dice.choice((16, 32)), dice.choice(((), ("matmul=dtype,int8",)))
+    one, cluster = config(name, global_batch=2 * gpus, seq_len=2048), cluster_of(gpu, None, gpus, fabric=fabric)
+    constraints, bound = Constraints.parse(words), Bound(one.model.transformer())
+    alike: dict[tuple, list] = {}
+    meshes = list(laid_out(one, cluster, constraints))
+    for laid in meshes:
+        alike.setdefault(dataclasses.replace(laid.mesh, data=1, fsdp=1), []).append(laid)
+    least = Least(cluster, bound, meshes, constraints, [False])
+    least.may_fit = lambda variants, kept: True
+    layers, compared = {}, 0
+    for inner in dice.sample([inner for inner in alike if len(alike[inner]) > 2], 4):
+        way, remat = dice.random(), dice.random()
+        for laid in dice.sample(alike[inner], min(6, len(alike[inner]))):
+            floor, hope = least.floor(laid), least.hope(laid)
+            assert floor <= hope.seconds
+            schedules = by_schedule(laid, constraints)
+            variants = schedules[int(way * len(schedules))]
+            keep = list(keeps(variants[0], REMATS, [False]))
+            kept = keep[int(remat * len(keep))]
+            try:
+                plan = Plan.of(changed(variants[-1], **kept), cluster)
+            except ShardlmError:
+                continue
+            least.further(hope, variants, kept)
+            bound.seconds = plan.step_seconds
+            assert hope.seconds <= plan.step_seconds and hope.knows(plan.config) and not hope.excludes(plan.config)
+            bound.seconds = math.inf
+            found = Layers.of(plan.sketch, cluster)
+            key = (inner, plan.config.pipeline, plan.config.matmul, remat, Layers.by_rest(plan.sketch))
+            assert layers.setdefault(key, found) == found
+            compared += 1
+    assert compared > 4 and len(layers) < compared
 
 
 @pytest.fixture(scope="module")

@@ -160,11 +160,13 @@ class _Run:
     def _land(self, batch: ScheduledBatch) -> None:
         tokens = np.full((len(batch.rows), batch.width), TOKEN)
         for request, _, new in self.scheduler.land(batch, tokens, self._counts(batch)):
-            number, seen = int(request.id), self.seen[int(request.id)]
             if not new:
                 continue
+            number = int(request.id)
+            seen = self.seen[number]
             if seen.tokens:
-                seen.gaps.append(self.now - self.last[number])
+                if not self.joined:  # else nobody asks
+                    seen.gaps.append(self.now - self.last[number])
             else:
                 seen.first = self.now - self.came[number]
             seen.tokens += len(new)

@@ -74,7 +74,7 @@ def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> Fewest:
     """Of plans by means, on one cluster, those that serve the rate within the latencies. Meshes are looked at from the
     likeliest on, each as long as it may need fewer GPUs than the best so far. Raises ShardlmError where no mesh does.
     """
-    tried = [(plan, Trials(ServingPlan.of(without_latencies(plan.case)), plan.case)) for plan in plans]
+    tried = [(plan, Trials(ServingPlan.of(without_latencies(plan.case), plan.memory), plan.case)) for plan in plans]
     tried.sort(key=lambda one: one[1].likely_gpus())
     best: tuple[Trials, int] | None = None
     fewest, counts = math.inf, {}

@@ -58,6 +58,8 @@ class ServedModel:
         """A Hugging Face folder, or a config.json alone: no weights are read. `length` as max_model_len. Raises
         ShardlmError where there is none, or for an architecture that shardlm does not have."""
         path = pathlib.Path(path)
+        if not path.is_dir() and path.name != "config.json":  # another one beside it would be planned for
+            raise ShardlmError(f"{path} is neither a folder nor a config.json; give the folder of a Hugging Face model")
         folder = path if path.is_dir() else path.parent
         options = read_config(folder)
         source = Pretrained(str(folder), length, config=json.dumps(dict(options)))

@@ -34,7 +34,7 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.crowd import crowded_seconds
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.engine import AHEAD
-from shardlm.serve.pace import steps_of
+from shardlm.serve.pace import all_steps_of
 from shardlm.serve.turns import PASSES
 
 HEADROOM = 0.8  # of the most that a replica sustains; nearer to it waits grow without bound
@@ -155,7 +155,7 @@ class Replica:
         share = np.exp(weights - weights.max())
         share = share[1:] / share.sum()
         most = self.speed.memory.sizes.decode_steps
-        programs = steps * [steps_of(step, most) for step in steps]
+        programs = steps * all_steps_of(steps, most)
         return float(share @ n), float(share @ steps), float(share @ programs)
 
     @functools.cached_property
@@ -167,6 +167,10 @@ class Replica:
     def most(self) -> Load:
         """The highest rate within the slots, the pages, the budget of prompts and the latencies asked for; `rate` 0
         where none is."""
+        return self._most
+
+    @functools.cached_property
+    def _most(self) -> Load:
         case, sizes = self.case, self.speed.memory.sizes
         # Each reply needs its prompt read before it ends: B P tokens of prompts in the steps of a reply.
         fresh, steps = case.mix.prompt - case.mix.found, case.mix.output / case.tokens_a_step

@@ -38,10 +38,10 @@ class ServingPlan:
     replicas: int
 
     @classmethod
-    def of(cls, case: ServingCase) -> "ServingPlan":
-        """Raises ShardlmError for a mesh that the engine refuses or that does not fit, and for latencies that it cannot
-        have."""
-        memory = serving_memory(case)
+    def of(cls, case: ServingCase, memory: ServingMemory | None = None) -> "ServingPlan":
+        """`memory` of the case, where it is known already. Raises ShardlmError for a mesh that the engine refuses or
+        that does not fit, and for latencies that it cannot have."""
+        memory = memory or serving_memory(case)
         speed = Speed.of(case, memory)
         replica = Replica.of(case, speed)
         most = replica.most()
