@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
 from shardlm.ops.weight_format import PUBLISHED
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.search import DoesNotFit, fits, meshes, search
+from shardlm.plan.serving.weights import held_bytes, weights_of
+from shardlm.serving_rules import serving_rules
 
 MOST_GPUS = 1024  # of one replica
 
@@ -42,6 +45,8 @@ def more_gpus(case: ServingCase, fixed: Mapping[str, int]) -> Change | None:
     """The fewest GPUs of one replica on which it fits as it is, whatever its speed; None above MOST_GPUS."""
     host = case.cluster.gpus_per_host if case.cluster.num_gpus > case.cluster.gpus_per_host else 8
     for count in [*range(1, host + 1), *range(2 * host, MOST_GPUS + 1, host)]:
+        if not _may_fit(case, count):
+            continue
         there = case.cluster
         here = Cluster.of(there.gpu, count, min(host, count), there.nic_bytes_per_second, there.fabric)
         case_there = dataclasses.replace(case, cluster=here)
@@ -91,5 +96,16 @@ def _choices(case: ServingCase) -> Iterator[tuple[str, object]]:
         yield "quantization", "int4"
 
 
+def _may_fit(case: ServingCase, count: int) -> bool:
+    """Whether so many GPUs have the memory for the weights: most that are asked about do not, and to look at all of
+    their meshes took minutes for a model of 20 T parameters."""
+    one, shape = case.on(mesh=MeshSpec()), case.model.shape
+    weights = weights_of(shape, MeshSpec(), one.dtype, one.weights).stage(slice(None), True, True)
+    least = held_bytes(weights, serving_rules(shape, MeshSpec(), one.weights))
+    return least <= count * case.cluster.gpu.hbm_bytes * case.engine.gpu_memory_utilization
+
+
 def _some_fit(case: ServingCase, fixed: Mapping[str, int]) -> bool:
-    return any(fits(case.on(mesh=mesh)) for mesh in meshes(case, case.cluster.num_gpus, fixed))
+    return _may_fit(case, case.cluster.num_gpus) and any(
+        fits(case.on(mesh=mesh)) for mesh in meshes(case, case.cluster.num_gpus, fixed)
+    )
