@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import shardlm
 from shardlm.serve.api.errors import ApiError, unavailable, unforeseen
 from shardlm.serve.api.settings import HttpSettings
 
@@ -107,6 +108,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
     return error_response(unforeseen())
+
+
+async def version(request: Request) -> Response:
+    """As vLLM's /version: of this project."""
+    return json_response({"version": shardlm.__version__})
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,6 +11,8 @@ from fake_llm import FakeLLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlm import __version__
+
 PATH = "/v1/completions"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -156,8 +158,9 @@ def test_paths_models_methods_and_keys():
     assert error(client.get("/v1/models/c", key), 404)["code"] == "model_not_found"
     assert "Not Found" in error(client.get("/v2", key), 404)["message"]
     assert "Method Not Allowed" in error(client.get(PATH, key), 405)["message"]
-    for open_path in ("/", "/health", "/ready", "/metrics", "/openapi.json"):
+    for open_path in ("/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json"):
         assert client.get(open_path).status_code == 200
+    assert client.post("/ping", raw=b"").text == "ok" and client.get("/version").json() == {"version": __version__}
 
 
 def test_what_the_server_says_of_itself():
@@ -170,6 +173,7 @@ def test_what_the_server_says_of_itself():
     assert "http://" not in page.text and "https://" not in page.text and "src=" not in page.text
     document = client.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0" and set(PATHS) < document["paths"].keys()
+    assert document["paths"]["/ping"].keys() == {"get", "post"} and "/version" in document["paths"]
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert "messages" in fields and "top_k" in fields
     used = {one.split('"')[0] for one in json.dumps(document).split("#/components/schemas/")[1:]}
@@ -179,6 +183,7 @@ def test_what_the_server_says_of_itself():
     assert error(client.get("/ready"), 503)["message"] == "the model is being made ready"
     client.llm.ready, client.llm.died = True, "the device is lost"
     assert error(client.get("/health"), 503)["message"] == "the device is lost" and error(client.get("/ready"), 503)
+    assert error(client.post("/ping"), 503)["message"] == "the device is lost"
     client.llm.died, client.service.draining = "", True
     assert error(client.get("/ready"), 503) and client.get("/health").status_code == 200
     response = client.post(PATH, {"prompt": "a"})
