@@ -321,8 +321,12 @@ def test_what_the_files_beside_weights_say_is_refused_before_weights_are_read(ll
     (folder / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ShardlmError, match="temperature='hot' must be a number"):
         shardlm.LLM(folder)
-    for name in ("generation_config.json", "chat_template.jinja"):
-        (folder / name).unlink()
+    (folder / "generation_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    for served in (shardlm.LLM, AsyncLLM.from_model):
+        with pytest.raises(ShardlmError, match=r"chat_template.jinja, line 2: unexpected '}'"):
+            served(folder)
+    (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{% for')  # none was said to be there
     for served in (shardlm.LLM, AsyncLLM.from_model):
         with pytest.raises(ShardlmError, match=r"tokenizer_config.json is not JSON .*download it again"):
