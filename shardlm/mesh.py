@@ -3,6 +3,7 @@ do not fit; what is sharded over an axis is decided in rules.py."""
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class MeshSpec:
     expert    the experts of a mixture are split
     tensor    heads, MLP width and vocabulary are split, and the sequence between blocks
 
-    Raises ShardlmError for a size that is neither positive nor -1, and for more than one -1.
+    Raises ShardlmError for a size that is no integer, or neither positive nor -1, and for more than one -1.
     """
 
     data: int = 1
@@ -42,6 +43,8 @@ class MeshSpec:
 
     def __post_init__(self):
         for axis, size in self.sizes().items():
+            if type(size) is not int and (isinstance(size, bool) or not isinstance(size, numbers.Integral)):
+                raise ShardlmError(f"mesh.{axis}={size!r}: an axis size is an integer")
             if size < 1 and size != -1:
                 raise ShardlmError(f"mesh.{axis}={size}: an axis size is a positive number, or -1 for the rest")
         free = [axis for axis, size in self.sizes().items() if size == -1]

@@ -23,6 +23,7 @@ from shardlm.serve.build import build
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
+from shardlm.serve.option_types import check_model
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
 from shardlm.serve.prompts import Prompt, check_length, check_salt, read, salt_of
@@ -57,6 +58,7 @@ class AsyncLLM:
         **options,
     ) -> "AsyncLLM":
         """Loads a Hugging Face folder, adapters or a run, with the arguments of LLM. Raises ShardlmError as it does."""
+        check_model(model)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
         template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs

@@ -301,7 +301,7 @@ def test_what_cannot_be_built_is_refused(llm):
         ({"max_model_len": 128}, "more than the model's 64 positions"),
         ({"kv_cache_bytes": 100}, "hold no page"),
         ({"kv_cache_bytes": 10_000}, "needs 16 pages of 4, and the pool has"),
-        ({"gpu_memory_utilization": 1.5}, "is a share above 0"),
+        ({"gpu_memory_utilization": 1.5}, "is a share above 0.05"),
         ({"block_size": 0}, "block_size=0 must be an integer of at least 1"),
         ({"max_model_len": 0}, "max_model_len=0 must be"),
         ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5 must be"),
