@@ -25,6 +25,7 @@ _STATUSES = {
     408: "The body did not come in time",
     409: "Something else is under way",
     413: "The body is too large",
+    415: "The body is compressed",
     429: "Too many requests wait; try again after Retry-After seconds",
     500: "The server failed at this request",
     503: "Not ready, or about to end",

@@ -59,7 +59,7 @@ class Service(Serving):
         if name in self.adapters:
             return LoRARequest(name)
         raise ApiError(
-            f"the model {name!r} is not here; here is {', '.join([*self.names, *self.adapters])}",
+            f"the model {name!r:.200} is not here; here is {', '.join([*self.names, *self.adapters])}",
             404,
             param="model",
             code="model_not_found",

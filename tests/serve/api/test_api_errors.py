@@ -207,6 +207,12 @@ def test_bodies_too_long_or_too_slow():
     assert told["code"] == "request_too_large" and "1000 bytes" in told["message"]
     assert client.post(PATH, {"prompt": "a"}).status_code == 200
 
+    for coding, status in (("gzip", 415), ("identity", 200)):
+        assert client.post(PATH, {"prompt": "a"}, headers={"content-encoding": coding}).status_code == status
+    assert client.post(PATH, raw=b'\xef\xbb\xbf{"prompt": "a"}').status_code == 200  # with a byte order mark
+    told = error(client.get("/v1/models/" + "a" * 9999), 404)
+    assert len(told["message"]) < 300 and len(error(client.get("/" + "a" * 9999), 404)["message"]) < 300
+
     async def unannounced():
         yield b'{"prompt": "'
         for _ in range(20):
