@@ -137,6 +137,8 @@ def test_prompts_that_are_too_long():
     for wish, kept in (({"max_tokens": 3}, 5), ({}, 7), ({"max_tokens": 0}, 8), ({"max_tokens": 99}, 7)):
         body = client.post(PATH, {**long, **wish, "truncate_prompt_tokens": -1}).json()
         assert body["usage"]["prompt_tokens"] == kept
+    bounded = client.post(PATH, {"prompt": [65] * 6, "max_tokens": 99}).json()  # as many as there is room for
+    assert bounded["choices"][0]["finish_reason"] == "length" and bounded["usage"]["completion_tokens"] == 2
     vectors = client.post("/v1/embeddings", {"input": [[65] * 20, [65]], "truncate_prompt_tokens": -1}).json()
     assert vectors["usage"]["prompt_tokens"] == 9
     refused = client.post("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5})
