@@ -42,12 +42,13 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self):
-        for axis, size in self.sizes().items():
-            if type(size) is not int and (isinstance(size, bool) or not isinstance(size, numbers.Integral)):
-                raise ShardlmError(f"mesh.{axis}={size!r}: an axis size is an integer")
+        sizes = self.sizes()
+        if {*map(type, sizes.values())} != {int}:  # planners make hundreds of thousands of these
+            _check_integers(sizes)
+        for axis, size in sizes.items():
             if size < 1 and size != -1:
                 raise ShardlmError(f"mesh.{axis}={size}: an axis size is a positive number, or -1 for the rest")
-        free = [axis for axis, size in self.sizes().items() if size == -1]
+        free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ShardlmError(f"mesh.{' and mesh.'.join(free)} are all -1; only one axis may take the rest")
 
@@ -105,6 +106,13 @@ class MeshSpec:
     def abstract(self) -> AbstractMesh:
         """The same mesh without devices, for shapes and specs only. Every axis must have its size."""
         return AbstractMesh(tuple(self.sizes().values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def _check_integers(sizes: dict[str, Any]) -> None:
+    """Raises ShardlmError for one that is none; numpy's are."""
+    for axis, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise ShardlmError(f"mesh.{axis}={size!r}: an axis size is an integer")
 
 
 def shard_map(f: Callable, *, in_specs: Any, out_specs: Any) -> Callable:

@@ -1,7 +1,6 @@
 """Of which types the options of an engine are (build.EngineConfig), looked at before anything is read: an option of
 another type would end in a traceback minutes later, or mean what nobody meant ("false" is true). No jax."""
 
-import dataclasses
 import numbers
 import os
 from collections.abc import Mapping
@@ -13,29 +12,32 @@ _COUNTS = ("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "max
 _COUNTS += ("max_loras", "max_lora_rank")
 _TEXTS = ("dtype", "quantization", "kv_cache_dtype", "prefill_attention")
 _SWITCHES = ("enable_prefix_caching", "deterministic", "enable_lora")
+_OPTIONAL = {"dtype", "quantization", "max_model_len", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"}
+_OPTIONAL |= {"max_lora_rank"}  # None is their default
 LARGEST = 2**31 - 1  # what an integer on the device holds
 
 
 def check_types(config: Any) -> None:
     """Raises ShardlmError for the first option of an EngineConfig of a wrong type, or for a count that no device has
-    room for. None is taken where it is the default."""
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    absent = {field.name for field in dataclasses.fields(config) if field.default is None and given[field.name] is None}
-    for name in (name for name in _COUNTS if name not in absent):
-        if not is_integer(given[name]) or given[name] < 1:
-            raise ShardlmError(f"{name}={given[name]!r} must be an integer of at least 1")
-        if given[name] > LARGEST and name != "kv_cache_bytes":
-            raise ShardlmError(f"{name}={given[name]} must be at most {LARGEST}")
-    for name in (name for name in _TEXTS if name not in absent):
-        if not isinstance(given[name], str) or not given[name]:
-            raise ShardlmError(f"{name}={given[name]!r} must be a text")
+    room for."""
+    for name in _COUNTS:
+        if (value := getattr(config, name)) is None and name in _OPTIONAL:
+            continue
+        if not is_integer(value) or value < 1:
+            raise ShardlmError(f"{name}={value!r} must be an integer of at least 1")
+        if value > LARGEST and name != "kv_cache_bytes":
+            raise ShardlmError(f"{name}={value} must be at most {LARGEST}")
+    for name in _TEXTS:
+        value = getattr(config, name)
+        if not (isinstance(value, str) and value) and not (value is None and name in _OPTIONAL):
+            raise ShardlmError(f"{name}={value!r} must be a text")
     for name in _SWITCHES:
-        if not isinstance(given[name], bool):
-            raise ShardlmError(f"{name}={given[name]!r} must be True or False")
-    share = given["gpu_memory_utilization"]
+        if not isinstance(value := getattr(config, name), bool):
+            raise ShardlmError(f"{name}={value!r} must be True or False")
+    share = config.gpu_memory_utilization
     if not isinstance(share, numbers.Real) or isinstance(share, bool):
         raise ShardlmError(f"gpu_memory_utilization={share!r} must be a number")
-    modules = given["lora_modules"]
+    modules = config.lora_modules
     if not isinstance(modules, Mapping) or not all(
         isinstance(name, str) and name and is_path(path) for name, path in modules.items()
     ):
