@@ -50,8 +50,14 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, folder: str | os.PathLike) -> "ChatTemplate | None":
-        """As `load`, but None for a folder without one, as of a base model."""
-        return cls.load(folder) if DEFAULT in _templates(pathlib.Path(folder)) else None
+        """As `load`, but None for a folder without one, as of a base model. Raises ShardlmError for one that is not in
+        Jinja, too: a server would say so at its first chat."""
+        if DEFAULT not in _templates(pathlib.Path(folder)):
+            return None
+        found = cls.load(folder)
+        for source in filter(None, (found.source, found.tool_source)):
+            found._template(source)
+        return found
 
     @classmethod
     def load(cls, folder: str | os.PathLike, name: str = DEFAULT) -> "ChatTemplate":
@@ -121,6 +127,14 @@ class ChatTemplate:
         spaced = content.lstrip()  # templates that trim contents leave no space at the end
         return text[: at + len(spaced if text.startswith(spaced, at) else words)]
 
+    def _template(self, source: str) -> jinja2.Template:
+        try:
+            return _compiled(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ShardlmError(f"{self.where}, line {error.lineno}: {error.message}") from error
+        except Exception as error:  # of parentheses without end, and whatever else a file may hold
+            raise ShardlmError(f"{self.where} is no template: {type(error).__name__}: {error}") from error
+
     def _source(self, tools) -> str:
         return self.tool_source if tools is not None and self.tool_source else self.source
 
@@ -155,10 +169,9 @@ class ChatTemplate:
             plain = json.loads(json.dumps(known))  # a template sees data, and a copy
         except (TypeError, ValueError) as error:
             raise ShardlmError(f"messages, tools and options of a chat are JSON: {error}") from None
+        template = self._template(self._source(tools))
         try:
-            return _compiled(self._source(tools)).render({**self.special, **plain, _MARKS: marks})
-        except jinja2.TemplateSyntaxError as error:
-            raise ShardlmError(f"{self.where}, line {error.lineno}: {error.message}") from error
+            return template.render({**self.special, **plain, _MARKS: marks})
         except Exception as error:  # a template is a program, and may fail like one
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
             line = f", line {lines[-1]}," if lines else ""

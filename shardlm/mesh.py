@@ -3,6 +3,7 @@ do not fit; what is sharded over an axis is decided in rules.py."""
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class MeshSpec:
     expert    the experts of a mixture are split
     tensor    heads, MLP width and vocabulary are split, and the sequence between blocks
 
-    Raises ShardlmError for a size that is neither positive nor -1, and for more than one -1.
+    Raises ShardlmError for a size that is no integer, or neither positive nor -1, and for more than one -1.
     """
 
     data: int = 1
@@ -41,10 +42,13 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self):
-        for axis, size in self.sizes().items():
+        sizes = self.sizes()
+        if {*map(type, sizes.values())} != {int}:  # planners make hundreds of thousands of these
+            _check_integers(sizes)
+        for axis, size in sizes.items():
             if size < 1 and size != -1:
                 raise ShardlmError(f"mesh.{axis}={size}: an axis size is a positive number, or -1 for the rest")
-        free = [axis for axis, size in self.sizes().items() if size == -1]
+        free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ShardlmError(f"mesh.{' and mesh.'.join(free)} are all -1; only one axis may take the rest")
 
@@ -102,6 +106,13 @@ class MeshSpec:
     def abstract(self) -> AbstractMesh:
         """The same mesh without devices, for shapes and specs only. Every axis must have its size."""
         return AbstractMesh(tuple(self.sizes().values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def _check_integers(sizes: dict[str, Any]) -> None:
+    """Raises ShardlmError for one that is none; numpy's are."""
+    for axis, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise ShardlmError(f"mesh.{axis}={size!r}: an axis size is an integer")
 
 
 def shard_map(f: Callable, *, in_specs: Any, out_specs: Any) -> Callable:

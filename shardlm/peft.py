@@ -179,6 +179,12 @@ def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Par
     here = {_of_layer(name) for (_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
     if lost := [end for end in listed if _named(end, here) and not _named(end, modules)]:
         raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
+    whole = {key.partition(".lora_")[0] for key in stored}
+    if listed and (more := sorted(module for module in whole if not any(_named(end, [module]) for end in listed))):
+        raise ShardlmError(
+            f"{folder / WEIGHTS} adapts {_some(more)}, which {CONFIG} with target_modules={sorted(listed)} does not "
+            f"name, so that PEFT leaves it out; {ANEW}"
+        )
     if missing:
         raise ShardlmError(f"{folder / WEIGHTS} lacks {_some(missing)}; {ANEW}")
     if left := sorted(stored.keys() - used):

@@ -58,6 +58,7 @@ NO_JAX_IN_SERVE = [
     "scheduler.py",
     "scheduler_config.py",
     "chunk_programs.py",
+    "option_types.py",
     "outputs.py",
 ]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))

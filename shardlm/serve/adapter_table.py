@@ -1,6 +1,7 @@
 """Which adapters are loaded, by name, and where. No jax."""
 
 import dataclasses
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ class LoRARequest:
     lora_path: str = ""
 
     def __post_init__(self):
-        if not self.lora_name:
-            raise ShardlmError("LoRARequest needs a lora_name")
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ShardlmError(f"LoRARequest needs a lora_name, which is a text; given is {self.lora_name!r}")
+        if not isinstance(self.lora_path, str | os.PathLike):
+            raise ShardlmError(f"LoRARequest has lora_path={self.lora_path!r}; give a folder")
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or for each

@@ -23,9 +23,10 @@ from shardlm.serve.build import build
 from shardlm.serve.engine import Engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
+from shardlm.serve.option_types import check_model
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
-from shardlm.serve.prompts import Prompt, check_length, read, salt_of
+from shardlm.serve.prompts import Prompt, check_length, check_salt, read, salt_of
 from shardlm.serve.request import check_room
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class AsyncLLM:
         **options,
     ) -> "AsyncLLM":
         """Loads a Hugging Face folder, adapters or a run, with the arguments of LLM. Raises ShardlmError as it does."""
+        check_model(model)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
         template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs
@@ -74,6 +76,7 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}
         self._long_texts = LongTexts()
         self._dead: BaseException | None = None
+        self._closed = False  # by shutdown
         self._idle = threading.Event()
         self._idle.set()
         self._over = False  # nobody takes commands any more
@@ -106,7 +109,7 @@ class AsyncLLM:
         _check("sampling_params", params, SamplingParams, "SamplingParams")
         _check("priority", priority, numbers.Integral, "an integer")
         _check("salt", salt, str, "a text")
-        salt = salt or salt_of(prompt)
+        salt = check_salt(salt) or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is None:  # the engine's thread would look at each token first
             check_room(len(tokens), params.max_tokens, self.max_model_len)
@@ -205,9 +208,9 @@ class AsyncLLM:
         return found[0]
 
     def check_health(self) -> None:
-        """Raises EngineError where the engine died."""
-        if self._dead is not None:
-            raise EngineError(f"the engine stopped: {self._dead}") from self._dead
+        """Raises EngineError where the engine died or was shut down."""
+        if self._dead is not None or self._closed:
+            raise self._end() from self._dead
 
     def stats(self) -> Stats:
         """Read beside the engine's thread: each number is right, and they may be a step apart."""
@@ -220,7 +223,7 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """Ends the thread; requests that run end with an error."""
-        self.ready = False
+        self.ready, self._closed = False, True
         self._commands.put(None)
         self._thread.join()
 

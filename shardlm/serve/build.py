@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import numbers
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import taken_apart
+from shardlm.serve.option_types import check_types
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
@@ -53,8 +53,8 @@ from shardlm.serve.submeshes import of_replica, of_stage, submeshes
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
-_COUNTS = ("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "decode_steps")
 STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
+PROGRAMS = 0.05  # of what jax has of a GPU's memory
 ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
 
 
@@ -108,10 +108,9 @@ class EngineConfig:
     lora_modules: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1):
-                raise ShardlmError(f"{name}={value!r} must be an integer of at least 1")
+        check_types(self)
+        if not isinstance(self.mesh, MeshSpec):
+            raise ShardlmError(f"mesh={self.mesh!r} must be a MeshSpec, such as MeshSpec(tensor=2)")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.parse(self.speculative_config))
             if self.deterministic:
@@ -130,10 +129,11 @@ class EngineConfig:
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.prefill_attention not in get_args(Wanted):
             raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from auto, pages")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ShardlmError(f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above 0, at most 1")
-        if self.max_loras < 1 or (self.max_lora_rank is not None and self.max_lora_rank < 1):
-            raise ShardlmError(f"max_loras={self.max_loras}, max_lora_rank={self.max_lora_rank}: both are at least 1")
+        if not PROGRAMS < self.gpu_memory_utilization <= 1:
+            raise ShardlmError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above {PROGRAMS} (of programs), at "
+                "most 1"
+            )
         if not (self.enable_lora or self.lora_modules) and (self.max_loras > 1 or self.max_lora_rank):
             raise ShardlmError(
                 f"max_loras={self.max_loras}, max_lora_rank={self.max_lora_rank} without room for adapters: give "
@@ -187,6 +187,8 @@ def build(
     for adapter in config.lora_modules.values():
         check(adapter, found.source, length, room)
     speculative, shape = config.speculative_config, found.source.transformer()
+    if speculative:
+        speculative.check_room(length)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
@@ -363,8 +365,8 @@ def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
 
 
 def room_beside(in_use: float, limit: float, config: EngineConfig) -> int:
-    """Bytes for pages on a GPU that holds so many already, of those that jax may take; a twentieth is for programs."""
-    return max(0, int(limit * (config.gpu_memory_utilization - 0.05) - in_use))
+    """Bytes for pages on a GPU that holds so many already, of those that jax may take; PROGRAMS is for programs."""
+    return max(0, int(limit * (config.gpu_memory_utilization - PROGRAMS) - in_use))
 
 
 def described(engine: Engine | EngineGroup, name: str) -> str:

@@ -24,6 +24,7 @@ from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.messages import plain_text, rendered
+from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
 from shardlm.serve.other_names import CALLS, refuse
 from shardlm.serve.outputs import RequestOutput, whole
@@ -60,6 +61,8 @@ class LLM:
 
         Raises: ShardlmError for what does not fit or is not there.
         """
+        check_model(model)
+        check_seed(seed)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
         # What can be refused of texts is, before minutes go into weights and programs.

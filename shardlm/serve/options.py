@@ -20,12 +20,13 @@ _MEANINGLESS = (
 
 
 def config_of(sizes: MeshSpec, mesh: MeshSpec | None, options: Mapping[str, Any]) -> EngineConfig:
-    """`options`: fields of EngineConfig. Raises ShardlmError for others, and where mesh and sizes are both given."""
+    """`options`: fields of EngineConfig; None is as good as left out. Raises ShardlmError for others, and where
+    mesh and sizes are both given."""
     if mesh is not None and sizes != MeshSpec():
         raise ShardlmError(f"mesh={mesh} and parallel sizes that make {sizes}: give mesh or the sizes, not both")
     for name in options.keys() & set(_MEANINGLESS):
         log.warning("%s=%r is vLLM's and decides nothing here", name, options[name])
-    own = {name: value for name, value in options.items() if name not in _MEANINGLESS}
+    own = {name: value for name, value in options.items() if name not in _MEANINGLESS and value is not None}
     known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "mesh"]
     if unknown := sorted(own.keys() - set(known)):
         near = difflib.get_close_matches(unknown[0], known, 1)
@@ -33,4 +34,4 @@ def config_of(sizes: MeshSpec, mesh: MeshSpec | None, options: Mapping[str, Any]
         raise ShardlmError(f"no option {unknown[0]}={own[unknown[0]]!r}; {hint}")
     if own.get("dtype") == "auto":
         own["dtype"] = None
-    return EngineConfig(mesh=mesh or sizes, **own)
+    return EngineConfig(mesh=sizes if mesh is None else mesh, **own)

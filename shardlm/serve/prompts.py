@@ -54,6 +54,16 @@ def salt_of(prompt: Prompt) -> str:
         return ""
     if not isinstance(salt, str) or not salt:
         raise ShardlmError(f"cache_salt={salt!r} of a prompt; give a text that is not empty, or leave it out")
+    return check_salt(salt)
+
+
+def check_salt(salt: str) -> str:
+    """The salt, which is hashed in UTF-8. Raises ShardlmError for half a character."""
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        where = f"{salt[error.start]!r} at {error.start}"
+        raise ShardlmError(f"cache_salt has {where}, which is half a character; send it whole") from None
     return salt
 
 

@@ -108,6 +108,16 @@ WRONG = {
         {"config": {"target_modules": ["q_proj", "o_proj", "up_proj"]}},
         "has none of up_proj, target_modules of",
     ),
+    "modules of another model": (
+        "fits",
+        {"config": {"target_modules": ["query_key_value"]}},
+        r"adapts .*layers.0.self_attn.o_proj, .* and 2 more, which .*=\['query_key_value'\] does not name",
+    ),
+    "a module more": (
+        "fits",
+        {"config": {"target_modules": ["q_proj", "other"]}},
+        r"adapts .*layers.2.self_attn.o_proj, which .* does not name, so that PEFT leaves it",
+    ),
     "a layer more": ("fits", {"tensors": renamed("layers.0", "layers.9")}, r"lacks|do not fit the model: .*layers.9"),
     "another module": (
         "fits",

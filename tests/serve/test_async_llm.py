@@ -121,9 +121,14 @@ def test_after_a_shutdown_nobody_waits(served):
 
     async def scenario():
         assert len((await reply(llm, "one")).outputs[0].token_ids) == 3
+        for salt in ({"salt": "a\ud83d"}, {"prompt": {"prompt_token_ids": [1], "cache_salt": "a\ud83d"}}):
+            with pytest.raises(ShardlmError, match=r"cache_salt has '.ud83d' at 1, which is half a character"):
+                await anext(llm.generate(**{"prompt": [1], **salt}, sampling_params=SamplingParams(), request_id="s"))
+        llm.check_health()
         await asyncio.to_thread(llm.shutdown)
-        with pytest.raises(EngineError, match="the engine stopped: it was shut down"):
-            await reply(llm, "late")
+        for late in (lambda: reply(llm, "late"), lambda: asyncio.to_thread(llm.check_health)):
+            with pytest.raises(EngineError, match="the engine stopped: it was shut down"):
+                await late()
         await llm.abort("late")
         await llm.drain()
 

@@ -301,7 +301,7 @@ def test_what_cannot_be_built_is_refused(llm):
         ({"max_model_len": 128}, "more than the model's 64 positions"),
         ({"kv_cache_bytes": 100}, "hold no page"),
         ({"kv_cache_bytes": 10_000}, "needs 16 pages of 4, and the pool has"),
-        ({"gpu_memory_utilization": 1.5}, "is a share above 0"),
+        ({"gpu_memory_utilization": 1.5}, "is a share above 0.05"),
         ({"block_size": 0}, "block_size=0 must be an integer of at least 1"),
         ({"max_model_len": 0}, "max_model_len=0 must be"),
         ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5 must be"),
@@ -321,8 +321,12 @@ def test_what_the_files_beside_weights_say_is_refused_before_weights_are_read(ll
     (folder / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ShardlmError, match="temperature='hot' must be a number"):
         shardlm.LLM(folder)
-    for name in ("generation_config.json", "chat_template.jinja"):
-        (folder / name).unlink()
+    (folder / "generation_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    for served in (shardlm.LLM, AsyncLLM.from_model):
+        with pytest.raises(ShardlmError, match=r"chat_template.jinja, line 2: unexpected '}'"):
+            served(folder)
+    (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{% for')  # none was said to be there
     for served in (shardlm.LLM, AsyncLLM.from_model):
         with pytest.raises(ShardlmError, match=r"tokenizer_config.json is not JSON .*download it again"):

@@ -15,7 +15,7 @@ from shardlm.serve.api.completions import completions
 from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, tokenizer_info
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
-from shardlm.serve.api.http import application, bears, json_response
+from shardlm.serve.api.http import application, bears, json_response, version
 from shardlm.serve.api.openapi import document
 from shardlm.serve.api.page import POLICY, page
 from shardlm.serve.api.protocol import (
@@ -49,7 +49,7 @@ ADMIN = {
     "/update_weights": (UpdateWeightsRequest, update_weights),
     "/update_weights_from_disk": (UpdateWeightsRequest, update_weights),  # SGLang's name
 }
-OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json", *ADMIN)  # without a client's key
+OPEN = ("/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", *ADMIN)  # without a client's key
 
 
 def make_app(llm, settings: Settings | None = None) -> Starlette:
@@ -66,7 +66,9 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/v1/models/{name:path}", about.model),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/health", about.health),
+        Route("/ping", about.health, methods=["GET", "POST"]),  # of Amazon SageMaker
         Route("/ready", about.ready),
+        Route("/version", version),
         Route("/metrics", about.metrics),
         Route("/openapi.json", about.openapi),
         Route("/", about.page),

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import shardlm
 from shardlm.serve.api.errors import ApiError, unavailable, unforeseen
 from shardlm.serve.api.settings import HttpSettings
 
@@ -101,12 +102,17 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such path, or not by this method."""
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.url.path:.200}: {error.detail}"
     return error_response(ApiError(message, error.status_code, headers=error.headers))
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
     return error_response(unforeseen())
+
+
+async def version(request: Request) -> Response:
+    """As vLLM's /version: of this project."""
+    return json_response({"version": shardlm.__version__})
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -118,7 +124,11 @@ def error_response(error: ApiError) -> Response:
 
 
 async def read_body(scope: Scope, receive: Receive, most: int, seconds: float) -> bytes:
-    """Raises ApiError for a body over `most` bytes or later than `seconds`, Gone where the client goes first."""
+    """Raises ApiError for a body over `most` bytes, compressed, or later than `seconds`, Gone where the client goes
+    first."""
+    coding = dict(scope["headers"]).get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.lower() not in ("identity", ""):
+        raise ApiError(f"content-encoding {coding:.50} is not supported; send the body as it is", 415)
     try:
         async with asyncio.timeout(seconds):
             return await _body(scope, receive, most)

@@ -25,6 +25,7 @@ _STATUSES = {
     408: "The body did not come in time",
     409: "Something else is under way",
     413: "The body is too large",
+    415: "The body is compressed",
     429: "Too many requests wait; try again after Retry-After seconds",
     500: "The server failed at this request",
     503: "Not ready, or about to end",
@@ -35,7 +36,9 @@ _GETS = {
     "/v1/models/{model}": "One of them.",
     "/tokenizer_info": "Special tokens and the chat template.",
     "/health": "200 while the engine lives.",
+    "/ping": "The same, for Amazon SageMaker, which may POST it too.",
     "/ready": "200 while requests are taken.",
+    "/version": "Of the server.",
     "/metrics": "Counts and times, for Prometheus.",
 }
 
@@ -46,6 +49,7 @@ def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
         list(posts.values()), ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {path: {"get": _operation(path, meaning)} for path, meaning in _GETS.items()}
+    paths["/ping"]["post"] = _operation("/ping", _GETS["/ping"])
     for path, schema in zip(posts, schemas, strict=True):
         body = {"required": True, "content": {_JSON: {"schema": schema}}}
         paths[path] = {"post": {**_operation(path, f"As OpenAI's or vLLM's {path}."), "requestBody": body}}

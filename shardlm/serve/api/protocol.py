@@ -4,6 +4,7 @@ Every field may be null, which is as good as left out: defaults are `SamplingPar
 ignored and counted. Beside OpenAI's there are those that users of vLLM send.
 """
 
+import codecs
 import functools
 import re
 from collections.abc import Sequence
@@ -205,6 +206,7 @@ class UnloadAdapterRequest(Common, kw_only=True):
 
 def parse(body: bytes, model: type[T]) -> tuple[T, int]:
     """(the request, how many of its fields are not known). Raises ApiError for what is no JSON or has wrong types."""
+    body = body.removeprefix(codecs.BOM_UTF8)  # as files of some editors begin
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -30,8 +30,8 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     logprobs = LOGPROBS in (request.include or ())
     return ChatRequest(
         messages=_messages(request),
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
-        tool_choice=_choice(request.tool_choice),
+        tools=[_tool(tool) for tool in functions(request)] or None,
+        tool_choice=_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=text_format,
         logprobs=logprobs,
@@ -133,18 +133,54 @@ def _only_thought(message: Mapping[str, Any]) -> bool:
     return _THOUGHTS in message and message["content"] == "" and "tool_calls" not in message
 
 
-def _tool(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ApiError(f"{param}.type={tool.get('type')!r} must be function", param=f"{param}.type")
+def functions(request: ResponsesRequest) -> list[Mapping[str, Any]]:
+    """The tools that the model is told of, which the client runs. Raises ApiError for a tool without a type."""
+    for i, tool in enumerate(request.tools or ()):
+        if not isinstance(tool.get("type"), str):
+            param = f"tools[{i}].type"
+            raise ApiError(f"{param}={tool.get('type')!r} must be function", param=param)
+    return [tool for tool in request.tools or () if tool["type"] == "function"]
+
+
+def left_out(request: ResponsesRequest) -> list[str]:
+    """Types of the tools that the model is not told of: web_search, file_search, ... are run by OpenAI's servers, and
+    clients such as Codex send them with every request."""
+    return [tool["type"] for tool in request.tools or () if tool["type"] != "function"]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Any) -> Any:
+def _choice(request: ResponsesRequest) -> Any:
+    """In the words of a chat. Raises ApiError where a tool must be called, and it is none that the model is told of."""
+    choice, missing = request.tool_choice, left_out(request)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
-        named = [_choice(one) for one in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+        if isinstance(tools, list):
+            named = [_named(one) for one in tools if not _is_left_out(one)]
+            if tools and not named:
+                raise _not_run(choice)
+            tools = named
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    if _is_left_out(choice) or (choice == "required" and missing and not functions(request)):
+        raise _not_run(choice)
+    return _named(choice)
+
+
+def _is_left_out(choice: Any) -> bool:
+    """Whether one tool is chosen that is no function."""
+    kind = choice.get("type", "function") if isinstance(choice, Mapping) else "function"
+    return isinstance(kind, str) and kind != "function"
+
+
+def _not_run(choice: Any) -> ApiError:
+    message = f"tool_choice={choice!r:.200} asks for tools that this server does not run; it has functions alone"
+    return ApiError(message, param="tool_choice")
+
+
+def _named(choice: Any) -> Any:
     if isinstance(choice, Mapping) and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

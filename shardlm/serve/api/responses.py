@@ -27,6 +27,7 @@ async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | E
         asked, replies = await begin(call, items.chat_request(await fitting(call, request)))
     except ApiError as error:
         raise items.renamed(error) from None
+    call.service.leave_out(items.left_out(request))
     writer = _Writer(call, request)
     turn = _turn(writer, replies, asked)
     if request.stream:
@@ -204,7 +205,7 @@ class _Writer:
             "temperature": request.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": items.functions(request),
             "top_p": request.top_p,
             "truncation": request.truncation or "disabled",
         }

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -19,6 +20,7 @@ from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
 
+KINDS = 32
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
 
 
@@ -37,6 +39,7 @@ class Service(Serving):
         self.created = int(time.time())
         self.unanswered = 0  # prompts in the engine that have had no output yet
         self.long_texts = LongTexts()
+        self._left_out: set[str] = set()  # kinds of tools of which the log says that they are
         self.updating: asyncio.Future | None = None  # the last reading of other weights
 
     async def drain(self) -> None:
@@ -56,11 +59,20 @@ class Service(Serving):
         if name in self.adapters:
             return LoRARequest(name)
         raise ApiError(
-            f"the model {name!r} is not here; here is {', '.join([*self.names, *self.adapters])}",
+            f"the model {name!r:.200} is not here; here is {', '.join([*self.names, *self.adapters])}",
             404,
             param="model",
             code="model_not_found",
         )
+
+    def leave_out(self, kinds: Sequence[str]) -> None:
+        """Tools of these kinds were offered and the model is not told of them: they are counted, and the log names each
+        kind once, up to KINDS of what any client may make up."""
+        self.metrics.ignored_fields += len(kinds)
+        for kind in dict.fromkeys(kinds):
+            if kind not in self._left_out and len(self._left_out) < KINDS:
+                self._left_out.add(kind)
+                logging.warning("tools of type %.50r are not run here, and models are not told of them", kind)
 
     def admit(self, prompts: int, n: int) -> None:
         """Raises ApiError where a request asks for too much, or too many wait."""

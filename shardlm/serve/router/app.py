@@ -13,7 +13,7 @@ from starlette.routing import Route
 from shardlm.errors import ShardlmError
 from shardlm.serve.api import metrics
 from shardlm.serve.api.errors import ApiError, unavailable
-from shardlm.serve.api.http import application, bears, json_response, read_body
+from shardlm.serve.api.http import application, bears, json_response, read_body, version
 from shardlm.serve.router.fleet import Replica
 from shardlm.serve.router.proxy import Proxy
 from shardlm.serve.router.service import Router
@@ -21,7 +21,8 @@ from shardlm.serve.router.settings import RouterSettings
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _ADMIN = ("/admin/replicas", "/admin/drain", "/admin/undrain")
-OPEN = ("/health", "/ready", "/metrics", *_ADMIN)  # without a client's key; an administrator's is another
+# Without a client's key; an administrator's is another.
+OPEN = ("/health", "/ping", "/ready", "/version", "/metrics", *_ADMIN)
 
 
 def make_app(settings: RouterSettings) -> Starlette:
@@ -30,7 +31,9 @@ def make_app(settings: RouterSettings) -> Starlette:
     own, admin, proxy = _Own(router), _Admin(router), Proxy(router)
     routes = [
         Route("/health", own.health),
+        Route("/ping", own.health, methods=["GET", "POST"]),
         Route("/ready", own.ready),
+        Route("/version", version),
         Route("/metrics", own.metrics),
         Route("/v1/models", own.models),
         Route("/admin/replicas", admin.list, methods=["GET"]),

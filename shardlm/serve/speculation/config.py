@@ -44,6 +44,12 @@ class SpeculativeConfig:
         parse = {"ngram": _ngram, "draft_model": _draft_model, "mtp": _mtp}[method]
         return parse(options, _count(options, "num_speculative_tokens"))
 
+    def check_room(self, length: int) -> None:
+        """Raises ShardlmError for more tokens than a text of `length` has."""
+        for name in ("num_speculative_tokens", "prompt_lookup_max"):
+            if (value := getattr(self, name)) >= length:
+                raise ShardlmError(f"speculative_config: {name}={value} must be below max_model_len={length}")
+
     @classmethod
     def from_json(cls, text: str) -> "SpeculativeConfig":
         """Of a command line. Raises ShardlmError."""

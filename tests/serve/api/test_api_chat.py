@@ -316,6 +316,31 @@ def test_truncation_of_responses_drops_the_oldest_turns():
     assert read(truncation="auto").json()["truncation"] == "auto" and read().json()["truncation"] == "disabled"
 
 
+HOSTED = [{"type": "web_search"}, {"type": "code_interpreter", "container": {"type": "auto"}}]
+
+
+def allowed(mode, *tools):
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+
+def test_tools_that_the_server_would_have_to_run(caplog):
+    """Clients send them with every request: the model is told of the functions beside them."""
+    client, tools = Client(), [*HOSTED, {"type": "function", "name": "get_weather", "parameters": {}}]
+    chosen = allowed("auto", HOSTED[0], {"type": "function", "name": "get_weather"})
+    for wishes, shown in (
+        ({"tools": HOSTED}, False),
+        ({"tools": HOSTED, "tool_choice": "auto"}, False),
+        ({"tools": tools}, True),
+        ({"tools": tools, "tool_choice": chosen}, True),
+    ):
+        body = client.post("/v1/responses", {"input": "a", **wishes}).json()
+        assert body["status"] == "completed" and body["tools"] == tools[2:] * shown
+        prompt = client.llm.seen[-1][0]
+        assert ("get_weather" in prompt) == shown and "web_search" not in prompt
+    assert client.service.metrics.ignored_fields == 8
+    assert [record.getMessage().split("'")[1] for record in caplog.records] == ["web_search", "code_interpreter"]
+
+
 def test_items_of_responses():
     client = Client()
     items = [
@@ -337,7 +362,11 @@ def test_items_of_responses():
         ({"previous_response_id": "x"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": HOSTED, "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice"),
+        ({"tools": HOSTED, "tool_choice": allowed("required", {"type": "mcp", "server_label": "x"})}, "tool_choice"),
         ({"input": []}, "input"),
         ({"instructions": "x", "input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[0].output"),

@@ -11,6 +11,8 @@ from fake_llm import FakeLLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlm import __version__
+
 PATH = "/v1/completions"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -135,6 +137,8 @@ def test_prompts_that_are_too_long():
     for wish, kept in (({"max_tokens": 3}, 5), ({}, 7), ({"max_tokens": 0}, 8), ({"max_tokens": 99}, 7)):
         body = client.post(PATH, {**long, **wish, "truncate_prompt_tokens": -1}).json()
         assert body["usage"]["prompt_tokens"] == kept
+    bounded = client.post(PATH, {"prompt": [65] * 6, "max_tokens": 99}).json()  # as many as there is room for
+    assert bounded["choices"][0]["finish_reason"] == "length" and bounded["usage"]["completion_tokens"] == 2
     vectors = client.post("/v1/embeddings", {"input": [[65] * 20, [65]], "truncate_prompt_tokens": -1}).json()
     assert vectors["usage"]["prompt_tokens"] == 9
     refused = client.post("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5})
@@ -156,8 +160,9 @@ def test_paths_models_methods_and_keys():
     assert error(client.get("/v1/models/c", key), 404)["code"] == "model_not_found"
     assert "Not Found" in error(client.get("/v2", key), 404)["message"]
     assert "Method Not Allowed" in error(client.get(PATH, key), 405)["message"]
-    for open_path in ("/", "/health", "/ready", "/metrics", "/openapi.json"):
+    for open_path in ("/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json"):
         assert client.get(open_path).status_code == 200
+    assert client.post("/ping", raw=b"").text == "ok" and client.get("/version").json() == {"version": __version__}
 
 
 def test_what_the_server_says_of_itself():
@@ -170,6 +175,7 @@ def test_what_the_server_says_of_itself():
     assert "http://" not in page.text and "https://" not in page.text and "src=" not in page.text
     document = client.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0" and set(PATHS) < document["paths"].keys()
+    assert document["paths"]["/ping"].keys() == {"get", "post"} and "/version" in document["paths"]
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert "messages" in fields and "top_k" in fields
     used = {one.split('"')[0] for one in json.dumps(document).split("#/components/schemas/")[1:]}
@@ -179,6 +185,7 @@ def test_what_the_server_says_of_itself():
     assert error(client.get("/ready"), 503)["message"] == "the model is being made ready"
     client.llm.ready, client.llm.died = True, "the device is lost"
     assert error(client.get("/health"), 503)["message"] == "the device is lost" and error(client.get("/ready"), 503)
+    assert error(client.post("/ping"), 503)["message"] == "the device is lost"
     client.llm.died, client.service.draining = "", True
     assert error(client.get("/ready"), 503) and client.get("/health").status_code == 200
     response = client.post(PATH, {"prompt": "a"})
@@ -201,6 +208,12 @@ def test_bodies_too_long_or_too_slow():
     told = error(client.post(PATH, {"prompt": "a" * 2000}), 413)
     assert told["code"] == "request_too_large" and "1000 bytes" in told["message"]
     assert client.post(PATH, {"prompt": "a"}).status_code == 200
+
+    for coding, status in (("gzip", 415), ("identity", 200)):
+        assert client.post(PATH, {"prompt": "a"}, headers={"content-encoding": coding}).status_code == status
+    assert client.post(PATH, raw=b'\xef\xbb\xbf{"prompt": "a"}').status_code == 200  # with a byte order mark
+    told = error(client.get("/v1/models/" + "a" * 9999), 404)
+    assert len(told["message"]) < 300 and len(error(client.get("/" + "a" * 9999), 404)["message"]) < 300
 
     async def unannounced():
         yield b'{"prompt": "'

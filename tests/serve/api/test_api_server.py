@@ -216,6 +216,25 @@ def test_a_client_that_sends_no_whole_head(monkeypatch):
         assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+JAVA = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c"
+
+
+def test_an_offer_of_http_2_takes_no_body_away():
+    """As Java's HttpClient makes it, unless it is told to stay with HTTP/1.1."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    length = b"content-length: %d" % len(body)
+    with serving(FakeLLM()) as (_, address):
+        there = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        for lines in ([length, JAVA], [JAVA, length], [length]):
+            head = b"\r\n".join([b"POST /v1/completions HTTP/1.1", b"host: x", *lines, b"\r\n"])
+            for cut in (len(head), len(head) + 9):  # the body comes with the head, or later
+                with socket.create_connection(there, timeout=60) as sock:
+                    sock.sendall(head[:cut] + body[: cut - len(head)])
+                    sock.sendall(body[cut - len(head) :] + b"GET /ping HTTP/1.1\r\nconnection: close\r\n\r\n")
+                    said = sock.makefile("rb").read()
+                assert said.startswith(b"HTTP/1.1 200") and b'"completion_tokens":1' in said and said.endswith(b"ok")
+
+
 def test_what_is_under_way_is_finished_before_the_end():
     llm = FakeLLM(reply="word " * 30, delay=0.5)
     with serving(llm) as (server, address):

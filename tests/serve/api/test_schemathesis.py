@@ -23,13 +23,14 @@ REPEATABLE = {
 CHECKED = [checks.get_one(name) for name in checks.get_all_names() if name != "positive_data_acceptance"]
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", Client(FakeLLM(reply="the quick"), admin_keys=("admin",)).app)
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
-WITH_INPUT = [label for label in OPERATIONS if label.startswith("POST") or "{" in label]
+WITH_INPUT = [label for label in OPERATIONS if (label.startswith("POST") or "{" in label) and label != "POST /ping"]
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_every_answer_is_documented(label):
     operation, statuses = OPERATIONS[label], set()
-    modes = [schemathesis.GenerationMode.POSITIVE] + [schemathesis.GenerationMode.NEGATIVE] * label.startswith("POST")
+    modes = [schemathesis.GenerationMode.POSITIVE]
+    modes += [schemathesis.GenerationMode.NEGATIVE] * (label in WITH_INPUT and "{" not in label)
 
     def check(case):
         response = case.call(headers=KEY)

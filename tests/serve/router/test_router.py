@@ -181,7 +181,8 @@ def test_keys_limits_and_other_origins():
             )
         assert raw.headers.get_list("access-control-allow-origin") == ["http://page"]
         assert r.ask("/admin/replicas", key="secret")[0] == 401 and r.ask("/admin/replicas", key="root")[0] == 200
-        assert [r.ask(path)[0] for path in ("/health", "/ready", "/metrics", "/v1/models")] == [200, 200, 200, 401]
+        open_paths = ("/health", "/ping", "/ready", "/version", "/metrics")
+        assert [r.ask(path)[0] for path in (*open_paths, "/v1/models")] == [200] * 5 + [401]
     # Only the replicas have keys: theirs decide, and without one for the router any model may be anywhere.
     with serving(llm, api_keys=("secret",)) as (_, a), routing(a) as r:
         assert r.replica(a).models is None and r.ask("/v1/models")[0] == r.ask("/v1/models/fake")[0] == 401

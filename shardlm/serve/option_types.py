@@ -1,0 +1,65 @@
+"""Of which types the options of an engine are (build.EngineConfig), looked at before anything is read: an option of
+another type would end in a traceback minutes later, or mean what nobody meant ("false" is true). No jax."""
+
+import numbers
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardlm.errors import ShardlmError
+
+_COUNTS = ("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "decode_steps")
+_COUNTS += ("max_loras", "max_lora_rank")
+_TEXTS = ("dtype", "quantization", "kv_cache_dtype", "prefill_attention")
+_SWITCHES = ("enable_prefix_caching", "deterministic", "enable_lora")
+_OPTIONAL = {"dtype", "quantization", "max_model_len", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"}
+_OPTIONAL |= {"max_lora_rank"}  # None is their default
+LARGEST = 2**31 - 1  # what an integer on the device holds
+
+
+def check_types(config: Any) -> None:
+    """Raises ShardlmError for the first option of an EngineConfig of a wrong type, or for a count that no device has
+    room for."""
+    for name in _COUNTS:
+        if (value := getattr(config, name)) is None and name in _OPTIONAL:
+            continue
+        if not is_integer(value) or value < 1:
+            raise ShardlmError(f"{name}={value!r} must be an integer of at least 1")
+        if value > LARGEST and name != "kv_cache_bytes":
+            raise ShardlmError(f"{name}={value} must be at most {LARGEST}")
+    for name in _TEXTS:
+        value = getattr(config, name)
+        if not (isinstance(value, str) and value) and not (value is None and name in _OPTIONAL):
+            raise ShardlmError(f"{name}={value!r} must be a text")
+    for name in _SWITCHES:
+        if not isinstance(value := getattr(config, name), bool):
+            raise ShardlmError(f"{name}={value!r} must be True or False")
+    share = config.gpu_memory_utilization
+    if not isinstance(share, numbers.Real) or isinstance(share, bool):
+        raise ShardlmError(f"gpu_memory_utilization={share!r} must be a number")
+    modules = config.lora_modules
+    if not isinstance(modules, Mapping) or not all(
+        isinstance(name, str) and name and is_path(path) for name, path in modules.items()
+    ):
+        raise ShardlmError(f"lora_modules={modules!r} must be a mapping of names to folders, {{NAME: FOLDER}}")
+
+
+def check_model(model: Any) -> None:
+    """Raises ShardlmError for what is neither a folder nor a name."""
+    if not is_path(model):
+        raise ShardlmError(f"model={model!r} must be a folder, a name on the hub or a run")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ShardlmError for what is neither an integer nor None."""
+    if seed is not None and not is_integer(seed):
+        raise ShardlmError(f"seed={seed!r} must be an integer, or None for other replies in each run")
+
+
+def is_integer(value: Any) -> bool:
+    """Of Python or numpy; True is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
