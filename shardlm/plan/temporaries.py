@@ -225,7 +225,8 @@ def _beside_experts(parts: Parts, rows: float) -> tuple[Kinds, Kinds]:
 
 def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     """While a layer's attention is done backwards, the layer before it is made again, and gradients of this one's MLP
-    are not made yet; its weights are let go, but for adapters', which wait for no gradients of their own. The head's gradient waits whole until all layers are done."""
+    are not made yet; its weights are let go, but for adapters', which wait for no gradients of their own. The head's
+    gradient waits whole until all layers are done."""
     if sketch.mesh.pipeline > 1:
         return _both_layers(sketch, parts)
     again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
