@@ -22,6 +22,7 @@ from shardlm.train.batches import to_devices
 from shardlm.train.config import OffloadConfig, RunConfig, SlowLinkConfig, TrainConfig
 from shardlm.train.lora import check_lora
 from shardlm.train.program import Program
+from shardlm.train.report import frozen_in
 from shardlm.train.settled import settle
 
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
@@ -99,6 +100,15 @@ def test_adapters_stand_on_the_numbers_of_a_file(tmp_path):
     others, found = trained(as_it_is, first(config))
     np.testing.assert_allclose(others, losses, rtol=2e-5)
     assert relative_error(found, adapters) < 1e-4
+
+
+def test_weights_that_cannot_be_as_their_file_has_them_are_named(tmp_path):
+    """Of 48 in groups of 8, six groups cannot be split over four."""
+    _, few = in_few_bits(tmp_path, "llama")
+    config = config_of("", model=Pretrained(str(few.path), 16), lora=LoraConfig(4, base="checkpoint"), precision="bf16")
+    told = {n: frozen_in(settle(config, MeshSpec(tensor=n), jax.devices()[0]).execution) for n in (2, 4)}
+    whole = ", projections in int4 as published"
+    assert told == {2: whole, 4: whole + " but for down, which are in bfloat16"}
 
 
 def test_a_base_that_no_file_has_is_refused(tmp_path):

@@ -204,9 +204,9 @@ def build(
 
 def grown(opened: Opened, quantization: str | None) -> str:
     """What to tell of a checkpoint in few bits that is served in more; "" where there is nothing to tell."""
-    of_file = isinstance(opened.source, Pretrained) and opened.folder == pathlib.Path(opened.source.folder)  # no run
-    method = supported(opened.source.options) if of_file else ""
-    execution = opened.model.execution
+    execution, source = opened.model.execution, opened.source
+    of_file = isinstance(source, Pretrained) and opened.folder == pathlib.Path(source.folder)  # no run
+    method = supported(source.options) if of_file or execution.lora.base == PUBLISHED else ""
     dtype, left = jnp.dtype(execution.dtype).name, getattr(execution.weights, "left", ())
     if left:
         return f"is served as its file has it ({method}), but for {', '.join(left)}, which are in {dtype}"

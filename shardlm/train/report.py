@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -14,6 +15,7 @@ from shardlm.data.loader import Loader
 from shardlm.data.ngram import Baselines
 from shardlm.data.prepare import Prepared
 from shardlm.generate import Sampling, generate
+from shardlm.layers.param import Execution
 from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
 from shardlm.ops.weight_format import AsPublished
@@ -69,12 +71,10 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
     size = f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 3}f}M parameters"
     if config.lora.rank:
-        held = model.execution.weights
         frozen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.frozen_shapes))
         size = (
             f"{parameters / 1e6:,.3f}M parameters in adapters of rank {config.lora.rank}, on {config.model.folder} "
-            f"({frozen / 2**30:,.3f} GiB"
-            + (f", projections in {held.text if isinstance(held, AsPublished) else held})" if held != "dtype" else ")")
+            f"({frozen / 2**30:,.3f} GiB{frozen_in(model.execution)})"
         )
     train = config.train
     tokens = train.steps * train.global_batch * train.seq_len
@@ -119,6 +119,16 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     if "tensor" in crossing:
         lines.append(f"warning: tensor={program.rules.mesh.tensor} spans hosts; it is fastest within one host's GPUs")
     return "\n".join(lines + [f"changed since the last start: {change}" for change in changes])
+
+
+def frozen_in(execution: Execution) -> str:
+    """What the frozen weights of projections are in, with those of a checkpoint's few bits that cannot be; "" where all
+    are in the compute dtype."""
+    held = execution.weights
+    if not isinstance(held, AsPublished):
+        return f", projections in {held}" if held != "dtype" else ""
+    left = f" but for {', '.join(held.left)}, which are in {jnp.dtype(execution.dtype).name}" if held.left else ""
+    return f", projections in {held.text}{left}"
 
 
 def describe_validation(values: dict[str, float]) -> str:
