@@ -195,7 +195,7 @@ def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
 
 
 def test_a_single_group_of_an_expert_over_two_devices():
-    """In 4 bits the first half of a group lies beside the second: what one device has of it is no slice of the weight."""
+    """In 4 bits the first half of a group lies beside the second: one device's part of it is no slice of the weight."""
     made = []
     for spec in (MeshSpec(), MeshSpec(tensor=2)):
         rules, rng = Rules.make("zero3", spec), np.random.default_rng(1)
