@@ -90,9 +90,12 @@ def frozen_as_published(source: Pretrained, config: TransformerConfig, rules: Ru
 
     if not (method := supported(source.options)):
         raise refused(f"{source.folder} has none (config.json has no quantization_config)")
-    found = as_published(kinds_of(source, config), rules)
+    kinds = kinds_of(source, config)
+    found = as_published(kinds, rules)
     if not found.kinds:
-        raise refused(f"none of {source.folder}, in few bits by {method}, can be on the mesh {rules.mesh}")
+        cut = any(kind.alike for kind in kinds.values())
+        why = f"can be split over the mesh {rules.mesh}" if cut else "is of a kind that is held so"
+        raise refused(f"none of {source.folder}, in few bits by {method}, {why}")
     if layers_differ(found):
         differ = ", ".join(own for own, _ in found.but)
         raise refused(f"of {source.folder} some layers have {differ} in 16 bits: training holds all layers alike")

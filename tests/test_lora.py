@@ -116,6 +116,10 @@ def test_a_base_that_no_file_has_is_refused(tmp_path):
     with pytest.raises(ShardlmError, match=r"config\.json has no quantization_config\); choose from dtype, int8"):
         settle(config_of("llama", lora=lora), MeshSpec(), jax.devices()[0])
     _, few = in_few_bits(tmp_path, "llama")
+    tables = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    whole = json.dumps(few.config | {"quantization_config": tables})
+    with pytest.raises(ShardlmError, match="none of unread, in few bits by bitsandbytes, is of a kind that is held so"):
+        settle(config_of("", model=Pretrained("unread", 16, whole), lora=lora), MeshSpec(), jax.devices()[0])
     some = few.config["quantization_config"] | {"modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]}
     whole = json.dumps(few.config | {"quantization_config": some | {"quant_method": "awq", "version": "gemm"}})
     with pytest.raises(ShardlmError, match="some layers have wq in 16 bits: training holds all layers alike"):

@@ -21,8 +21,10 @@ from shardlm.layers.param import (
     held_parts,
     in_groups,
     in_use,
+    made_anew,
     normal,
     parts_of,
+    whole_groups,
 )
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
@@ -122,6 +124,9 @@ class Moe(nnx.Module):
             param = getattr(self, name)
             if in_groups(param) is None:
                 experts[name] = in_use(param, execution)
+                continue
+            if not whole_groups(self, name, execution):  # which a device alone cannot make its part of
+                experts[name] = made_anew(self, name, execution)
                 continue
             by_kernel = rows <= FEW_ROWS_OF_EXPERT and has_kernel(self, name, execution)
             (few if by_kernel else anew)[name] = in_groups(param)

@@ -22,6 +22,7 @@ from shardlm.ops.grouped_weights import (
     Grouped,
     GroupedProducts,
     Groups,
+    dequantised,
     packed_shape,
     product,
     scale_shape,
@@ -319,6 +320,19 @@ def _adapter(letters, x, module, name, execution: Execution, out_sharding) -> ja
         narrow = narrow * jnp.expand_dims(execution.shares, range(1, narrow.ndim - 1)).astype(narrow.dtype)
     wide = in_use(getattr(module, second), execution)
     return jnp.einsum(f"{middle},{of_second}->{y}", narrow, wide, out_sharding=out_sharding)
+
+
+def whole_groups(module: nnx.Module, name: str, execution: Execution) -> bool:
+    """Whether each device has whole groups of this weight where it is used: of a single one it may have a part."""
+    param, rules = getattr(module, name), execution.rules
+    names, at = param.get_metadata("names"), param.get_metadata("into") - 1
+    return getattr(module, name + SCALE).shape[at - len(names)] % rules.mesh.size(*rules.use.axes(names[at])) == 0
+
+
+def made_anew(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
+    """One layer's weight in groups, in the compute dtype where the layer uses it."""
+    held, param = Grouped(*held_parts(module, name, execution).values()), getattr(module, name)
+    return dequantised(held, param.get_metadata("into") - 1, in_groups(param), execution.dtype)
 
 
 def held_parts(module: nnx.Module, name: str, execution: Execution) -> dict[str, jax.Array]:

@@ -194,6 +194,25 @@ def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
             assert bool(called) == by_kernel
 
 
+def test_a_single_group_of_an_expert_over_two_devices():
+    """In 4 bits the first half of a group lies beside the second: one device's part of it is no slice of the weight."""
+    made = []
+    for spec in (MeshSpec(), MeshSpec(tensor=2)):
+        rules, rng = Rules.make("zero3", spec), np.random.default_rng(1)
+        with jax.set_mesh(mesh_of(spec)):
+            module = moe.Moe(moe.MoeConfig(2, 1, 24), 32, 1.0, Params(nnx.Rngs(0), rules, weights="int4"))
+            for name, shape in (("gate", (2, 32, 24)), ("up", (2, 32, 24)), ("down", (2, 24, 32))):
+                for end, numbers in zip(("", "_scale"), any_weight(rng, shape, 1, OWN["int4"]), strict=False):
+                    own = getattr(module, name + end)
+                    assert own.shape == numbers.shape
+                    own[...] = jax.device_put(numbers, own[...].sharding)
+            x = jax.device_put(rng.normal(size=(1, 4, 32)).astype("f"), rules.act.spec("batch", "seq", "embed"))
+            context = types.SimpleNamespace(real=jnp.ones((1, 4), bool), weights=None)
+            execution = Execution(rules, weights="int4")
+            made.append(np.asarray(jax.jit(lambda x, m=module, c=context, e=execution: m(x, c, e)[0])(x)))
+    np.testing.assert_allclose(made[1], made[0], rtol=1e-5, atol=1e-5 * np.abs(made[0]).max())
+
+
 class _Projections(nnx.Module):
     """Weights split along what they make and along what they sum over."""
 
