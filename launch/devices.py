@@ -22,9 +22,13 @@ def use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def prepare_for(checkpoint: str, count: int) -> None:
+def prepare_for(checkpoint: str, count: int, processes: int = 1) -> None:
     """Devices to open a checkpoint on: virtual CPU ones where it is a run that trained on such, else the real ones (of
-    a host without accelerators, as many CPU devices as are needed)."""
+    a host without accelerators, as many CPU devices as are needed); `count` of all processes, each of which has its
+    share. Raises ShardlmError where they have none."""
+    if count % processes:
+        raise ShardlmError(f"a mesh of {count} devices over {processes} processes; choose sizes that divide")
+    count //= processes
     from shardlm.opened import find, is_run
 
     folder = find(checkpoint)

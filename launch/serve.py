@@ -3,11 +3,18 @@
 python -m launch.serve --model=runs/tiny
 python -m launch.serve --model=FOLDER --tensor=4 --max_model_len=8192 --port=8000
 
+Over several hosts, the same command on each, with --distributed under srun, mpirun or an indexed Kubernetes Job, or with
+
+  --coordinator_address=host0:1234 --num_processes=2 --process_id=0   # and 1 on host1
+
+process 0 has the port.
+
 Clients: OpenAI(base_url="http://localhost:8000/v1", api_key="none"). A page to chat with the model is at /. A key is
 better given as SHARDLM_API_KEY than on the command line, which others on the machine can read.
 """
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +24,9 @@ from absl import flags
 
 from launch.compile_cache import use_compile_cache
 from launch.engine_flags import engine_options, mesh_sizes
+from launch.flags import cluster
 from launch.flags import run as run_main
+from shardlm.distributed import ClusterArgs, detect, explicit, joined
 from shardlm.errors import ShardlmError
 
 try:
@@ -47,6 +56,9 @@ _GENERATION_CONFIG = flags.DEFINE_enum(
 )
 _LORA_MODULES = flags.DEFINE_list(
     "lora_modules", [], "Adapters beside the model, as NAME=FOLDER: of PEFT, or runs with lora.rank. Clients name one."
+)
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "One of several processes that serve one model together, as srun, mpirun or Kubernetes say."
 )
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 SAY_SECONDS = 15.0
@@ -108,14 +120,35 @@ def compiling(clock: Callable[[], float] = time.monotonic) -> Callable[[int, int
     return progress
 
 
+def job() -> ClusterArgs | None:
+    """The processes that serve together. Raises ShardlmError where --distributed finds none."""
+    args = explicit(**cluster())
+    if args or not _DISTRIBUTED.value:
+        return args
+    if found := detect(os.environ):
+        return found
+    raise ShardlmError(
+        "--distributed: neither srun nor mpirun nor a Kubernetes Job of several processes is there; give "
+        "--coordinator_address, --num_processes and --process_id instead"
+    )
+
+
 def main() -> int:
     if not _MODEL.value:
         raise ShardlmError("--model=FOLDER_OR_RUN is needed")
+    processes = job()
+    if processes is None or processes.process_id == 0:
+        try_to_listen(listen(8000), settings())
+    with joined(processes):
+        return serve_model(processes.num_processes if processes else 1)
+
+
+def serve_model(processes: int) -> int:
+    """In one of so many processes. Those but the first do not come out of `build`."""
     from launch.devices import prepare_for
 
-    try_to_listen(listen(8000), settings())
     sizes = mesh_sizes()
-    prepare_for(_MODEL.value, math.prod(sizes.values()))
+    prepare_for(_MODEL.value, math.prod(sizes.values()), processes)
     use_compile_cache()
     from shardlm.chat import ChatTemplate
     from shardlm.hf_files import read_generation

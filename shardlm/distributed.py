@@ -1,6 +1,7 @@
 """Joins the processes of a job: finds out from Slurm, Open MPI, Kubernetes or flags who coordinates, how many there
 are and which this is, then starts jax.distributed. `detect` is a pure function of the environment."""
 
+import atexit
 import contextlib
 import dataclasses
 import os
@@ -8,8 +9,10 @@ import re
 import sys
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from shardlm.errors import ShardlmError
 
@@ -145,9 +148,22 @@ def _needed(environ: Mapping[str, str], name: str, where: str) -> str:
     return environ[name]
 
 
+def least_of_all(values: Iterable[int]) -> int:
+    """The least of what all processes of the job say, below 2**63; none may have nothing to say. All must call it."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    least = min(values, default=2**63 - 1)
+    if jax.process_count() == 1:
+        return least
+    rows = multihost_utils.process_allgather(np.array([least]).view(np.uint8))  # jax would make 32 bits of 64
+    return int(rows.reshape(-1, 8).view(np.int64).min())
+
+
 @contextlib.contextmanager
 def joined(args: ClusterArgs | None) -> Iterator[None]:
-    """jax.distributed around a block; nothing for a process on its own. Call before jax's backend starts.
+    """jax.distributed around a block, with what is to be done `at_end` before it ends; nothing for a process on its
+    own. Call before jax's backend starts.
 
     A process whose block raises tells the others, which end with status 1 and its error; they would wait for it in a
     collective, and it for them in jax's shutdown, until that gives up after 300 s.
@@ -171,11 +187,30 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:  # the end of what it had to do
+            _leave(failures)
+            raise
         failures.tell(error)
         failures.shut_down()
         raise
+    _leave(failures)
+
+
+def _leave(failures: "_Failures") -> None:
+    while _at_end:
+        _at_end.pop()()
     failures.leave()
     failures.shut_down()
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Is called when the block of `joined` is over, or Python ends: before jax.distributed, which waits for the other
+    processes."""
+    _at_end.append(function)
+    atexit.register(function)
+
+
+_at_end: list[Callable[[], None]] = []
 
 
 class _Failures:

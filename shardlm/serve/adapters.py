@@ -22,6 +22,7 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Found, check_trained, describe, rank_of, trained
 from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable, LoRARequest, LoRARequests, Room
+from shardlm.serve.followers import everywhere
 from shardlm.serve.layers import apart, split
 from shardlm.serve.live_weights import differences_of
 from shardlm.serve.runner import Runner
@@ -171,6 +172,11 @@ def read(path: str | os.PathLike, runner: Runner, table: AdapterTable) -> Parts:
     if found.adapters:
         flat = peft.arrays(alone, found.adapters, found.source)
     else:
+        if jax.process_count() > 1:
+            raise ShardlmError(
+                f"the adapter {path} is a run, and several processes serve the model: write it as a folder of PEFT "
+                f"(python -m launch.convert --checkpoint={path} --output=FOLDER), and give that"
+            )
         mesh = MeshSpec().build([runner.mesh.devices.flat[0]])
         with jax.set_mesh(mesh):
             tree = trained(found, alone, jax.tree.map(lambda s: at_rest(s, mesh), alone.shapes), mesh)
@@ -183,13 +189,17 @@ def read(path: str | os.PathLike, runner: Runner, table: AdapterTable) -> Parts:
 def placed(parts: Parts, runner: Runner) -> Tree:
     """An adapter on the devices of a runner, for `write_adapter`, as wide as there is room for one. Projections that it
     has none of get zeros."""
-    shapes, made = flatten_dict(runner.shape_of_part), []
+    return everywhere(runner, "placed", (parts,), lambda: _placed(parts, flatten_dict(runner.shape_of_part)))
+
+
+def _placed(parts: Parts, shapes: Mapping[tuple, jax.ShapeDtypeStruct]) -> Tree:
+    made = {}
     for path, shape in shapes.items():
-        made.append(np.zeros(shape.shape, shape.dtype))
+        whole = np.zeros(shape.shape, shape.dtype)
         if path in parts:
-            made[-1][tuple(map(slice, parts[path].shape))] = parts[path]
-    there = jax.device_put(made, [shape.sharding for shape in shapes.values()])
-    return unflatten_dict(dict(zip(shapes, jax.block_until_ready(there), strict=True)))
+            whole[tuple(map(slice, parts[path].shape))] = parts[path]
+        made[path] = jax.make_array_from_callback(shape.shape, shape.sharding, whole.__getitem__)
+    return unflatten_dict(jax.block_until_ready(made))
 
 
 def _adapter(rank: int, path: str | os.PathLike) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import Mesh
 
+from shardlm.distributed import least_of_all
 from shardlm.errors import ShardlmError
 from shardlm.hf_quantised import METHODS, supported
 from shardlm.layers.page_layout import PageLayout
@@ -25,15 +26,17 @@ from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.adapters import check, ready, refuse_own, settled_rank, with_room
 from shardlm.serve.chunk_programs import Cuts
+from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.few_bits import few_bits_of
+from shardlm.serve.following import join
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.option_types import check_types
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
-from shardlm.serve.runner import Runner, compile_all
+from shardlm.serve.runner import Runner
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import most_decoded
@@ -169,7 +172,8 @@ def build(
     path: str | os.PathLike, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Engine | EngineGroup, Opened]:
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
-    or is not there."""
+    or is not there. Over several processes, each of which calls it, this is where those but the first stay until that
+    ends (following.join)."""
     use_memory()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
@@ -199,6 +203,8 @@ def build(
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
     for name, adapter in config.lora_modules.items():
         engine.load_adapter(name, str(adapter), ready(adapter, engine))
+    if jax.process_count() > 1:
+        join(engine)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
 
@@ -360,8 +366,9 @@ def use_memory() -> None:
 
 def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
     """What is left of these GPUs' memory for pages, measured once the weights are there."""
-    stats = [device.memory_stats() for device in mesh.devices.flat]
-    return min(room_beside(s["bytes_in_use"], s["bytes_limit"], config) for s in stats) * len(stats)
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    least = least_of_all([room_beside(s["bytes_in_use"], s["bytes_limit"], config) for s in stats])
+    return least * mesh.devices.size
 
 
 def room_beside(in_use: float, limit: float, config: EngineConfig) -> int:

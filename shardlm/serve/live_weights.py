@@ -21,6 +21,7 @@ from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
 from shardlm.ops.weight_format import AsPublished
 from shardlm.published_weights import takes_no
+from shardlm.serve.followers import everywhere
 from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.draft_model import DraftModelProposer
@@ -53,7 +54,8 @@ def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
     Raises: ShardlmError for a path that is none, another architecture, shapes that differ, or memory that is too small
       for both. The runner goes on with what it has.
     """
-    return _replacing(weights, Served(runner.model, runner.params, runner.spec, runner.config.max_model_len))
+    served = Served(runner.model, runner.params, runner.spec, runner.config.max_model_len)
+    return _in_all_processes("new_weights", weights, served, runner)
 
 
 def new_draft(weights: Tree | str | os.PathLike | None, runner: Runner) -> Tree | None:
@@ -67,7 +69,18 @@ def new_draft(weights: Tree | str | os.PathLike | None, runner: Runner) -> Tree 
             "speculative_config={'model': ...}"
         )
     own = Served(runner.proposer.model, runner.proposer_params, runner.spec, runner.config.max_model_len)
-    return _replacing(weights, own)
+    return _in_all_processes("new_draft", weights, own, runner)
+
+
+def _in_all_processes(name: str, weights: Tree | str | os.PathLike, served: Served, runner: Runner) -> Tree:
+    path = isinstance(weights, str | os.PathLike)
+    if runner.followers and not path:
+        raise ShardlmError(
+            "these weights are arrays of one process, and several serve the model, each a part of it: write them as a "
+            "checkpoint that all can read, and give its path"
+        )
+    weights = os.fspath(weights) if path else weights
+    return everywhere(runner, name, (weights,), lambda: _replacing(weights, served))
 
 
 def _replacing(weights: Tree | str | os.PathLike, served: Served) -> Tree:

@@ -5,11 +5,8 @@ A batch becomes at most one call of a decode program and one call of a chunk pro
 handed to a launcher, which starts them in turn, and not waited for.
 """
 
-import concurrent.futures
 import functools
 import itertools
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +22,8 @@ from shardlm.serve import programs
 from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.chunk_programs import dealt
+from shardlm.serve.compiling import compile_all
+from shardlm.serve.followers import Followers, told
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
@@ -63,6 +62,7 @@ class Runner:
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
+        self.followers: Followers | None = None  # which start the same programs, where this one leads
         self._masked: set[int] = set()  # slots whose masks are not all ones
 
     @property
@@ -96,6 +96,7 @@ class Runner:
         with jax.set_mesh(mesh):
             return make()
 
+    @told
     def reset(self) -> None:
         """After a program failed, which may have taken the state with it: an empty one in its place."""
         for launcher in self._launchers:
@@ -251,6 +252,7 @@ class Runner:
             self._run("allowed", slots, allowed)
             self._masked |= {slot for slot, _ in some}
 
+    @told
     def update_weights(self, params: Any, draft: Any = None) -> None:
         """New weights of the same shapes, of the draft model too where given; those that are not among them stay.
         Batches that were started keep theirs."""
@@ -267,6 +269,7 @@ class Runner:
         if draft is not None:
             self.proposer_params = draft
 
+    @told
     def write_adapter(self, part: Any, number: int) -> None:
         """One of several adapters, as in `shape_of_part`, in the place of this number; batches that were started keep
         what was there."""
@@ -289,6 +292,7 @@ class Runner:
         for launcher in self._launchers:
             launcher.submit(lambda: None, regardless=True).result()
 
+    @told
     def _run(self, key: Any, *arguments) -> Later:
         """What a program gives besides the state, a list."""
         run = self._programs[key]
@@ -368,31 +372,3 @@ class Runner:
             targets[i, : len(following)] = following
             settings.fill(defaults, edits, told, i)
         return ChunkRows(where, tokens, targets, defaults, edits, told)
-
-
-def compile_all(runners: Sequence[Runner], progress: Callable[[int, int], None]) -> None:
-    """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of
-    each, as what XLA makes is bound to its devices. Then allocates their states."""
-    started = time.perf_counter()
-    work = [runner._shapes() for runner in runners]
-
-    def lower(key) -> list[jax.stages.Lowered]:
-        return [runner.lower(key, *own[key]) for runner, own in zip(runners, work, strict=True)]
-
-    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
-        try:
-            lowering = {pool.submit(lower, key): key for key in work[0]}
-            compiling = {}
-            for future in concurrent.futures.as_completed(lowering):
-                for runner, lowered in zip(runners, future.result(), strict=True):
-                    compiling[pool.submit(lowered.compile)] = runner, lowering[future]
-            for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
-                runner, key = compiling[future]
-                runner._programs[key] = future.result()
-                progress(done, len(compiling))
-        except BaseException:  # Ctrl-C, or one that fails: those that have not begun would be minutes to wait for
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    for runner in runners:
-        runner.allocate()
-        runner.compile_seconds = time.perf_counter() - started

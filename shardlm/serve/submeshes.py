@@ -11,6 +11,12 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import AXES, MeshSpec
 
 
+REMEDY = {
+    "data": "data={size} replicas over {count} processes: start a server for each replica, and launch.router before them",
+    "pipeline": "pipeline={size} stages over {count} processes are not supported; choose tensor or expert",
+}
+
+
 def of_replica(spec: MeshSpec) -> MeshSpec:
     """The mesh of one replica."""
     return dataclasses.replace(spec, data=1)
@@ -27,6 +33,20 @@ def submeshes(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> li
     needed = spec.size(*AXES)
     if needed > len(devices):
         raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {len(devices)}; choose fewer")
+    if jax.process_count() > 1:
+        _check_processes(spec, needed, len(devices))
     grid = spec.build(devices[:needed]).devices
     types = (AxisType.Explicit,) * len(AXES)
     return [[Mesh(stage[None, None], AXES, axis_types=types) for stage in replica] for replica in grid]
+
+
+def _check_processes(spec: MeshSpec, needed: int, there: int) -> None:
+    """Raises ShardlmError for what several processes cannot serve together."""
+    if needed != there:
+        raise ShardlmError(
+            f"the mesh {spec} takes {needed} of the {there} devices of {jax.process_count()} processes; each has to "
+            f"have its part: choose sizes whose product is {there}, or start fewer processes"
+        )
+    for axis in ("data", "pipeline"):
+        if (size := getattr(spec, axis)) > 1:
+            raise ShardlmError(REMEDY[axis].format(size=size, count=jax.process_count()))

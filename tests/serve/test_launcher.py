@@ -12,7 +12,7 @@ from oracle import opened_of
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
-from shardlm.serve import runner, staged_runner
+from shardlm.serve import compiling, runner, staged_runner
 from shardlm.serve.build import EngineConfig, assemble, page_bytes
 from shardlm.serve.launcher import Launcher, Part
 from shardlm.serve.sampling_params import SamplingParams
@@ -124,5 +124,5 @@ def test_a_program_that_does_not_compile_ends_the_rest():
 
     many = types.SimpleNamespace(_shapes=lambda: dict.fromkeys(range(200), ()), lower=lower, _programs={})
     with pytest.raises(KeyboardInterrupt):
-        runner.compile_all([many], lambda done, total: None)
+        compiling.compile_all([many], lambda done, total: None)
     assert len(begun) < 200

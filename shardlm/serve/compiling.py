@@ -1,0 +1,37 @@
+"""Compiles the programs of runners, several at a time."""
+
+import concurrent.futures
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def compile_all(runners: Sequence[Any], progress: Callable[[int, int], None]) -> None:
+    """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of
+    each, as what XLA makes is bound to its devices. Then allocates their states."""
+    started = time.perf_counter()
+    work = [runner._shapes() for runner in runners]
+
+    def lower(key) -> list[jax.stages.Lowered]:
+        return [runner.lower(key, *own[key]) for runner, own in zip(runners, work, strict=True)]
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+        try:
+            lowering = {pool.submit(lower, key): key for key in work[0]}
+            compiling = {}
+            for future in concurrent.futures.as_completed(lowering):
+                for runner, lowered in zip(runners, future.result(), strict=True):
+                    compiling[pool.submit(lowered.compile)] = runner, lowering[future]
+            for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+                runner, key = compiling[future]
+                runner._programs[key] = future.result()
+                progress(done, len(compiling))
+        except BaseException:  # Ctrl-C, or one that fails: those that have not begun would be minutes to wait for
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    for runner in runners:
+        runner.allocate()
+        runner.compile_seconds = time.perf_counter() - started

@@ -1,0 +1,115 @@
+"""One engine over the devices of several processes. Process 0 leads: it has the clients, the scheduler and the numbers of
+pages. The others follow (following.py): each starts the same programs on its own devices, in the same order, with the
+arrays of the host that it is told. They hand out nothing: what programs sample is whole on the leader's devices.
+
+Told are the calls of those methods of a runner that are marked `told`, before the leader makes them. Weights are no
+arrays of a host: each process makes its own part of them (`everywhere`), and is told which to take (`Kept`).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shardlm.distributed import at_end
+from shardlm.errors import ShardlmError
+from shardlm.serve.outputs import EngineError
+
+MAKE, END = "make", "end"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """What every process has made of the same files, its own part of it; its number is what is told."""
+
+    number: int
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """To one of the other processes."""
+
+    process: int
+    connection: Connection
+
+
+class Followers:
+    """The other processes, as the leader has them. Any thread may call."""
+
+    def __init__(self, lines: Sequence[Line]):
+        self._lines = tuple(lines)
+        self._telling, self._making = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count()
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        at_end(self.end)
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Has all of them do what `name` says, after what they were told before; nobody waits. Raises EngineError where
+        one has gone."""
+        said = pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        with self._telling:
+            for line in self._lines:
+                try:
+                    line.connection.send_bytes(said)
+                except OSError as error:
+                    raise _gone(line) from error
+
+    def make(self, name: str, arguments: Sequence[Any], own: Callable[[], Any]) -> Kept:
+        """What `own` makes here and following.MAKERS[name] of these arguments there, at the same time, beside the
+        programs. Raises as `own` does, ShardlmError where another process could not, EngineError where one has gone."""
+        with self._making:
+            number = next(self._numbers)
+            self.tell(MAKE, number, name, arguments, sorted(kept.number for kept in self._kept))
+            try:
+                value = own()
+            finally:
+                answers = [_answer(line) for line in self._lines]
+        if wrong := [f"process {line.process}: {said}" for line, said in zip(self._lines, answers, strict=True) if said]:
+            raise ShardlmError("; ".join(wrong))
+        kept = Kept(number, value)
+        self._kept.add(kept)
+        return kept
+
+    def end(self) -> None:
+        """They end. Nothing more can be told."""
+        with contextlib.suppress(EngineError):
+            self.tell(END)
+        for line in self._lines:
+            line.connection.close()
+        self._lines = ()
+
+
+def told(method: Callable) -> Callable:
+    """A method of a runner that followers call too, with the same arguments: of the host, or Kept."""
+
+    @functools.wraps(method)
+    def both(self, *arguments):
+        if self.followers is not None:
+            numbers = [Kept(a.number) if isinstance(a, Kept) else a for a in arguments]
+            self.followers.tell(method.__name__, *numbers)
+        return method(self, *(a.value if isinstance(a, Kept) else a for a in arguments))
+
+    return both
+
+
+def everywhere(runner: Any, name: str, arguments: Sequence[Any], own: Callable[[], Any]) -> Any:
+    """What `own` makes; with followers as Followers.make, and then Kept."""
+    return own() if runner.followers is None else runner.followers.make(name, arguments, own)
+
+
+def _answer(line: Line) -> str:
+    try:
+        return line.connection.recv_bytes().decode()
+    except (OSError, EOFError) as error:
+        raise _gone(line) from error
+
+
+def _gone(line: Line) -> EngineError:
+    return EngineError(f"process {line.process}, which has a part of the model, has gone; start all of them again")

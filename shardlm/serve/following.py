@@ -1,0 +1,117 @@
+"""What processes other than the first do of an engine over several: they connect to the first, and do what it tells."""
+
+import collections
+import concurrent.futures
+import contextlib
+import logging
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from shardlm.serve.adapters import placed
+from shardlm.serve.engine import Engine
+from shardlm.serve.followers import END, MAKE, Followers, Kept
+from shardlm.serve.lines import to_followers, to_leader
+from shardlm.serve.live_weights import new_draft, new_weights
+from shardlm.serve.outputs import EngineError
+from shardlm.serve.runner import Runner
+
+log = logging.getLogger(__name__)
+
+MAKERS = {"new_weights": new_weights, "new_draft": new_draft, "placed": placed}  # of (arguments, the runner)
+AHEAD = 8  # programs that are started before the first of them is waited for
+
+
+def join(engine: Engine) -> None:
+    """After each of several processes has built the same engine: the first one's leads from now on, and this returns
+    there. In the others it follows until that one ends, and then raises SystemExit(0).
+
+    Raises: ShardlmError where an engine is another one than the first's, EngineError where a process has gone.
+    """
+    if jax.process_count() == 1:
+        return
+    about = _about(engine.runner)
+    if jax.process_index() == 0:
+        engine.runner.followers = Followers(to_followers(about))
+        return
+    with to_leader(about) as connection, _regardless_of_signals():
+        follow(engine.runner, connection)
+    raise SystemExit(0)
+
+
+@contextlib.contextmanager
+def _regardless_of_signals() -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C, which reaches all processes of a job, is the leader's, who lets what runs come to its
+    end; the second ends this process."""
+
+    def heard(number: int, _) -> None:
+        log.warning("%s: this process ends when process 0 does", signal.Signals(number).name)
+        signal.signal(number, before[number])
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT) if here}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def follow(runner: Runner, connection: Any) -> None:
+    """Does what the leader tells until it ends. Raises EngineError where it went without that, and what goes wrong with
+    a program."""
+    shelf: dict[int, Any] = {}
+    under_way: collections.deque[Any] = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(1, "makes") as maker:
+        while True:
+            name, arguments = _heard(connection)
+            if name == END:
+                return
+            if name == MAKE:
+                maker.submit(_make, runner, connection, shelf, *arguments)
+                continue
+            found = getattr(runner, name)(*(shelf[a.number] if isinstance(a, Kept) else a for a in arguments))
+            under_way.extend(found if isinstance(found, list) else [] if found is None else [found])
+            while len(under_way) > AHEAD:
+                jax.block_until_ready(under_way.popleft().result())
+
+
+def _make(
+    runner: Runner, connection: Any, shelf: dict[int, Any], number: int, name: str, arguments: tuple, kept: list[int]
+) -> None:
+    """`kept`: what the leader may still ask for of what was made before."""
+    for old in [old for old in shelf if old not in kept]:
+        del shelf[old]
+    try:
+        shelf[number], said = MAKERS[name](*arguments, runner), ""
+    except Exception as error:
+        log.warning("%s failed", name, exc_info=error)
+        said = str(error) or type(error).__name__
+    connection.send_bytes(said.encode())
+
+
+def _heard(connection: Any) -> tuple[str, tuple]:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (OSError, EOFError) as error:
+        raise EngineError("process 0, which led this one, has gone") from error
+
+
+def _about(runner: Runner) -> dict[str, str]:
+    """What must be the same in all processes."""
+    execution = runner.model.execution
+    return {
+        "the model": repr(runner.model.config),
+        "the mesh": str(runner.spec),
+        "dtype": str(execution.dtype),
+        "weights": repr(execution.weights),
+        "the cache": str(execution.kv_cache),
+        "adapters": f"{execution.adapters} of rank {execution.lora.rank}",
+        "drafts": repr(runner.proposer and runner.proposer.drafts),
+        "sizes": repr(runner.config),
+        "programs": ", ".join(sorted(map(str, runner._programs))),
+    }

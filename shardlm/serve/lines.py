@@ -1,0 +1,148 @@
+"""Connections between the processes of one engine. Who leads listens, and says where by a key of jax's coordinator, with
+a secret that both ends prove to know; what followers get is unpickled, what the leader gets of them is text."""
+
+import hashlib
+import hmac
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+
+import jax
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.followers import Line
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 30
+WAIT_MS = 600_000  # of one call to the coordinator; then it is called again
+SECRET = 32  # bytes
+SHOWN = 300  # characters of what differs
+LEADER, FOLLOWER = b"leads", b"follows"
+
+_engines = itertools.count()  # every process makes the same ones, in the same order
+
+
+def to_followers(about: Mapping[str, str]) -> list[Line]:
+    """A line to each other process, in their order. `about`: what must be the same there. Raises ShardlmError where it
+    is not."""
+    key, client = secrets.token_bytes(SECRET), _coordinator()
+    found: dict[int, Connection] = {}
+    with _listening() as listener:
+        place = json.dumps({"port": listener.getsockname()[1], "key": key.hex()})
+        client.key_value_set(_name(), place)
+        for sock in _known(listener, key):
+            line = _connection(sock)
+            said = json.loads(line.recv_bytes())
+            wrong = _difference(about, said["about"], said["process"])
+            line.send_bytes(wrong.encode())
+            if wrong:
+                raise ShardlmError(wrong)
+            found[said["process"]] = line
+            if len(found) == jax.process_count() - 1:
+                break
+    return [Line(process, found[process]) for process in sorted(found)]
+
+
+def to_leader(about: Mapping[str, str]) -> Connection:
+    """Raises ShardlmError where the leader's engine is another one."""
+    name, client = _name(), _coordinator()
+    while True:  # its programs may take longer to compile
+        try:
+            place = json.loads(client.blocking_key_value_get(name, WAIT_MS))
+            break
+        except jax.errors.JaxRuntimeError as error:  # jaxlib tells them apart by their text
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    sock = socket.create_connection((_host(), place["port"]), timeout=HANDSHAKE_SECONDS)
+    if not _proved(sock, bytes.fromhex(place["key"]), FOLLOWER, LEADER):
+        raise ShardlmError(f"what answers at {_host()} port {place['port']} is not process 0 of this job")
+    line = _connection(sock)
+    line.send_bytes(json.dumps({"process": jax.process_index(), "about": dict(about)}).encode())
+    if wrong := line.recv_bytes().decode():
+        raise ShardlmError(wrong)
+    return line
+
+
+def _known(listener: socket.socket, key: bytes) -> Iterator[socket.socket]:
+    """Who connects and knows the key."""
+    while True:
+        sock, address = listener.accept()
+        sock.settimeout(HANDSHAKE_SECONDS)
+        try:
+            known = _proved(sock, key, LEADER, FOLLOWER)
+        except OSError:
+            known = False
+        if known:
+            yield sock
+        else:
+            log.warning("a connection from %s is not of this job", address[0])
+            sock.close()
+
+
+def _proved(sock: socket.socket, key: bytes, here: bytes, there: bytes) -> bool:
+    """Whether the other end knows the key; it is shown that this one does. What an end says holds for its side alone,
+    so that nobody's answer can be sent back as one's own. Raises OSError where it says nothing."""
+    own = secrets.token_bytes(SECRET)
+    sock.sendall(own)
+    sock.sendall(hmac.digest(key, here + _received(sock), hashlib.sha256))
+    return hmac.compare_digest(_received(sock), hmac.digest(key, there + own, hashlib.sha256))
+
+
+def _received(sock: socket.socket) -> bytes:
+    said = b""
+    while len(said) < SECRET:
+        if not (more := sock.recv(SECRET - len(said))):
+            raise ConnectionError("closed")
+        said += more
+    return said
+
+
+def _connection(sock: socket.socket) -> Connection:
+    """Messages of any length; each leaves at once, as a step is a few of some hundred bytes."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Connection(sock.detach())
+
+
+def _listening() -> socket.socket:
+    """On a free port, for the other hosts."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _name() -> str:
+    return f"shardlm/engine/{next(_engines)}"
+
+
+def _coordinator():
+    from jax._src.distributed import global_state  # its client's keys and values have no public name
+
+    return global_state.client
+
+
+def _host() -> str:
+    """Where process 0 is, as jax was told."""
+    from jax._src.distributed import global_state
+
+    return global_state.coordinator_address.rpartition(":")[0].strip("[]")
+
+
+def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> str:
+    for name, own in ours.items():
+        other = theirs.get(name, "")
+        if own != other:
+            start = max(0, len(os.path.commonprefix([own, other])) - SHOWN // 4)
+            here, there = (said[start : start + SHOWN] for said in (own, other))
+            return (
+                f"process {process} has another engine than process 0: {name} is {there} and {here}; start all of them "
+                "with the same options and the same model"
+            )
+    return ""
