@@ -113,5 +113,4 @@ def _about(runner: Runner) -> dict[str, str]:
         "adapters": f"{execution.adapters} of rank {execution.lora.rank}",
         "drafts": repr(runner.proposer and runner.proposer.drafts),
         "sizes": repr(runner.config),
-        "programs": ", ".join(sorted(map(str, runner._programs))),
     }

@@ -74,6 +74,11 @@ def new_draft(weights: Tree | str | os.PathLike | None, runner: Runner) -> Tree 
 
 def _in_all_processes(name: str, weights: Tree | str | os.PathLike, served: Served, runner: Runner) -> Tree:
     path = isinstance(weights, str | os.PathLike)
+    if runner.followers and runner.spec.pipeline > 1:
+        raise ShardlmError(
+            "pipeline stages in several processes take no new weights while they serve: start them again with these, "
+            "or split the model by tensor and expert alone"
+        )
     if runner.followers and not path:
         raise ShardlmError(
             "these weights are arrays of one process, and several serve the model, each a part of it: write them as a "

@@ -102,7 +102,8 @@ class Runner:
         for launcher in self._launchers:
             launcher.clear()
         for array in jax.tree.leaves(self._state):
-            array.delete()  # frames of the error may hold it
+            if isinstance(array, jax.Array):  # else the shape of what another process has
+                array.delete()  # frames of the error may hold it
         self._state = self._empty()
         self._masked.clear()
 

@@ -20,6 +20,8 @@ from shardlm.generate import make_pages
 from shardlm.mesh import MeshSpec
 from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.carry import carry, is_here
+from shardlm.serve.followers import told
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
 from shardlm.serve.programs import ChunkRows
 from shardlm.serve.runner import Runner
@@ -46,6 +48,9 @@ class StagedRunner(Runner):
         """As Runner's. What proposes drafts is in the last stage."""
         self.stages = tuple(place.stages)
         self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in self.stages]
+        self._here = [is_here(stage.mesh) for stage in self.stages]
+        self._carries = [carry(self.stages[s - 1].mesh, stage.mesh) for s, stage in enumerate(self.stages)]
+        self._fed: dict[tuple, tuple[jax.ShapeDtypeStruct, ...]] = {}  # what enters a stage, by program and stage
         super().__init__(model, (), self.stages[-1].mesh, config, proposer, place.draft, like=like)
         self._parts = list(place.params)
 
@@ -57,10 +62,17 @@ class StagedRunner(Runner):
     def _steps(self) -> list[list[jax.Array]]:
         """The number of each step, on the devices of each stage."""
         steps = [np.int32(i) for i in range(self.config.decode_steps)]
-        return [jax.device_put(steps, whole) for whole in self._whole]
+        return [self._on(s, steps) for s in range(len(self.stages))]
+
+    def _on(self, s: int, arrays: Any) -> Any:
+        """Arrays of the host on the devices of a stage; None where it is in other processes."""
+        return jax.device_put(arrays, self._whole[s]) if self._here[s] else None
 
     def _make_launchers(self) -> tuple[Launcher, ...]:
-        """One a stage, so that one that waits for its devices keeps no other from starting."""
+        """One a stage, so that one that waits for its devices keeps no other from starting. Of several processes one
+        for all: what one sends to another has its turn among their programs, the same in both."""
+        if jax.process_count() > 1:
+            return (launcher_on(self.platform),) * len(self.stages)
         return tuple(launcher_on(self.platform) for _ in self.stages)
 
     @property
@@ -86,7 +98,16 @@ class StagedRunner(Runner):
         return [self._shaped(make, stage.mesh) for stage, make in zip(self.stages, self._makers, strict=True)]
 
     def _empty(self) -> list[Any]:
-        return [self._new(make, stage.mesh) for stage, make in zip(self.stages, self._makers, strict=True)]
+        states = self._shape_of_empty()
+        for s, stage in enumerate(self.stages):
+            if self._here[s]:
+                states[s] = self._new(self._makers[s], stage.mesh)
+        return states
+
+    def allocate(self) -> None:
+        for (_, s), shapes in self._fed.items():
+            self._carries[s].compile(shapes)
+        super().allocate()
 
     # Programs: the stage is last in the key.
 
@@ -122,7 +143,7 @@ class StagedRunner(Runner):
             work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
         for key, whole in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, whole)
-        return work
+        return {key: one for key, one in work.items() if self._here[key[-1]]}
 
     def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:
         last, edits = len(self.stages) - 1, self._edits()
@@ -139,6 +160,7 @@ class StagedRunner(Runner):
         work = {}
         for s, stage in enumerate(self.stages):
             entered = entering if stage.first else (stream, *entering[1:])
+            self._fed[rows, s] = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entered)
             where, entered, step = self._shapes_on(s, (empty, entered, np.int32(0)))
             function = functools.partial(steps.last_step if stage.last else steps.step, stage)
             function = functools.partial(function, stage.layout(self.config.layout))
@@ -156,9 +178,11 @@ class StagedRunner(Runner):
             last = functools.partial(stage_programs.last_chunk, proposer=self.proposer)
             function = last if stage.last else stage_programs.chunk
             where = rows if stage.last else rows.where
-            own = self._shapes_on(s, where)
+            own, entering = self._shapes_on(s, where), self._entering(s, size)
+            if not stage.first:
+                self._fed[(kind, size), s] = (jax.ShapeDtypeStruct(entering.shape, entering.dtype),)
             function = functools.partial(function, stage, stage.layout(self.config.layout), whole=whole)
-            work[kind, size, s] = function, (self._own(s), self._state[s], own, self._entering(s, size))
+            work[kind, size, s] = function, (self._own(s), self._state[s], own, entering)
         return work
 
     def _shapes_on(self, s: int, arguments: Any) -> Any:
@@ -177,12 +201,15 @@ class StagedRunner(Runner):
 
     # Batches.
 
+    @told
     def _run(self, key: Any, *arguments) -> Later:
         if key in self.config.chunk_programs:
             return self._chunk(*key, *arguments)
-        run = self._programs[key, len(self.stages) - 1]
 
         def call() -> list:
+            if not self._here[-1]:
+                return []
+            run = self._programs[key, len(self.stages) - 1]
             made = run((), self._state[-1], *arguments)
             self._state[-1], *found = made if isinstance(made, tuple) else (made,)
             return found
@@ -190,10 +217,12 @@ class StagedRunner(Runner):
         return self._launchers[-1].submit(call)
 
     def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> Later:
-        def call(s: int, before: Later | None) -> list:
-            whole = self._whole[s]
-            entering = jax.device_put(before.result()[0] if before else rows.tokens, whole)
-            where = jax.device_put(rows if self.stages[s].last else rows.where, whole)
+        def call(s: int, before: Later | None) -> list | None:
+            carried = self._carries[s](before.result(), self._fed[(kind, size), s]) if before else None
+            if not self._here[s]:
+                return None
+            entering = carried[0] if before else self._on(s, rows.tokens)
+            where = self._on(s, rows if self.stages[s].last else rows.where)
             self._state[s], *found = self._programs[kind, size, s](self._own(s), self._state[s], where, entering)
             return found
 
@@ -213,16 +242,27 @@ class StagedRunner(Runner):
             for own, held in zip(dealt, found, strict=True)
         ]
 
+    @told
     def _in_turn(self, rows: Sequence[np.ndarray], steps: int) -> list[Later]:
         """Groups of rows, whose steps alternate: what each holds after the last one."""
-        groups = [self._begun(where) for where in rows]
-        for i in range(steps):
-            for group in groups:
+        groups, stages = [self._begun(where) for where in rows], len(self.stages)
+        turn = max(len(groups), stages)  # ticks from a group's step to its next
+        for tick in range((steps - 1) * turn + len(groups) + stages - 1):
+            now = [(s, *divmod(tick - s, turn)) for s in range(min(stages, tick + 1))]
+            now = [(s, i, groups[g]) for s, i, g in now if i < steps and g < len(groups)]
+            # Between processes what is sent waits for who takes it: first all of it, or a group's would wait for the
+            # program of another.
+            for s, _, group in now:
+                group.entering = self._launchers[s].submit(functools.partial(self._arrive, s, group, group.entering))
+            for s, i, group in now:
                 # Where drafts are made, steps count down to the last one, which makes none.
-                self._step(group, steps - 1 - i if self.proposer else i)
+                step = functools.partial(self._step_of, s, group, group.entering, steps - 1 - i if self.proposer else i)
+                group.entering = self._launchers[s].submit(step)
         return [self._launchers[-1].submit(functools.partial(self._ended, group)) for group in groups]
 
     def _ended(self, group: "_Group") -> tuple:
+        if not self._here[-1]:
+            return ()
         end = self._programs["end", group.size, len(self.stages) - 1]
         self._keep(end((), self._kept, group.where[-1], group.held[0]))
         return group.held
@@ -236,11 +276,13 @@ class StagedRunner(Runner):
         self._state[-1] = dataclasses.replace(self._state[-1], slots=kept[0], drafts=kept[1])
 
     def _begun(self, rows: np.ndarray) -> "_Group":
-        where = [jax.device_put(rows, whole) for whole in self._whole]
+        where = [self._on(s, rows) for s in range(len(self.stages))]
         group = _Group(len(rows), where)
-        begin = self._programs["begin", len(rows), len(self.stages) - 1]
 
-        def call() -> tuple:
+        def call() -> tuple | None:
+            if not self._here[-1]:
+                return None
+            begin = self._programs["begin", group.size, len(self.stages) - 1]
             kept, group.held, entering = begin(self._drafting, self._kept, where[-1])
             self._keep(kept)
             return entering
@@ -248,16 +290,16 @@ class StagedRunner(Runner):
         group.entering = self._launchers[-1].submit(call)
         return group
 
-    def _step(self, group: "_Group", i: int) -> None:
-        """Has a step started in all stages."""
-        for s, launcher in enumerate(self._launchers):
-            call = functools.partial(self._step_of, s, group, group.entering, self._steps[s][i])
-            group.entering = launcher.submit(call)
+    def _arrive(self, s: int, group: "_Group", before: Later) -> tuple | None:
+        """What enters a stage, on its devices."""
+        return self._carries[s](before.result(), self._fed[group.size, s])
 
-    def _step_of(self, s: int, group: "_Group", before: Later, i: jax.Array) -> tuple:
+    def _step_of(self, s: int, group: "_Group", arrived: Later, i: int) -> tuple | None:
         """Of one stage: what enters the next one, or the first one at the next step."""
-        entering, weights = jax.device_put(before.result(), self._whole[s]), self._own(s)
-        run, rest, state = self._programs["step", group.size, s], (group.where[s], entering, i), self._state[s]
+        if not self._here[s]:
+            return None
+        weights, rest = self._own(s), (group.where[s], arrived.result(), self._steps[s][i])
+        run, state = self._programs["step", group.size, s], self._state[s]
         if not self.stages[s].last:
             self._state[s], leaving = run(weights, state, *rest)
             return leaving

@@ -16,6 +16,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
 from shardlm.ops.weight_format import AsPublished
+from shardlm.serve.carry import moved
 from shardlm.state import ModelDef, at_rest, joined
 
 Tree = Any
@@ -95,7 +96,7 @@ def part_of(params: Tree, stage: Stage) -> Tree:
     own = {name: params[name] for name in stage.held if name != "segments" and name in params}
     own["segments"] = {i: params["segments"][layer] for i, layer in enumerate(layers)}
     held = flatten_dict(stage.held)
-    return unflatten_dict({path: jax.device_put(a, held[path].sharding) for path, a in flatten_dict(own).items()})
+    return unflatten_dict({path: moved(a, held[path].sharding) for path, a in flatten_dict(own).items()})
 
 
 def together(params: Sequence[Tree], stages: Sequence[Stage]) -> Tree:

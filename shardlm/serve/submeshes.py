@@ -11,12 +11,6 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import AXES, MeshSpec
 
 
-REMEDY = {
-    "data": "data={size} replicas over {count} processes: start a server for each replica, and launch.router before them",
-    "pipeline": "pipeline={size} stages over {count} processes are not supported; choose tensor or expert",
-}
-
-
 def of_replica(spec: MeshSpec) -> MeshSpec:
     """The mesh of one replica."""
     return dataclasses.replace(spec, data=1)
@@ -28,7 +22,8 @@ def of_stage(spec: MeshSpec) -> MeshSpec:
 
 
 def submeshes(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> list[list[Mesh]]:
-    """The mesh of each stage of each replica, over the first devices. Raises ShardlmError where they are too few."""
+    """The mesh of each stage of each replica, over the first devices; of several processes the first one has the last
+    stage, which samples. Raises ShardlmError where they are too few."""
     devices = jax.devices() if devices is None else devices
     needed = spec.size(*AXES)
     if needed > len(devices):
@@ -36,6 +31,7 @@ def submeshes(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> li
     if jax.process_count() > 1:
         _check_processes(spec, needed, len(devices))
     grid = spec.build(devices[:needed]).devices
+    grid = grid if jax.process_count() == 1 else grid[:, ::-1]
     types = (AxisType.Explicit,) * len(AXES)
     return [[Mesh(stage[None, None], AXES, axis_types=types) for stage in replica] for replica in grid]
 
@@ -47,6 +43,8 @@ def _check_processes(spec: MeshSpec, needed: int, there: int) -> None:
             f"the mesh {spec} takes {needed} of the {there} devices of {jax.process_count()} processes; each has to "
             f"have its part: choose sizes whose product is {there}, or start fewer processes"
         )
-    for axis in ("data", "pipeline"):
-        if (size := getattr(spec, axis)) > 1:
-            raise ShardlmError(REMEDY[axis].format(size=size, count=jax.process_count()))
+    if spec.data > 1:
+        raise ShardlmError(
+            f"data={spec.data} replicas over {jax.process_count()} processes: start a server for each replica, and "
+            "launch.router before them"
+        )
