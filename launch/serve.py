@@ -3,11 +3,12 @@
 python -m launch.serve --model=runs/tiny
 python -m launch.serve --model=FOLDER --tensor=4 --max_model_len=8192 --port=8000
 
-Over several hosts, the same command on each, with --distributed under srun, mpirun or an indexed Kubernetes Job, or with
+One model over several hosts: the same command on each, with --distributed where srun, mpirun or Kubernetes starts them,
+or with
 
   --coordinator_address=host0:1234 --num_processes=2 --process_id=0   # and 1 on host1
 
-process 0 has the port.
+Process 0 has the port.
 
 Clients: OpenAI(base_url="http://localhost:8000/v1", api_key="none"). A page to chat with the model is at /. A key is
 better given as SHARDLM_API_KEY than on the command line, which others on the machine can read.

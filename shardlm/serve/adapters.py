@@ -198,7 +198,7 @@ def _placed(parts: Parts, shapes: Mapping[tuple, jax.ShapeDtypeStruct]) -> Tree:
         whole = np.zeros(shape.shape, shape.dtype)
         if path in parts:
             whole[tuple(map(slice, parts[path].shape))] = parts[path]
-        made[path] = jax.make_array_from_callback(shape.shape, shape.sharding, whole.__getitem__)
+        made[path] = jax.make_array_from_callback(shape.shape, shape.sharding, whole.__getitem__, dtype=shape.dtype)
     return unflatten_dict(jax.block_until_ready(made))
 
 

@@ -307,6 +307,8 @@ class Engine:
     def _reset(self, reason: str) -> None:
         try:
             self.runner.reset()
+        except EngineError as gone:  # another process
+            self._end(str(gone), gone)
         except Exception as again:
             self._end(f"a batch failed with {reason}, and what programs keep could not be made anew: {again}", again)
 

@@ -1,6 +1,6 @@
-"""One engine over the devices of several processes. Process 0 leads: it has the clients, the scheduler and the numbers of
-pages. The others follow (following.py): each starts the same programs on its own devices, in the same order, with the
-arrays of the host that it is told. They hand out nothing: what programs sample is whole on the leader's devices.
+"""One engine over the devices of several processes. Process 0 leads: it has the clients, the scheduler and the numbers
+of pages. The others follow (following.py): each starts the same programs on its own devices, in the same order, with
+the arrays of the host that it is told. They hand out nothing: what programs sample is whole on the leader's devices.
 
 Told are the calls of those methods of a runner that are marked `told`, before the leader makes them. Weights are no
 arrays of a host: each process makes its own part of them (`everywhere`), and is told which to take (`Kept`).
@@ -9,6 +9,7 @@ arrays of a host: each process makes its own part of them (`everywhere`), and is
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import pickle
 import threading
@@ -17,11 +18,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from shardlm.distributed import at_end
 from shardlm.errors import ShardlmError
 from shardlm.serve.outputs import EngineError
 
 MAKE, END = "make", "end"
+LARGE = 2**20  # bytes of an array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +57,7 @@ class Followers:
     def tell(self, name: str, *arguments: Any) -> None:
         """Has all of them do what `name` says, after what they were told before; nobody waits. Raises EngineError where
         one has gone."""
-        said = pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        said = pickled((name, arguments))
         with self._telling:
             for line in self._lines:
                 try:
@@ -71,8 +75,9 @@ class Followers:
                 value = own()
             finally:
                 answers = [_answer(line) for line in self._lines]
-        if wrong := [f"process {line.process}: {said}" for line, said in zip(self._lines, answers, strict=True) if said]:
-            raise ShardlmError("; ".join(wrong))
+        said = {line.process: answer for line, answer in zip(self._lines, answers, strict=True) if answer}
+        if said:
+            raise ShardlmError("; ".join(f"process {process}: {answer}" for process, answer in said.items()))
         kept = Kept(number, value)
         self._kept.add(kept)
         return kept
@@ -84,6 +89,29 @@ class Followers:
         for line in self._lines:
             line.connection.close()
         self._lines = ()
+
+
+def pickled(what: Any) -> memoryview:
+    """For pickle.loads. Of large arrays that are mostly zeros, such as tables of pages, the other numbers alone."""
+    written = io.BytesIO()
+    _Pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(what)
+    return written.getbuffer()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, a: Any) -> Any:
+        if type(a) is not np.ndarray or a.nbytes < LARGE:
+            return NotImplemented
+        places = np.flatnonzero(a)
+        if 2 * len(places) > a.size:
+            return NotImplemented
+        return _filled, (a.shape, a.dtype, places.astype(np.uint32), a.ravel()[places])
+
+
+def _filled(shape: tuple[int, ...], dtype: np.dtype, places: np.ndarray, values: np.ndarray) -> np.ndarray:
+    a = np.zeros(shape, dtype)
+    a.ravel()[places] = values
+    return a
 
 
 def told(method: Callable) -> Callable:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from shardlm.errors import ShardlmError
 from shardlm.serve.adapters import placed
 from shardlm.serve.engine import Engine
 from shardlm.serve.followers import END, MAKE, Followers, Kept
@@ -36,17 +37,18 @@ def join(engine: Engine) -> None:
         return
     about = _about(engine.runner)
     if jax.process_index() == 0:
-        engine.runner.followers = Followers(to_followers(about))
+        engine.runner.followers = Followers(to_followers(about, jax.process_count()))
         return
-    with to_leader(about) as connection, _regardless_of_signals():
+    with to_leader(about, jax.process_index()) as connection, _regardless_of_signals():
+        log.info("follows process 0")
         follow(engine.runner, connection)
     raise SystemExit(0)
 
 
 @contextlib.contextmanager
 def _regardless_of_signals() -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C, which reaches all processes of a job, is the leader's, who lets what runs come to its
-    end; the second ends this process."""
+    """The first SIGTERM or Ctrl-C, which reaches all processes of a job, is the leader's, who lets what runs come to
+    its end; the second ends this process."""
 
     def heard(number: int, _) -> None:
         log.warning("%s: this process ends when process 0 does", signal.Signals(number).name)
@@ -89,7 +91,8 @@ def _make(
     try:
         shelf[number], said = MAKERS[name](*arguments, runner), ""
     except Exception as error:
-        log.warning("%s failed", name, exc_info=error)
+        if not isinstance(error, ShardlmError):
+            log.exception("%s failed", name)
         said = str(error) or type(error).__name__
     connection.send_bytes(said.encode())
 

@@ -1,12 +1,11 @@
-"""Connections between the processes of one engine. Who leads listens, and says where by a key of jax's coordinator, with
-a secret that both ends prove to know; what followers get is unpickled, what the leader gets of them is text."""
+"""Connections between the processes of one engine. Who leads listens, and says where by a key of jax's coordinator,
+with a secret that both ends prove to know; what followers get is unpickled, what the leader gets of them is text."""
 
 import hashlib
 import hmac
 import itertools
 import json
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -28,8 +27,8 @@ LEADER, FOLLOWER = b"leads", b"follows"
 _engines = itertools.count()  # every process makes the same ones, in the same order
 
 
-def to_followers(about: Mapping[str, str]) -> list[Line]:
-    """A line to each other process, in their order. `about`: what must be the same there. Raises ShardlmError where it
+def to_followers(about: Mapping[str, str], processes: int) -> list[Line]:
+    """A line to each other process of so many, in their order. `about`: what must be the same there. Raises ShardlmError where it
     is not."""
     key, client = secrets.token_bytes(SECRET), _coordinator()
     found: dict[int, Connection] = {}
@@ -44,13 +43,13 @@ def to_followers(about: Mapping[str, str]) -> list[Line]:
             if wrong:
                 raise ShardlmError(wrong)
             found[said["process"]] = line
-            if len(found) == jax.process_count() - 1:
+            if len(found) == processes - 1:
                 break
     return [Line(process, found[process]) for process in sorted(found)]
 
 
-def to_leader(about: Mapping[str, str]) -> Connection:
-    """Raises ShardlmError where the leader's engine is another one."""
+def to_leader(about: Mapping[str, str], process: int) -> Connection:
+    """Of the process of this number. Raises ShardlmError where the leader's engine is another one."""
     name, client = _name(), _coordinator()
     while True:  # its programs may take longer to compile
         try:
@@ -63,7 +62,7 @@ def to_leader(about: Mapping[str, str]) -> Connection:
     if not _proved(sock, bytes.fromhex(place["key"]), FOLLOWER, LEADER):
         raise ShardlmError(f"what answers at {_host()} port {place['port']} is not process 0 of this job")
     line = _connection(sock)
-    line.send_bytes(json.dumps({"process": jax.process_index(), "about": dict(about)}).encode())
+    line.send_bytes(json.dumps({"process": process, "about": dict(about)}).encode())
     if wrong := line.recv_bytes().decode():
         raise ShardlmError(wrong)
     return line
@@ -139,7 +138,8 @@ def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], process: int
     for name, own in ours.items():
         other = theirs.get(name, "")
         if own != other:
-            start = max(0, len(os.path.commonprefix([own, other])) - SHOWN // 4)
+            same = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(own, other, strict=False)))
+            start = max(0, same - SHOWN // 4)
             here, there = (said[start : start + SHOWN] for said in (own, other))
             return (
                 f"process {process} has another engine than process 0: {name} is {there} and {here}; start all of them "

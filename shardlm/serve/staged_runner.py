@@ -82,6 +82,10 @@ class StagedRunner(Runner):
     def _cut(self, params: Any) -> list[Any]:
         return [part_of(params, stage) for stage in self.stages]
 
+    def _write(self, s: int, part: Any, number: int) -> None:
+        if self._here[s]:
+            super()._write(s, part, number)
+
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         """Of the pages of each stage; of the last one with its slots."""
         config, makers = self.config, []
