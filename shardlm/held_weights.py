@@ -219,7 +219,7 @@ def assembled(
     found = {}
     for path, shape in shapes.items():
         ordered = [made[path][device] for device in shape.sharding.addressable_devices_indices_map(shape.shape)]
-        found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered)
+        found[path] = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, ordered, dtype=shape.dtype)
     return found
 
 

@@ -28,8 +28,8 @@ _engines = itertools.count()  # every process makes the same ones, in the same o
 
 
 def to_followers(about: Mapping[str, str], processes: int) -> list[Line]:
-    """A line to each other process of so many, in their order. `about`: what must be the same there. Raises ShardlmError where it
-    is not."""
+    """A line to each other process of so many, in their order. `about`: what must be the same there. Raises
+    ShardlmError where it is not."""
     key, client = secrets.token_bytes(SECRET), _coordinator()
     found: dict[int, Connection] = {}
     with _listening() as listener:
