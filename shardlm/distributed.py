@@ -57,7 +57,7 @@ def detect(environ: Mapping[str, str]) -> ClusterArgs | None:
     Raises ShardlmError when a launcher is there but does not say enough.
     """
     # mpirun first: inside a Slurm job it starts its daemons with srun, whose variables its processes inherit
-    for finder in (_open_mpi, _slurm, _kubernetes):
+    for finder in (_open_mpi, _slurm, _leader_worker_set, _kubernetes):
         args = finder(environ)
         if args:
             return args if args.num_processes > 1 else None
@@ -121,6 +121,15 @@ def _kubernetes(environ: Mapping[str, str]) -> ClusterArgs | None:
         )
     address = _needed(environ, "COORDINATOR_ADDRESS", where) if size > 1 else ""
     return ClusterArgs(address if ":" in address else f"{address}:1234", size, rank)
+
+
+def _leader_worker_set(environ: Mapping[str, str]) -> ClusterArgs | None:
+    """Kubernetes' LeaderWorkerSet, from 0.6 on, sets these (https://lws.sigs.k8s.io/docs/reference)."""
+    if "LWS_LEADER_ADDRESS" not in environ:
+        return None
+    where = "a LeaderWorkerSet (before 0.6 it said less)"
+    size, rank = (_number(environ, name, where) for name in ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"))
+    return ClusterArgs(f"{environ['LWS_LEADER_ADDRESS']}:1234", size, rank)
 
 
 def _port(job: int) -> int:

@@ -19,7 +19,7 @@ REPLICAS, ROUTER = ("StatefulSet", "shardlm-replica"), ("Deployment", "shardlm-r
 # In the place of commands. `python` writes its words, and at SIGTERM, a while later, that it ends.
 STUBS = {
     "scontrol": 'until [ -e "$MAY_GO" ]; do sleep 0.01; done; echo node1; echo node2',
-    "srun": 'shift; exec "$@"',
+    "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
     "python": """
         trap 'sleep 0.2; echo "end $2" >> "$LOG"; exit 0' TERM
         echo "$@" >> "$LOG"
@@ -54,17 +54,18 @@ def manifest():
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
 
-def script_ended(folder, started: int) -> list[str]:
-    """What the script's commands wrote, where it is sent SIGTERM once so many of them have started."""
-    for name, script in STUBS.items():
-        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+def script_ended(folder, started: int, script: pathlib.Path = SLURM) -> list[str]:
+    """What a script's commands wrote, where it is sent SIGTERM once so many of them have started."""
+    for name, stub in STUBS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{stub}\n")
         (folder / name).chmod(0o755)
     log, may_go = folder / "log", folder / "may_go"
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(log), "MAY_GO": str(may_go)}
     environment |= {"MODEL": "FOLDER", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[1-2]"}
+    environment |= {"SLURM_NNODES": "2"}
     if started > 1:
         may_go.touch()
-    process = subprocess.Popen([SLURM], env=environment)
+    process = subprocess.Popen([script], env=environment)
     end = time.monotonic() + 60
     while not log.exists() or log.read_text().count("\n") < started:
         assert time.monotonic() < end and process.poll() is None
@@ -88,10 +89,26 @@ def test_a_signal_before_the_router_is_there(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def listens(manifest, slurm):
-    """(host, port, drain seconds) of the manifest's replicas and router, and the script's router and replicas."""
+def hosts(tmp_path_factory):
+    """(the command line of one model over several nodes, that it ended)."""
+    started, ended = script_ended(tmp_path_factory.mktemp("hosts"), 1, SLURM.with_name("slurm_hosts.sh"))
+    return started.split()[1:], ended
+
+
+@pytest.fixture(scope="module")
+def group():
+    """The manifest of replicas over several hosts."""
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes_hosts.yaml").read_text()))
+
+
+@pytest.fixture(scope="module")
+def listens(manifest, slurm, hosts, group):
+    """(host, port, drain seconds) of the manifest's replicas and router, the script's router and replicas, and of one
+    model over several hosts, by Slurm and by Kubernetes."""
     containers = [manifest[key]["spec"]["template"]["spec"]["containers"][0] for key in (REPLICAS, ROUTER)]
-    commands = [[one["command"][2], *one["args"]] for one in containers] + [*slurm[:2]]
+    leader = group[1]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"][0]
+    commands = [[one["command"][2], *one["args"]] for one in containers] + [*slurm[:2], hosts[0]]
+    commands.append([leader["command"][2], *leader["args"]])
     words = [sys.executable, "-c", PARSE, json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -134,9 +151,39 @@ def test_the_slurm_script(slurm, listens):
     assert ended == ["end launch.router", "end launch.serve"]  # the router's streams need the replicas
     assert router[:3] == ["launch.router", "--replica=http://node1:8000", "--replica=http://node2:8000"]
     assert serve[0] == "launch.serve" and {"--model=FOLDER", "--tensor=8"} < set(serve)
-    (_, _, first), (host, port, second) = listens[2:]
+    (_, _, first), (host, port, second) = listens[2:4]
     assert (host, port) == ("0.0.0.0", 8000)
     seconds = re.search(r"^#SBATCH --signal=B:TERM@(\d+)$", SLURM.read_text(), re.MULTILINE)
     assert first + second < int(seconds[1])
     refused = subprocess.run([SLURM], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
     assert refused.returncode == 1 and "MODEL=FOLDER says what to serve" in refused.stderr
+
+
+def test_one_model_over_several_nodes(hosts, listens):
+    started, ended = hosts
+    assert {"--distributed", "--pipeline=2", "--tensor=8", "--model=FOLDER"} < set(started)
+    assert ended == "end launch.serve"
+    host, port, drain = listens[4]
+    script = SLURM.with_name("slurm_hosts.sh").read_text()
+    assert (host, port) == ("0.0.0.0", 8000)
+    assert drain < int(re.search(r"^#SBATCH --signal=B:TERM@(\d+)$", script, re.MULTILINE)[1])
+
+
+def test_one_model_over_several_pods(manifest, group, listens):
+    service, workload = group
+    spec = workload["spec"]["leaderWorkerTemplate"]
+    pods = [spec[name]["spec"] for name in ("leaderTemplate", "workerTemplate")]
+    (leader,), (worker,) = (pod["containers"] for pod in pods)
+    for name in ("image", "command", "args", "env", "resources", "volumeMounts"):
+        assert leader[name] == worker[name]
+    assert pods[0]["volumes"] == pods[1]["volumes"] == manifest[REPLICAS]["spec"]["template"]["spec"]["volumes"]
+    gpus = leader["resources"]["limits"]["nvidia.com/gpu"]
+    assert {f"--pipeline={spec['size']}", f"--tensor={gpus}", "--distributed"} < set(leader["args"])
+    host, port, drain = listens[5]
+    assert (host, port) == ("0.0.0.0", leader["ports"][0]["containerPort"])
+    assert all(pod["terminationGracePeriodSeconds"] > drain for pod in pods)
+    # It takes the place of the service that the router asks for addresses, with those that listen.
+    headless = manifest["Service", "shardlm-replicas"]
+    assert service["metadata"] == headless["metadata"] and service["spec"]["ports"] == headless["spec"]["ports"]
+    labels = spec["leaderTemplate"]["metadata"]["labels"] | {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    assert service["spec"]["selector"] == labels

@@ -35,6 +35,8 @@ OPEN_MPI = {
 OPEN_MPI_5 = {name: value for name, value in OPEN_MPI.items() if "uri" not in name}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "3", "NUM_PROCESSES": "4", "COORDINATOR_ADDRESS": "job-0.jax"}
 
+LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "r-0.r.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+
 
 def refused(environ):
     with pytest.raises(ShardlmError) as error:
@@ -85,6 +87,14 @@ def test_open_mpi_5_needs_to_be_told_the_coordinator_unless_all_are_on_one_host(
     assert host == "127.0.0.1"
     assert 61_440 <= int(port) < 65_536
     assert detect(here | {"OMPI_COMM_WORLD_RANK": "2"}).coordinator_address == f"{host}:{port}"
+
+
+def test_a_leader_worker_set_says_all():
+    assert detect(LEADER_WORKER_SET) == ClusterArgs("r-0.r.ns:1234", 2, 1)
+    assert detect(LEADER_WORKER_SET | {"LWS_GROUP_SIZE": "1"}) is None
+    assert "LWS_WORKER_INDEX is not set in a LeaderWorkerSet" in refused(
+        {name: value for name, value in LEADER_WORKER_SET.items() if name != "LWS_WORKER_INDEX"}
+    )
 
 
 def test_mpirun_inside_a_slurm_job_counts_its_own_processes():
