@@ -31,6 +31,7 @@ from shardlm.ops.paged_attention import choose
 from shardlm.ops.weight_format import WeightFormat
 from shardlm.rules import Rules
 from shardlm.serve import programs
+from shardlm.serve.carry import lowered, of_both
 from shardlm.serve.layers import apart
 from shardlm.serve.prefill import choose as choose_prefill
 from shardlm.serve.speculation import programs as speculation
@@ -227,3 +228,13 @@ def test_weights_in_few_bits_are_read_as_they_are_held():
     assert made and not large
     assert not re.findall(r" = \(?(?:s8|f8e4m3fn)\[[\d,]+\]\S* (copy|transpose|fusion)\(", text)
     assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * layers + 1)
+
+
+def test_what_leaves_a_stage_for_another_host_is_sent_at_once():
+    hosts = np.array(topology("h100", 2, 8)).reshape(2, 8)
+    shapes = [jax.ShapeDtypeStruct((64, 1, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)]
+    text = lowered(of_both(*hosts), shapes).compile().as_text()
+    module = parse(text)
+    kinds = collections.Counter(op.opcode for op in module.computations[module.entry].instructions)
+    assert kinds == {"parameter": 2, "collective-permute-start": 1, "collective-permute-done": 1}
+    assert "source_target_pairs={{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}" in text

@@ -44,9 +44,7 @@ class Sent:
     one array of both, with a copy a device."""
 
     def __init__(self, source: Mesh, target: Mesh):
-        devices = np.stack([source.devices.ravel(), target.devices.ravel()])
-        self.mesh = Mesh(devices, (HOP, LANE), axis_types=(AxisType.Explicit,) * 2)
-        self._both = NamedSharding(self.mesh, PartitionSpec(HOP))
+        self._both = of_both(source.devices, target.devices)
         self._target = NamedSharding(target, PartitionSpec())
         self._to = [device for device in target.devices.flat if device in target.local_devices]
         self._programs: dict[tuple, Callable] = {}
@@ -66,22 +64,17 @@ class Sent:
         for shape in shapes:
             zeros = np.zeros(shape.shape, shape.dtype)
             self._nothing[shape] = [jax.device_put(zeros, device) for device in self._to]
-        both = tuple(jax.ShapeDtypeStruct(self._twice(s), s.dtype, sharding=self._both) for s in shapes)
-        with jax.set_mesh(self.mesh):
-            self._programs[key_of(shapes)] = jax.jit(_shifted).lower(both).compile()
+        self._programs[key_of(shapes)] = lowered(self._both, shapes).compile()
 
     def _joined(self, a: jax.Array | None, shape: jax.ShapeDtypeStruct) -> jax.Array:
         shards = [] if a is None else [shard.data for shard in a.addressable_shards]
-        whole = self._twice(shape)
-        return jax.make_array_from_single_device_arrays(whole, self._both, [*shards, *self._nothing[shape]])
+        both = [*shards, *self._nothing[shape]]
+        return jax.make_array_from_single_device_arrays(_twice(shape), self._both, both)
 
     def _arrived(self, sent: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         shards = {shard.device: shard.data for shard in sent.addressable_shards}
         here = [shards[device] for device in self._to]
         return jax.make_array_from_single_device_arrays(shape.shape, self._target, here)
-
-    def _twice(self, shape: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-        return (2 * shape.shape[0], *shape.shape[1:])
 
 
 class Elsewhere:
@@ -116,6 +109,23 @@ def moved(a: jax.Array, sharding: NamedSharding, **options: Any) -> jax.Array:
     shards = {shard.device: shard.data for shard in wider.addressable_shards}
     here = [shards[device] for device in sharding.mesh.devices.flat if device in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(a.shape, sharding, here, dtype=a.dtype)
+
+
+def of_both(source: np.ndarray, target: np.ndarray) -> NamedSharding:
+    """Of an array whose first half each device of a stage has, and the second each of another."""
+    mesh = Mesh(np.stack([source.ravel(), target.ravel()]), (HOP, LANE), axis_types=(AxisType.Explicit,) * 2)
+    return NamedSharding(mesh, PartitionSpec(HOP))
+
+
+def lowered(both: NamedSharding, shapes: Sequence[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+    """The program that sends arrays of these shapes."""
+    arrays = tuple(jax.ShapeDtypeStruct(_twice(shape), shape.dtype, sharding=both) for shape in shapes)
+    with jax.set_mesh(both.mesh):
+        return jax.jit(_shifted).lower(arrays)
+
+
+def _twice(shape: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return (2 * shape.shape[0], *shape.shape[1:])
 
 
 def _shifted(both: tuple) -> tuple:
