@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shardlm import peft, weights
@@ -251,10 +252,16 @@ def _in_few_bits(found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: i
         there = reader.check_params(unflatten_dict(whole), asked, name, optional=("mtp",))
         for path, one in held_weights(shapes, model.execution.weights, model.groups).items():
             tree = reader.restore_some(unflatten_dict({path: whole[path]}), there, name)
-            w = np.asarray(flatten_dict(tree)[path])
+            w = on_host(flatten_dict(tree)[path])
             del tree  # from the devices, before what is made of it comes there
             made |= made_of(path, one, w, flat)
     return unflatten_dict(made)
+
+
+def on_host(a: jax.Array) -> np.ndarray:
+    """All of an array; of several processes all must call it."""
+    whole = a.is_fully_addressable or a.is_fully_replicated
+    return np.asarray(a if whole else multihost_utils.process_allgather(a, tiled=True))
 
 
 def check_trained(found: Found, model: ModelDef) -> None:

@@ -109,6 +109,11 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
     model = served.model
     found = describe(path, served.length)
     execution = model.execution
+    if found.run and execution.weights != "dtype" and jax.process_count() > 1:  # it is put together on all devices
+        raise ShardlmError(
+            f"{path} is a run, and what several processes serve is in few bits: write it as a folder (python -m "
+            f"launch.convert --checkpoint={path} --output=FOLDER), and give that"
+        )
     mtp, shape = model.config.mtp is not None, found.source.transformer()
     shape = shape if mtp else shape.without_mtp()
     lora = LoraConfig() if execution.adapters else execution.lora
