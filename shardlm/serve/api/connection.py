@@ -1,18 +1,26 @@
 """A connection of the HTTP/1.1 server: what uvicorn leaves out of it. A request's head must have come in time, as a
 client may open many connections and send none; what is no HTTP is answered in OpenAI's form as well; and an offer to
 go on in HTTP/2 is not heard, which its parser would take for the end of the request, body or not. Java's own client
-makes that offer with the first request of each connection."""
+makes that offer with the first request of each connection.
+
+A client of HTTP/1.0 knows no chunks: what has no length ends with the connection. One that says it will send no more
+(`nc -N`) waits for its answer all the same (https://www.rfc-editor.org/rfc/rfc9112#section-9.6), and looks like one
+that has gone until something is written to it.
+"""
 
 import asyncio
 import re
 from typing import Any
 
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.http import encode
 
 HEAD_SECONDS = 30.0
+ASK_SECONDS = 0.5, 30.0  # between two questions whether a client is there, at first and at most
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # before an answer as often as a server likes, and read over
 _OFFER = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
 
 
@@ -45,10 +53,32 @@ class Connection(HttpToolsProtocol):
         self._in_body = True
         self._head_is_here()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)
 
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
+
+    def eof_received(self) -> bool:
+        """Whether the connection is kept open: the client sends no more, and what it asked is not answered. What is
+        written to it from now on fails where it has gone, which ends its request; before an answer to HTTP/1.0 nothing
+        can be, nor does TLS leave half of a connection open."""
+        cycle = self.cycle
+        if self.scheme == "https" or self.pipeline or cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        if not cycle.response_started and self.scope["http_version"] == "1.0":
+            return False
+        cycle.keep_alive = False
+        self._head_is_here()
+        self._ask(cycle, ASK_SECONDS[0])
+        return True
+
+    def _ask(self, cycle: Any, seconds: float) -> None:
+        """Whether the client of a request is there, until there is an answer."""
+        if not cycle.response_started and not self.transport.is_closing():
+            self.transport.write(CONTINUE)
+            self.loop.call_later(seconds, self._ask, cycle, min(2 * seconds, ASK_SECONDS[1]))
 
     def send_400_response(self, msg: str) -> None:
         """Where uvicorn could not parse what came."""
@@ -65,3 +95,19 @@ class Connection(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+def _unchunked(cycle: Any) -> Send:
+    """uvicorn's own `send`, which chunks what comes without its length, without that."""
+    send, open_end = cycle.send, False
+
+    async def plain(message: Message) -> None:
+        nonlocal open_end
+        if message["type"] == "http.response.start":
+            open_end = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = False if open_end else None  # None: not known yet
+        elif open_end:
+            cycle.expected_content_length = len(message.get("body", b""))  # of which uvicorn wants as much to come
+        await send(message)
+
+    return plain
