@@ -217,6 +217,27 @@ def test_a_client_that_sends_no_whole_head(monkeypatch):
         assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def test_heads_without_end_and_several_requests_at_once(monkeypatch):
+    """The first are refused, the others end with their client, though none but the first has begun."""
+    monkeypatch.setattr(connection, "HEAD_BYTES", 1000)
+    llm = FakeLLM(reply="word " * 1000, delay=0.05)
+    with serving(llm) as (server, address):
+        there = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        with socket.create_connection(there, timeout=60) as sock:
+            said = said_after(sock, b"POST /v1/completions HTTP/1.1\r\n" + b"x: y\r\n" * 200)
+            assert said.startswith(b"HTTP/1.1 431 ") and b"head is above 1000 bytes" in said
+        with socket.create_connection(there, timeout=60) as sock:
+            for part in (b"GET /ping HTTP/1.1\r\nx: ", b"y" * 900, b"\r\nconnection: close\r\n\r\n"):
+                sock.sendall(part)
+            assert sock.makefile("rb").read().endswith(b"ok")
+        with socket.create_connection(there, timeout=60) as sock:
+            for _ in range(3):
+                post(sock, {"prompt": "a", "max_tokens": 1000})
+            until(lambda: llm.running)
+        until(lambda: not llm.running and not server.server_state.connections)
+        assert len(llm.seen) == len(llm.aborted) == 1
+
+
 JAVA = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c"
 
 
