@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
-from shardlm.serve.api.response_tools import Offered, arguments_of, chat_choice, input_of, offered, told_name
+from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
 from shardlm.serve.messages import BadMessage, plain_text
 
 LOGPROBS = "message.output_text.logprobs"
@@ -82,10 +82,13 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind == "reasoning":
         _think(messages, item, param)
-    else:
+    elif kind == "item_reference":
+        message = f"{param} refers to an item of before, and this server remembers nothing; send it whole (store=false)"
+        raise ApiError(message, param=param)
+    elif kind != ADDED:  # which `offered` reads
         raise ApiError(
             f"{param}.type={kind!r} must be one of message, function_call, function_call_output, custom_tool_call, "
-            "custom_tool_call_output and reasoning",
+            f"custom_tool_call_output, reasoning and {ADDED}",
             param=f"{param}.type",
         )
 

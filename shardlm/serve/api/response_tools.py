@@ -1,6 +1,7 @@
 """The tools of a /v1/responses request in the words of a chat, and its calls in those of responses again. Models are
 told of functions alone: one of a namespace has both names in one, and a custom tool, whose input is free text, is a
-function of that one text. Tools that a server would have to run are left out."""
+function of that one text. Tools that a server would have to run are left out. They are listed beside the input, or in
+items of it, as Codex does from 0.144 on."""
 
 import dataclasses
 import json
@@ -12,7 +13,9 @@ from shardlm.serve.api.protocol import ResponsesRequest
 
 Tool = Mapping[str, Any]
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
+ADDED = "additional_tools"  # the type of an item that brings further ones
 _KINDS = (FUNCTION, CUSTOM, NAMESPACE)
+_USUAL = "functions"  # the namespace of what is in none
 _BETWEEN = "__"  # as clients name what is of a server of tools: mcp__server__tool
 _INPUT = "input"
 _TEXT = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
@@ -31,20 +34,20 @@ class Offered:
 
 def told_name(name: str, namespace: str | None) -> str:
     """What the model knows a tool by."""
-    return name if not namespace else namespace + _BETWEEN * (not namespace.endswith(_BETWEEN)) + name
+    return name if namespace in (None, "", _USUAL) else namespace + _BETWEEN * (not namespace.endswith(_BETWEEN)) + name
 
 
 def offered(request: ResponsesRequest) -> dict[str, Offered]:
-    """{what the model knows it by: a tool that it is told of}. Raises ApiError for tools of a wrong shape, and for two
-    that the model would know by one name."""
+    """{what the model knows it by: a tool that it is told of}, as it was listed last. Raises ApiError for tools of a
+    wrong shape, and for two that the model would know by one name."""
     found: dict[str, Offered] = {}
     for tool, param, space in _each(request):
         if tool["type"] not in (FUNCTION, CUSTOM):
             continue
-        name, namespace = _name(tool, param), space and space["name"]
+        name, namespace = _name(tool, param), space["name"] if space and space["name"] != _USUAL else None
         about = _custom(tool, param) if tool["type"] == CUSTOM else _function(tool, param)
         # A chat has no place for what is said of a namespace, which is said once.
-        if space and space.get("description") and not any(one.namespace == namespace for one in found.values()):
+        if namespace and space.get("description") and not any(one.namespace == namespace for one in found.values()):
             said = f"{told_name('*', namespace)}: {space['description']}\n{about.get('description') or ''}"
             about = about | {"description": said.strip()}
         told = told_name(name, namespace)
@@ -55,7 +58,7 @@ def offered(request: ResponsesRequest) -> dict[str, Offered]:
 
 
 def shown(request: ResponsesRequest) -> list[Tool]:
-    """The request's tools of which the model is told, as they came."""
+    """The request's own tools of which the model is told, as they came."""
     return [tool for tool in request.tools or () if tool["type"] in _KINDS]
 
 
@@ -104,19 +107,25 @@ def arguments_of(text: str) -> str:
 
 def _each(request: ResponsesRequest) -> Iterator[tuple[Tool, str, Tool | None]]:
     """(a tool, where it stands in the request, the namespace that it is in). Raises ApiError."""
-    for i, tool in enumerate(request.tools or ()):
-        param = f"tools[{i}]"
+    lists = {"tools": request.tools or []}
+    for i, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        if item.get("type") == ADDED:
+            lists[f"input[{i}].tools"] = _list_of(item.get("tools"), f"input[{i}].tools")
+    for tool, param in ((tool, f"{where}[{i}]") for where, tools in lists.items() for i, tool in enumerate(tools)):
         if _type(tool, param) != NAMESPACE:
             yield tool, param, None
             continue
         _name(tool, param)
-        inside = tool.get("tools")
-        if not isinstance(inside, list) or not all(isinstance(one, Mapping) for one in inside):
-            raise ApiError(f"{param}.tools must be a list of tools", param=f"{param}.tools")
-        for j, one in enumerate(inside):
+        for j, one in enumerate(_list_of(tool.get("tools"), f"{param}.tools")):
             if _type(one, own := f"{param}.tools[{j}]") == NAMESPACE:
                 raise ApiError(f"{own}.type='namespace' is inside of another; give it beside", param=f"{own}.type")
             yield one, own, tool
+
+
+def _list_of(tools: Any, param: str) -> list[Tool]:
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ApiError(f"{param} must be a list of tools", param=param)
+    return tools
 
 
 def _type(tool: Tool, param: str) -> str:
@@ -145,7 +154,8 @@ def _custom(tool: Tool, param: str) -> dict[str, Any]:
         raise ApiError(f"{param}.format={form!r:.100} must be of type text or grammar", param=f"{param}.format")
     if form.get("type") == "grammar":
         said.append(f"{_INPUT} is a text of this grammar ({form.get('syntax')}):\n{form.get('definition')}")
-    return {"description": "\n".join(filter(None, said)), "parameters": _TEXT}
+    said = "\n".join(filter(None, said))
+    return {"description": said, "parameters": _TEXT} if said else {"parameters": _TEXT}
 
 
 def _chosen(choice: Any, tools: Mapping[str, Offered]) -> Sequence[Any]:

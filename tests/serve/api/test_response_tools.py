@@ -74,6 +74,20 @@ def test_the_model_is_told_of_functions_and_of_earlier_calls():
     assert f'{{"name": "patch", "arguments": {arguments_of(TEXT)}}}' in prompt
 
 
+def test_tools_that_are_items_of_the_input():
+    """As Codex sends them from 0.144 on, those of its own in the namespace that means none."""
+    own = {"type": "namespace", "name": "functions", "description": "Default.", "tools": [PATCH, FIND]}
+    added = {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [own, NAMESPACE]}
+    llm = FakeLLM(reply="\n".join(wrote for wrote, _ in CALLS[:4]), max_model_len=2000)
+    turns = [{"role": "user", "content": "ONE " + "a " * 1500}, {"role": "user", "content": "TWO"}]
+    for items in ([added, *turns[1:]], [turns[0], added, turns[1]]):
+        body = Client(llm).post("/v1/responses", {"input": items, "truncation": "auto", "max_output_tokens": 400})
+        body = body.json()
+        told = [{key: item[key] for key in item if key not in ("id", "call_id", "status")} for item in body["output"]]
+        assert told == [read for _, read in CALLS[:4]] and body["tools"] == []
+        assert "TWO" in llm.seen[-1][0] and "ONE" not in llm.seen[-1][0] and "Default" not in llm.seen[-1][0]
+
+
 def allowed(*tools):
     return {"type": "allowed_tools", "mode": "required", "tools": tools}
 
@@ -113,6 +127,9 @@ def test_what_is_refused():
         ({"tools": [only], "tool_choice": {"type": "custom", "name": "patch"}}, "tool_choice"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
         ({"input": [{**CALLS[0][1], "namespace": 3}]}, "input[0].namespace"),
+        ({"input": [{"type": "additional_tools", "tools": "all"}]}, "input[0].tools"),
+        ({"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}]}, "input[0].tools[0].name"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ]:
         told = error(Client().post("/v1/responses", {"input": "a", **wishes}), 400)
         assert told["param"] == param and told["message"].startswith(param.partition(".")[0])
