@@ -41,13 +41,15 @@ def offered(request: ResponsesRequest) -> dict[str, Offered]:
     """{what the model knows it by: a tool that it is told of}, as it was listed last. Raises ApiError for tools of a
     wrong shape, and for two that the model would know by one name."""
     found: dict[str, Offered] = {}
+    described: set[str] = set()
     for tool, param, space in _each(request):
         if tool["type"] not in (FUNCTION, CUSTOM):
             continue
         name, namespace = _name(tool, param), space["name"] if space and space["name"] != _USUAL else None
         about = _custom(tool, param) if tool["type"] == CUSTOM else _function(tool, param)
         # A chat has no place for what is said of a namespace, which is said once.
-        if namespace and space.get("description") and not any(one.namespace == namespace for one in found.values()):
+        if namespace and space.get("description") and namespace not in described:
+            described.add(namespace)
             said = f"{told_name('*', namespace)}: {space['description']}\n{about.get('description') or ''}"
             about = about | {"description": said.strip()}
         told = told_name(name, namespace)
@@ -70,11 +72,11 @@ def left_out(request: ResponsesRequest) -> list[str]:
 
 def chat_choice(request: ResponsesRequest, tools: Mapping[str, Offered]) -> Any:
     """tool_choice in the words of a chat. Raises ApiError where a tool must be called, and it is none of `tools`."""
-    choice = request.tool_choice
+    choice, known = request.tool_choice, _by_name(tools)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         among = choice.get("tools")
         if isinstance(among, list):
-            named = [one for each in among if not _is_left_out(each) for one in _chosen(each, tools)]
+            named = [one for each in among if not _is_left_out(each) for one in _chosen(each, known)]
             if among and not named:
                 raise _not_run(choice)
             among = named
@@ -84,7 +86,7 @@ def chat_choice(request: ResponsesRequest, tools: Mapping[str, Offered]) -> Any:
     if isinstance(choice, Mapping) and choice.get("type") == NAMESPACE:
         message = f"tool_choice={choice!r:.200} is several tools; name one, or ask for allowed_tools"
         raise ApiError(message, param="tool_choice")
-    return _chosen(choice, tools)[0]
+    return _chosen(choice, known)[0]
 
 
 def input_of(arguments: str) -> str:
@@ -158,20 +160,27 @@ def _custom(tool: Tool, param: str) -> dict[str, Any]:
     return {"description": said, "parameters": _TEXT} if said else {"parameters": _TEXT}
 
 
-def _chosen(choice: Any, tools: Mapping[str, Offered]) -> Sequence[Any]:
+def _by_name(tools: Mapping[str, Offered]) -> dict[tuple[str, str | None], list[str]]:
+    """{(a tool's name or what the model knows it by, its namespace or None for any): what the model knows it by}, and
+    {("", a namespace): all that are in it}."""
+    found: dict[tuple[str, str | None], list[str]] = {}
+    for told, tool in tools.items():
+        for key in {(tool.name, None), (tool.name, tool.namespace or _USUAL), ("", tool.namespace or _USUAL)}:
+            found.setdefault(key, []).append(told)
+    return found | {(told, None): [told] for told in tools}
+
+
+def _chosen(choice: Any, known: Mapping[tuple[str, str | None], list[str]]) -> Sequence[Any]:
     """One choice in the words of a chat; of a namespace all that are in it. What is named otherwise goes through."""
     if not isinstance(choice, Mapping) or not isinstance(choice.get("name"), str):
         return [choice]
     name, namespace = choice["name"], choice.get("namespace")
-    if choice.get("type") == NAMESPACE:
-        found = [told for told, one in tools.items() if one.namespace == name]
-    else:
-        found = [told for told, one in tools.items() if one.name == name and namespace in (None, one.namespace)]
-        found = [name] if name in tools and not namespace else found
-    if len(found) > 1 and choice.get("type") != NAMESPACE:
+    whole = choice.get("type") == NAMESPACE
+    found = known.get(("", name) if whole else (name, namespace if isinstance(namespace, str) else None), [name])
+    if len(found) > 1 and not whole:
         message = f"tool_choice names {name!r}, which is {' and '.join(found)}; give its namespace too"
         raise ApiError(message, param="tool_choice")
-    return [{"type": "function", "function": {"name": told}} for told in found or [name]]
+    return [{"type": "function", "function": {"name": told}} for told in found]
 
 
 def _is_left_out(choice: Any) -> bool:
