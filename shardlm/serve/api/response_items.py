@@ -1,6 +1,5 @@
 """From the items of a /v1/responses request to a chat: the same conversation in the words of /v1/chat/completions."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
 from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
-from shardlm.serve.messages import BadMessage, plain_text
+from shardlm.serve.messages import BadMessage, plain_text, read_arguments
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
@@ -116,12 +115,8 @@ def _check_text(content: Any, param: str) -> None:
 
 
 def _check_call(function: Mapping[str, Any], param: str) -> None:
-    arguments = function["arguments"] or {}
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(function["name"], str) or not isinstance(arguments, Mapping):
+    arguments = read_arguments(function["arguments"] or {})
+    if not isinstance(function["name"], str) or not isinstance(arguments, Mapping | str):
         raise ApiError(
             f"{param} is a call {function!r:.200}; it has the name of a function and its arguments, the text of a JSON "
             "object",
