@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 
-from shardlm import weights
+from shardlm import peft_modules, weights
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Planned, Stored, header, write_file
 from shardlm.layers.lora import MLP, TARGETS, LoraConfig, beside
@@ -38,8 +38,10 @@ PLAIN = {
     "alora_invocation_tokens": None,
     "arrow_config": None,
     "use_bdlora": None,
+    "kasa_config": None,
+    "monteclora_config": None,
 }
-SOME_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules")  # so that others have none
+PREFIX = "base_model.model."  # of the names in PEFT's files
 MERGE = "merge the adapters into their checkpoint with PEFT (merge_and_unload), and serve that"
 EXPERTS = f"projections of routed experts, which have no adapters here: {MERGE}"
 ANEW = "save the adapters anew"
@@ -157,39 +159,58 @@ def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Par
     that are missing, left over or of another shape."""
     stored, config, lora = _stored(folder), _config(folder), model.execution.lora
     shapes, found, used, missing = flatten_dict(model.shapes), [], set(), []
-    listed = _listed(config)
+    spelled = _spelled(folder)
+    expected = _expected(config, model, source, spelled)
     for place, module, group in _groups(model, source):
         keys = [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
         if lost := [key for key in keys if key not in stored]:
-            if len(lost) == 1 or any(_named(end, [module]) for end in listed):
+            if len(lost) == 1 or module in expected:
                 missing += lost
             continue
         used.update(keys)
-        own = stored[keys[0]].shape[0] if stored[keys[0]].shape else 0
-        if own != (said := _own(config, "rank_pattern", module, config["r"])):
-            raise ShardlmError(f"{folder / WEIGHTS}: {keys[0]} has rank {own} and {CONFIG} says {said}; {ANEW}")
-        factor = _alpha(config, module, own) / (lora.alpha / lora.rank)
+        rank = stored[keys[0]].shape[0] if stored[keys[0]].shape else 0
+        theirs = spelled[keys[0]]
+        if rank != (said := peft_modules.own(config, "rank_pattern", theirs, config["r"])):
+            raise ShardlmError(f"{folder / WEIGHTS}: {keys[0]} has rank {rank} and {CONFIG} says {said}; {ANEW}")
+        factor = _alpha(config, theirs, rank) / (lora.alpha / lora.rank)
         for one in group:
             a, b = (shapes[path].shape[place is not None :] for path in beside(one.path))
-            both = ((one.a, (*a[:-1], own), keys[0], 1.0), (one.b, (own, *b[1:]), keys[1], factor))
+            both = ((one.a, (*a[:-1], rank), keys[0], 1.0), (one.b, (rank, *b[1:]), keys[1], factor))
             for path, (tensor, shape, key, scale) in zip(beside(one.path), both, strict=True):
                 _check_shape(folder, key, stored[key], tensor, shape, group)
                 found.append(Part(path, place, tensor, shape, stored[key], scale))
-    modules = {_module(key)[1] for key in stored}
-    here = {_of_layer(name) for (_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
-    if lost := [end for end in listed if _named(end, here) and not _named(end, modules)]:
-        raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
-    whole = {key.partition(".lora_")[0] for key in stored}
-    if listed and (more := sorted(module for module in whole if not any(_named(end, [module]) for end in listed))):
-        raise ShardlmError(
-            f"{folder / WEIGHTS} adapts {_some(more)}, which {CONFIG} with target_modules={sorted(listed)} does not "
-            f"name, so that PEFT leaves it out; {ANEW}"
-        )
+    _check_named(folder, config, model, source, spelled)
     if missing:
         raise ShardlmError(f"{folder / WEIGHTS} lacks {_some(missing)}; {ANEW}")
     if left := sorted(stored.keys() - used):
         raise ShardlmError(f"{folder / WEIGHTS} has tensors that do not fit the model: {_some(left)}")
     return found
+
+
+def _expected(config, model: ModelDef, source: Pretrained, spelled: Mapping[str, str]) -> set[str]:
+    """The model's modules that the configuration names; none where an expression is for names that the file spells
+    otherwise."""
+    as_here = all(_plain(name) == name for name in (f"{PREFIX}{module}." for module in spelled.values()))
+    if isinstance(config.get("target_modules"), str) and not as_here:
+        return set()
+    named = peft_modules.names_of(config)
+    return {module for _, module, _ in _groups(model, source) if named(module.removeprefix(PREFIX))}
+
+
+def _check_named(folder: pathlib.Path, config, model: ModelDef, source: Pretrained, spelled: Mapping[str, str]) -> None:
+    """Raises ShardlmError where a configuration names other modules than the file has."""
+    modules = {_module(key)[1] for key in spelled}
+    here = {_of_layer(name) for (_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
+    ends, has = peft_modules.by_ends(config), peft_modules.ends_with
+    if lost := [end for end in ends if has(end, here) and not has(end, modules)]:
+        raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
+    named = peft_modules.names_of(config)
+    if more := sorted({module for module in spelled.values() if not named(module)}):
+        said = ", ".join(f"{o}={config[o]!r:.200}" for o in peft_modules.OPTIONS if config.get(o))
+        raise ShardlmError(
+            f"{folder / WEIGHTS} adapts {_some(more)}, which {CONFIG} with {said} does not name, so that PEFT leaves "
+            f"it out; {ANEW}"
+        )
 
 
 def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pretrained) -> None:
@@ -256,7 +277,7 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
             shape = flat[leaf.path].shape[bool(leaf.layers) :]
             made.append(Adapter(leaf.path, *_factors(leaf.tensor, shape, into), shape[into:], yes))
         for place, layer in enumerate(first.layers or (0,)):
-            module = "base_model.model." + name.format(layer=layer).removesuffix(".weight")
+            module = PREFIX + name.format(layer=layer).removesuffix(".weight")
             yield (place if first.layers else None), module, made
 
 
@@ -307,30 +328,14 @@ def _check_shape(folder, key: str, stored: Stored, tensor: Tensor, shape, group:
         raise ShardlmError(f"{folder / WEIGHTS}: {key} is {list(stored.shape)} and the model needs {list(needed)}")
 
 
-def _listed(config: Mapping[str, Any]) -> list[str]:
-    """Names of the modules that are adapted, or their ends; none where a pattern says which."""
-    named = config.get("target_modules")
-    return [] if isinstance(named, str) or any(config.get(option) for option in SOME_LAYERS) else list(named or ())
-
-
-def _named(end: str, modules: Iterable[str]) -> bool:
-    return any(module == end or module.endswith(f".{end}") for module in modules)
-
-
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _alpha(config: Mapping[str, Any], module: str, rank: int) -> float:
     """What PEFT multiplies x A B by."""
-    own = _own(config, "alpha_pattern", module, config["lora_alpha"])
+    own = peft_modules.own(config, "alpha_pattern", module, config["lora_alpha"])
     return own / rank**0.5 if config.get("use_rslora") else own / rank
-
-
-def _own(config: Mapping[str, Any], pattern: str, module: str, usual: float) -> float:
-    """What the first expression of `pattern` that names a module gives it, else `usual`."""
-    patterns = config.get(pattern) or {}
-    return next((n for name, n in patterns.items() if re.search(rf"(^|\.){name}$", module)), usual)
 
 
 def _config(folder: pathlib.Path) -> Mapping[str, Any]:
@@ -342,6 +347,7 @@ def _config(folder: pathlib.Path) -> Mapping[str, Any]:
         raise ShardlmError(f"{folder / CONFIG} holds a JSON {type(config).__name__}; it describes adapters of PEFT")
     if config.get("peft_type") == "LORA":
         _check_numbers(folder, config)
+        peft_modules.check(config, str(folder / CONFIG))
     return config
 
 
@@ -363,12 +369,23 @@ def _check_numbers(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
 def _stored(folder: pathlib.Path) -> dict[str, Stored]:
     if not (folder / WEIGHTS).is_file():
         raise ShardlmError(f"{folder} has {CONFIG} and no {WEIGHTS}; save the adapters with safe_serialization")
-    return {re.sub(r"\.language_model\.(?=model\.|layers\.)", ".", n): s for n, s in header(folder / WEIGHTS).items()}
+    return {_plain(name): stored for name, stored in header(folder / WEIGHTS).items()}
+
+
+def _spelled(folder: pathlib.Path) -> dict[str, str]:
+    """{name of a tensor: the module that it is of, as the file and the configuration spell it}."""
+    names = header(folder / WEIGHTS)
+    return {_plain(name): name.removeprefix(PREFIX).partition(".lora_")[0] for name in names}
+
+
+def _plain(name: str) -> str:
+    """Of the text part of what sees too, as of a text model."""
+    return re.sub(r"\.language_model\.(?=model\.|layers\.)", ".", name)
 
 
 def _module(key: str) -> tuple[str, str]:
     """(layer or "", module within it) of a tensor of PEFT's, such as self_attn.q_proj."""
-    name = re.sub(r"(\.lora_[AB]\.weight|\.)$", "", key.removeprefix("base_model.model."))
+    name = re.sub(r"(\.lora_[AB]\.weight|\.)$", "", key.removeprefix(PREFIX))
     found = re.match(r".*?\.(\d+)\.(.+)", name)
     return (found[1], found[2]) if found else ("", name)
 

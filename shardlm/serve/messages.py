@@ -80,10 +80,20 @@ def _calls(calls: Any, param: str) -> list[dict[str, Any]]:
         found = []
         for call in calls:
             function = dict(call["function"])
-            arguments = function.get("arguments") or {}
-            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(function["name"], str):
+                raise TypeError(f"name={function['name']!r:.100}")
+            function["arguments"] = read_arguments(function.get("arguments") or {})
             found.append({**call, "function": function})
         return found
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         message = f"{param} must be a list of calls, each with a function of name and arguments in JSON: {error!r}"
         raise BadMessage(message, param) from None
+
+
+def read_arguments(given: Any) -> Any:
+    """Of a call, from their text. A text that is no JSON stays: the model may have written it so or been cut off, and
+    who sends the conversation back can do nothing about that."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given

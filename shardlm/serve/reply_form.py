@@ -2,8 +2,9 @@
 answer are.
 
 The free part ends with given texts, which tokens need not respect: a token that would end it and go on is forbidden, so
-that the grammar begins with a token. Where only a reply with a certain beginning is free, its first tokens may be that
-beginning or what the grammar allows. No jax.
+that the grammar begins with a token. Nor does a reply end in it, before what is asked for: a model that stopped in its
+thoughts would have called no tool that it must call. Where only a reply with a certain beginning is free, its first
+tokens may be that beginning or what the grammar allows. No jax.
 
 Free parts may have a limit: so many tokens, after which those of the text that ends them are the only ones allowed.
 
@@ -42,10 +43,16 @@ class FreePart:
     characters are there.
     """
 
-    def __init__(self, token_texts: Sequence[str], after: Sequence[str], openings: Sequence[str] = ()):
-        """Without texts of tokens nothing is forbidden: for what no grammar follows."""
+    def __init__(
+        self,
+        token_texts: Sequence[str],
+        after: Sequence[str],
+        openings: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+    ):
+        """Without texts of tokens nothing is forbidden: for what no grammar follows. `stop_ids`: that do not end it."""
         self.after, self.openings = tuple(after), tuple(openings)
-        self._texts = token_texts
+        self._texts, self._stops = token_texts, set(stop_ids)
         self._space = SPACE if token_texts else sys.maxsize
         last = self.after[-1]
         self._ending = [id for id, text in enumerate(token_texts) if last[-1] in text[:-1]]  # that may end it and go on
@@ -72,11 +79,11 @@ class FreePart:
         return (number, progress.matched), None
 
     def beyond(self, place: tuple[int, int]) -> np.ndarray:
-        """Tokens that would end it with their first characters, and go on."""
+        """Tokens that would end it with their first characters, and go on, and those that end a reply."""
         if place not in self._beyond:
             near = {*self._whole, *self._finishing(*place)}  # following all that may end it takes 0.1 s
-            found = [id for id in sorted(near) if self.follow(place, self._texts[id][:-1])[1] is not None]
-            self._beyond[place] = np.array(found, np.int64)
+            found = {id for id in near if self.follow(place, self._texts[id][:-1])[1] is not None}
+            self._beyond[place] = np.array(sorted(found | self._stops), np.int64)
         return self._beyond[place]
 
     def rule(self, place: tuple[int, int]) -> int:
@@ -342,7 +349,8 @@ class FormCompiler:
         key = (tuple(after), tuple(openings), held)
         found = self._free_parts.get(key)
         if found is None:
-            found = FreePart(self._token_texts if held else (), after, openings)
+            stops = self._sizes[1] if held and after != (NEVER,) else ()
+            found = FreePart(self._token_texts if held else (), after, openings, stops)
             if len(self._free_parts) >= FREE_PARTS:
                 self._free_parts.clear()  # by any of the threads that compile
             self._free_parts[key] = found

@@ -118,6 +118,31 @@ WRONG = {
         {"config": {"target_modules": ["q_proj", "other"]}},
         r"adapts .*layers.2.self_attn.o_proj, which .* does not name, so that PEFT leaves it",
     ),
+    "an expression for other modules": (
+        "fits",
+        {"config": {"target_modules": r".*\.q_proj"}},
+        r"adapts model.layers.0.self_attn.o_proj, .*2.self_attn.o_proj, which .* does not name, so that PEFT",
+    ),
+    "other layers alone": (
+        "fits",
+        {"config": {"layers_to_transform": [0, 2]}},
+        r"layers.1.self_attn.o_proj, .*=\[0, 2\]",
+    ),
+    "excluded modules": (
+        "fits",
+        {"config": {"exclude_modules": r".*\.1\..*q_proj"}},
+        r"layers.1.self_attn.q_proj, whi",
+    ),
+    "a layer less than an expression names": (
+        "fits",
+        {
+            "config": {"target_modules": r"model\.layers\.\d\.self_attn\.(q|o)_proj"},
+            "tensors": without("0.self_attn.q_proj.lora_A.weight", "0.self_attn.q_proj.lora_B.weight"),
+        },
+        r"lacks .*layers.0.self_attn.q_proj.lora_A.weight, .*; save",
+    ),
+    "a wrong expression": ("fits", {"config": {"target_modules": "*q"}}, r"target_modules='\*q'; it is an expression"),
+    "no layer": ("fits", {"config": {"layers_to_transform": "all"}}, "layers_to_transform='all'; it is layers' numb"),
     "a layer more": ("fits", {"tensors": renamed("layers.0", "layers.9")}, r"lacks|do not fit the model: .*layers.9"),
     "another module": (
         "fits",
@@ -189,7 +214,10 @@ def test_dense_layers_and_shared_experts_of_a_model_with_experts_have_room(tmp_p
         name = f"base_model.model.model.{module}"
         shapes |= {f"{name}.lora_A.weight": (2, inputs), f"{name}.lora_B.weight": (outputs, 2)}
     made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    config = {"base_model_name_or_path": str(base), "target_modules": "(layers.0.mlp.down|layers.1.+shared.+up)_proj"}
+    config = {
+        "base_model_name_or_path": str(base),
+        "target_modules": "model.(layers.0.mlp.down|layers.1.+shared.+up)_proj",
+    }
     attention = adapter_of(tmp_path / "attention", base, LoraConfig(2, 4.0, ("wo",)), 0)
     folder = changed(attention, tmp_path / "adapter", config, lambda given: made)
     with decoding_from(SIZES["max_num_seqs"]):

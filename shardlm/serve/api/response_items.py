@@ -1,13 +1,13 @@
 """From the items of a /v1/responses request to a chat: the same conversation in the words of /v1/chat/completions."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
-from shardlm.serve.messages import BadMessage, plain_text
+from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
+from shardlm.serve.messages import BadMessage, plain_text, read_arguments
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
@@ -16,6 +16,7 @@ _SAME = (
     *("frequency_penalty", "seed", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
     *("structured_outputs", "thinking_token_budget", "priority", "cache_salt"),
 )
+_RESULTS = ("function_call_output", "custom_tool_call_output")
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 # Of a chat, and what they are called here.
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -27,11 +28,11 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         if getattr(request, name):
             raise ApiError(f"{name} is not supported: this server remembers nothing; send the whole input", param=name)
     text_format = request.text.format if request.text else None
-    logprobs = LOGPROBS in (request.include or ())
+    logprobs, tools = LOGPROBS in (request.include or ()), offered(request)
     return ChatRequest(
         messages=_messages(request),
-        tools=[_tool(tool) for tool in functions(request)] or None,
-        tool_choice=_choice(request),
+        tools=[{"type": "function", "function": tool.function} for tool in tools.values()] or None,
+        tool_choice=chat_choice(request, tools),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=text_format,
         logprobs=logprobs,
@@ -62,7 +63,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
     kind = item.get("type", "message")
-    for name in ("content", "output") if kind in ("message", "function_call_output") else ():
+    for name in ("content", "output") if kind in ("message", *_RESULTS) else ():
         _check_text(item.get(name), f"{param}.{name}")
     if kind == "message":
         last = messages[-1] if messages else {}
@@ -70,20 +71,40 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str)
             last["content"] = item.get("content")
         else:
             messages.append({"role": item.get("role"), "content": item.get("content")})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    elif kind in ("function_call", "custom_tool_call"):
+        function = {"name": item.get("name"), "arguments": _arguments(item, param)}
         _check_call(function, param)
+        function["name"] = told_name(function["name"], _namespace(item, param))
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in _RESULTS:
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind == "reasoning":
         _think(messages, item, param)
-    else:
+    elif kind == "item_reference":
+        message = f"{param} refers to an item of before, and this server remembers nothing; send it whole (store=false)"
+        raise ApiError(message, param=param)
+    elif kind != ADDED:  # which `offered` reads
         raise ApiError(
-            f"{param}.type={kind!r} must be one of message, function_call, function_call_output and reasoning",
+            f"{param}.type={kind!r} must be one of message, function_call, function_call_output, custom_tool_call, "
+            f"custom_tool_call_output, reasoning and {ADDED}",
             param=f"{param}.type",
         )
+
+
+def _arguments(item: Mapping[str, Any], param: str) -> Any:
+    if item["type"] == "function_call":
+        return item.get("arguments")
+    if not isinstance(item.get("input"), str):
+        raise ApiError(f"{param}.input={item.get('input')!r:.100} must be a text", param=f"{param}.input")
+    return arguments_of(item["input"])
+
+
+def _namespace(item: Mapping[str, Any], param: str) -> str | None:
+    found = item.get("namespace")
+    if not isinstance(found, str | None):
+        raise ApiError(f"{param}.namespace={found!r:.100} must be a text", param=f"{param}.namespace")
+    return found
 
 
 def _check_text(content: Any, param: str) -> None:
@@ -94,12 +115,8 @@ def _check_text(content: Any, param: str) -> None:
 
 
 def _check_call(function: Mapping[str, Any], param: str) -> None:
-    arguments = function["arguments"] or {}
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(function["name"], str) or not isinstance(arguments, Mapping):
+    arguments = read_arguments(function["arguments"] or {})
+    if not isinstance(function["name"], str) or not isinstance(arguments, Mapping | str):
         raise ApiError(
             f"{param} is a call {function!r:.200}; it has the name of a function and its arguments, the text of a JSON "
             "object",
@@ -131,59 +148,6 @@ def _think(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) 
 def _only_thought(message: Mapping[str, Any]) -> bool:
     """Of the assistant, with nothing else so far."""
     return _THOUGHTS in message and message["content"] == "" and "tool_calls" not in message
-
-
-def functions(request: ResponsesRequest) -> list[Mapping[str, Any]]:
-    """The tools that the model is told of, which the client runs. Raises ApiError for a tool without a type."""
-    for i, tool in enumerate(request.tools or ()):
-        if not isinstance(tool.get("type"), str):
-            param = f"tools[{i}].type"
-            raise ApiError(f"{param}={tool.get('type')!r} must be function", param=param)
-    return [tool for tool in request.tools or () if tool["type"] == "function"]
-
-
-def left_out(request: ResponsesRequest) -> list[str]:
-    """Types of the tools that the model is not told of: web_search, file_search, ... are run by OpenAI's servers, and
-    clients such as Codex send them with every request."""
-    return [tool["type"] for tool in request.tools or () if tool["type"] != "function"]
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(request: ResponsesRequest) -> Any:
-    """In the words of a chat. Raises ApiError where a tool must be called, and it is none that the model is told of."""
-    choice, missing = request.tool_choice, left_out(request)
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        if isinstance(tools, list):
-            named = [_named(one) for one in tools if not _is_left_out(one)]
-            if tools and not named:
-                raise _not_run(choice)
-            tools = named
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    if _is_left_out(choice) or (choice == "required" and missing and not functions(request)):
-        raise _not_run(choice)
-    return _named(choice)
-
-
-def _is_left_out(choice: Any) -> bool:
-    """Whether one tool is chosen that is no function."""
-    kind = choice.get("type", "function") if isinstance(choice, Mapping) else "function"
-    return isinstance(kind, str) and kind != "function"
-
-
-def _not_run(choice: Any) -> ApiError:
-    message = f"tool_choice={choice!r:.200} asks for tools that this server does not run; it has functions alone"
-    return ApiError(message, param="tool_choice")
-
-
-def _named(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
 
 
 def usage(counts: tuple[int, int, int], thoughts: int) -> dict[str, Any]:
@@ -221,12 +185,16 @@ def thought_part(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 
-def function_call(id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    return {
-        "type": "function_call",
-        "id": f"fc_{id}",
+def call(id: str, name: str, arguments: str, status: str, tools: Mapping[str, Offered]) -> dict[str, Any]:
+    """A call of what the model knows as `name`, in the client's words."""
+    tool = tools.get(name)
+    custom = tool is not None and tool.custom
+    item = {
+        "type": "custom_tool_call" if custom else "function_call",
+        "id": f"{'ctc' if custom else 'fc'}_{id}",
         "call_id": f"call_{id}",
-        "name": name,
-        "arguments": arguments,
+        "name": tool.name if tool else name,
         "status": status,
     }
+    item |= {"input": input_of(arguments) if arguments else ""} if custom else {"arguments": arguments}
+    return item | ({"namespace": tool.namespace} if tool and tool.namespace else {})

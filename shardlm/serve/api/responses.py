@@ -13,6 +13,7 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ResponsesRequest
 from shardlm.serve.api.reasoning.marks import Thought
+from shardlm.serve.api.response_tools import left_out, offered, shown
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.api.truncation import fitting
@@ -27,7 +28,7 @@ async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | E
         asked, replies = await begin(call, items.chat_request(await fitting(call, request)))
     except ApiError as error:
         raise items.renamed(error) from None
-    call.service.leave_out(items.left_out(request))
+    call.service.leave_out(left_out(request))
     writer = _Writer(call, request)
     turn = _turn(writer, replies, asked)
     if request.stream:
@@ -83,6 +84,7 @@ class _Writer:
         self._model = request.model or call.service.names[0]
         self._top = request.top_logprobs or 0
         self._scored = items.LOGPROBS in (request.include or ())
+        self._tools = offered(request)
         self._items: list[dict[str, Any]] = []  # those that are done
         self._open: CallDelta | None = None  # the call that grows
         self._text: str | None = None  # the message that grows
@@ -120,10 +122,14 @@ class _Writer:
             yield {"type": "response.reasoning_text.done", **where, "text": self._thought}
             yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
         elif self._open is not None:
-            item = items.function_call(self._number(), self._open.name, self._open.arguments, status)
-            where = self._where("fc")
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **where, **done}
+            item = self._call_item(self._open, status)
+            where = {"item_id": item["id"], "output_index": len(self._items)}
+            if (text := item.get("input")) is not None:  # which is read when the arguments are whole
+                yield {"type": "response.custom_tool_call_input.delta", **where, "delta": text}
+                yield {"type": "response.custom_tool_call_input.done", **where, "input": text}
+            else:
+                done = {"name": item["name"], "arguments": item["arguments"]}
+                yield {"type": "response.function_call_arguments.done", **where, **done}
         else:
             return
         yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
@@ -166,11 +172,16 @@ class _Writer:
             yield from self.close()
             self._space, self._scores, self._told = "", [], 0
             self._open = CallDelta(piece.index, piece.name, "")
-            item = items.function_call(self._number(), piece.name, "", "in_progress")
+            item = self._call_item(self._open, "in_progress")
             yield {"type": "response.output_item.added", "output_index": len(self._items), "item": item}
         self._open.arguments += piece.arguments
-        where = self._where("fc")
-        yield {"type": "response.function_call_arguments.delta", **where, "delta": piece.arguments}
+        tool = self._tools.get(self._open.name)
+        if not (tool and tool.custom):
+            where = self._where("fc")
+            yield {"type": "response.function_call_arguments.delta", **where, "delta": piece.arguments}
+
+    def _call_item(self, call: CallDelta, status: str) -> dict[str, Any]:
+        return items.call(self._number(), call.name, call.arguments, status, self._tools)
 
     @property
     def _growing(self) -> bool:
@@ -205,7 +216,7 @@ class _Writer:
             "temperature": request.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": items.functions(request),
+            "tools": shown(request),
             "top_p": request.top_p,
             "truncation": request.truncation or "disabled",
         }

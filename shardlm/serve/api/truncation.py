@@ -1,6 +1,6 @@
 """truncation="auto" of /v1/responses: a conversation that is too long is read without its oldest turns, as OpenAI drops
-items from its beginning. Instructions stay, and a turn goes whole, with its calls and their results: templates refuse
-half of one."""
+items from its beginning. Instructions and lists of tools stay, and a turn goes whole, with its calls and their results:
+templates refuse half of one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ import msgspec
 
 from shardlm.serve.api import response_items as items
 from shardlm.serve.api.protocol import ResponsesRequest
+from shardlm.serve.api.response_tools import ADDED
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.turns import prompt_length
 from shardlm.serve.request import PromptTooLong
@@ -49,8 +50,14 @@ def _shorter(request: ResponsesRequest) -> list[ResponsesRequest]:
     """With all turns, without the first, without the first two, and so on."""
     every: Sequence[Item] = request.input
     begins = [i for i, item in enumerate(every) if _role(item) == "user"]
-    instructions = [item for item in every[: begins[0] if begins else 0] if _role(item) in ("system", "developer")]
-    return [request, *(msgspec.structs.replace(request, input=[*instructions, *every[i:]]) for i in begins[1:])]
+    first = begins[0] if begins else 0
+
+    def stays(i: int, item: Item) -> bool:
+        return item.get("type") == ADDED or (i < first and _role(item) in ("system", "developer"))
+
+    kept = [[item for i, item in enumerate(every[:begin]) if stays(i, item)] for begin in begins[1:]]
+    pairs = zip(kept, begins[1:], strict=True)
+    return [request, *(msgspec.structs.replace(request, input=[*own, *every[begin:]]) for own, begin in pairs)]
 
 
 def _role(item: Item) -> Any:

@@ -177,13 +177,26 @@ def test_messages_become_the_prompt():
     assert thinking.llm.seen[-1][0].endswith("<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize("template", ["qwen25", "qwen3", "llama31", "deepseek"])
+def test_a_call_that_was_cut_off_comes_back(template):
+    """As agents send it, who cannot mend what the model wrote."""
+    client, cut = Client(FakeLLM(template_name=template)), '{"city": "Par'
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": cut}}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, *USER]
+    assert client.post(PATH, {"messages": messages}).status_code == 200
+    assert cut in client.llm.seen[-1][0].replace('\\"', '"')
+    items = [*USER, {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": cut}, *USER]
+    assert client.post("/v1/responses", {"input": items}).status_code == 200
+    assert client.llm.seen[-1][0] == client.llm.seen[-2][0]
+
+
 IMAGE = {"type": "image_url"}
 WRONG = {
     "messages is empty": ({"messages": []}, "messages"),
     "must be a text, such as user": ({"messages": [{"content": "x"}]}, "messages[0].role"),
     "this model reads text": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
     "it is a text or a list of parts": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    "a list of calls": ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+    "a list of calls": ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
                         "messages[0].tool_calls"),
     "has tools, which means something": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     "has self, which means something": ({"chat_template_kwargs": {"self": []}}, "chat_template_kwargs"),
@@ -370,7 +383,7 @@ def test_items_of_responses():
         ({"input": []}, "input"),
         ({"instructions": "x", "input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[0].output"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]}, "input[0]"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),

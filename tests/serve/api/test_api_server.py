@@ -1,6 +1,7 @@
 """A server that listens, and OpenAI's own client."""
 
 import contextlib
+import itertools
 import json
 import shutil
 import signal
@@ -51,11 +52,11 @@ def client(server):
         yield made
 
 
-def post(sock, body, key="-"):
+def post(sock, body, key="-", version=b"1.1", more=b""):
     """A request without a client that would read its answer."""
     body = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}"
-    sock.sendall(head.encode() + b"\r\n\r\n" + body)
+    head = f"host: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n".encode()
+    sock.sendall(b"POST /v1/completions HTTP/" + version + b"\r\n" + head + more + b"\r\n" + body)
 
 
 def said_after(sock, begun):
@@ -216,6 +217,27 @@ def test_a_client_that_sends_no_whole_head(monkeypatch):
         assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def test_heads_without_end_and_several_requests_at_once(monkeypatch):
+    """The first are refused, the others end with their client, though none but the first has begun."""
+    monkeypatch.setattr(connection, "HEAD_BYTES", 1000)
+    llm = FakeLLM(reply="word " * 1000, delay=0.05)
+    with serving(llm) as (server, address):
+        there = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        with socket.create_connection(there, timeout=60) as sock:
+            said = said_after(sock, b"POST /v1/completions HTTP/1.1\r\n" + b"x: y\r\n" * 200)
+            assert said.startswith(b"HTTP/1.1 431 ") and b"head is above 1000 bytes" in said
+        with socket.create_connection(there, timeout=60) as sock:
+            for part in (b"GET /ping HTTP/1.1\r\nx: ", b"y" * 900, b"\r\nconnection: close\r\n\r\n"):
+                sock.sendall(part)
+            assert sock.makefile("rb").read().endswith(b"ok")
+        with socket.create_connection(there, timeout=60) as sock:
+            for _ in range(3):
+                post(sock, {"prompt": "a", "max_tokens": 1000})
+            until(lambda: llm.running)
+        until(lambda: not llm.running and not server.server_state.connections)
+        assert len(llm.seen) == len(llm.aborted) == 1
+
+
 JAVA = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c"
 
 
@@ -233,6 +255,39 @@ def test_an_offer_of_http_2_takes_no_body_away():
                     sock.sendall(body[cut - len(head) :] + b"GET /ping HTTP/1.1\r\nconnection: close\r\n\r\n")
                     said = sock.makefile("rb").read()
                 assert said.startswith(b"HTTP/1.1 200") and b'"completion_tokens":1' in said and said.endswith(b"ok")
+
+
+def test_clients_of_http_1_0_and_those_that_send_no_more(monkeypatch):
+    """Bodies without chunks, ended by the connection; what was asked by who sends no more is answered."""
+    monkeypatch.setattr(connection, "ASK_SECONDS", (0.02, 1.0))
+    llm = FakeLLM(reply="word " * 3, delay=0.05)  # until the second question, and a third
+    with serving(llm) as (_, address):
+        there = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        for version, stream, half in itertools.product((b"1.0", b"1.1"), (False, True), (False, True)):
+            if (version, stream, half) == (b"1.0", False, True):
+                continue  # taken for gone
+            with socket.create_connection(there, timeout=60) as sock:
+                wishes = {"prompt": "a", "max_tokens": 2, "stream": stream}
+                post(sock, wishes, version=version, more=b"connection: close\r\n")
+                said = b""
+                if half and version == b"1.0":
+                    said = sock.recv(1)  # an answer has begun
+                if half:
+                    sock.shutdown(socket.SHUT_WR)
+                said = (said + sock.makefile("rb").read()).replace(connection.CONTINUE, b"")
+            head, _, body = said.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head
+            assert (b"transfer-encoding: chunked" in head) == (stream and version == b"1.1")
+            if stream and version == b"1.0":
+                assert body.startswith(b"data: {") and body.endswith(b"}\n\ndata: [DONE]\n\n")
+            assert b'"finish_reason":"length"' in body
+        for version, stream in ((b"1.0", False), (b"1.1", False), (b"1.1", True)):
+            llm.reply = "word " * 1000
+            with socket.create_connection(there, timeout=60) as sock:
+                post(sock, {"prompt": "a", "max_tokens": 1000, "stream": stream}, version=version)
+                until(lambda: llm.running)
+            until(lambda: not llm.running)
+        assert len(llm.aborted) == 3
 
 
 def test_what_is_under_way_is_finished_before_the_end():
