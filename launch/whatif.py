@@ -33,7 +33,9 @@ _FABRIC = flags.DEFINE_enum("fabric", None, FABRICS, "What joins hosts, in place
 _PROFILE = flags.DEFINE_string("profile", None, "A measured machine's profile, by launch.topology, instead of --gpu.")
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
 
-_TARGET = flags.DEFINE_string("target", None, "As above; K, M, B and T for thousands to trillions.")
+_TARGET = flags.DEFINE_string(
+    "target", None, "As above; K to T for thousands to trillions, minutes to years, /s to /day."
+)
 _SERVE = flags.DEFINE_bool("serve", False, "The target is of serving; with the flags of launch.plan --serve.")
 _MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder or config.json, instead of --config.")
 _CLUSTERS = flags.DEFINE_list("clusters", None, "Kinds of clusters or GPUs that may serve a target.")
