@@ -72,7 +72,7 @@ def _not_understood(text: str) -> str:
     times = ", ".join(f"{unit}s" for unit in _DAYS)
     return (
         f"target {text!r} is not understood; write {FORMS[0]!r} for training (or {times}), {FORMS[1]!r} for serving "
-        "(or requests/minute, /hour, /day; with --file the requests alone), and numbers as 500k, 2.5T, 2e12 or 2,000,000"
+        "(or requests/minute, /hour, /day; with --file the requests alone), and numbers as 500k, 2.5T, 2e12, 2,000,000"
     )
 
 

@@ -102,8 +102,20 @@ def test_what_cannot_run_at_all_says_which_constraint_and_why():
         search(config("llama3_8b"), H100, Constraints.parse(["rules=zero3", "mesh.tensor=3"]))
     with pytest.raises(ShardlmError, match=r"could be 1 here.* a dense model has none"):
         search(config("llama3_8b"), H100, Constraints.parse(["mesh.fsdp=2", "mesh.expert=2"]))
-    with pytest.raises(ShardlmError, match=r"each of these can be, and all of them together \(4 x 4 = 16\) cannot"):
-        search(config("llama3_8b"), H100, Constraints.parse(["mesh.tensor=4", "mesh.fsdp=4"]))
+    for words, why in (
+        ("mesh.tensor=4 mesh.fsdp=4", r"each of these can be, and all.*\(4 x 4 = 16\) cannot: that does not divide 8"),
+        (
+            "mesh.data=1 mesh.fsdp=1 mesh.context=1 mesh.pipeline=1 mesh.tensor=4",
+            "the other 2 ways would be",
+        ),
+        (
+            "mesh.tensor>=3 mesh.tensor<=3",
+            "tensor<=3 cannot be; mesh.tensor could be .*8 GPUs and the 32 attention",
+        ),
+        ("mesh.pipeline=2 remat=none pipeline.schedule=1f1b", "do not go together: 1f1b keeps the inputs"),
+    ):
+        with pytest.raises(ShardlmError, match=why):
+            search(config("llama3_8b"), H100, Constraints.parse(words.split()))
     with pytest.raises(ShardlmError, match=r"(?s)The reasons.*train\.global_batch=3 cannot be split over fsdp=8"):
         search(config("llama3_8b", global_batch=3), H100, Constraints.parse(["mesh.fsdp=8"]))
     away = Constraints.parse(["mesh.fsdp=2", "offload.optimizer=false"])
@@ -208,7 +220,7 @@ def test_budget_and_cluster_of_a_command_line():
         cluster_of(None, None, None, profile="any.json", fabric="tcp")
     for arguments, message in (
         ((None, None, 8), "either --gpu=NAME or --cluster=NAME"),
-        (("h100", "aws-p5", 8), "either --gpu=NAME or --cluster=NAME"),
+        (("h100", "aws-p5", 8), "those of aws-p5 are h100.; leave out one of them"),
         (("h1000", None, 8), "did you mean h100"),
         (("h100", None, 12), "num_gpus=12 does not fill hosts of 8; choose 8 or 16"),
     ):

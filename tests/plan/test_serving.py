@@ -332,7 +332,11 @@ def test_what_does_not_fit_is_told_with_what_would():
         (lambda: drafted(0.5, longest=4096), "small was made for 4096 positions, and max_model_len=8192"),
         (lambda: serving_memory(on("h100", 3, mesh=MeshSpec(tensor=3))), "cannot be split over tensor=3"),
         (lambda: serving_memory(on("h100", 64, mesh=MeshSpec(pipeline=64))), "pipeline=64 stages of 32 layers"),
-        (lambda: search(on("h100", 8), {"tensor": 3}), "8 GPUs have no mesh with tensor=3"),
+        (lambda: search(on("h100", 8), {"tensor": 3}), "8 GPUs have no mesh with tensor=3.*could be 1, 2, 4, 8 here"),
+        (
+            lambda: search(on("h100", 6), {"tensor": 3, "pipeline": 2}),
+            r"no mesh of 6 h100 with tensor=3 x pipeline=2 can be: .*kv_heads=8 cannot.*; tensor could be 1 here",
+        ),
         (
             lambda: serving_memory(on("h100", 1, kv_cache_bytes=2**29)),
             "a request of max_model_len=8192 tokens needs 512",
