@@ -60,8 +60,8 @@ def cluster_of(
 def _measured(gpu, cluster, num_gpus, gpus_per_host, known, profile, say) -> Cluster:
     if cluster or gpu not in (LOCAL, None):
         raise ShardlmError(
-            f"a profile stands for --gpu and --cluster: leave out {f'--gpu={gpu}' if gpu else f'--cluster={cluster}'}, "
-            "or leave out the profile"
+            f"a profile{' and --gpu=local stand' if gpu == LOCAL else ' stands'} for --gpu and --cluster: leave out "
+            f"{f'--cluster={cluster}' if cluster else f'--gpu={gpu}'}, or what is measured"
         )
     if gpu is None:
         return cluster_of_profile(load_profile(profile), num_gpus, gpus_per_host, known)

@@ -12,6 +12,7 @@ from shardlm.config import load
 from shardlm.errors import ShardlmError
 from shardlm.hlo.rows import LAYERS
 from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import budget_of, cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
@@ -21,6 +22,7 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
 from shardlm.plan.search import _search, first_fit, search, settings
+from shardlm.plan.ways import divisors
 from shardlm.train.config import PipelineConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -93,6 +95,17 @@ def test_constraints_leave_only_what_they_allow(found):
 def test_what_is_no_constraint_is_refused(word, message):
     with pytest.raises(ShardlmError, match=re.escape(message)):
         Constraint.parse(word)
+
+
+def test_divisors_are_those_of_large_numbers_too():
+    assert [divisors(n) for n in (1, 36, 13)] == [(1,), (1, 2, 3, 4, 6, 9, 12, 18, 36), (1, 13)]
+    assert len(divisors(10**12)) == 169
+
+
+@pytest.mark.parametrize("size", ["num_layers", "num_heads", "head_dim", "mlp_dim", "vocab_size", "embed_dim"])
+def test_a_model_has_sizes_of_at_least_one(size):
+    with pytest.raises(ShardlmError, match=f"{size}=0.*at least 1"):
+        dataclasses.replace(LlamaConfig(), **{size: 0}).transformer()
 
 
 def test_what_cannot_run_at_all_says_which_constraint_and_why():

@@ -319,7 +319,8 @@ def test_what_does_not_fit_is_told_with_what_would():
         (lambda: on("h100", 1, max_model_len=9000), "max_model_len=9000 is more than the model's 8192 positions"),
         (lambda: on("a100", 1, quantization="fp8_dynamic"), "its matrix units do not take fp8; choose int8_dynamic"),
         (lambda: on("h100", 1, dtype="fp8"), "dtype='fp8'; choose from float32, bfloat16, float16"),
-        (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is at least 0"),
+        (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is a number of at least 0"),
+        (lambda: on("h100", 1, request_rate=float("nan")), "request_rate=nan is a number of at least 0"),
         (lambda: on("h100", 1, deterministic=True), "does not cover deterministic=True"),
         (lambda: on("h100", 1, speculative_config=NGRAM), "needs acceptance_rate, the share of drafted tokens"),
         (
