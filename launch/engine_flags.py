@@ -28,7 +28,7 @@ _KV_CACHE = flags.DEFINE_enum(
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a page.", lower_bound=1)
 _MEMORY = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of a GPU's memory that is used.")
-_CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default what is left, on a CPU 1.")
+_CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default what is left, on a CPU 1.", 1e-6)
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")

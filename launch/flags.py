@@ -6,11 +6,14 @@ import functools
 import gc
 import importlib
 import logging
+import math
 import os
+import pathlib
 import re
 import select
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -66,6 +69,7 @@ def run(
 
     def guarded(argv: list[str]) -> None:
         with _without_traceback():
+            _refuse_endless()
             words = _positional(argv[1:], arguments)
             status = _with_config(main, overrides, words) if needs_config else _plain(main, overrides, words)
             sys.stdout.flush()  # here, where a pipe that was closed is no traceback
@@ -79,6 +83,28 @@ def run(
     app.run(guarded, argv=plain, flags_parser=functools.partial(_parsed, other_names=other_names))
 
 
+def _refuse_endless() -> None:
+    """Raises ShardlmError for a number that is none, or without end where that is not what the flag has by itself."""
+    for name in flags.FLAGS:
+        flag = flags.FLAGS[name]
+        number = flag.value if flag.present and isinstance(flag.value, float) else 0.0
+        if math.isnan(number) or (math.isinf(number) and flag.default != number):
+            raise ShardlmError(f"--{name}={number}: a finite number is needed")
+
+
+def check_writable(flag: flags.FlagHolder, ending: str) -> None:
+    """Before a minute's work, whose result the flag's file is to hold. Raises ShardlmError where it cannot."""
+    if not flag.value:
+        return
+    path = pathlib.Path(flag.value)
+    if path.suffix != ending or not path.parent.is_dir() or path.is_dir():
+        raise ShardlmError(f"--{flag.name}={flag.value}: the name must end in {ending}, in a folder that exists")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ShardlmError(f"--{flag.name}={flag.value}: nothing can be written there: {error}") from None
+
+
 def show_help(flag: str, *modules: str) -> None:
     """Where the command line asks for help, prints it and ends; with the flags of modules that are there with `flag`
     alone."""
@@ -89,6 +115,14 @@ def show_help(flag: str, *modules: str) -> None:
     for module in modules:
         print(flags.FLAGS.module_help(importlib.import_module(module)))
     sys.exit(0)
+
+
+def plain_switch(flag: str) -> None:
+    """Of a switch that decides before flags are parsed: --serve=true is --serve, --serve=false and --noserve are
+    nothing."""
+    off = {f"--no{flag.lstrip('-')}", *(f"{flag}={word}" for word in ("false", "0", "f", "no", "n"))}
+    on = {f"{flag}={word}" for word in ("true", "1", "t", "yes", "y")}
+    sys.argv[:] = [flag if word.lower() in on else word for word in sys.argv if word.lower() not in off]
 
 
 def refuse_without(flag: str, names: Sequence[str]) -> None:
@@ -122,7 +156,18 @@ def _parsed(argv: Sequence[str], other_names: Mapping[str, str]) -> list[str]:
             with _without_traceback():
                 which = " or ".join(f"{PREFIX}{path}=VALUE" for path in paths[:3])
                 raise ShardlmError(f"there is no flag --{error.flagname}; the configuration has {which}") from None
+        if unknown and own in _of_engine(argv):
+            with _without_traceback():
+                raise ShardlmError(f"--{own} goes with --serve: add that, or leave it out") from None
         return app.parse_flags_with_usage(argv)
+
+
+def _of_engine(argv: Sequence[str]) -> set[str]:
+    """Names of the engine's flags, of a launcher that has them with --serve alone and is started without it."""
+    if "serve" not in flags.FLAGS or "--serve" in argv:
+        return set()
+    module = importlib.import_module("launch.engine_flags").__name__
+    return {flag.name for flag in flags.FLAGS.flags_by_module_dict()[module]}
 
 
 def _fields_called(name: str, argv: Sequence[str]) -> list[str]:

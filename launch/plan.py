@@ -17,7 +17,17 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import OF_SERVING, collect_rarely, config_name, refuse_without, run, show_help, split_constraints
+from launch.flags import (
+    OF_SERVING,
+    check_writable,
+    collect_rarely,
+    config_name,
+    plain_switch,
+    refuse_without,
+    run,
+    show_help,
+    split_constraints,
+)
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -60,7 +70,8 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.sweep import around
 
     _refuse_model()
-    _check_files()
+    check_writable(_REPORT, ".html")
+    check_writable(_WRITE, ".py")
     collect_rarely()
     config = resolved.config
     cluster = asked_cluster()
@@ -80,12 +91,14 @@ def main(resolved: Resolved, words: list[str]) -> int:
 
 
 def serving(resolved: Resolved | None = None) -> int:
-    from launch.plan_serve_flags import plan_serving
+    from launch.plan_serve_flags import plan_serving, refuse_training
 
     if (resolved is None) == (_MODEL.value is None):
-        raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
-    _check_files()
+        raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE, and not both")
+    check_writable(_REPORT, ".html")
+    check_writable(_WRITE, ".py")
     _refuse_with_serve()
+    refuse_training(CONSTRAINTS, resolved)
     source = resolved.config if resolved else _MODEL.value
     said, fits = plan_serving(
         source,
@@ -106,20 +119,10 @@ def _compiled(otherwise: int) -> int:
     return otherwise if _VERIFY.value is None else _VERIFY.value
 
 
-def _check_files() -> None:
-    """Before a minute's work, whose result they are to hold."""
-    for flag, ending in ((_REPORT, ".html"), (_WRITE, ".py")):
-        path = pathlib.Path(flag.value or f"x{ending}")
-        if path.suffix != ending or not path.parent.is_dir():
-            raise ShardlmError(f"--{flag.name}={flag.value}: the name must end in {ending}, in a folder that exists")
-
-
 def _refuse_with_serve() -> None:
     for flag in (_WRITE, _TOKENS, _PRICE):
         if flag.value:
             raise ShardlmError(f"--{flag.name} is of training and does not go with --serve; leave it out")
-    if CONSTRAINTS:
-        raise ShardlmError(f"--{CONSTRAINTS[0]} is a constraint of training; with --serve give --tensor=N and the like")
 
 
 def _refuse_model() -> None:
@@ -168,6 +171,7 @@ if __name__ == "__main__":
     sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
     if "--validate" in sys.argv:
         run(validation, needs_config=False)
+    plain_switch("--serve")
     show_help("--serve", "launch.plan_serve_flags", "launch.engine_flags")
     refuse_without("--serve", OF_SERVING)
     if "--serve" in sys.argv:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -32,6 +32,18 @@ _ITL = flags.DEFINE_float("itl_seconds", 0.0, "The longest time between two toke
 _ATTAINMENT = flags.DEFINE_float(
     "attainment", 0.0, "Share of requests that must keep --ttft_seconds and --itl_seconds; 0: they hold on average."
 )
+
+
+def refuse_training(words: Sequence[str], resolved: Any = None) -> None:
+    """Raises ShardlmError for what a serving plan would not heed: constraints of training's search, and fields of the
+    configuration that it searches."""
+    from launch.auto import given
+    from shardlm.errors import ShardlmError
+    from shardlm.plan.constraints import FIELDS
+
+    fields = [f"config.{path}={value}" for path, value in (given(resolved) if resolved else []) if path in FIELDS]
+    for word in (*words, *fields):
+        raise ShardlmError(f"--{word} is of training; with --serve give --tensor=N and the like")
 
 
 def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:

@@ -16,7 +16,16 @@ import sys
 from absl import flags
 
 from launch.auto import given, split_auto
-from launch.flags import OF_SERVING, collect_rarely, refuse_without, run, show_help, split_constraints
+from launch.flags import (
+    OF_SERVING,
+    check_writable,
+    collect_rarely,
+    plain_switch,
+    refuse_without,
+    run,
+    show_help,
+    split_constraints,
+)
 from shardlm.clusters import FABRICS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -33,7 +42,9 @@ _FABRIC = flags.DEFINE_enum("fabric", None, FABRICS, "What joins hosts, in place
 _PROFILE = flags.DEFINE_string("profile", None, "A measured machine's profile, by launch.topology, instead of --gpu.")
 _TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
 
-_TARGET = flags.DEFINE_string("target", None, "As above; K, M, B and T for thousands to trillions.")
+_TARGET = flags.DEFINE_string(
+    "target", None, "As above; K to T for thousands to trillions, minutes to years, /s to /day."
+)
 _SERVE = flags.DEFINE_bool("serve", False, "The target is of serving; with the flags of launch.plan --serve.")
 _MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder or config.json, instead of --config.")
 _CLUSTERS = flags.DEFINE_list("clusters", None, "Kinds of clusters or GPUs that may serve a target.")
@@ -62,11 +73,12 @@ def main(words: list[str], resolved: Resolved | None = None) -> int:
     collect_rarely()
     hardware = load_hardware(_HARDWARE.value) if _HARDWARE.value else SHIPPED
     if _SERVE.value:
+        from launch.plan_serve_flags import refuse_training
+
         _refuse(OF_TRAINING, "--serve")
-        if words:
-            raise ShardlmError(f"--{words[0]} is a constraint of training; with --serve give --tensor=N and the like")
+        refuse_training(words, resolved)
         if (resolved is None) == (_MODEL.value is None):
-            raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE")
+            raise ShardlmError("--serve needs either --model=FOLDER or --config=FILE, and not both")
         source = resolved.config if resolved else _MODEL.value
         return (_sweep_serving if _SWEEP.value else _advise_serving)(source, hardware)
     if _MODEL.value:
@@ -87,8 +99,7 @@ def _sweep(config, constraints, hardware) -> int:
     from shardlm.plan.sweep_output import to_json, to_text
     from shardlm.plan.sweep_picture import plot
 
-    if _PNG.value and not _PNG.value.endswith(".png"):
-        raise ShardlmError(f"--png={_PNG.value}: the name must end in .png")
+    check_writable(_PNG, ".png")
     _refuse((_PRICE,), "a sweep of serving")
     over = Over.parse(_SWEEP.value)
     named = (_GPU.value, _CLUSTER.value, _NUM_GPUS.value, _GPUS_PER_HOST.value, _HARDWARE.value, _PROFILE.value)
@@ -191,6 +202,7 @@ def _telling(what: str) -> None:
 
 if __name__ == "__main__":
     sys.argv[:], CONSTRAINTS = split_constraints(split_auto(sys.argv)[0])
+    plain_switch("--serve")
     show_help("--serve", "launch.plan_serve_flags", "launch.engine_flags")
     refuse_without("--serve", OF_SERVING)
     if "--serve" in sys.argv:

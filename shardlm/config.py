@@ -54,6 +54,8 @@ def load(path: str) -> Any:
     """
     if not pathlib.Path(path).is_file():
         siblings = map(str, pathlib.Path(path).parent.glob("*.py"))
+        if pathlib.Path(path).is_dir():
+            raise ShardlmError(f"config file {path} is a folder; name a file in it")
         raise ShardlmError(f"config file {path} does not exist{tree.suggest(path, siblings)}")
     try:
         get_config = runpy.run_path(path, run_name="config_file").get("get_config")

@@ -144,6 +144,8 @@ def test_a_group_as_a_whole_and_in_part_is_refused():
 
 def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
     path = write(tmp_path, EXAMPLE_FILE)
+    with pytest.raises(ShardlmError, match="is a folder; name a file in it"):
+        config.load(str(tmp_path))
     with pytest.raises(ShardlmError, match=r"exampel.py does not exist; did you mean .*example.py\?"):
         config.load(path.replace("example.py", "exampel.py"))
 

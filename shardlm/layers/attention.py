@@ -43,6 +43,8 @@ class AttentionConfig:
 
     def __post_init__(self):
         N, K = self.num_heads, self.num_kv_heads
+        if min(N, self.head_dim) < 1:
+            raise ShardlmError(f"num_heads={N}, head_dim={self.head_dim}: each must be at least 1")
         if K < 1 or N % K:
             divisors = ", ".join(str(d) for d in range(1, N + 1) if N % d == 0)
             raise ShardlmError(f"num_heads={N} is not a multiple of num_kv_heads={K}; choose kv heads from {divisors}")

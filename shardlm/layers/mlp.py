@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.swiglu import Activation, activate, gated
@@ -20,6 +21,10 @@ class MlpConfig:
     bias: bool = False
 
     num_experts = 0
+
+    def __post_init__(self):
+        if self.mlp_dim < 1:
+            raise ShardlmError(f"mlp_dim={self.mlp_dim}: it must be at least 1")
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from shardlm.errors import ShardlmError
 from shardlm.flops import attention_width
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.context import Context, Pages
@@ -41,6 +42,11 @@ class TransformerConfig:
     logits: LogitsConfig = LogitsConfig()
     max_positions: int = 0
     mtp: MtpConfig | None = None
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
+        if min(sizes.values()) < 1 or any(segment.repeats < 0 for segment in self.segments):
+            raise ShardlmError(f"{', '.join(f'{name}={n}' for name, n in sizes.items())}: each must be at least 1")
 
     @property
     def num_layers(self) -> int:

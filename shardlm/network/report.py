@@ -42,12 +42,17 @@ HEAD = (
 )
 
 
+def _giga(rate: float) -> str:
+    """Of little that is sent two digits, where there would be 0."""
+    return f"{rate / 1e9:.2f}" if rate >= 5e6 else f"{rate / 1e9:.2g}"
+
+
 def format_row(row: Row) -> str:
     """A line under HEAD; GB are 10**9 bytes."""
     share = f"{row.bus_bandwidth / row.link_bandwidth:.0%} of {row.link}" if row.link_bandwidth else "not known"
     return (
         f"{row.kind:<19}{'+'.join(row.axes):<20}{row.group_size:>8}{row.bytes:>13,}{row.seconds * 1e6:>12.1f}"
-        f"{row.algorithm_bandwidth / 1e9:>11.2f}{row.bus_bandwidth / 1e9:>11.2f}  {share}"
+        f"{_giga(row.algorithm_bandwidth):>11}{_giga(row.bus_bandwidth):>11}  {share}"
     )
 
 

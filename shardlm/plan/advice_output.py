@@ -5,7 +5,7 @@ from typing import Any
 
 from shardlm.hardware import GIB
 from shardlm.plan.advice import Advice, Offer
-from shardlm.plan.columns import columns, large, three_digits
+from shardlm.plan.columns import columns, dollars, large, percent, rounded, three_digits
 from shardlm.plan.ladder import MOST_GPUS, Point
 from shardlm.plan.search import settings
 from shardlm.plan.shares import described, limited_by, shares
@@ -18,7 +18,9 @@ HEAD = ("cluster", "GPU", "GPUs", "days", "dollars", "$/GPU-hour", "MWh", "token
 def to_text(advice: Advice) -> str:
     """The offers as a table, then the reasons of each."""
     target = advice.target
-    asked = f"{large(target.tokens)} tokens in {target.days:.3g} days: {target.tokens_per_second:,.0f} tokens/s"
+    asked = (
+        f"{large(target.tokens)} tokens in {large(target.days)} days: {three_digits(target.tokens_per_second)} tokens/s"
+    )
     blocks = [f"{asked}. All figures are estimated."]
     if advice.offers:
         blocks.append(columns(HEAD, [_line(offer) for offer in advice.offers], left=(0, 1, 11)))
@@ -28,7 +30,7 @@ def to_text(advice: Advice) -> str:
     for kind, why in advice.nothing:
         text = f"{kind.name}: nothing fits or runs on up to {MOST_GPUS:,} {kind.gpu}: {' '.join(why.split())}"
         blocks.append(textwrap.fill(text, WIDTH, subsequent_indent="   "))
-    blocks.append(f"{advice.considered:,} configurations in {advice.seconds:.0f} s.")
+    blocks.append(f"{advice.considered:,} configurations in {three_digits(advice.seconds)} s.")
     return "\n\n".join(blocks)
 
 
@@ -39,12 +41,12 @@ def _line(offer: Offer) -> list[str]:
         offer.kind.gpu,
         f"{offer.point.num_gpus:,}",
         three_digits(offer.days),
-        f"{offer.dollars:,.0f}" if price else "-",
-        f"{price:.2f}" if price else "-",
+        dollars(offer.dollars) if price else "-",
+        rounded(price, 2) if price else "-",
         three_digits(offer.megawatt_hours),
         three_digits(offer.point.rate),
         three_digits(offer.point.rate / offer.point.num_gpus),
-        f"{plan.mfu:.1%}",
+        percent(plan.mfu, 1),
         f"{offer.point.global_batch:,}",
         "" if offer.reached else "too dear" if offer.in_time else "too slow",
     ]
@@ -84,7 +86,9 @@ def _batch(advice: Advice, offer: Offer) -> list[str]:
     best = max(kept, key=lambda one: one.rate, default=None)
     at_most = "runs on none of the GPUs tried"
     if best:
-        at_most = f"does {best.rate:,.0f} tokens/s at most, on {best.num_gpus:,} of the GPUs tried ({_parts(best)})"
+        at_most = (
+            f"does {three_digits(best.rate)} tokens/s at most, on {best.num_gpus:,} of the GPUs tried ({_parts(best)})"
+        )
     return [
         f"The configuration's global batch of {train.global_batch:,} rows {at_most}; this is with {rows:,} rows of "
         f"{train.seq_len:,} tokens ({large(rows * train.seq_len)}), {rows / offer.point.num_gpus:.3g} for "
@@ -117,14 +121,14 @@ def _too_slow(advice: Advice, offer: Offer) -> list[str]:
     """What stops it."""
     point, length = offer.point, advice.config.train.seq_len
     share = point.rate / offer.target.tokens_per_second
-    said = [f"That is {share:.0%} of the rate; most of a step is {limited_by(point.plan)}."]
+    said = [f"That is {percent(share)} of the rate; most of a step is {limited_by(point.plan)}."]
     fewer = [one for one in offer.tried if one.num_gpus < point.num_gpus and one.plan]
     if fewer:
         before = max(fewer, key=lambda one: one.rate)
         times, faster = point.num_gpus / before.num_gpus, point.rate / before.rate
         said.append(
-            f"{before.num_gpus:,} GPUs do {before.rate:,.0f} tokens/s, and {times:g} times as many {faster:.2f} times "
-            "that."
+            f"{before.num_gpus:,} GPUs do {three_digits(before.rate)} tokens/s, and {times:g} times as many "
+            f"{faster:.2f} times that."
         )
     if point.global_batch <= point.num_gpus:
         said.append(
@@ -141,11 +145,11 @@ def _money(offer: Offer) -> list[str]:
     price = offer.budget.dollars_per_gpu_hour
     if not price:
         return [f"No price of a {offer.kind.gpu} is known; give --dollars_per_gpu_hour."]
-    said = f"A GPU-hour is ${price:.2f} ({offer.budget.price_source})"
+    said = f"A GPU-hour is ${rounded(price, 2)} ({offer.budget.price_source})"
     if not offer.max_dollars or offer.dollars <= offer.max_dollars:
         return [f"{said}."]
     enough = price * offer.max_dollars / offer.dollars
-    return [f"{said}: more than the ${offer.max_dollars:,.0f} allowed, which ${enough:.2f} would meet."]
+    return [f"{said}: more than the ${dollars(offer.max_dollars)} allowed, which ${rounded(enough, 2)} would meet."]
 
 
 def _days(offer: Offer, point: Point) -> float:

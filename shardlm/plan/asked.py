@@ -42,7 +42,13 @@ def cluster_of(
         raise ShardlmError(f"--fabric={fabric}: a profile's links were measured; leave out --fabric or the profile")
     if gpu == LOCAL or profile:
         return _measured(gpu, cluster, num_gpus or 0, gpus_per_host, known, profile, say)
-    if not num_gpus or bool(gpu) == bool(cluster):
+    if gpu and cluster:
+        own = known.cluster(cluster).gpu
+        raise ShardlmError(
+            f"--gpu={gpu} and --cluster={cluster} each say which GPUs there are (those of {cluster} are {own}); "
+            "leave out one of them"
+        )
+    if not num_gpus or not (gpu or cluster):
         raise ShardlmError("--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed, for instance --gpu=h100")
     if gpu:
         return Cluster.of(known.gpu(gpu), num_gpus, gpus_per_host, fabric=fabric or "infiniband")
@@ -54,8 +60,8 @@ def cluster_of(
 def _measured(gpu, cluster, num_gpus, gpus_per_host, known, profile, say) -> Cluster:
     if cluster or gpu not in (LOCAL, None):
         raise ShardlmError(
-            f"a profile stands for --gpu and --cluster: leave out {f'--gpu={gpu}' if gpu else f'--cluster={cluster}'}, "
-            "or leave out the profile"
+            f"a profile{' and --gpu=local stand' if gpu == LOCAL else ' stands'} for --gpu and --cluster: leave out "
+            f"{f'--cluster={cluster}' if cluster else f'--gpu={gpu}'}, or what is measured"
         )
     if gpu is None:
         return cluster_of_profile(load_profile(profile), num_gpus, gpus_per_host, known)

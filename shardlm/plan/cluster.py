@@ -68,9 +68,9 @@ class Cluster:
         host = gpus_per_host or min(gpu.gpus_per_host, num_gpus)
         if num_gpus % host:
             below = num_gpus // host * host
+            choices = f"{below} or {below + host}" if below else f"{host}"
             raise ShardlmError(
-                f"num_gpus={num_gpus} does not fill hosts of {host}; choose {below} or {below + host}, or give "
-                "gpus_per_host"
+                f"num_gpus={num_gpus} does not fill hosts of {host}; choose {choices}, or give gpus_per_host"
             )
         return cls(gpu, num_gpus, host, nic_bytes_per_second or gpu.nic_bytes_per_second or NIC, fabric=fabric)
 

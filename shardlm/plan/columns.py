@@ -16,11 +16,26 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
 
 
 def large(x: float) -> str:
-    """2 T, 5.24 M, 812."""
+    """2 T, 5.24 M, 500,000, 812."""
     for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
         if x >= size:
-            return f"{x / size:.3g}{unit}"
-    return f"{x:,.4g}"
+            return f"{x / size:,.0f}{unit}" if x >= 1000 * size else f"{x / size:.3g}{unit}"
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
+def rounded(x: float, digits: int = 0) -> str:
+    """To so many digits behind the point; what would be 0 and is not, to the first two that are there: 0.0037."""
+    text = f"{x:,.{digits}f}"
+    return text if x == 0 or text.strip("-0.") else f"{x:.2g}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return rounded(100 * share, digits) + "%"
+
+
+def dollars(x: float) -> str:
+    """Without their sign; with cents where there are less than ten."""
+    return rounded(x, 0 if x >= 10 else 2)
 
 
 def three_digits(x: float) -> str:

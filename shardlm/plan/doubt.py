@@ -3,11 +3,13 @@
 
 from shardlm.layers.mla import MlaConfig
 from shardlm.plan.activations import Kinds, exchanges
+from shardlm.plan.adapted import ALL, WAITING
 from shardlm.plan.sketch import Sketch
 
 SCORES = 0.035  # part of all bytes above which scores of XLA's attention decide
 ROOM = 0.92  # of a GPU's memory (DeepSeek V3 with accumulation=4 takes 0.87 by the estimate, and 8% less compiled)
 UNSURE = 0.05  # of all bytes
+FEW = 2048  # tokens of a GPU and microbatch, of adapters
 TOKENS = 32_768  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 
 
@@ -37,9 +39,14 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "(8B, 12 layers, fsdp=2 x context=2 x tensor=2)": (
             config.remat == "none" and sketch.mesh.tensor > 1 and sketch.rows > 1
         ),
-        "adapters over data or context, over tensor with remat=dots, beside experts whose tokens are exchanged or "
-        "latent attention were up to 25% off (8 of 34 compiled programs)": config.lora.rank > 0
-        and _hardly_compared(sketch),
+        "adapters beside experts whose tokens are exchanged or latent attention were up to 27% off (3 compiled "
+        "programs)": config.lora.rank > 0 and ("all_to_all" in exchanges(sketch) or _latent(sketch)),
+        f"adapters over data with {sketch.tokens:,.0f} tokens at a time may need up to 10% less": _between(sketch),
+        f"adapters on few bits over several GPUs with no more than {FEW:,} tokens at a time were up to 8% off (2 of 5 "
+        "compiled programs)": config.lora.rank > 0
+        and config.lora.base != "dtype"
+        and sketch.num_gpus > 1
+        and sketch.tokens <= FEW,
         "preference training was not compared": config.preference.beta > 0,
         "modules that predict further tokens were not compared": shape.mtp is not None,
         "steps with compressed exchanges were not compared": exchanged,
@@ -49,11 +56,11 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def _hardly_compared(sketch: Sketch) -> bool:
-    """Whether a run with adapters is unlike those whose memory was within 5%."""
+def _between(sketch: Sketch) -> bool:
+    """Whether a run with adapters has fewer tokens than are known to need less, and more than are known to need all."""
     mesh = sketch.mesh
-    dots = sketch.config.remat == "dots" and mesh.tensor > 1
-    return mesh.data * mesh.context > 1 or dots or "all_to_all" in exchanges(sketch) or _latent(sketch)
+    apart = mesh.data > 1 and mesh.fsdp == mesh.context == mesh.tensor == 1
+    return sketch.config.lora.rank > 0 and apart and ALL < sketch.tokens < WAITING
 
 
 def _latent(sketch: Sketch) -> bool:

@@ -21,8 +21,8 @@ class Parts:
     whole    of these, what layers use as it rests
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
              rows; not where layers compute from a copy of weights that rest on the host. Of those that are not gathered
-             what 8-bit products read the other way round, and experts' last. Beside adapters of experts too, as they
-             are held
+             what 8-bit products read the other way round, and experts' last. Beside adapters frozen ones, as they are
+             held
     largest  one layer's weights as they are used, in the compute type
     experts  of these, experts': XLA gathers them by rows and turns each for its kernel
     around   float32 of embedding and head where they rest
@@ -66,8 +66,7 @@ class Parts:
                 flipped += rests if _flipped(weight, sketch) else 0
                 last += rests if "experts" in weight.names and weight.path.endswith(".down") else 0
             elif _split_inside(weight, rules):
-                frozen_experts = not weight.trained and "experts" in weight.names
-                turned += weight.itemsize * weight.numbers(rules.rest) if frozen_experts else rests
+                turned += rests if weight.trained else weight.itemsize * weight.numbers(rules.rest)
         layers = [segment.num_layers for segment in shape.segments]
         apart = sketch.mesh.pipeline > 1 or sketch.config.offload.params
         last = 0 if apart else last

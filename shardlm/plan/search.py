@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.mesh import AXES
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
@@ -313,25 +314,48 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
 
 
 def _no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> str:
-    """Which constraints leave no mesh: one that does so alone, and the sizes that its axis could have; or all of them
-    together."""
+    """Which constraints leave no mesh: those of one axis by themselves, and the sizes that it could have; or all of
+    them together. Where they leave meshes, they leave nothing to keep on them."""
+    if any(laid_out(config, cluster, constraints)):
+        said = constraints.of("pipeline.schedule", "remat")
+        return f"{said} do not go together: 1f1b keeps the inputs of its stages, which is remat=full"
     axes = [one for one in constraints.items if one.field.startswith("mesh.")]
-    for one in axes:
-        if not any(laid_out(config, cluster, Constraints((one,)))):
-            free = Constraints((Constraint(one.field, "<=", (str(cluster.num_gpus),)),))
-            axis = one.field.removeprefix("mesh.")
-            sizes = sorted({laid.mesh.sizes()[axis] for laid in laid_out(config, cluster, free)})
-            return f"{one} cannot be; {one.field} could be {', '.join(map(str, sizes))} here{_DIVIDES.get(axis, '')}"
+    for field in {one.field: None for one in axes}:
+        own = Constraints(tuple(one for one in axes if one.field == field))
+        if not any(laid_out(config, cluster, own)):
+            could = ", ".join(map(str, _sizes(config, cluster, field)))
+            return f"{own.of(field)} cannot be; {field} could be {could} here{_divides(config, cluster, field)}"
     given = {one.field: int(one.values[0]) for one in axes if one.operator == "=" and len(one.values) == 1}
-    product = f" ({' x '.join(map(str, given.values()))} = {math.prod(given.values())})" if len(given) > 1 else ""
-    return f"each of these can be, and all of them together{product} cannot"
+    if len(given) < 2:
+        return "each of these can be, and all of them together cannot"
+    product = f"{' x '.join(map(str, given.values()))} = {math.prod(given.values())}"
+    free = [f"mesh.{axis}" for axis in AXES if f"mesh.{axis}" not in given]
+    if not cluster.num_gpus % math.prod(given.values()):
+        rest = cluster.num_gpus // math.prod(given.values())
+        others = f"the other {rest} ways would be for {', '.join(free)}" if free else "no axis is left for the rest"
+        return f"each of these can be, and all of them together ({product}) cannot: {others}"
+    return f"each of these can be, and all of them together ({product}) cannot: that does not divide {cluster.num_gpus}"
 
 
-_DIVIDES = {
-    "tensor": ", which divides the GPUs and the attention heads",
-    "expert": ", which divides the GPUs and the experts, of which a dense model has none",
-    "pipeline": ", which divides the GPUs and is no more than the layers",
-}
+def _sizes(config: RunConfig, cluster: Cluster, field: str) -> list[int]:
+    """Those that an axis could have, whatever the others have."""
+    free = Constraints((Constraint(field, "<=", (str(cluster.num_gpus),)),))
+    return sorted({laid.mesh.sizes()[field.removeprefix("mesh.")] for laid in laid_out(config, cluster, free)})
+
+
+def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
+    """What an axis has to divide."""
+    shape, gpus = config.model.transformer(), f", which divides the {cluster.num_gpus} GPUs"
+    heads = ", ".join(map(str, sorted({block.attention.num_heads for block in shape.kinds})))
+    routed = sorted({block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts})
+    experts = f"{', '.join(map(str, routed))} experts" if routed else "experts, of which a dense model has none"
+    return gpus + {
+        "mesh.tensor": f" and the {heads} attention heads",
+        "mesh.expert": f" and the {experts} experts"
+        if experts
+        else " and the experts, of which a dense model has none",
+        "mesh.pipeline": f" and is no more than the {shape.segments[shape.pipelined_segment()].repeats} layers",
+    }.get(field, "")
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

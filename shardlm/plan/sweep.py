@@ -193,6 +193,8 @@ def _asked(
         host = min(kind.gpus_per_host, cluster.num_gpus)
         there = Cluster.of(hardware.gpu(kind.gpu), cluster.num_gpus, host, kind.nic_bytes_per_second, kind.fabric)
         return config, there, constraints
+    if constraints.names(field):
+        raise ShardlmError(f"{constraints.of(field)}: {field} is what the sweep varies; leave it out")
     if field in FIELDS:
         more = Constraints.parse([f"{field}={value}"])
         return config, cluster, Constraints((*constraints.items, *more.items))

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from shardlm.hardware import GIB
-from shardlm.plan.columns import columns, large, three_digits
+from shardlm.plan.columns import columns, dollars, large, percent, rounded, three_digits
 from shardlm.plan.local import provenance
 from shardlm.plan.report.data import device
 from shardlm.plan.report.figures import called
@@ -105,10 +105,10 @@ def _line(row: Row) -> list[str]:
         three_digits(plan.step_seconds),
         three_digits(rate),
         three_digits(rate / case.cluster.num_gpus),
-        f"{plan.mfu:.1%}",
+        percent(plan.mfu, 1),
         f"{plan.memory.total / GIB:.1f}",
         three_digits(case.budget.days(plan)),
-        f"{case.budget.dollars(plan):,.0f}" if case.budget.dollars_per_gpu_hour else "-",
+        dollars(case.budget.dollars(plan)) if case.budget.dollars_per_gpu_hour else "-",
         limited_by(plan),
         described(plan),
     ]
@@ -129,7 +129,8 @@ def _footnotes(sweep: Sweep) -> list[str]:
     where = "" if field in (NUM_GPUS, GPU, CLUSTER) else f" on {first.cluster.num_gpus:,} x {first.cluster.gpu.name}"
     considered = sum(row.considered for row in sweep.rows)
     sources = {
-        f"{row.case.cluster.gpu.name} ${row.case.budget.dollars_per_gpu_hour:,.2f} ({row.case.budget.price_source})"
+        f"{row.case.cluster.gpu.name} ${rounded(row.case.budget.dollars_per_gpu_hour, 2)} "
+        f"({row.case.budget.price_source})"
         for row in sweep.rows
         if row.case.budget.dollars_per_gpu_hour
     }

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
+from shardlm.plan import adapted
 from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept, working
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
@@ -37,6 +38,8 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     """At the fullest of the moments; and how many of these bytes there are only if zeros are made before the head."""
     parts, always = held.parts, held.kinds
     during = (_at_head, _in_layers, _between_layers, _at_embedding)
+    if adapted.applies(sketch, parts):
+        during = (_at_head_of_adapted, _between_layers_of_adapted)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     fullest = max(moments, key=_total)
@@ -153,6 +156,16 @@ def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
     }
 
 
+def _at_head_of_adapted(sketch: Sketch, parts: Parts) -> Kinds:
+    logits, chunks = _logits(sketch)
+    return adapted.at_head(sketch, parts, logits / chunks)
+
+
+def _between_layers_of_adapted(sketch: Sketch, parts: Parts) -> Kinds:
+    """Two arrays of what layers keep are copied at once (`_turned_streams`)."""
+    return adapted.between_layers(sketch, parts) | {"streams kept": 2 * _turned_streams(sketch, parts)}
+
+
 def _zeros_later(sketch: Sketch) -> bool:
     """Whether the zeros that layers' gradients are added to are made behind the head, where something waits: while
     tensor scatters the sequence, experts' rows are exchanged or, of layers that are made again from their input, tokens
@@ -213,7 +226,7 @@ def _layers_in_use(sketch: Sketch, parts: Parts) -> float:
     """Whose weights are there as they are used, in the compute type."""
     if not parts.gathers:
         return 1
-    if sketch.adapters and (parts.experts or sketch.config.lora.base != "dtype"):
+    if sketch.adapters:
         return 2  # no gradients wait to be sent back
     return 3 if sketch.mesh.pipeline == 1 else 2.5
 

@@ -132,15 +132,17 @@ def _accumulations(config: RunConfig, constraints: Constraints) -> list[int]:
     counts = [rows // 2**i for i in range(MOST_ROWS.bit_length()) if rows % 2**i == 0]
     filling = [n for n in counts if n % mesh.pipeline == 0] or counts[:1]
     asked = constraints.numbers("train.accumulation")
-    for numbers in (filling, counts, divisors(rows)):
-        exact = sorted({*numbers, *(n for n in asked if rows % n == 0)}, reverse=True)
+    for numbers in (lambda: filling, lambda: counts, lambda: divisors(rows)):
+        exact = sorted({*numbers(), *(n for n in asked if rows % n == 0)}, reverse=True)
         if allowed := [n for n in exact if constraints.allow("train.accumulation", n)]:
             return allowed
     return asked[:1]  # refused with the reason
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+@functools.lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return (*low, *(n // d for d in reversed(low) if d * d != n))
 
 
 def by_schedule(laid: RunConfig, constraints: Constraints) -> list[list[RunConfig]]:

@@ -109,6 +109,71 @@ VARIANTS = (
     "train.seq_len=2048 model.num_layers=8",
     "deepseek_v3 lora.rank=16 mesh.fsdp=8 mesh.expert=1 mesh.context=1 mesh.data=1 mesh.pipeline=1 "
     "model.num_layers=8 model.num_experts=32 train.global_batch=8 train.seq_len=2048 train.accumulation=1",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096",
+    "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.data=2 rules=hybrid train.seq_len=4096",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096 remat=dots",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096 "
+    "remat=none model.num_layers=16",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=2048",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=8192",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=8192 train.global_batch=16",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096 train.global_batch=16",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=8192 train.global_batch=16",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096 train.global_batch=32 "
+    "train.accumulation=4",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 mesh.context=4 train.seq_len=16384 train.global_batch=1",
+    "llama3_8b lora.rank=16 mesh.fsdp=2 mesh.context=4 context_attention=ring train.seq_len=32768 train.global_batch=2",
+    "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.context=2 train.seq_len=8192 train.global_batch=4 remat=dots",
+    "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.context=2 train.seq_len=8192 train.global_batch=4 remat=none",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=4 mesh.context=2 context_attention=ring "
+    "train.seq_len=8192 train.global_batch=4 remat=dots",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.fsdp=1 mesh.data=4 mesh.context=2 rules=replicated "
+    "train.seq_len=8192 train.global_batch=4",
+    "llama3_8b lora.rank=8 lora.base=int4 mesh.data=2 mesh.fsdp=1 mesh.tensor=2 rules=zero1 "
+    "train.seq_len=2048 train.global_batch=8 train.accumulation=2 remat=dots model.num_layers=12 "
+    "model.embed_dim=3072 model.num_heads=24 model.mlp_dim=12288 model.vocab_size=32000",
+    "llama3_8b lora.rank=64 lora.base=int8 mesh.data=4 mesh.fsdp=1 mesh.context=4 rules=replicated "
+    "train.seq_len=32768 train.global_batch=16 train.accumulation=2 remat=none model.num_layers=32 "
+    "model.embed_dim=3072 model.num_heads=24 model.mlp_dim=9216 model.vocab_size=32000",
+    "llama3_8b lora.rank=64 lora.base=int4 mesh.data=8 mesh.fsdp=1 mesh.tensor=2 rules=replicated "
+    "train.seq_len=2048 train.global_batch=8 remat=none model.num_layers=12 model.embed_dim=2048 "
+    "model.num_heads=16 model.mlp_dim=6144 model.vocab_size=128256",
+    "llama3_8b lora.rank=16 lora.base=int4 mesh.data=2 mesh.fsdp=1 mesh.context=2 rules=zero3 "
+    "train.seq_len=16384 train.global_batch=2 model.num_layers=20 model.embed_dim=3072 model.num_heads=24 "
+    "model.mlp_dim=12288 model.vocab_size=32000",
+    "llama3_8b lora.rank=8 lora.base=int8 mesh.data=4 mesh.fsdp=1 mesh.context=4 rules=replicated "
+    "train.seq_len=32768 train.global_batch=8 remat=none model.num_layers=12 model.embed_dim=2048 "
+    "model.num_heads=16 model.mlp_dim=6144 model.vocab_size=32000",
+    "llama3_8b lora.rank=8 mesh.data=8 mesh.fsdp=1 mesh.context=2 rules=zero3 train.seq_len=8192 "
+    "train.global_batch=8 remat=names model.num_layers=20 model.embed_dim=4096 model.num_heads=32 "
+    "model.mlp_dim=12288 model.vocab_size=128256",
+    "llama3_8b lora.rank=8 lora.base=int8 mesh.data=4 mesh.fsdp=2 rules=replicated train.seq_len=2048 "
+    "train.global_batch=8 model.num_layers=32 model.embed_dim=2048 model.num_heads=16 model.mlp_dim=8192 "
+    "model.vocab_size=128256",
+    "llama3_8b lora.rank=16 mesh.data=2 mesh.fsdp=1 mesh.context=2 rules=zero3 train.seq_len=4096 "
+    "train.global_batch=2 model.num_layers=12 model.embed_dim=3072 model.num_heads=24 model.mlp_dim=12288 "
+    "model.vocab_size=128256",
+    "llama3_8b lora.rank=64 mesh.fsdp=2 mesh.context=2 rules=zero3 train.seq_len=8192 train.global_batch=4 "
+    "train.accumulation=2 remat=dots model.num_layers=12 model.embed_dim=4096 model.num_heads=32 "
+    "model.mlp_dim=12288 model.vocab_size=32000",
+    "llama3_8b lora.rank=8 lora.base=int8 mesh.data=4 mesh.fsdp=1 mesh.context=4 rules=hybrid "
+    "train.seq_len=8192 train.global_batch=8 remat=dots model.num_layers=12 model.embed_dim=2048 "
+    "model.num_heads=16 model.mlp_dim=8192 model.vocab_size=32000",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.context=2 mesh.tensor=2 rules=zero3 train.seq_len=4096 "
+    "train.global_batch=2 model.num_layers=12 model.embed_dim=2048 model.num_heads=16 model.mlp_dim=8192 "
+    "model.vocab_size=32000",
+    "llama3_8b lora.rank=8 lora.base=int4 mesh.fsdp=2 mesh.context=4 rules=replicated train.seq_len=32768 "
+    "train.global_batch=4 remat=dots model.num_layers=32 model.embed_dim=2048 model.num_heads=16 "
+    "model.mlp_dim=8192 model.vocab_size=32000",
+    "llama3_8b lora.rank=8 lora.base=int8 mesh.data=4 mesh.fsdp=1 mesh.tensor=2 rules=replicated "
+    "train.seq_len=4096 train.global_batch=4 remat=dots model.num_layers=12 model.embed_dim=3072 "
+    "model.num_heads=24 model.mlp_dim=12288 model.vocab_size=32000",
+    "llama3_8b lora.rank=16 lora.base=int8 mesh.fsdp=2 mesh.context=4 rules=replicated train.seq_len=8192 "
+    "train.global_batch=2 model.num_layers=12 model.embed_dim=4096 model.num_heads=32 model.mlp_dim=12288 "
+    "model.vocab_size=32000",
+    "llama3_8b lora.rank=8 lora.base=int4 mesh.data=4 mesh.fsdp=1 rules=zero3 train.seq_len=2048 "
+    "train.global_batch=8 train.accumulation=2 model.num_layers=32 model.embed_dim=2048 model.num_heads=16 "
+    "model.mlp_dim=8192 model.vocab_size=32000",
 )
 
 

@@ -14,6 +14,7 @@ from shardlm.hardware_file import SHIPPED
 from shardlm.plan.advice import SYSTEMS, advise, kind_named
 from shardlm.plan.advice_output import reasons, to_json, to_text
 from shardlm.plan.asked import cluster_of
+from shardlm.plan.columns import dollars, large, percent, rounded
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.ladder import Ladder
 from shardlm.plan.search import search
@@ -129,7 +130,7 @@ def test_what_is_too_slow_too_dear_or_does_not_fit_says_what_stops_it():
     assert dear.best is None and dear.offers[0].in_time and "too dear" in to_text(dear)
     said = " ".join(reasons(dear, dear.offers[0]))
     enough = dear.offers[0].budget.dollars_per_gpu_hour * 10 / dear.offers[0].dollars
-    assert f"more than the $10 allowed, which ${enough:.2f} would meet" in said
+    assert f"more than the $10 allowed, which ${rounded(enough, 2)} would meet" in said
     held = Constraints.parse(["mesh.tensor=7"])
     none = advise(small(), TrainingTarget(1e12, 3000), held, names=["h100"])
     assert not none.offers and none.nothing[0][0].name == "h100" and "nothing fits or runs" in to_text(none)
@@ -142,15 +143,46 @@ def test_a_target_is_read_strictly():
     assert parse_target("1 request/s at 1.5k in, 8 out") == ServingTarget(1, 1500, 8)
     assert parse_target("0.5 requests/s") == ServingTarget(0.5)  # of a file
     assert TrainingTarget(DAY * 20, 10).tokens_per_second == 2
-    for wrong in ("2T in 30 days", "2 tokens", "2Q tokens in 3 days", "500 requests", "", "-2T tokens in 3 days"):
-        with pytest.raises(ShardlmError, match=r"'2T tokens in 30 days'.*'500 requests/s at 2k in, 200 out'"):
-            parse_target(wrong)
+    wrong = ("2T in 30 days", "2 tokens", "2Q tokens in 3 days", "500 requests", "", "-2T tokens in 3 days")
+    for text in (
+        *wrong,
+        "2T tokens in 3 parsecs",
+        "1,5T tokens in 3 days",
+        "5 requests/month",
+        "1e400 tokens in 1 day",
+    ):
+        with pytest.raises(
+            ShardlmError, match=r"'2T tokens in 30 days'.*weeks.*'500 requests/s at 2k in, 200 out'.*2e12"
+        ):
+            parse_target(text)
     with pytest.raises(ShardlmError, match="more than 0"):
         parse_target("0T tokens in 30 days")
     with pytest.raises(ShardlmError, match="more than 0"):
         parse_target("5 requests/s at 0 in, 2 out")
     with pytest.raises(ShardlmError, match="whole number"):
         parse_target("5 requests/s at 1.5 in, 2 out")
+
+
+def test_a_target_is_read_in_other_units_and_numbers():
+    for text in ("2e12 tokens in 6 weeks", "2,000,000,000,000 tokens in 42 days", "2 trillion tokens in 1,008 hours"):
+        assert parse_target(text) == TrainingTarget(2e12, 42)
+    assert parse_target("500k tokens in 90 minutes") == TrainingTarget(5e5, 0.0625)
+    assert parse_target("2.5T tokens in 12 months") == parse_target("2.5e+12 tokens in 1 year")
+    assert parse_target("1K tokens in 1 month") == TrainingTarget(1e3, 365 / 12)
+    for text in ("120 requests/min at 2k in, 200 out", "120 requests per minute at 2,000 tokens in, 200 tokens out"):
+        assert parse_target(text) == ServingTarget(2, 2000, 200)
+    assert parse_target("2 requests per second") == parse_target("7.2k requests / hour") == ServingTarget(2)
+
+
+def test_what_is_small_or_large_is_not_rounded_away():
+    assert [rounded(x) for x in (0, 3.858e-5, 0.4, 0.6, 1234.5)] == ["0", "3.9e-05", "0.4", "1", "1,234"]
+    costs = {0: "0.00", 7.7e-6: "7.7e-06", 0.004: "0.004", 0.5: "0.50", 9.99: "9.99", 12.3: "12", 1234: "1,234"}
+    assert [dollars(x) for x in costs] == list(costs.values())
+    assert [percent(x) for x in (0, 0.00123, 0.5)] == ["0%", "0.12%", "50%"] and percent(1e-5, 1) == "0.001%"
+    assert [large(x) for x in (5e5, 300, 0.04167, 2e12, 1e18)] == ["500,000", "300", "0.04167", "2 T", "1,000,000 T"]
+    slow = advise(small(), TrainingTarget(1e3, 300), ZERO3, names=["h100"])
+    first, _, _, row, *_ = to_text(slow).splitlines()
+    assert first.startswith("1,000 tokens in 300 days: 3.86e-05 tokens/s") and float(row.split()[4]) > 0
 
 
 def test_a_kind_is_a_cluster_or_a_gpu():

@@ -44,6 +44,11 @@ def test_what_the_command_line_says_of_a_searched_field_holds_as_a_constraint_do
         (("--gpu=h100", "--num_gpus=8", "--mesh.tensr=2"), 1, "did you mean mesh.tensor?"),
         (("--gpu=h100", "--num_gpus=8", "--report=nowhere/plan.html"), 1, "in a folder that exists"),
         (("--gpu=h100", "--num_gpus=8", "--model=gpt"), 1, "--config=configs/sft.py --config.model.folder=gpt with"),
+        (("--gpu=h100", "--num_gpus=8", "--tokens=nan"), 1, "--tokens=nan: a finite number is needed"),
+        (("--gpu=h100", "--num_gpus=8", "--write=/proc/plan.py"), 1, "nothing can be written there"),
+        (("--gpu=h100", "--num_gpus=8", "--config.model.mlp_dim=0"), 1, "mlp_dim=0: it must be at least 1"),
+        (("--gpu=h100", "--num_gpus=8", "--serve=false", "--max_num_seqs=2"), 1, "--max_num_seqs goes with --serve"),
+        (("--gpu=h100", "--num_gpus=8", "--serve=true", "--config.mesh.tensor=2"), 1, "with --serve give --tensor=N"),
         (("--gpu=h100",), 1, "--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed"),
     ],
 )

@@ -70,7 +70,15 @@ def test_what_is_not_known_is_said():
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=1", ""),
         ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
         ("lora.rank=16 lora.base=int4", ""),
-        ("lora.rank=16 mesh.fsdp=4 mesh.data=2", "adapters over data or context"),
+        ("lora.rank=16 mesh.fsdp=4 mesh.data=2", ""),
+        (
+            "lora.rank=16 lora.base=int4 mesh.fsdp=4 mesh.data=2 train.seq_len=2048",
+            "no more than 2,048 tokens at a time",
+        ),
+        (
+            "lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=zero1 train.seq_len=12288",
+            "data with 12,288 tokens",
+        ),
         ("", ""),
     ):
         found = estimated(Run.parse(f"llama3_8b {overrides}")).doubt
@@ -79,6 +87,8 @@ def test_what_is_not_known_is_said():
     latent = Run.parse("deepseek_v3 optim.name=muon pipeline.schedule=circular")
     assert "muon was not compared with latent attention" in estimated(latent).doubt
     assert not estimated(Run.parse("mixtral_8x7b optim.name=muon model.num_layers=8")).doubt
+    exchanged = Run.parse("mixtral_8x7b lora.rank=16 mesh.fsdp=2 mesh.expert=4 train.global_batch=8")
+    assert "adapters beside experts whose tokens are exchanged" in estimated(exchanged).doubt
     moved = estimated(Run.parse("llama3_8b offload.optimizer=True"))
     assert moved.host == pytest.approx(2 * 4 * 8_030_261_248 / 8, rel=0.01) and "optimizer" not in moved.kinds
 

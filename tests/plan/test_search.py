@@ -12,6 +12,7 @@ from shardlm.config import load
 from shardlm.errors import ShardlmError
 from shardlm.hlo.rows import LAYERS
 from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import budget_of, cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
@@ -21,6 +22,7 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
 from shardlm.plan.search import _search, first_fit, search, settings
+from shardlm.plan.ways import divisors
 from shardlm.train.config import PipelineConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -95,6 +97,17 @@ def test_what_is_no_constraint_is_refused(word, message):
         Constraint.parse(word)
 
 
+def test_divisors_are_those_of_large_numbers_too():
+    assert [divisors(n) for n in (1, 36, 13)] == [(1,), (1, 2, 3, 4, 6, 9, 12, 18, 36), (1, 13)]
+    assert len(divisors(10**12)) == 169
+
+
+@pytest.mark.parametrize("size", ["num_layers", "num_heads", "head_dim", "mlp_dim", "vocab_size", "embed_dim"])
+def test_a_model_has_sizes_of_at_least_one(size):
+    with pytest.raises(ShardlmError, match=f"{size}=0.*at least 1"):
+        dataclasses.replace(LlamaConfig(), **{size: 0}).transformer()
+
+
 def test_what_cannot_run_at_all_says_which_constraint_and_why():
     with pytest.raises(
         ShardlmError, match=r"no mesh over 8 GPUs.*mesh\.tensor=3 cannot be; mesh\.tensor could be 1, 2, 4"
@@ -102,8 +115,20 @@ def test_what_cannot_run_at_all_says_which_constraint_and_why():
         search(config("llama3_8b"), H100, Constraints.parse(["rules=zero3", "mesh.tensor=3"]))
     with pytest.raises(ShardlmError, match=r"could be 1 here.* a dense model has none"):
         search(config("llama3_8b"), H100, Constraints.parse(["mesh.fsdp=2", "mesh.expert=2"]))
-    with pytest.raises(ShardlmError, match=r"each of these can be, and all of them together \(4 x 4 = 16\) cannot"):
-        search(config("llama3_8b"), H100, Constraints.parse(["mesh.tensor=4", "mesh.fsdp=4"]))
+    for words, why in (
+        ("mesh.tensor=4 mesh.fsdp=4", r"each of these can be, and all.*\(4 x 4 = 16\) cannot: that does not divide 8"),
+        (
+            "mesh.data=1 mesh.fsdp=1 mesh.context=1 mesh.pipeline=1 mesh.tensor=4",
+            "the other 2 ways would be",
+        ),
+        (
+            "mesh.tensor>=3 mesh.tensor<=3",
+            "tensor<=3 cannot be; mesh.tensor could be .*8 GPUs and the 32 attention",
+        ),
+        ("mesh.pipeline=2 remat=none pipeline.schedule=1f1b", "do not go together: 1f1b keeps the inputs"),
+    ):
+        with pytest.raises(ShardlmError, match=why):
+            search(config("llama3_8b"), H100, Constraints.parse(words.split()))
     with pytest.raises(ShardlmError, match=r"(?s)The reasons.*train\.global_batch=3 cannot be split over fsdp=8"):
         search(config("llama3_8b", global_batch=3), H100, Constraints.parse(["mesh.fsdp=8"]))
     away = Constraints.parse(["mesh.fsdp=2", "offload.optimizer=false"])
@@ -208,7 +233,7 @@ def test_budget_and_cluster_of_a_command_line():
         cluster_of(None, None, None, profile="any.json", fabric="tcp")
     for arguments, message in (
         ((None, None, 8), "either --gpu=NAME or --cluster=NAME"),
-        (("h100", "aws-p5", 8), "either --gpu=NAME or --cluster=NAME"),
+        (("h100", "aws-p5", 8), "those of aws-p5 are h100.; leave out one of them"),
         (("h1000", None, 8), "did you mean h100"),
         (("h100", None, 12), "num_gpus=12 does not fill hosts of 8; choose 8 or 16"),
     ):

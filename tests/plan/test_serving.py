@@ -319,7 +319,8 @@ def test_what_does_not_fit_is_told_with_what_would():
         (lambda: on("h100", 1, max_model_len=9000), "max_model_len=9000 is more than the model's 8192 positions"),
         (lambda: on("a100", 1, quantization="fp8_dynamic"), "its matrix units do not take fp8; choose int8_dynamic"),
         (lambda: on("h100", 1, dtype="fp8"), "dtype='fp8'; choose from float32, bfloat16, float16"),
-        (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is at least 0"),
+        (lambda: on("h100", 1, request_rate=-1.0), "request_rate=-1.0 is a number of at least 0"),
+        (lambda: on("h100", 1, request_rate=float("nan")), "request_rate=nan is a number of at least 0"),
         (lambda: on("h100", 1, deterministic=True), "does not cover deterministic=True"),
         (lambda: on("h100", 1, speculative_config=NGRAM), "needs acceptance_rate, the share of drafted tokens"),
         (
@@ -332,7 +333,11 @@ def test_what_does_not_fit_is_told_with_what_would():
         (lambda: drafted(0.5, longest=4096), "small was made for 4096 positions, and max_model_len=8192"),
         (lambda: serving_memory(on("h100", 3, mesh=MeshSpec(tensor=3))), "cannot be split over tensor=3"),
         (lambda: serving_memory(on("h100", 64, mesh=MeshSpec(pipeline=64))), "pipeline=64 stages of 32 layers"),
-        (lambda: search(on("h100", 8), {"tensor": 3}), "8 GPUs have no mesh with tensor=3"),
+        (lambda: search(on("h100", 8), {"tensor": 3}), "8 GPUs have no mesh with tensor=3.*could be 1, 2, 4, 8 here"),
+        (
+            lambda: search(on("h100", 6), {"tensor": 3, "pipeline": 2}),
+            r"no mesh of 6 h100 with tensor=3 x pipeline=2 can be: .*kv_heads=8 cannot.*; tensor could be 1 here",
+        ),
         (
             lambda: serving_memory(on("h100", 1, kv_cache_bytes=2**29)),
             "a request of max_model_len=8192 tokens needs 512",

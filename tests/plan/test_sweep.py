@@ -43,6 +43,9 @@ def small(**train):
     return dataclasses.replace(one, model=model)
 
 
+HELD = Constraints.parse(["mesh.tensor<=2"])
+
+
 def swept(text: str, one, **options):
     over = Over.parse(text)
     given = {name: options.pop(name, None) for name in ("gpu", "cluster", "num_gpus")}
@@ -219,6 +222,7 @@ def test_it_is_drawn(strong, tmp_path):
         ("train.seq_le=1", {"gpu": "h100", "num_gpus": 8}, "did you mean seq_len"),
         ("num_gpu=8", {"gpu": "h100", "num_gpus": 8}, "or one of num_gpus, gpu, cluster"),
         ("train.seq_len=long", {"gpu": "h100", "num_gpus": 8}, "sweep of train.seq_len"),
+        ("mesh.tensor=1,2", {"gpu": "h100", "num_gpus": 8, "constraints": HELD}, "mesh.tensor is what the sweep"),
         ("gpu=h100", {"num_gpus": 8, "scale_batch": True}, "scale_batch goes with a sweep of num_gpus"),
     ],
 )

@@ -1,5 +1,7 @@
 """Numbers as a reader wants them: three digits, and units that the place says."""
 
+from shardlm.plan import columns
+
 GIB = 2**30
 NONE = "-"
 _NAMES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -45,7 +47,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+    return columns.percent(share, 1)
 
 
 def large(x: float) -> str:

@@ -4,6 +4,7 @@ would make it fit, what the words mean."""
 import dataclasses
 from typing import Any
 
+from shardlm.plan.columns import rounded
 from shardlm.plan.report.figures import days, dollars, duration, figure, gib, large, milliseconds, percent
 from shardlm.plan.report.tables import was_compiled
 
@@ -29,7 +30,7 @@ def facts(plan: Data, run: Data) -> list[Fact]:
         ("MFU", "mfu", percent),
         ("memory of a GPU", "memory_bytes", lambda x: f"{gib(x)} GiB"),
         (f"{large(run['tokens'])} tokens", "days", days),
-        (f"at ${price:,.2f} a GPU-hour", "dollars", dollars),
+        (f"at ${rounded(price, 2)} a GPU-hour", "dollars", dollars),
     ]
     told, other = plan[plan["basis"]], plan["estimated"] if plan["basis"] == "compiled" else None
     return [

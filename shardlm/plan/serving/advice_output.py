@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from shardlm.hardware import GIB
-from shardlm.plan.columns import columns, three_digits
+from shardlm.plan.columns import columns, percent, rounded, three_digits
 from shardlm.plan.serving.advice import MOST_HOSTS, ServingAdvice, ServingOffer
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM
@@ -46,7 +46,7 @@ def to_text(advice: ServingAdvice) -> str:
     for kind, why in advice.nothing:
         text = f"{kind.name}: no replica within {MOST_HOSTS} hosts: {' '.join(why.split())}"
         blocks.append(textwrap.fill(text, WIDTH, subsequent_indent="   "))
-    blocks.append(f"In {advice.seconds:.0f} s.")
+    blocks.append(f"In {three_digits(advice.seconds)} s.")
     return "\n\n".join(blocks)
 
 
@@ -79,9 +79,9 @@ def _line(offer: ServingOffer) -> list[str]:
         f"{offer.num_gpus:,}",
         f"{plan.replicas:,}",
         str(plan.gpus_per_replica),
-        f"{offer.dollars_per_hour:,.2f}" if priced else "-",
-        f"{replied:.3f}" if priced else "-",
-        f"{both:.3f}" if priced else "-",
+        rounded(offer.dollars_per_hour, 2) if priced else "-",
+        rounded(replied, 3) if priced else "-",
+        rounded(both, 3) if priced else "-",
         three_digits(first),
         three_digits(further),
         *([f"{times['within_limits']:.1%}"] if times else []),
@@ -105,7 +105,7 @@ def reasons(offer: ServingOffer) -> list[str]:
         *(_in_time(offer) if offer.times else _by_means(offer)),
     ]
     if offer.dollars_per_gpu_hour:
-        said.append(f"A GPU-hour is ${offer.dollars_per_gpu_hour:.2f} ({offer.price_source}).")
+        said.append(f"A GPU-hour is ${rounded(offer.dollars_per_gpu_hour, 2)} ({offer.price_source}).")
     else:
         said.append(f"No price of a {offer.kind.gpu} is known; give --dollars_per_gpu_hour.")
     return said
@@ -116,7 +116,7 @@ def _by_means(offer: ServingOffer) -> list[str]:
     said = [
         f"It sustains {three_digits(most.rate)} requests/s at most, where {most.limit} limits it.",
         f"At {HEADROOM:.0%} of that {plan.case.request_rate:g} requests/s take {plan.replicas:,} of them, "
-        f"{offer.num_gpus:,} GPUs; {usual.prompts:.0%} of their time goes to prompts, and "
+        f"{offer.num_gpus:,} GPUs; {percent(usual.prompts)} of their time goes to prompts, and "
         f"{three_digits(usual.running)} replies run in each.",
     ]
     return said + [_other(other) for other in offer.others]

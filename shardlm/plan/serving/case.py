@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 
@@ -113,12 +114,13 @@ class ServingCase:
                 f"prompt_len={self.prompt_len} and output_len={self.output_len}: a request has at least 1 token of each"
             )
         for name in ("request_rate", "ttft_seconds", "itl_seconds"):
-            if getattr(self, name) < 0:
-                raise ShardlmError(f"{name}={getattr(self, name)} is at least 0; 0 asks for nothing")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ShardlmError(f"{name}={getattr(self, name)} is a number of at least 0; 0 asks for nothing")
         if self.attainment and not (0.5 <= self.attainment < 1 and (self.ttft_seconds or self.itl_seconds)):
             raise ShardlmError(
                 f"attainment={self.attainment:g} is the share of requests that must keep ttft_seconds="
-                f"{self.ttft_seconds:g} and itl_seconds={self.itl_seconds:g}: from 0.5 to below 1, and one is given"
+                f"{self.ttft_seconds:g} and itl_seconds={self.itl_seconds:g}: from 0.5 to below 1, and one of them "
+                "is above 0"
             )
         if self.engine.deterministic:
             raise ShardlmError(

@@ -174,9 +174,11 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     found = ServingMemory(tuple(stages), sizes, limit, beside[0] if beside else None, engine.decoded)
     if found.fullest.total > limit:
         most = found.fullest
+        pages = "kv_cache_gib, " if engine.kv_cache_bytes else ""
         raise ShardlmError(
             f"{most.total / 2**30:.1f} GiB a GPU, {most.temporaries / 2**30:.1f} of them temporaries (estimated), and "
-            f"jax may take {limit / 2**30:.1f}: lower gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
+            f"jax may take {limit / 2**30:.1f}: lower {pages}gpu_memory_utilization, max_num_seqs or "
+            "max_num_batched_tokens"
         )
     return found
 

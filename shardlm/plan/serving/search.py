@@ -13,7 +13,10 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
 from shardlm.plan.serving.time import DecodeStep, Speed
+from shardlm.plan.serving.weights import one_layer, stages_of, weights_of
 from shardlm.plan.ways import divisors
+from shardlm.serve.submeshes import of_replica, of_stage
+from shardlm.serving_rules import serving_rules
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -145,13 +148,41 @@ def _none(case: ServingCase, refused: Sequence[tuple[MeshSpec, str]], fixed: Map
     if not refused:
         return ShardlmError(
             f"{count} GPUs have no mesh with {axes}: all axes together are {count}, pipeline has at most the "
-            f"{case.model.shape.num_layers} layers, and expert divides the experts"
+            f"{case.model.shape.num_layers} layers, and expert divides the experts{_sizes(case, fixed)}"
         )
     latencies = [why for _, why in refused if "all but idle replica" in why]
     if latencies:
         nearest = min(latencies, key=_seconds)
         return ShardlmError(f"no mesh of {count} {gpu} is as fast as asked for; the nearest: {nearest}")
-    return DoesNotFit(f"{case.model.name} does not fit on {count} {gpu} as asked for: {refused[-1][1]}")
+    whole = [why for mesh, why in refused if not _undivided(case.on(mesh=mesh))]
+    if not whole:
+        asked = f" with {axes}" if fixed else ""
+        return ShardlmError(f"no mesh of {count} {gpu}{asked} can be: {refused[-1][1]}{_sizes(case, fixed)}")
+    return DoesNotFit(f"{case.model.name} does not fit on {count} {gpu} as asked for: {whole[-1]}")
+
+
+def _undivided(case: ServingCase) -> str:
+    """What of the model the case's mesh does not divide; "" where that is nothing."""
+    engine, shape = case.engine, case.model.shape
+    try:
+        one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
+        weights_of(shape, of_replica(engine.mesh), case.dtype, case.weights, engine.room)
+        serving_rules(shape, of_stage(engine.mesh), case.weights)
+        stages_of(shape.num_layers, of_replica(engine.mesh))
+    except ShardlmError as error:
+        return str(error)
+    return ""
+
+
+def _sizes(case: ServingCase, fixed: Mapping[str, int]) -> str:
+    """Those that one of the axes asked for could have, where the others are as asked for."""
+    said = []
+    for axis in fixed:
+        rest = {name: size for name, size in fixed.items() if name != axis}
+        there = [mesh for mesh in meshes(case, case.cluster.num_gpus, rest) if not _undivided(case.on(mesh=mesh))]
+        if there:
+            said.append(f"{axis} could be {', '.join(map(str, sorted({mesh.size(axis) for mesh in there})))}")
+    return f"; {' or '.join(said)} here" if said else ""
 
 
 def _seconds(why: str) -> float:
