@@ -4,7 +4,7 @@ slices."""
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -141,6 +141,7 @@ def load(
     decoding: bool = False,
     quantization: str | AsPublished | None = None,
     mtp: bool = False,
+    check: Callable[[ModelDef], None] = lambda model: None,
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
     of shardlm (or one of its checkpoints).
@@ -155,6 +156,7 @@ def load(
               (serving_rules.py)
     quantization  how projections are held, and multiplied: EngineConfig's (serve/build.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
+    check     is given the model before its weights are read, and raises where they need not be
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
@@ -181,6 +183,7 @@ def load(
         name = dtype or _published(found, built)
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)
+        check(model)
         params = _parameters(found, model, built, step, "ema" if ema else "params")
     return Opened(model, params, built, found.source, found.folder)
 

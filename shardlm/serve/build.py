@@ -1,6 +1,7 @@
 """From a checkpoint's folder to an engine that is ready: mesh, weights, the pool of pages, and the programs."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -197,7 +198,8 @@ def build(
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
-    opened = load(path, mesh=mesh, decoding=True, length=length, **options)
+    cache = functools.partial(check_cache, config=config, length=length)
+    opened = load(path, mesh=mesh, decoding=True, length=length, check=cache, **options)
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
@@ -356,6 +358,18 @@ def pages_of(each: Sequence[int], rooms: Sequence[int] | None, config: EngineCon
             "gpu_memory_utilization, split the model over more devices, or quantise it"
         )
     return nbytes // own
+
+
+def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
+    """Raises ShardlmError, before weights are read, where kv_cache_bytes holds no page of the model's own layers, or
+    not those of one request."""
+    if not config.kv_cache_bytes:
+        return
+    layouts = layouts_of(model, None, length, config.block_size, config.decoded)
+    execution = dataclasses.replace(model.execution, kv_cache=config.kv_cache_dtype)
+    own = page_bytes(dataclasses.replace(model, execution=execution), layouts[0], config.block_size)
+    rooms = None if jax.devices()[0].platform == "cpu" else [0]  # which kv_cache_bytes stands for
+    scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data)[0], config)
 
 
 def use_memory() -> None:

@@ -318,6 +318,9 @@ def test_what_the_files_beside_weights_say_is_refused_before_weights_are_read(ll
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ShardlmError, match="reasoning_parser='qwen' must be one of auto"):
         shardlm.LLM(folder, reasoning_parser="qwen")
+    for nbytes, message in ((100, "hold no page"), (10_000, "needs 16 pages of 4, and the pool has")):
+        with pytest.raises(ShardlmError, match=message):
+            build(folder, EngineConfig(**(SIZES | {"kv_cache_bytes": nbytes})))
     (folder / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ShardlmError, match="temperature='hot' must be a number"):
         shardlm.LLM(folder)
