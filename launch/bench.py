@@ -76,7 +76,7 @@ def serve(config) -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
     from shardlm.serve.bench.workload import check_shared, read_jobs, spread
-    from shardlm.serve.build import EngineConfig
+    from shardlm.serve.engine_config import EngineConfig
 
     sizes = mesh_sizes({"tensor": config.mesh.tensor, "expert": config.mesh.expert})
     use_cpu_devices(config.cpu_devices and math.prod(sizes.values()))

@@ -52,7 +52,7 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     their flags. Raises ShardlmError for what cannot be."""
     from shardlm.mesh import MeshSpec
     from shardlm.plan.serving.case import ServedModel, ServingCase
-    from shardlm.serve.build import EngineConfig
+    from shardlm.serve.engine_config import EngineConfig
     from shardlm.train.config import RunConfig
 
     named = isinstance(source, RunConfig)

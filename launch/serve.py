@@ -156,8 +156,9 @@ def serve_model(processes: int) -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.opened import describe
     from shardlm.serve.async_llm import AsyncLLM
-    from shardlm.serve.build import EngineConfig, build, described
+    from shardlm.serve.build import build, described
     from shardlm.serve.defaults import recommended
+    from shardlm.serve.engine_config import EngineConfig
 
     config = EngineConfig(mesh=MeshSpec(**sizes), **engine_options(), lora_modules=lora_modules())
     folder = describe(_MODEL.value).folder

@@ -154,7 +154,7 @@ def load(
     ema       the averaged weights of a run
     decoding  for a few rows of tokens: every device holds all rows, and weights rest where they are used
               (serving_rules.py)
-    quantization  how projections are held, and multiplied: EngineConfig's (serve/build.py)
+    quantization  how projections are held, and multiplied: EngineConfig's (serve/engine_config.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
     check     is given the model before its weights are read, and raises where they need not be
 

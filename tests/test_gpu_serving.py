@@ -125,8 +125,8 @@ def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters):
 
 @pytest.mark.parametrize("rows", [2, ROWS])
 def test_a_step_is_few_kernels_and_few_waits(rows):
-    """Of one row XLA makes 20 kernels a layer, so that engines run two at least (serve/build.py). At a conditional a
-    GPU waits until the host has read which branch runs."""
+    """Of one row XLA makes 20 kernels a layer, so that engines run two at least (serve/pool_size.py). At a conditional
+    a GPU waits until the host has read which branch runs."""
     module = parse(decoding(1, rows=rows)[0].as_text())
     (loop,) = (at for at in module.computations[module.entry].instructions if at.opcode == "while")
     step = module.computations[loop.called("body")[0]]

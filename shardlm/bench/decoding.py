@@ -24,9 +24,10 @@ from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.bench.engine import random_engine
 from shardlm.serve.bench.workload import prompts
-from shardlm.serve.build import EngineConfig, page_bytes
 from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.outputs import whole
+from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.sampling_params import SamplingParams
 
 TRANSFORMERS = "transformers"

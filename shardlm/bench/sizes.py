@@ -11,7 +11,7 @@ from shardlm.bench.kernel_cases import KernelCases
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.train.config import OffloadConfig, RunConfig, TrainConfig
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 

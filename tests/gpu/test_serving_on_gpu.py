@@ -17,7 +17,8 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened, execution_of
 from shardlm.rules import Rules
-from shardlm.serve.build import EngineConfig, assemble
+from shardlm.serve.build import assemble
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe

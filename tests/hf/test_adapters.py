@@ -18,7 +18,7 @@ from shardlm.generate import Sampling, generate
 from shardlm.layers.page_layout import PageLayout
 from shardlm.merge import merged
 from shardlm.mesh import MeshSpec
-from shardlm.serve.build import page_bytes
+from shardlm.serve.pool_size import page_bytes
 from shardlm.state import is_adapter
 from shardlm.train.convert import to_hf
 

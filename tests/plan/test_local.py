@@ -35,7 +35,7 @@ from shardlm.plan.report.text import to_text
 from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.sweep import Over, around, base_cluster, sweep
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 BENCH = "configs/bench_strategies.py"
 

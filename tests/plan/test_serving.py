@@ -34,9 +34,10 @@ from shardlm.plan.serving.search import Found, ServingPlan, fits, search
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.verify import verify_serving
 from shardlm.serve import build
-from shardlm.serve.build import EngineConfig, room_beside, scheduler_of
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import apart
+from shardlm.serve.pool_size import room_beside, scheduler_of
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import open_draft_model

@@ -20,7 +20,7 @@ from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.mix import of_file
 from shardlm.plan.serving.search import ServingPlan, search
 from shardlm.plan.target import ServingTarget
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 MODEL = ServedModel.of_config(config("llama3_8b"))
 

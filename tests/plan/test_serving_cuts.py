@@ -7,7 +7,8 @@ import pytest
 from test_serving_load import replica_of
 
 from shardlm.plan.serving.time import Speed
-from shardlm.serve.build import EngineConfig, scheduler_of
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.pool_size import scheduler_of
 
 
 def regret(speed: Speed) -> list[float]:

@@ -19,7 +19,7 @@ from shardlm.plan.serving.load import Load, Replica
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.search import ServingPlan, search
 from shardlm.plan.serving.time import Speed
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.pace import steps_of
 
 

@@ -30,7 +30,8 @@ from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.target import ServingTarget
 from shardlm.serve.bench.workload import lengths, prompts
-from shardlm.serve.build import EngineConfig, scheduler_of
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import train_bpe

@@ -25,7 +25,7 @@ from shardlm.plan.serving.report.data import to_json
 from shardlm.plan.serving.report.html import to_html
 from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.verify import Program, VerifiedServing
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 BROWSER = chromium.find()
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}</style>"

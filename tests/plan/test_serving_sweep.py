@@ -17,7 +17,7 @@ from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.search import search
 from shardlm.plan.serving.sweep import Asked, sweep_serving
 from shardlm.plan.serving.sweep_output import to_json, to_text
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 MODEL = ServedModel.of_config(config("llama3_8b"))
 

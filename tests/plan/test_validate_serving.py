@@ -24,7 +24,7 @@ from shardlm.plan.serving.ops import SAMPLER_PASSES, SAMPLING_KERNELS
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.systems_serving import Held, as_run, limits, shares_keys
 from shardlm.plan.validate_serving import TABLES, format_serving, predict, served_json, validate_serving
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 
 @pytest.fixture(scope="module")

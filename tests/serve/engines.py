@@ -16,11 +16,11 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.llama import LlamaConfig
 from shardlm.rules import Rules
-from shardlm.serve.build import sized
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine import Engine
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
+from shardlm.serve.pool_size import sized
 from shardlm.serve.runner import Runner
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
@@ -84,7 +84,7 @@ def decoding_from(rows: int):
         own, *beside = sized(*args)
         return dataclasses.replace(own, least_rows=rows), *beside
 
-    with mock.patch("shardlm.serve.build.sized", sizes):
+    with mock.patch("shardlm.serve.pool_size.sized", sizes):
         yield
 
 

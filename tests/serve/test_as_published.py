@@ -28,7 +28,8 @@ from shardlm.plan.serving.change import _choices
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.published_weights import as_published, kinds_told
-from shardlm.serve.build import EngineConfig, grown
+from shardlm.serve.build import grown
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serving_rules import serving_rules
 from shardlm.train.convert import to_run
 

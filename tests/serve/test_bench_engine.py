@@ -9,7 +9,7 @@ from engines import CONFIG
 
 from shardlm.mesh import MeshSpec
 from shardlm.serve.bench.engine import bench_serving, random_engine, words
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 

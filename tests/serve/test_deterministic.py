@@ -16,10 +16,12 @@ from small import init, mesh_of
 from shardlm.generate import Sampling, generate
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.serve.build import EngineConfig, assemble, scheduler_of
+from shardlm.serve.build import assemble
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
+from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef

@@ -20,9 +20,11 @@ from shardlm.serve import engine as engine_module
 from shardlm.serve import replicas as replicas_module
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
-from shardlm.serve.build import EngineConfig, assemble, scheduler_of
+from shardlm.serve.build import assemble
 from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.outputs import EngineError, whole
+from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 

@@ -13,8 +13,9 @@ from shardlm.models.mixtral import MixtralConfig
 from shardlm.ops import grouped_kernel
 from shardlm.ops.grouped_weights import Groups
 from shardlm.ops.weight_format import AsPublished
-from shardlm.serve.build import EngineConfig, assemble
+from shardlm.serve.build import assemble
 from shardlm.serve.chunk_programs import Cuts, FewBits, sizes_of
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.few_bits import BLOCK, few_bits_of
 
 SIZES, LLAMA = sizes_of(2048, 256), LlamaConfig().transformer()

@@ -13,7 +13,9 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.ops.kv_format import held
-from shardlm.serve.build import EngineConfig, assemble, page_bytes
+from shardlm.serve.build import assemble
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.sampling_params import SamplingParams
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"

@@ -13,8 +13,10 @@ from oracle import opened_of
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.serve import compiling, runner, staged_runner
-from shardlm.serve.build import EngineConfig, assemble, page_bytes
+from shardlm.serve.build import assemble
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.launcher import Launcher, Part
+from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.submeshes import of_replica
 

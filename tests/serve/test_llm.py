@@ -24,8 +24,9 @@ from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
-from shardlm.serve.build import EngineConfig, build
+from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.options import config_of
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams

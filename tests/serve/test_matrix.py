@@ -25,10 +25,12 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.adapters import Ready
-from shardlm.serve.build import EngineConfig, assemble, scheduler_of
+from shardlm.serve.build import assemble
 from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import split
 from shardlm.serve.live_weights import new_weights
+from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler_config import most_decoded

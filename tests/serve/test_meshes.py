@@ -20,13 +20,15 @@ from shardlm.serve import runner, staged_runner
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
-from shardlm.serve.build import EngineConfig, assemble, page_bytes
+from shardlm.serve.build import assemble
 from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.launcher import Launcher
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.page_table import PageTable, extend_hashes
+from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.build import DraftModel

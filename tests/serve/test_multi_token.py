@@ -20,7 +20,8 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened
 from shardlm.serve.bench.engine import random_engine
-from shardlm.serve.build import EngineConfig, assemble
+from shardlm.serve.build import assemble
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_weights
 from shardlm.serve.outputs import SpeculationStats

@@ -10,7 +10,7 @@ import shardlm
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve.adapter_table import LoRARequest
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.options import config_of
 
 METHOD = {"method": "ngram", "num_speculative_tokens": 2}

@@ -18,7 +18,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.serve import runner_config
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.prefill import choose
 from shardlm.serve.sampling_params import SamplingParams

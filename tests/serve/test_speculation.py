@@ -19,8 +19,8 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
 from shardlm.serve.bench.engine import offline
-from shardlm.serve.build import EngineConfig
 from shardlm.serve.engine import AHEAD
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import SpeculationStats

@@ -16,9 +16,9 @@ from shardlm.plan.serving.load import Load, Replica
 from shardlm.plan.serving.mix import Kind
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.bench.seen import TIMES, Seen, summary
-from shardlm.serve.build import scheduler_of
 from shardlm.serve.engine import AHEAD
 from shardlm.serve.pace import steps_of
+from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.scheduler import Scheduler
 
 REQUESTS, TOKENS = 1000, 200_000  # of the replies that are reported: so many, or with so many tokens, at least LEAST

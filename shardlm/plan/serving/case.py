@@ -1,5 +1,6 @@
 """What a serving plan is asked: a model, by a configuration or a config.json without weights, the engine's options
-(serve/build.py's EngineConfig, whose names and defaults launch.serve has too), lengths and how much is asked for."""
+(serve/engine_config.py's EngineConfig, whose names and defaults launch.serve has too), lengths and how much is asked
+for."""
 
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.published_weights import as_published, kinds_of, not_published
 from shardlm.serve.bench.workload import check_shared
-from shardlm.serve.build import EngineConfig
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
 from shardlm.train.config import RunConfig

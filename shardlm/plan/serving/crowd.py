@@ -12,8 +12,8 @@ import numpy as np
 from shardlm.plan.serving.mix import Kind, Mix
 from shardlm.plan.serving.time import Speed
 from shardlm.serve.batch import Row
-from shardlm.serve.build import scheduler_of
 from shardlm.serve.chunk_programs import dealt
+from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 

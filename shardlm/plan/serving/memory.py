@@ -1,5 +1,5 @@
 """What a serving engine holds on each device, and how many requests at once: the arithmetic is the engine's own
-(serve/build.py, layers/page_layout.py), on sizes that are known without devices."""
+(serve/pool_size.py, layers/page_layout.py), on sizes that are known without devices."""
 
 import bisect
 import dataclasses
@@ -19,8 +19,8 @@ from shardlm.plan.serving.mix import Mix
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
-from shardlm.serve.build import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.few_bits import few_bits_of
+from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner_config import RunnerConfig

@@ -22,8 +22,8 @@ from shardlm.ops.weight_format import WeightFormat, grouped, layers_differ
 from shardlm.rules import Rules, Table
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
-from shardlm.serve.build import page_bytes
 from shardlm.serve.layers import apart
+from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
@@ -186,7 +186,7 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
 
 @functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    """A model of the first layer alone on the mesh of a stage: it has the cache entries of all (serve/build.py's
+    """A model of the first layer alone on the mesh of a stage: it has the cache entries of all (serve/pool_size.py's
     page_bytes)."""
     execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
     whole = apart(shape)

@@ -28,8 +28,9 @@ from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bench.workload import prompts
-from shardlm.serve.build import EngineConfig, assemble
+from shardlm.serve.build import assemble
 from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.outputs import SpeculationStats, whole
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams

@@ -1,0 +1,146 @@
+"""How many pages there are, from what one takes and what is free; with them the sizes of an engine's programs."""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from shardlm.distributed import least_of_all
+from shardlm.errors import ShardlmError
+from shardlm.layers.page_layout import PageLayout
+from shardlm.ops.kv_format import held
+from shardlm.serve.chunk_programs import Cuts
+from shardlm.serve.engine_config import PROGRAMS, EngineConfig
+from shardlm.serve.page_table import PageTable
+from shardlm.serve.runner_config import RunnerConfig
+from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.speculation.build import DraftModel, layouts_of
+from shardlm.serve.stages import Place
+from shardlm.state import ModelDef
+
+STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
+ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
+
+
+def sizes_of(
+    model: ModelDef, draft: DraftModel | None, places: Sequence[Place], length: int, config: EngineConfig
+) -> tuple[RunnerConfig | PageLayout, ...]:
+    """(the sizes of a replica's programs, the page layout of the layers that draft, where there are any), once the
+    weights are on the devices."""
+    stages = [stage for place in places for stage in place.stages]
+    cpu = stages[0].mesh.devices.flat[0].platform == "cpu"
+    layouts = layouts_of(model, draft, length, config.block_size, config.decoded)
+    each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
+    each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
+    rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
+    return sized(layouts, each, rooms, length, config, len(places))
+
+
+def sized(
+    layouts: Sequence[PageLayout],
+    each: Sequence[int],
+    rooms: Sequence[int] | None,
+    length: int,
+    config: EngineConfig,
+    replicas: int,
+) -> tuple[RunnerConfig | PageLayout, ...]:
+    """The same from what a page takes of the devices of each stage and from what is free there, of all replicas' stages
+    in turn; None on CPUs. Needs no devices."""
+    cpu = rooms is None
+    rows = config.max_num_seqs or (32 if cpu else 256)
+    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + config.drafts) + 1)
+    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
+    count = min(pages_of(each, rooms, config, replicas), usable)
+    layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
+    # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): one row's norms and products
+    # are reductions, and nothing is merged with them. The weights that are read are the same.
+    least = 1 if cpu else 2
+    own = RunnerConfig(
+        layout,
+        config.block_size,
+        rows,
+        tokens,
+        length,
+        config.decode_steps,
+        least_rows=least,
+        platform="cpu" if cpu else "gpu",
+    )
+    return own, *beside
+
+
+def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
+    """Of one replica."""
+    layout, steps = sizes.layout, tuple(range(1, sizes.decode_steps + 1))
+    cuts = Cuts() if config.deterministic else sizes.cuts
+    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts, cuts)
+    table = PageTable(
+        layout.num_pages,
+        sizes.page_size,
+        windows=layout.windows,
+        longest_step=own.longest_step,
+        caching=config.enable_prefix_caching,
+    )
+    return Scheduler(own, table)
+
+
+def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
+    """Of one page in the layers that it has room for, over all devices of a stage: those over which the heads of a pool
+    are not split have a copy each."""
+    entries = model.outline().segments[0].blocks[0].attention.cache_entries()
+    execution = model.execution
+    pools = held(entries, execution.kv_cache, execution.dtype, execution.paged_attention).values()
+    rules = model.execution.rules
+    devices = rules.mesh.size(*STAGE_AXES)
+    position = sum(
+        heads * width * dtype.itemsize * devices // rules.mesh.size(*rules.act.axes(kv_name))
+        for (heads, width), kv_name, dtype in pools
+    )
+    return layout.layers * block_size * position
+
+
+def pages_of(each: Sequence[int], rooms: Sequence[int] | None, config: EngineConfig, replicas: int) -> int:
+    """How many pages the memory of a replica holds, scrap page included; arguments as of `sized`. Raises ShardlmError
+    where it holds none."""
+    if config.kv_cache_bytes or rooms is None:
+        nbytes, own = (config.kv_cache_bytes or 2**30) // replicas, sum(each)
+    else:  # the stage with the least room for its own layers decides
+        nbytes, own = min(zip(rooms, itertools.cycle(each), strict=False), key=lambda one: one[0] / one[1])
+    if nbytes < 2 * own:
+        raise ShardlmError(
+            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes (--kv_cache_gib) or "
+            "gpu_memory_utilization, split the model over more devices, or quantise it"
+        )
+    return nbytes // own
+
+
+def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
+    """Raises ShardlmError, before weights are read, where kv_cache_bytes holds no page of the model's own layers, or
+    not those of one request."""
+    if not config.kv_cache_bytes:
+        return
+    layouts = layouts_of(model, None, length, config.block_size, config.decoded)
+    execution = dataclasses.replace(model.execution, kv_cache=config.kv_cache_dtype)
+    own = page_bytes(dataclasses.replace(model, execution=execution), layouts[0], config.block_size)
+    rooms = None if jax.devices()[0].platform == "cpu" else [0]  # which kv_cache_bytes stands for
+    scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data)[0], config)
+
+
+def use_memory() -> None:
+    """Lets jax have ALLOCATED of each GPU, unless the environment says how much; before its backend starts."""
+    if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(ALLOCATED)
+
+
+def free_bytes(mesh: Mesh, config: EngineConfig) -> int:
+    """What is left of these GPUs' memory for pages, measured once the weights are there."""
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    least = least_of_all([room_beside(s["bytes_in_use"], s["bytes_limit"], config) for s in stats])
+    return least * mesh.devices.size
+
+
+def room_beside(in_use: float, limit: float, config: EngineConfig) -> int:
+    """Bytes for pages on a GPU that holds so many already, of those that jax may take; PROGRAMS is for programs."""
+    return max(0, int(limit * (config.gpu_memory_utilization - PROGRAMS) - in_use))
