@@ -40,7 +40,7 @@ FLOORS = [
         "generate",
         "hlo",
         *("weights", "weight_copies", "held_weights", "published_weights"),
-        *("merge", "peft"),
+        *("merge", "peft", "peft_modules"),
         *("opened", "serving_rules"),
         "network",
     },
