@@ -6,6 +6,8 @@ import functools
 import json
 import math
 import pickle
+import shlex
+import types
 
 import chromium
 import markupsafe
@@ -14,6 +16,7 @@ import pytest
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
+from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.report.laid_out import WIDTH
@@ -23,13 +26,16 @@ from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.report import tables
 from shardlm.plan.serving.report.data import to_json
 from shardlm.plan.serving.report.html import to_html
+from shardlm.plan.serving.report.start import ROUTER, shown, start
 from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.verify import Program, VerifiedServing
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.speculation.config import SpeculativeConfig
 
 BROWSER = chromium.find()
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}</style>"
 GIB = 2**30
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def case(**asked) -> ServingCase:
@@ -137,11 +143,45 @@ def test_the_figures_of_the_first_plan_are_in_text_and_page():
     assert max(map(len, text.replace(HOSTILE, "x" * 20).splitlines())) <= WIDTH
     page_checker.check(page)
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "{{ 7 * 7 }}" in page
+    assert [line for line in text.splitlines() if line.startswith("Start it")] and "<h2>Start it</h2>" in page
     words = text.split()
     for table in (tables.plans(told), tables.times(told), tables.memory(told), tables.decode(told)):
         assert f'id="table-{table.key}"' in page and table.title in " ".join(words)
         for cell in (cell for row in table.rows for cell in row):
             assert str(markupsafe.escape(cell)) in page and all(word in words for word in cell.split())
+
+
+def started(mesh: MeshSpec, replicas: int, name: str = "FOLDER", **options) -> list[tuple[str, str]]:
+    """Of hosts of eight GPUs."""
+    here = types.SimpleNamespace(
+        cluster=types.SimpleNamespace(gpus_per_host=8),
+        model=types.SimpleNamespace(name=name),
+        engine=EngineConfig(mesh=mesh, **options),
+    )
+    own = mesh.size("pipeline", "expert", "tensor")
+    plan = types.SimpleNamespace(case=here, mesh=mesh, replicas=replicas, gpus_per_replica=own)
+    return [(one["where"], one["command"]) for one in start(plan)]
+
+
+def test_how_a_plan_is_started():
+    router = ("Before them:", ROUTER)
+    one = started(MeshSpec(data=2, tensor=4), 2, "a folder", kv_cache_bytes=2**31, enable_prefix_caching=False)
+    words = "--data=2 --tensor=4 --kv_cache_gib=2 --noenable_prefix_caching"
+    assert one == [("On a host:", f"python -m launch.serve '--model=a folder' {words}")]
+    # Five replicas of four GPUs: two on each host, one on the last.
+    serve = "python -m launch.serve --model=FOLDER"
+    assert started(MeshSpec(data=5, tensor=4), 5, "configs/llama3_8b.py") == [
+        ("On each of 2 hosts:", f"{serve} --data=2 --tensor=4"),
+        ("On a host:", f"{serve} --tensor=4"),
+        router,
+    ]
+    (where, command), (_, last) = started(MeshSpec(data=2, pipeline=2, tensor=8), 2, speculative_config=NGRAM)
+    assert where.startswith("On each of the 2 hosts of a replica, under srun") and last == ROUTER
+    given = shlex.split(command)
+    assert given[:6] == [*shlex.split(serve), "--pipeline=2", "--tensor=8"] and given[-1] == "--distributed"
+    assert SpeculativeConfig.from_json(given[-2].partition("=")[2]) == SpeculativeConfig.parse(NGRAM)
+    text = shown({"where": where, "command": command}, 60)
+    assert shlex.split(text[text.index("python") :].replace("\\\n", "")) == given
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium here: SHARDLM_CHROMIUM=PATH names one")

@@ -11,6 +11,7 @@ from shardlm.plan.report.placement import placement
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.load import HEADROOM, Load
+from shardlm.plan.serving.report.start import start
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.plan.serving.time import DecodeStep
 from shardlm.plan.serving.verify import Program
@@ -36,6 +37,7 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
         "plans": [{"rank": rank} | _plan(one) for rank, one in shown],
         "plans_left_out": len(ranked) - len(shown),
         "refused": [{"mesh_text": str(mesh), "why": why} for mesh, why in answer.found.refused],
+        "start": start(first),
         "placement": placement(first.mesh, cluster),
     }
 

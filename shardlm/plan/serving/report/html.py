@@ -27,5 +27,6 @@ def to_html(answer: dict[str, Any]) -> str:
         decode=pictures.decode(answer),
         mesh=laid(found, cluster) if found["axes"] else None,
         tables={table.key: table for table in shown if table},
+        start=answer["start"],
         words=tables.words(answer),
     )
