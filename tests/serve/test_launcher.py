@@ -8,6 +8,7 @@ import types
 
 import pytest
 from engines import CONFIG, END, TOKENIZER
+from lazy_programs import compile_all
 from oracle import opened_of
 
 from shardlm.layers.page_layout import PageLayout
@@ -124,5 +125,5 @@ def test_a_program_that_does_not_compile_ends_the_rest():
 
     many = types.SimpleNamespace(_shapes=lambda: dict.fromkeys(range(200), ()), lower=lower, _programs={})
     with pytest.raises(KeyboardInterrupt):
-        runner.compile_all([many], lambda done, total: None)
+        compile_all([many], lambda done, total: None)
     assert len(begun) < 200
