@@ -1,11 +1,13 @@
 """Eight virtual CPU devices, one persistent compilation cache for the whole session and XLA's quickest way to compile,
 set before jax is imported."""
 
+import contextlib
 import gc
 import os
 import pathlib
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The older emitters of fused loops make the same loops in half the time; XLA ignores the option where it has but one.
@@ -63,3 +65,12 @@ def pytest_collection_modifyitems(items):
     """Puts the longest files first; pytest-xdist hands files out in this order (--no-loadscope-reorder)."""
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_when_called():
+    """Of engines; on GPUs all are compiled first, as users have them."""
+    from lazy_programs import compile_when_called, compiling_by
+
+    with contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else compiling_by(compile_when_called):
+        yield

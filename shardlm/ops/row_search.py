@@ -13,10 +13,10 @@ def ordered_sum(x: jax.Array) -> jax.Array:
     """float32 [..., V] -> [...]: a balanced tree of additions, the same whatever the other dimensions are."""
     while x.shape[-1] > 1:
         x = jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, -x.shape[-1] % _FOLD)))
-        parts = jnp.split(x, _FOLD, axis=-1)
-        while len(parts) > 1:
-            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-        x = parts[0]
+        x = x.reshape(*x.shape[:-1], _FOLD, -1)
+        while x.shape[-2] > 1:
+            x = x[..., ::2, :] + x[..., 1::2, :]
+        x = x[..., 0, :]
     return x[..., 0]
 
 

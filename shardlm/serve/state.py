@@ -77,10 +77,11 @@ def no_edits(rows: int) -> Edits:
 
 
 def take(tree: Any, rows: jax.Array) -> Any:
-    """These rows of every array."""
-    return jax.tree.map(lambda a: a[rows], tree)
+    """These rows of every array; all of them are there."""
+    return jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False), tree)
 
 
 def put(tree: Any, rows: jax.Array, new: Any) -> Any:
-    """Every array with these rows replaced."""
-    return jax.tree.map(lambda a, b: a.at[rows].set(b), tree, new)
+    """Every array with these rows replaced; all of them are there."""
+    replace = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    return jax.tree.map(lambda a, b: a.at[rows].set(b, **replace), tree, new)

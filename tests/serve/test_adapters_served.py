@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from engines import CONFIG, TOKENIZER, decoding_from, folder_of
 from flax.traverse_util import flatten_dict, unflatten_dict
+from lazy_programs import all_compiled
 from oracle import Oracle
 
 from shardlm import peft
@@ -93,7 +94,8 @@ def one_decode_program():
 @pytest.fixture(scope="module")
 def llm(folders):
     """With room for two, and none of them."""
-    return LLM(folders["base"], enable_lora=True, max_loras=2, max_lora_rank=4, **SIZES)
+    with all_compiled():
+        return LLM(folders["base"], enable_lora=True, max_loras=2, max_lora_rank=4, **SIZES)
 
 
 def tokens_of(outputs) -> list[list[int]]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small_moe
 from engines import CONFIG, END, TOKENIZER, another, finished, of_model
+from lazy_programs import all_compiled
 from oracle import Oracle, opened_of
 from small import init, mesh_of
 
@@ -115,7 +116,8 @@ def test_stages_say_the_same_bits_whatever_else_runs():
     """One program of one shape in each stage, and rows dealt into groups."""
     sizes = EngineConfig(mesh=MeshSpec(pipeline=2), deterministic=True, max_num_seqs=5, block_size=4, decode_steps=4)
     opened = opened_of(WIDE.transformer(), sizes.mesh)
-    runner = assemble(opened, TOKENIZER, [END], 64, sizes).runner
+    with all_compiled():
+        runner = assemble(opened, TOKENIZER, [END], 64, sizes).runner
     assert runner.num_programs == 2 + 2 + 4  # a step of each stage, before and after it, and what sets slots
 
     def engine(tokens: int, pages: int, caching: bool) -> Engine:

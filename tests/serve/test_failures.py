@@ -12,6 +12,7 @@ import time
 import jax
 import pytest
 from engines import CONFIG, END, TOKENIZER, decoding_from
+from lazy_programs import all_compiled
 from oracle import Oracle, opened_of
 
 from shardlm.errors import ShardlmError
@@ -45,7 +46,7 @@ PARAMS = [GREEDY, RANDOM, GREEDY, PENALISED, GREEDY, CHOICE]
 @pytest.fixture(scope="module")
 def runners():
     """Of two replicas, whose engines each test makes anew."""
-    with decoding_from(2):
+    with decoding_from(2), all_compiled():
         group = assemble(opened_of(SHAPE, MeshSpec()), TOKENIZER, [END], LENGTH, SIZES)
     return [engine.runner for engine in group.engines]
 

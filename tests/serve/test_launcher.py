@@ -12,8 +12,9 @@ from oracle import opened_of
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
-from shardlm.serve import compiling, runner, staged_runner
+from shardlm.serve import runner, staged_runner
 from shardlm.serve.build import assemble
+from shardlm.serve.compiling import compile_all
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.launcher import Launcher, Part
 from shardlm.serve.pool_size import page_bytes
@@ -126,5 +127,5 @@ def test_a_program_that_does_not_compile_ends_the_rest():
 
     many = types.SimpleNamespace(_shapes=lambda: dict.fromkeys(range(200), ()), lower=lower, _programs={})
     with pytest.raises(KeyboardInterrupt):
-        compiling.compile_all([many], lambda done, total: None)
+        compile_all([many], lambda done, total: None)
     assert len(begun) < 200

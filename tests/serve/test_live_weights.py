@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from engines import CONFIG, decoding_from, folder_of
+from lazy_programs import all_compiled
 
 import shardlm
 from shardlm.errors import ShardlmError
@@ -43,7 +44,8 @@ def one_decode_program():
 
 @pytest.fixture(scope="module")
 def llm(folders):
-    return shardlm.LLM(folders["first"], **SIZES)
+    with all_compiled():
+        return shardlm.LLM(folders["first"], **SIZES)
 
 
 def reply(llm) -> list[int]:

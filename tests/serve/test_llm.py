@@ -15,6 +15,7 @@ import threading
 import numpy as np
 import pytest
 from engines import TOKENIZER, folder_of
+from lazy_programs import all_compiled
 
 import shardlm
 from shardlm.errors import ShardlmError
@@ -43,7 +44,8 @@ RECOMMENDED = {"temperature": 0.5, "top_k": 5, "repetition_penalty": 1.05}
 def llm(tmp_path_factory):
     folder = folder_of(tmp_path_factory.mktemp("served") / "model")
     (folder / "generation_config.json").write_text(json.dumps({**RECOMMENDED, "top_p": None, "pad_token_id": 0}))
-    return shardlm.LLM(folder, **SIZES)
+    with all_compiled():
+        return shardlm.LLM(folder, **SIZES)
 
 
 def test_get_tokenizer_is_as_hugging_face_s(llm):

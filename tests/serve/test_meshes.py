@@ -10,6 +10,7 @@ from array import array
 import jax
 import pytest
 from engines import CONFIG, END, TOKENIZER, decoding_from
+from lazy_programs import all_compiled
 from oracle import Oracle, opened_of
 from small_moe import DEEPSEEK, MOE
 
@@ -72,7 +73,8 @@ def engine_on(name: str, spec: MeshSpec) -> Engine | EngineGroup:
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 4, "decode_steps": 4}
     layout = PageLayout.whole(2, 16)
     config = EngineConfig(mesh=spec, kv_cache_bytes=16 * page_bytes(opened.model, layout, 4) * spec.data, **sizes)
-    return assemble(opened, TOKENIZER, [END], 56, config)
+    with all_compiled():
+        return assemble(opened, TOKENIZER, [END], 56, config)
 
 
 def engines_of(engine: Engine | EngineGroup) -> tuple[Engine, ...]:

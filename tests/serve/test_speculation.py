@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from engines import CONFIG, END, TOKENIZER, decoding_from, finished, folder_of, of_model
+from lazy_programs import all_compiled
 from small import init, mesh_of
 
 from shardlm import LLM
@@ -67,11 +68,12 @@ def drafting(tmp_path_factory):
     """The same model with drafts, from three proposers."""
     two, path = MeshSpec(tensor=2), tmp_path_factory.mktemp("folders")
     folders = folder_of(path / "model"), folder_of(path / "draft", seed=1, shape=SMALLER)
-    return {
-        "ngram": engine_of(MeshSpec(), NGRAM, least=1),
-        "other model": from_folders(*folders),
-        "itself, on two devices": engine_of(two, DRAFT, part(CONFIG, two, 0)),
-    }
+    with all_compiled():
+        return {
+            "ngram": engine_of(MeshSpec(), NGRAM, least=1),
+            "other model": from_folders(*folders),
+            "itself, on two devices": engine_of(two, DRAFT, part(CONFIG, two, 0)),
+        }
 
 
 def from_folders(model, draft):
