@@ -26,6 +26,7 @@ from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.adapters import check, ready, refuse_own, settled_rank, with_room
+from shardlm.serve.alike import asked
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
@@ -34,6 +35,7 @@ from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.following import join
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.option_types import check_types
+from shardlm.serve.lines import agree
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
@@ -189,6 +191,8 @@ def build(
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
     if room.count:
         refuse_own(found.lora)
+    if jax.process_count() > 1:
+        agree(asked(config, found), jax.process_index())
     for adapter in config.lora_modules.values():
         check(adapter, found.source, length, room)
     speculative, shape = config.speculative_config, found.source.transformer()

@@ -14,6 +14,7 @@ import jax
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.adapters import placed
+from shardlm.serve.alike import built
 from shardlm.serve.engine import Engine
 from shardlm.serve.followers import END, MAKE, Followers, Kept
 from shardlm.serve.lines import to_followers, to_leader
@@ -35,7 +36,7 @@ def join(engine: Engine) -> None:
     """
     if jax.process_count() == 1:
         return
-    about = _about(engine.runner)
+    about = built(engine.runner)
     if jax.process_index() == 0:
         engine.runner.followers = Followers(to_followers(about, jax.process_count()))
         return
@@ -102,18 +103,3 @@ def _heard(connection: Any) -> tuple[str, tuple]:
         return pickle.loads(connection.recv_bytes())
     except (OSError, EOFError) as error:
         raise EngineError("process 0, which led this one, has gone") from error
-
-
-def _about(runner: Runner) -> dict[str, str]:
-    """What must be the same in all processes."""
-    execution = runner.model.execution
-    return {
-        "the model": repr(runner.model.config),
-        "the mesh": str(runner.spec),
-        "dtype": str(execution.dtype),
-        "weights": repr(execution.weights),
-        "the cache": str(execution.kv_cache),
-        "adapters": f"{execution.adapters} of rank {execution.lora.rank}",
-        "drafts": repr(runner.proposer and runner.proposer.drafts),
-        "sizes": repr(runner.config),
-    }
