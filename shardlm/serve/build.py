@@ -32,10 +32,11 @@ from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.few_bits import few_bits_of
+from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
 from shardlm.serve.layers import taken_apart
-from shardlm.serve.option_types import check_types
 from shardlm.serve.lines import agree
+from shardlm.serve.option_types import check_types
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.prefill import Wanted, choose
 from shardlm.serve.replicas import EngineGroup
@@ -177,6 +178,7 @@ def build(
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
     or is not there. Over several processes, each of which calls it, this is where those but the first stay until that
     ends (following.join)."""
+    refuse_second()
     use_memory()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
@@ -189,10 +191,10 @@ def build(
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
-    if room.count:
-        refuse_own(found.lora)
     if jax.process_count() > 1:
         agree(asked(config, found), jax.process_index())
+    if room.count:
+        refuse_own(found.lora)
     for adapter in config.lora_modules.values():
         check(adapter, found.source, length, room)
     speculative, shape = config.speculative_config, found.source.transformer()

@@ -16,7 +16,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.adapters import placed
 from shardlm.serve.alike import built
 from shardlm.serve.engine import Engine
-from shardlm.serve.followers import END, MAKE, Followers, Kept
+from shardlm.serve.followers import END, MAKE, SETTLE, Followers, Kept
 from shardlm.serve.lines import to_followers, to_leader
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import EngineError
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MAKERS = {"new_weights": new_weights, "new_draft": new_draft, "placed": placed}  # of (arguments, the runner)
 AHEAD = 8  # programs that are started before the first of them is waited for
+LOOK_SECONDS = 1.0  # between two looks at what is under way while nothing is told
 
 
 def join(engine: Engine) -> None:
@@ -71,16 +72,32 @@ def follow(runner: Runner, connection: Any) -> None:
     under_way: collections.deque[Any] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(1, "makes") as maker:
         while True:
-            name, arguments = _heard(connection)
+            name, arguments = _heard(connection, under_way)
             if name == END:
                 return
             if name == MAKE:
                 maker.submit(_make, runner, connection, shelf, *arguments)
                 continue
+            if name == SETTLE:
+                _wait(under_way, 0)
+                connection.send_bytes(b"")
+                continue
             found = getattr(runner, name)(*(shelf[a.number] if isinstance(a, Kept) else a for a in arguments))
             under_way.extend(found if isinstance(found, list) else [] if found is None else [found])
-            while len(under_way) > AHEAD:
-                jax.block_until_ready(under_way.popleft().result())
+            _wait(under_way, AHEAD)
+
+
+def _wait(under_way: collections.deque[Any], ahead: int) -> None:
+    """Until only so many programs are under way. Raises what went wrong with one."""
+    while len(under_way) > ahead:
+        jax.block_until_ready(under_way.popleft().result())
+
+
+def _ended(made: Any) -> bool:
+    """Whether a program is through, or has failed."""
+    if not made.done():
+        return False
+    return all(a.is_ready() for a in jax.tree.leaves(made.result()) if isinstance(a, jax.Array))
 
 
 def _make(
@@ -98,8 +115,13 @@ def _make(
     connection.send_bytes(said.encode())
 
 
-def _heard(connection: Any) -> tuple[str, tuple]:
+def _heard(connection: Any, under_way: collections.deque[Any]) -> tuple[str, tuple]:
+    """What is told next. Meanwhile raises what goes wrong with a program that is under way: the leader waits in the
+    same one, and says nothing more."""
     try:
+        while not connection.poll(LOOK_SECONDS):
+            while under_way and _ended(under_way[0]):
+                _wait(under_way, len(under_way) - 1)
         return pickle.loads(connection.recv_bytes())
     except (OSError, EOFError) as error:
         raise EngineError("process 0, which led this one, has gone") from error
