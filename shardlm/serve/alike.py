@@ -22,14 +22,14 @@ def asked(config: Any, found: Found) -> dict[str, str]:
     draft = speculative.model if speculative else None
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options["speculative_config"] = dataclasses.replace(speculative, model=None) if draft else speculative
-    adapters = {name: _of_files(path) for name, path in options.pop("lora_modules").items()}
+    adapters = {name: of_files(path) for name, path in options.pop("lora_modules").items()}
     return {
         **{name: str(value) for name, value in options.items()},
         "max_model_len": f"{config.max_model_len or found.longest}",
         "jax": jax.__version__,
         "the model's folder": ", ".join(digest(folder) for folder in _folders(found)),
         "lora_modules": repr(adapters),
-        "the draft model's folder": _of_files(draft) if draft else "none",
+        "the draft model's folder": of_files(draft) if draft else "none",
     }
 
 
@@ -46,6 +46,11 @@ def built(runner: Any) -> dict[str, str]:
         "drafts": repr(runner.proposer and runner.proposer.drafts),
         "sizes": repr(runner.config),
     }
+
+
+def of_files(path: str | os.PathLike) -> str:
+    """Digests of the folders that a path names. Raises ShardlmError where it names none."""
+    return ", ".join(digest(folder) for folder in _folders(describe(path)))
 
 
 def digest(folder: str | os.PathLike) -> str:
@@ -65,10 +70,6 @@ def _parts(path: pathlib.Path) -> Iterator[bytes]:
         for i in range(SAMPLES):
             file.seek(max(0, size - SAMPLE) * i // (SAMPLES - 1))
             yield file.read(SAMPLE)
-
-
-def _of_files(path: str | os.PathLike) -> str:
-    return ", ".join(digest(folder) for folder in _folders(describe(path)))
 
 
 def _folders(found: Found) -> list[str | os.PathLike]:

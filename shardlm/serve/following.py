@@ -3,18 +3,19 @@
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.adapters import placed
-from shardlm.serve.alike import built
+from shardlm.serve.alike import built, of_files
 from shardlm.serve.engine import Engine
 from shardlm.serve.followers import END, MAKE, SETTLE, Followers, Kept
 from shardlm.serve.lines import to_followers, to_leader
@@ -24,7 +25,20 @@ from shardlm.serve.runner import Runner
 
 log = logging.getLogger(__name__)
 
-MAKERS = {"new_weights": new_weights, "new_draft": new_draft, "placed": placed}  # of (arguments, the runner)
+
+def _read(make: Callable[[str, Runner], Any], path: str, files: str, runner: Runner) -> Any:
+    """What `make` makes of a checkpoint, whose files are to be the leader's. Raises ShardlmError as it does, or where
+    they are not."""
+    if of_files(path) != files:
+        raise ShardlmError(f"{path} has other weights on this host than process 0 has there; copy them")
+    return make(path, runner)
+
+
+MAKERS = {  # of (arguments, the runner)
+    "new_weights": functools.partial(_read, new_weights),
+    "new_draft": functools.partial(_read, new_draft),
+    "placed": placed,
+}
 AHEAD = 8  # programs that are started before the first of them is waited for
 LOOK_SECONDS = 1.0  # between two looks at what is under way while nothing is told
 

@@ -106,6 +106,9 @@ def test_what_cannot_be_made_is_said(led, folders, tmp_path):
     fails = mock.Mock(side_effect=ShardlmError("no such disk"))
     with mock.patch.dict(following.MAKERS, new_weights=fails), pytest.raises(ShardlmError, match="process 1: no such"):
         first.update_weights(folders["base"])
+    others = mock.patch.object(following, "of_files", return_value="others")
+    with others, pytest.raises(ShardlmError, match=r"process 1: .*base has other weights on this host than process 0"):
+        first.update_weights(folders["base"])
     first.generate([[1, 2]], PARAMS[0], use_tqdm=False)
     check_alike(first, second, thread)
 
