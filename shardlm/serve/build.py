@@ -19,13 +19,16 @@ from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
 from shardlm.serve.adapter_table import AdapterTable
 from shardlm.serve.adapters import check, ready, refuse_own, with_room
+from shardlm.serve.alike import asked
 from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.few_bits import few_bits_of
+from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
 from shardlm.serve.layers import taken_apart
+from shardlm.serve.lines import agree
 from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
 from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
@@ -44,6 +47,7 @@ def build(
     """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
     or is not there. Over several processes, each of which calls it, this is where those but the first stay until that
     ends (following.join)."""
+    refuse_second()
     use_memory()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
@@ -56,6 +60,8 @@ def build(
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
+    if jax.process_count() > 1:
+        agree(asked(config, found), jax.process_index())
     if room.count:
         refuse_own(found.lora)
     for adapter in config.lora_modules.values():

@@ -3,19 +3,21 @@
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.adapters import placed
+from shardlm.serve.alike import built, of_files
 from shardlm.serve.engine import Engine
-from shardlm.serve.followers import END, MAKE, Followers, Kept
+from shardlm.serve.followers import END, MAKE, SETTLE, Followers, Kept
 from shardlm.serve.lines import to_followers, to_leader
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import EngineError
@@ -23,8 +25,22 @@ from shardlm.serve.runner import Runner
 
 log = logging.getLogger(__name__)
 
-MAKERS = {"new_weights": new_weights, "new_draft": new_draft, "placed": placed}  # of (arguments, the runner)
+
+def _read(make: Callable[[str, Runner], Any], path: str, files: str, runner: Runner) -> Any:
+    """What `make` makes of a checkpoint, whose files are to be the leader's. Raises ShardlmError as it does, or where
+    they are not."""
+    if of_files(path) != files:
+        raise ShardlmError(f"{path} has other weights on this host than process 0 has there; copy them")
+    return make(path, runner)
+
+
+MAKERS = {  # of (arguments, the runner)
+    "new_weights": functools.partial(_read, new_weights),
+    "new_draft": functools.partial(_read, new_draft),
+    "placed": placed,
+}
 AHEAD = 8  # programs that are started before the first of them is waited for
+LOOK_SECONDS = 1.0  # between two looks at what is under way while nothing is told
 
 
 def join(engine: Engine) -> None:
@@ -35,7 +51,7 @@ def join(engine: Engine) -> None:
     """
     if jax.process_count() == 1:
         return
-    about = _about(engine.runner)
+    about = built(engine.runner)
     if jax.process_index() == 0:
         engine.runner.followers = Followers(to_followers(about, jax.process_count()))
         return
@@ -70,16 +86,32 @@ def follow(runner: Runner, connection: Any) -> None:
     under_way: collections.deque[Any] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(1, "makes") as maker:
         while True:
-            name, arguments = _heard(connection)
+            name, arguments = _heard(connection, under_way)
             if name == END:
                 return
             if name == MAKE:
                 maker.submit(_make, runner, connection, shelf, *arguments)
                 continue
+            if name == SETTLE:
+                _wait(under_way, 0)
+                connection.send_bytes(b"")
+                continue
             found = getattr(runner, name)(*(shelf[a.number] if isinstance(a, Kept) else a for a in arguments))
             under_way.extend(found if isinstance(found, list) else [] if found is None else [found])
-            while len(under_way) > AHEAD:
-                jax.block_until_ready(under_way.popleft().result())
+            _wait(under_way, AHEAD)
+
+
+def _wait(under_way: collections.deque[Any], ahead: int) -> None:
+    """Until only so many programs are under way. Raises what went wrong with one."""
+    while len(under_way) > ahead:
+        jax.block_until_ready(under_way.popleft().result())
+
+
+def _ended(made: Any) -> bool:
+    """Whether a program is through, or has failed."""
+    if not made.done():
+        return False
+    return all(a.is_ready() for a in jax.tree.leaves(made.result()) if isinstance(a, jax.Array))
 
 
 def _make(
@@ -97,23 +129,13 @@ def _make(
     connection.send_bytes(said.encode())
 
 
-def _heard(connection: Any) -> tuple[str, tuple]:
+def _heard(connection: Any, under_way: collections.deque[Any]) -> tuple[str, tuple]:
+    """What is told next. Meanwhile raises what goes wrong with a program that is under way: the leader waits in the
+    same one, and says nothing more."""
     try:
+        while not connection.poll(LOOK_SECONDS):
+            while under_way and _ended(under_way[0]):
+                _wait(under_way, len(under_way) - 1)
         return pickle.loads(connection.recv_bytes())
     except (OSError, EOFError) as error:
         raise EngineError("process 0, which led this one, has gone") from error
-
-
-def _about(runner: Runner) -> dict[str, str]:
-    """What must be the same in all processes."""
-    execution = runner.model.execution
-    return {
-        "the model": repr(runner.model.config),
-        "the mesh": str(runner.spec),
-        "dtype": str(execution.dtype),
-        "weights": repr(execution.weights),
-        "the cache": str(execution.kv_cache),
-        "adapters": f"{execution.adapters} of rank {execution.lora.rank}",
-        "drafts": repr(runner.proposer and runner.proposer.drafts),
-        "sizes": repr(runner.config),
-    }

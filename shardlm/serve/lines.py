@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 
@@ -18,13 +19,24 @@ from shardlm.serve.followers import Line
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 30
+HANDSHAKE_SECONDS = 10.0  # that the leader gives a connection, while the others wait for their turn
+TURN_SECONDS = 600.0
 WAIT_MS = 600_000  # of one call to the coordinator; then it is called again
 SECRET = 32  # bytes
 SHOWN = 300  # characters of what differs
 LEADER, FOLLOWER = b"leads", b"follows"
 
-_engines = itertools.count()  # every process makes the same ones, in the same order
+_NAME = "shardlm/engine"
+_asked, _engines = itertools.count(), itertools.count()  # every process makes the same ones, in the same order
+
+
+def agree(about: Mapping[str, str], process: int) -> None:
+    """Before an engine is built. Raises ShardlmError in a process where it is to be another one than in the first."""
+    name, client = f"{_NAME}/asked/{next(_asked)}", _coordinator()
+    if process == 0:
+        client.key_value_set(name, json.dumps(dict(about)))
+    elif wrong := _difference(json.loads(_awaited(client, name)), about, process):
+        raise ShardlmError(wrong)
 
 
 def to_followers(about: Mapping[str, str], processes: int) -> list[Line]:
@@ -50,16 +62,9 @@ def to_followers(about: Mapping[str, str], processes: int) -> list[Line]:
 
 def to_leader(about: Mapping[str, str], process: int) -> Connection:
     """Of the process of this number. Raises ShardlmError where the leader's engine is another one."""
-    name, client = _name(), _coordinator()
-    while True:  # its programs may take longer to compile
-        try:
-            place = json.loads(client.blocking_key_value_get(name, WAIT_MS))
-            break
-        except jax.errors.JaxRuntimeError as error:  # jaxlib tells them apart by their text
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-    sock = socket.create_connection((_host(), place["port"]), timeout=HANDSHAKE_SECONDS)
-    if not _proved(sock, bytes.fromhex(place["key"]), FOLLOWER, LEADER):
+    place = json.loads(_awaited(_coordinator(), _name()))  # its programs may take longer to compile
+    sock = socket.create_connection((_host(), place["port"]), timeout=TURN_SECONDS)
+    if not _proved(sock, bytes.fromhex(place["key"]), FOLLOWER, LEADER, TURN_SECONDS):
         raise ShardlmError(f"what answers at {_host()} port {place['port']} is not process 0 of this job")
     line = _connection(sock)
     line.send_bytes(json.dumps({"process": process, "about": dict(about)}).encode())
@@ -72,9 +77,8 @@ def _known(listener: socket.socket, key: bytes) -> Iterator[socket.socket]:
     """Who connects and knows the key."""
     while True:
         sock, address = listener.accept()
-        sock.settimeout(HANDSHAKE_SECONDS)
         try:
-            known = _proved(sock, key, LEADER, FOLLOWER)
+            known = _proved(sock, key, LEADER, FOLLOWER, HANDSHAKE_SECONDS)
         except OSError:
             known = False
         if known:
@@ -84,18 +88,20 @@ def _known(listener: socket.socket, key: bytes) -> Iterator[socket.socket]:
             sock.close()
 
 
-def _proved(sock: socket.socket, key: bytes, here: bytes, there: bytes) -> bool:
+def _proved(sock: socket.socket, key: bytes, here: bytes, there: bytes, seconds: float) -> bool:
     """Whether the other end knows the key; it is shown that this one does. What an end says holds for its side alone,
-    so that nobody's answer can be sent back as one's own. Raises OSError where it says nothing."""
-    own = secrets.token_bytes(SECRET)
+    so that nobody's answer can be sent back as one's own. Raises OSError where it does not say all in so long."""
+    own, end = secrets.token_bytes(SECRET), time.monotonic() + seconds
+    sock.settimeout(seconds)
     sock.sendall(own)
-    sock.sendall(hmac.digest(key, here + _received(sock), hashlib.sha256))
-    return hmac.compare_digest(_received(sock), hmac.digest(key, there + own, hashlib.sha256))
+    sock.sendall(hmac.digest(key, here + _received(sock, end), hashlib.sha256))
+    return hmac.compare_digest(_received(sock, end), hmac.digest(key, there + own, hashlib.sha256))
 
 
-def _received(sock: socket.socket) -> bytes:
+def _received(sock: socket.socket, end: float) -> bytes:
     said = b""
     while len(said) < SECRET:
+        sock.settimeout(max(0.001, end - time.monotonic()))
         if not (more := sock.recv(SECRET - len(said))):
             raise ConnectionError("closed")
         said += more
@@ -118,7 +124,17 @@ def _listening() -> socket.socket:
 
 
 def _name() -> str:
-    return f"shardlm/engine/{next(_engines)}"
+    return f"{_NAME}/{next(_engines)}"
+
+
+def _awaited(client, name: str) -> str:
+    """What the coordinator has by this name, once it has it."""
+    while True:
+        try:
+            return client.blocking_key_value_get(name, WAIT_MS)
+        except jax.errors.JaxRuntimeError as error:  # jaxlib tells them apart by their text
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
 
 def _coordinator():
@@ -142,7 +158,7 @@ def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], process: int
             start = max(0, same - SHOWN // 4)
             here, there = (said[start : start + SHOWN] for said in (own, other))
             return (
-                f"process {process} has another engine than process 0: {name} is {there} and {here}; start all of them "
-                "with the same options and the same model"
+                f"process {process} has another engine than process 0: {name} is {there}, and {here} in process 0; "
+                "start all of them with the same options and the same model"
             )
     return ""

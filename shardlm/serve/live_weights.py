@@ -21,6 +21,7 @@ from shardlm.opened import describe, load
 from shardlm.ops.rope import Rope
 from shardlm.ops.weight_format import AsPublished
 from shardlm.published_weights import takes_no
+from shardlm.serve.alike import of_files
 from shardlm.serve.followers import everywhere
 from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
@@ -85,7 +86,8 @@ def _in_all_processes(name: str, weights: Tree | str | os.PathLike, served: Serv
             "checkpoint that all can read, and give its path"
         )
     weights = os.fspath(weights) if path else weights
-    return everywhere(runner, name, (weights,), lambda: _replacing(weights, served))
+    told = (weights, of_files(weights)) if runner.followers else ()
+    return everywhere(runner, name, told, lambda: _replacing(weights, served))
 
 
 def _replacing(weights: Tree | str | os.PathLike, served: Served) -> Tree:

@@ -27,7 +27,7 @@ from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
 from shardlm.serve.other_names import CALLS, refuse
-from shardlm.serve.outputs import RequestOutput, whole
+from shardlm.serve.outputs import EngineError, RequestOutput, whole
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
@@ -222,7 +222,8 @@ class LLM:
                 yield
             except BaseException as error:
                 if not isinstance(error, Exception):
-                    self.engine.renew()
+                    with contextlib.suppress(EngineError):  # other processes cannot go on; the next call says so
+                        self.engine.renew()
                 self._interrupted = False
                 raise
             self._interrupted = False

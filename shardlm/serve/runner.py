@@ -98,7 +98,10 @@ class Runner:
 
     @told
     def reset(self) -> None:
-        """After a program failed, which may have taken the state with it: an empty one in its place."""
+        """After a program failed, which may have taken the state with it: an empty one in its place. Raises EngineError
+        where another process cannot go on."""
+        if self.followers is not None:
+            self.followers.settle()
         for launcher in self._launchers:
             launcher.clear()
         for array in jax.tree.leaves(self._state):

@@ -1,6 +1,7 @@
 """How one process leads others, within one: two engines on the same device, of which one does what the other is
 told."""
 
+import concurrent.futures
 import contextlib
 import json
 import multiprocessing
@@ -20,10 +21,14 @@ from test_adapters_served import adapter_of
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
+from shardlm.opened import describe
+from shardlm.serve import followers as followers_module
 from shardlm.serve import following, lines
 from shardlm.serve.adapters import ready
+from shardlm.serve.alike import asked
+from shardlm.serve.build import EngineConfig
 from shardlm.serve.carry import Sent
-from shardlm.serve.followers import LARGE, Followers, Line, pickled
+from shardlm.serve.followers import LARGE, Followers, Line, pickled, refuse_second
 from shardlm.serve.following import follow
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import EngineError
@@ -101,6 +106,9 @@ def test_what_cannot_be_made_is_said(led, folders, tmp_path):
     fails = mock.Mock(side_effect=ShardlmError("no such disk"))
     with mock.patch.dict(following.MAKERS, new_weights=fails), pytest.raises(ShardlmError, match="process 1: no such"):
         first.update_weights(folders["base"])
+    others = mock.patch.object(following, "of_files", return_value="others")
+    with others, pytest.raises(ShardlmError, match=r"process 1: .*base has other weights on this host than process 0"):
+        first.update_weights(folders["base"])
     first.generate([[1, 2]], PARAMS[0], use_tqdm=False)
     check_alike(first, second, thread)
 
@@ -114,11 +122,88 @@ def test_who_has_gone_ends_the_engine(both):
         with pytest.raises(EngineError, match="process 3, which has a part of the model, has gone"):
             both[0].generate([[1, 2]], PARAMS[0], use_tqdm=False)
     finally:
+        runner.followers.end()
         runner.followers, both[0].engine.ended = None, None
     here, there = multiprocessing.Pipe()
     here.close()
     with pytest.raises(EngineError, match="process 0, which led this one, has gone"):
         follow(both[1].engine.runner, there)
+
+
+def failing(monkeypatch, runner):
+    """Its next batch is started everywhere, and fails here with the state gone."""
+    start = runner.start
+
+    def fail(*arguments):
+        monkeypatch.undo()
+        start(*arguments)
+        jax.tree.map(lambda a: a.delete(), runner._state)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(runner, "start", fail)
+
+
+def test_after_a_batch_that_fails_both_are_as_new(led, monkeypatch):
+    first, second, thread = led
+    failing(monkeypatch, first.engine.runner)
+    before = first.engine.stats().failed_batches
+    [output] = first.generate([[1, 2]], PARAMS[0], use_tqdm=False)
+    assert output.error is None and len(output.outputs[0].token_ids) == 6
+    assert first.engine.stats().failed_batches == before + 1
+    check_alike(first, second, thread)
+
+
+def test_who_does_not_come_to_an_end_ends_the_engine(monkeypatch):
+    here, there = multiprocessing.Pipe()
+    followers = Followers([Line(2, here)])
+    monkeypatch.setattr(followers_module, "SETTLE_SECONDS", 0.01)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"process 2 did not come to the end of its programs in 0\.01 s"):
+            followers.settle()
+    there.send_bytes(b"")
+    followers.end()
+    with pytest.raises(EngineError, match="did not come"):
+        followers.tell("reset")
+
+
+def test_a_program_that_fails_is_noticed_while_nothing_is_told(monkeypatch):
+    monkeypatch.setattr(following, "LOOK_SECONDS", 0.01)
+    here, there = multiprocessing.Pipe()
+    broken = concurrent.futures.Future()
+    runner = mock.Mock(**{"_run.return_value": broken})
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        followed = pool.submit(follow, runner, there)
+        here.send_bytes(pickled(("_run", ())))
+        broken.set_exception(RuntimeError("out of memory"))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            followed.result(30)
+
+
+def test_an_interrupt_while_a_program_is_started_ends_the_engine(both, monkeypatch):
+    here, there = multiprocessing.Pipe()
+    runner = both[0].engine.runner
+    runner.followers = Followers([Line(1, here)])
+    monkeypatch.setattr(runner, "_launchers", (mock.Mock(**{"submit.side_effect": KeyboardInterrupt}),))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            both[0].generate([[1, 2]], PARAMS[0], use_tqdm=False)
+        monkeypatch.undo()
+        with pytest.raises(EngineError, match="KeyboardInterrupt came while a program was started that all"):
+            both[0].generate([[1, 2]], PARAMS[0], use_tqdm=False)
+    finally:
+        runner.followers.end()
+        runner.followers, both[0].engine.ended = None, None
+        both[0].engine.renew()
+        there.close()
+
+
+def test_a_second_engine_is_refused_while_others_follow_the_first(folders):
+    here, _ = multiprocessing.Pipe()
+    followers = Followers([Line(1, here)])
+    with pytest.raises(ShardlmError, match="the other processes serve the engine that was made before"):
+        LLM(folders["base"], **SIZES)
+    followers.end()
+    refuse_second()
 
 
 def test_large_arrays_travel_without_their_zeros():
@@ -152,6 +237,7 @@ def connected(monkeypatch, others, about) -> tuple[list, dict]:
     coordinator, said = Coordinator(), {}
     monkeypatch.setattr(lines, "_coordinator", lambda: coordinator)
     monkeypatch.setattr(lines, "_host", lambda: "localhost")
+    monkeypatch.setattr(lines, "HANDSHAKE_SECONDS", 2.0)  # that the one who says nothing takes
 
     def other(process):
         try:
@@ -172,13 +258,32 @@ def connected(monkeypatch, others, about) -> tuple[list, dict]:
     return found, said
 
 
+def test_what_was_asked_for_is_compared_before_anything_is_built(monkeypatch, folders):
+    coordinator = Coordinator()
+    monkeypatch.setattr(lines, "_coordinator", lambda: coordinator)
+    about = {}
+    for name in ("base", "other"):
+        speculative = {"model": str(folders[name]), "num_speculative_tokens": 2}
+        config = EngineConfig(speculative_config=speculative, lora_modules={"a": folders["adapter"]})
+        about[name] = asked(config, describe(folders[name]))
+    assert {name for name, said in about["base"].items() if said != about["other"][name]} == {
+        "the model's folder",
+        "the draft model's folder",
+    }
+    lines.agree(about["base"], 0)
+    lines.agree(about["base"], 1)
+    with pytest.raises(ShardlmError, match="process 2 has another engine than process 0: the model's folder is "):
+        lines.agree(about["other"], 2)
+
+
 def knock(coordinator) -> None:
-    """Connects without the key."""
-    place = json.loads(coordinator.blocking_key_value_get("", 0))
-    with socket.create_connection(("localhost", place["port"]), timeout=60) as sock:
+    """Connects without the key, and once to say nothing."""
+    where = "localhost", json.loads(coordinator.blocking_key_value_get("", 0))["port"]
+    with socket.create_connection(where, timeout=60), socket.create_connection(where, timeout=60) as sock:
         sock.sendall(bytes(2 * lines.SECRET))
         with contextlib.suppress(ConnectionResetError):
-            sock.recv(2 * lines.SECRET)
+            sock.recv(lines.SECRET)
+            sock.recv(lines.SECRET)
 
 
 def test_processes_find_each_other(monkeypatch):
