@@ -14,17 +14,21 @@ from absl import flags
 _COMPILE_CACHE = flags.DEFINE_string(
     "compile_cache",
     None,
-    "Folder of compiled programs, or none; by default JAX_COMPILATION_CACHE_DIR, else one in the user's cache folder.",
+    "Folder of compiled programs, or none; by default JAX_COMPILATION_CACHE_DIR, else one in the user's cache folder. "
+    "Of several processes one that all of them share, by default none.",
 )
 
 
-def use_compile_cache(environment: Mapping[str, str] = os.environ) -> None:
+def use_compile_cache(environment: Mapping[str, str] = os.environ, processes: int = 1) -> None:
     """As the command line and the environment say; before the first program. What cannot be written to is said and left
-    out."""
+    out.
+
+    Process 0 alone writes, and XLA on GPUs tries kernels out in turns with the other processes: where it finds a
+    program in a folder of its own, those would wait for it."""
     import jax
 
     wanted, given = _COMPILE_CACHE.value, environment.get("JAX_COMPILATION_CACHE_DIR")
-    if wanted == "none":
+    if wanted == "none" or (processes > 1 and not (wanted or given)):
         jax.config.update("jax_enable_compilation_cache", False)
         return
     try:

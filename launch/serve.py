@@ -150,7 +150,7 @@ def serve_model(processes: int) -> int:
 
     sizes = mesh_sizes()
     prepare_for(_MODEL.value, math.prod(sizes.values()), processes)
-    use_compile_cache()
+    use_compile_cache(processes=processes)
     from shardlm.chat import ChatTemplate
     from shardlm.hf_files import read_generation
     from shardlm.mesh import MeshSpec

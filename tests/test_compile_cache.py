@@ -48,6 +48,12 @@ def test_which_folder(told, tmp_path, capsys):
     with flagsaver.flagsaver(compile_cache=str(tmp_path / "flag")):
         use_compile_cache({"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "given")})
     assert told == {"jax_compilation_cache_dir": str(tmp_path / "flag")} | small
+    told.clear()
+    use_compile_cache({"XDG_CACHE_HOME": str(tmp_path)}, processes=2)  # not one that each host has for itself
+    assert told == {"jax_enable_compilation_cache": False}
+    told.clear()
+    use_compile_cache({"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "given")}, processes=2)
+    assert told == {"jax_compilation_cache_dir": str(tmp_path / "given")}
     (tmp_path / "file").touch()
     for name, message in (("none", ""), (str(tmp_path / "file"), "no compiled programs are kept (")):
         told.clear()

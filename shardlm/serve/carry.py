@@ -64,7 +64,8 @@ class Sent:
         for shape in shapes:
             zeros = np.zeros(shape.shape, shape.dtype)
             self._nothing[shape] = [jax.device_put(zeros, device) for device in self._to]
-        self._programs[key_of(shapes)] = lowered(self._both, shapes).compile()
+        options = alone(self._both.mesh.devices.flat[0].platform)
+        self._programs[key_of(shapes)] = lowered(self._both, shapes).compile(options)
 
     def _joined(self, a: jax.Array | None, shape: jax.ShapeDtypeStruct) -> jax.Array:
         shards = [] if a is None else [shard.data for shard in a.addressable_shards]
@@ -109,6 +110,12 @@ def moved(a: jax.Array, sharding: NamedSharding, **options: Any) -> jax.Array:
     shards = {shard.device: shard.data for shard in wider.addressable_shards}
     here = [shards[device] for device in sharding.mesh.devices.flat if device in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(a.shape, sharding, here, dtype=a.dtype)
+
+
+def alone(platform: str) -> dict[str, bool]:
+    """Options of XLA for a program that not all processes of the job compile: on GPUs it would wait for what the others
+    found as they tried kernels out, for a day (https://github.com/openxla/xla/pull/13108)."""
+    return {} if platform == "cpu" else {"xla_gpu_shard_autotuning": False}
 
 
 def of_both(source: np.ndarray, target: np.ndarray) -> NamedSharding:

@@ -22,7 +22,9 @@ def compile_all(runners: Sequence[Any], progress: Callable[[int, int], None]) ->
         try:
             lowering = {pool.submit(lower, key): key for key in work[0]}
             compiling = {}
-            for future in concurrent.futures.as_completed(lowering):
+            # In the order of the keys, the same in all processes of an engine: XLA on GPUs tries kernels out in turns
+            # with the others, and waits for what they found (xla_gpu_shard_autotuning).
+            for future in lowering:
                 for runner, lowered in zip(runners, future.result(), strict=True):
                     compiling[pool.submit(lowered.compile)] = runner, lowering[future]
             for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):

@@ -20,7 +20,7 @@ from shardlm.generate import make_pages
 from shardlm.mesh import MeshSpec
 from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
-from shardlm.serve.carry import carry, is_here
+from shardlm.serve.carry import alone, carry, is_here
 from shardlm.serve.followers import told
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
 from shardlm.serve.programs import ChunkRows
@@ -74,6 +74,16 @@ class StagedRunner(Runner):
         if jax.process_count() > 1:
             return (launcher_on(self.platform),) * len(self.stages)
         return tuple(launcher_on(self.platform) for _ in self.stages)
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        """As Runner's; where stages are in several processes each compiles its own. Processes that share a stage have
+        to make the same of it without having tried the same kernels out, or their collectives could differ in order
+        (https://github.com/openxla/xla/issues/7716)."""
+        if jax.process_count() == 1 or self.platform == "cpu":
+            return super()._options
+        shared = any(0 < len(stage.mesh.local_devices) < stage.mesh.size for stage in self.stages)
+        return super()._options | alone(self.platform) | ({"xla_gpu_autotune_level": 0} if shared else {})
 
     @property
     def spec(self) -> MeshSpec:

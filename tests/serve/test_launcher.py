@@ -129,3 +129,18 @@ def test_a_program_that_does_not_compile_ends_the_rest():
     with pytest.raises(KeyboardInterrupt):
         compile_all([many], lambda done, total: None)
     assert len(begun) < 200
+
+
+def test_programs_are_compiled_in_one_order(monkeypatch):
+    """Whichever is traced first: XLA on GPUs lets processes that compile the same wait for each other."""
+    begun = []
+
+    def lower(key, *_):
+        time.sleep(0.1 * (key == 0))
+        return types.SimpleNamespace(compile=lambda: begun.append(key))
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    one = types.SimpleNamespace(_shapes=lambda: dict.fromkeys(range(20), ()), lower=lower, _programs={})
+    one.allocate = lambda: None
+    compile_all([one], lambda done, total: None)
+    assert all(abs(place - key) < 2 for place, key in enumerate(begun)) and len(begun) == 20  # two at a time
