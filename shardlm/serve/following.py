@@ -8,7 +8,8 @@ import logging
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ MAKERS = {  # of (arguments, the runner)
 }
 AHEAD = 8  # programs that are started before the first of them is waited for
 LOOK_SECONDS = 1.0  # between two looks at what is under way while nothing is told
+RESET_SECONDS = 20.0  # after a program failed here, for the leader to find that it failed there too
 
 
 def join(engine: Engine) -> None:
@@ -81,30 +83,68 @@ def _regardless_of_signals() -> Iterator[None]:
 
 def follow(runner: Runner, connection: Any) -> None:
     """Does what the leader tells until it ends. Raises EngineError where it went without that, and what goes wrong with
-    a program."""
+    a program, unless the leader, whose program failed too, has all begin anew."""
     shelf: dict[int, Any] = {}
-    under_way: collections.deque[Any] = collections.deque()
+    programs = _Programs(runner)
     with concurrent.futures.ThreadPoolExecutor(1, "makes") as maker:
         while True:
-            name, arguments = _heard(connection, under_way)
+            name, arguments = _heard(connection, programs)
             if name == END:
                 return
             if name == MAKE:
                 maker.submit(_make, runner, connection, shelf, *arguments)
-                continue
-            if name == SETTLE:
-                _wait(under_way, 0)
+            elif name == SETTLE:
+                programs.wait(0)
                 connection.send_bytes(b"")
-                continue
-            found = getattr(runner, name)(*(shelf[a.number] if isinstance(a, Kept) else a for a in arguments))
-            under_way.extend(found if isinstance(found, list) else [] if found is None else [found])
-            _wait(under_way, AHEAD)
+            else:
+                programs.run(name, [shelf[a.number] if isinstance(a, Kept) else a for a in arguments])
 
 
-def _wait(under_way: collections.deque[Any], ahead: int) -> None:
-    """Until only so many programs are under way. Raises what went wrong with one."""
-    while len(under_way) > ahead:
-        jax.block_until_ready(under_way.popleft().result())
+class _Programs:
+    """What the runner was told to start, and what went wrong with it."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self._under_way: collections.deque[Any] = collections.deque()
+        self._error: Exception | None = None
+        self._until = 0.0  # when the error is raised
+
+    def run(self, name: str, arguments: Sequence[Any]) -> None:
+        """One of the runner's methods that are told. After an error `reset` alone, which ends that."""
+        if name == "reset":
+            self._error = None
+            self._under_way.clear()
+        elif self._error is not None:
+            return
+        with self._kept():
+            found = getattr(self._runner, name)(*arguments)
+            self._under_way.extend(found if isinstance(found, list) else [] if found is None else [found])
+        self.wait(AHEAD)
+
+    def wait(self, ahead: int) -> None:
+        """Until only so many are under way."""
+        with self._kept():
+            while len(self._under_way) > ahead:
+                jax.block_until_ready(self._under_way.popleft().result())
+
+    def look(self) -> None:
+        """Raises an error that `reset` has not followed in time: the leader waits in the program that failed here, and
+        says nothing more."""
+        with self._kept():
+            while self._under_way and _ended(self._under_way[0]):
+                self.wait(len(self._under_way) - 1)
+        if self._error is not None and time.monotonic() > self._until:
+            raise self._error
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._error is None:
+                log.error("a program failed", exc_info=error)
+                self._error, self._until = error, time.monotonic() + RESET_SECONDS
+            self._under_way.clear()
 
 
 def _ended(made: Any) -> bool:
@@ -129,13 +169,11 @@ def _make(
     connection.send_bytes(said.encode())
 
 
-def _heard(connection: Any, under_way: collections.deque[Any]) -> tuple[str, tuple]:
-    """What is told next. Meanwhile raises what goes wrong with a program that is under way: the leader waits in the
-    same one, and says nothing more."""
+def _heard(connection: Any, programs: _Programs) -> tuple[str, tuple]:
+    """What is told next; meanwhile looks at what is under way."""
     try:
         while not connection.poll(LOOK_SECONDS):
-            while under_way and _ended(under_way[0]):
-                _wait(under_way, len(under_way) - 1)
+            programs.look()
         return pickle.loads(connection.recv_bytes())
     except (OSError, EOFError) as error:
         raise EngineError("process 0, which led this one, has gone") from error

@@ -28,7 +28,7 @@ from shardlm.serve.adapters import ready
 from shardlm.serve.alike import asked
 from shardlm.serve.build import EngineConfig
 from shardlm.serve.carry import Sent
-from shardlm.serve.followers import LARGE, Followers, Line, pickled, refuse_second
+from shardlm.serve.followers import END, LARGE, SETTLE, Followers, Line, pickled, refuse_second
 from shardlm.serve.following import follow
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import EngineError
@@ -168,6 +168,7 @@ def test_who_does_not_come_to_an_end_ends_the_engine(monkeypatch):
 
 def test_a_program_that_fails_is_noticed_while_nothing_is_told(monkeypatch):
     monkeypatch.setattr(following, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(following, "RESET_SECONDS", 0.1)
     here, there = multiprocessing.Pipe()
     broken = concurrent.futures.Future()
     runner = mock.Mock(**{"_run.return_value": broken})
@@ -177,6 +178,26 @@ def test_a_program_that_fails_is_noticed_while_nothing_is_told(monkeypatch):
         broken.set_exception(RuntimeError("out of memory"))
         with pytest.raises(RuntimeError, match="out of memory"):
             followed.result(30)
+
+
+def test_programs_that_fail_alike_are_forgotten_at_a_reset(monkeypatch):
+    """What was told after the one that failed is not started; what comes after the reset is."""
+    monkeypatch.setattr(following, "LOOK_SECONDS", 0.01)
+    here, there = multiprocessing.Pipe()
+    broken, well = concurrent.futures.Future(), concurrent.futures.Future()
+    broken.set_exception(RuntimeError("out of memory"))
+    well.set_result([])
+    runner = mock.Mock(**{"_run.side_effect": [broken, well], "reset.return_value": None})
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        followed = pool.submit(follow, runner, there)
+        here.send_bytes(pickled(("_run", ("fails",))))
+        here.send_bytes(pickled((SETTLE, ())))
+        assert here.poll(30) and here.recv_bytes() == b""
+        for name in ("skipped", "reset", "runs"):
+            here.send_bytes(pickled((name, ()) if name == "reset" else ("_run", (name,))))
+        here.send_bytes(pickled((END, ())))
+        assert followed.result(30) is None
+    assert runner.mock_calls == [mock.call._run("fails"), mock.call.reset(), mock.call._run("runs")]
 
 
 def test_an_interrupt_while_a_program_is_started_ends_the_engine(both, monkeypatch):
