@@ -351,9 +351,7 @@ def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
     experts = f"{', '.join(map(str, routed))} experts" if routed else "experts, of which a dense model has none"
     return gpus + {
         "mesh.tensor": f" and the {heads} attention heads",
-        "mesh.expert": f" and the {experts} experts"
-        if experts
-        else " and the experts, of which a dense model has none",
+        "mesh.expert": f" and the {experts}",
         "mesh.pipeline": f" and is no more than the {shape.segments[shape.pipelined_segment()].repeats} layers",
     }.get(field, "")
 
