@@ -299,12 +299,14 @@ class FormCompiler:
                 "SamplingParams(thoughts=Thoughts(...)) too, as LLM(reasoning_parser=...) does"
             )
         if budget is None:
-            return None if wish is None else self.wanted(wish)
-        return self.wanted(wish, params.thoughts, budget)
+            return None if wish is None else self.wanted(wish, ends=not params.ignore_eos)
+        return self.wanted(wish, params.thoughts, budget, ends=not params.ignore_eos)
 
-    def wanted(self, wish: StructuredOutputs | None, thoughts: Thoughts | None = None, budget: int = 0) -> ReplyForm:
-        """What a request asks for; `budget` of `thoughts` where those are given. Raises ShardlmError, for the client,
-        for what cannot be compiled."""
+    def wanted(
+        self, wish: StructuredOutputs | None, thoughts: Thoughts | None = None, budget: int = 0, *, ends: bool = True
+    ) -> ReplyForm:
+        """What a request asks for; `budget` of `thoughts` where those are given. `ends`: stop tokens end its reply.
+        Raises ShardlmError, for the client, for what cannot be compiled."""
         grammar = self._grammar(wish) if wish else None
         after, openings = (wish.after, (wish.opening,) if wish.opening else ()) if wish else ((), ())
         limit = None
@@ -316,9 +318,10 @@ class FormCompiler:
             if not end:
                 raise ShardlmError(f"the tokenizer has no token for {thoughts.end!r}, with which thoughts are to end")
             limit = Limit(max(0, budget - len(said)), end)
-        free = [self._free_part(after, openings, grammar is not None)] if after else []
+        held = grammar is not None
+        free = [self._free_part(after, openings, held, self._sizes[1] if held and ends else ())] if after else []
         if wish and wish.instead:
-            free.append(self._free_part((NEVER,), wish.instead, True))
+            free.append(self._free_part((NEVER,), wish.instead, True, ()))
         return ReplyForm(grammar, free, limit)
 
     def _grammar(self, wish: StructuredOutputs) -> Grammar:
@@ -344,13 +347,14 @@ class FormCompiler:
         for row, form in forms:
             form.adjust(masks[row])
 
-    def _free_part(self, after: Sequence[str], openings: Sequence[str], held: bool) -> FreePart:
+    def _free_part(
+        self, after: Sequence[str], openings: Sequence[str], held: bool, stop_ids: Sequence[int]
+    ) -> FreePart:
         """`held`: a grammar follows."""
-        key = (tuple(after), tuple(openings), held)
+        key = (tuple(after), tuple(openings), held, tuple(stop_ids))
         found = self._free_parts.get(key)
         if found is None:
-            stops = self._sizes[1] if held and after != (NEVER,) else ()
-            found = FreePart(self._token_texts if held else (), after, openings, stops)
+            found = FreePart(self._token_texts if held else (), after, openings, stop_ids)
             if len(self._free_parts) >= FREE_PARTS:
                 self._free_parts.clear()  # by any of the threads that compile
             self._free_parts[key] = found

@@ -71,17 +71,18 @@ def test_the_replies_are_those_of_lockstep_to_the_bit(kind, monkeypatch):
 
 
 def test_free_thoughts_take_a_fraction_of_the_dispatches():
-    """41 tokens at four a dispatch, of which the first comes with the prompt, and the mask is sent once."""
+    """41 tokens at four a dispatch, of which the first comes with the prompt, and the mask is sent once: of tokens that
+    would end the free part and go on, and of those that would end the reply."""
     engine = another(engine_of("alone"), tokens=32, pages=300)
-    for after in ("x y z", "na"):
+    for after, ignore_eos, masks in (("x y z", True, 0), ("na", True, 1), ("x y z", False, 1)):
         engine.runner.reset()  # no mask is there
         ran, run = [], engine.runner._run
         engine.runner._run = lambda key, *rest, ran=ran, run=run: ran.append(key) or run(key, *rest)
         held = StructuredOutputs(regex="a", after=after)
-        params = SamplingParams(max_tokens=41, temperature=0, ignore_eos=True, structured_outputs=held)
+        params = SamplingParams(max_tokens=41, temperature=0, ignore_eos=ignore_eos, structured_outputs=held)
         engine.add("alone", [5, 6, 7], params)
         before = engine.scheduler._batches
         [reply] = finished(engine)["alone"].outputs
         del engine.runner._run
         assert reply.finish_reason == "length" and after not in reply.text
-        assert (engine.scheduler._batches - before, ran.count("allowed")) == (11, 1), ran
+        assert (engine.scheduler._batches - before, ran.count("allowed")) == (11, masks), ran
