@@ -157,6 +157,20 @@ def _needed(environ: Mapping[str, str], name: str, where: str) -> str:
     return environ[name]
 
 
+def coordinator() -> Any:
+    """The job's keys and values, once jax.distributed runs: what one process sets, others may wait for."""
+    from jax._src.distributed import global_state  # they have no public name
+
+    return global_state.client
+
+
+def coordinator_host() -> str:
+    """Where process 0 is, as jax was told."""
+    from jax._src.distributed import global_state
+
+    return global_state.coordinator_address.rpartition(":")[0].strip("[]")
+
+
 def least_of_all(values: Iterable[int]) -> int:
     """The least of what all processes of the job say, below 2**63; none may have nothing to say. All must call it."""
     import jax
@@ -181,7 +195,6 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         yield
         return
     import jax
-    from jax._src.distributed import global_state  # its client's keys and values have no public name
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # CPU processes have no other
     jax.distributed.initialize(
@@ -192,7 +205,7 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
     )
-    failures = _Failures(global_state.client, f"process {args.process_id} of {args.num_processes}")
+    failures = _Failures(coordinator(), f"process {args.process_id} of {args.num_processes}")
     try:
         yield
     except BaseException as error:

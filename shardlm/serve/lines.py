@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import jax
 
+from shardlm.distributed import coordinator, coordinator_host
 from shardlm.errors import ShardlmError
 from shardlm.serve.followers import Line
 
@@ -32,7 +33,7 @@ _asked, _engines = itertools.count(), itertools.count()  # every process makes t
 
 def agree(about: Mapping[str, str], process: int) -> None:
     """Before an engine is built. Raises ShardlmError in a process where it is to be another one than in the first."""
-    name, client = f"{_NAME}/asked/{next(_asked)}", _coordinator()
+    name, client = f"{_NAME}/asked/{next(_asked)}", coordinator()
     if process == 0:
         client.key_value_set(name, json.dumps(dict(about)))
     elif wrong := _difference(json.loads(_awaited(client, name)), about, process):
@@ -42,7 +43,7 @@ def agree(about: Mapping[str, str], process: int) -> None:
 def to_followers(about: Mapping[str, str], processes: int) -> list[Line]:
     """A line to each other process of so many, in their order. `about`: what must be the same there. Raises
     ShardlmError where it is not."""
-    key, client = secrets.token_bytes(SECRET), _coordinator()
+    key, client = secrets.token_bytes(SECRET), coordinator()
     found: dict[int, Connection] = {}
     with _listening() as listener:
         place = json.dumps({"port": listener.getsockname()[1], "key": key.hex()})
@@ -62,10 +63,10 @@ def to_followers(about: Mapping[str, str], processes: int) -> list[Line]:
 
 def to_leader(about: Mapping[str, str], process: int) -> Connection:
     """Of the process of this number. Raises ShardlmError where the leader's engine is another one."""
-    place = json.loads(_awaited(_coordinator(), _name()))  # its programs may take longer to compile
-    sock = socket.create_connection((_host(), place["port"]), timeout=TURN_SECONDS)
+    place = json.loads(_awaited(coordinator(), _name()))  # its programs may take longer to compile
+    sock = socket.create_connection((coordinator_host(), place["port"]), timeout=TURN_SECONDS)
     if not _proved(sock, bytes.fromhex(place["key"]), FOLLOWER, LEADER, TURN_SECONDS):
-        raise ShardlmError(f"what answers at {_host()} port {place['port']} is not process 0 of this job")
+        raise ShardlmError(f"what answers at {coordinator_host()} port {place['port']} is not process 0 of this job")
     line = _connection(sock)
     line.send_bytes(json.dumps({"process": process, "about": dict(about)}).encode())
     if wrong := line.recv_bytes().decode():
@@ -135,19 +136,6 @@ def _awaited(client, name: str) -> str:
         except jax.errors.JaxRuntimeError as error:  # jaxlib tells them apart by their text
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-
-
-def _coordinator():
-    from jax._src.distributed import global_state  # its client's keys and values have no public name
-
-    return global_state.client
-
-
-def _host() -> str:
-    """Where process 0 is, as jax was told."""
-    from jax._src.distributed import global_state
-
-    return global_state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
 def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> str:

@@ -256,8 +256,8 @@ class Coordinator:
 def connected(monkeypatch, others, about) -> tuple[list, dict]:
     """(what to_followers gives or raises, what to_leader does in each of the other processes)."""
     coordinator, said = Coordinator(), {}
-    monkeypatch.setattr(lines, "_coordinator", lambda: coordinator)
-    monkeypatch.setattr(lines, "_host", lambda: "localhost")
+    monkeypatch.setattr(lines, "coordinator", lambda: coordinator)
+    monkeypatch.setattr(lines, "coordinator_host", lambda: "localhost")
     monkeypatch.setattr(lines, "HANDSHAKE_SECONDS", 2.0)  # that the one who says nothing takes
 
     def other(process):
@@ -281,7 +281,7 @@ def connected(monkeypatch, others, about) -> tuple[list, dict]:
 
 def test_what_was_asked_for_is_compared_before_anything_is_built(monkeypatch, folders):
     coordinator = Coordinator()
-    monkeypatch.setattr(lines, "_coordinator", lambda: coordinator)
+    monkeypatch.setattr(lines, "coordinator", lambda: coordinator)
     about = {}
     for name in ("base", "other"):
         speculative = {"model": str(folders[name]), "num_speculative_tokens": 2}

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import pathlib
 import random
-import shutil
 import threading
 
 import numpy as np
@@ -19,16 +18,12 @@ from lazy_programs import all_compiled
 
 import shardlm
 from shardlm.errors import ShardlmError
-from shardlm.mesh import MeshSpec
 from shardlm.serve import async_llm, harness
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
-from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
-from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.options import config_of
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.started import Started
@@ -271,17 +266,6 @@ def test_threads_take_turns(llm):
     assert found == expected * 5
 
 
-def test_options_that_are_not_known(llm, caplog):
-    for options, message in (
-        ({"gpu_memory_utilisation": 0.5}, "no option gpu_memory_utilisation=0.5; did you mean gpu_memory_utilization"),
-        ({"task": "generate"}, "no option task='generate'; there are dtype, quantization, "),
-    ):
-        with pytest.raises(ShardlmError, match=message):
-            shardlm.LLM(llm.folder, **options)
-    config = config_of(MeshSpec(), None, {"dtype": "auto", "enforce_eager": True, "block_size": 4})
-    assert config == EngineConfig(block_size=4) and "enforce_eager=True is vLLM's" in caplog.text
-
-
 def test_a_seed_of_all_replies(llm, monkeypatch):
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     said = []
@@ -289,54 +273,6 @@ def test_a_seed_of_all_replies(llm, monkeypatch):
         monkeypatch.setattr(llm, "_seeds", random.Random(3))
         said.append([one.outputs[0].token_ids for one in llm.generate(["true"] * 2, params)])
     assert said[0] == said[1] and said[0][0] != said[0][1]
-
-
-def test_what_cannot_be_built_is_refused(llm):
-    for options, message in (
-        (
-            {"quantization": "awq"},
-            "what a checkpoint says of itself, and is read without it: leave it out",
-        ),
-        ({"quantization": "int3"}, "choose from int8, int4, fp8, int8_dynamic, fp8_dynamic"),
-        ({"mesh": MeshSpec(fsdp=2)}, "give its devices to tensor, expert, pipeline or data"),
-        ({"mesh": MeshSpec(pipeline=4)}, "pipeline=4 stages of 3 layers; choose at most 3"),
-        ({"mesh": MeshSpec(data=3, tensor=4)}, "needs 12 devices and there are 8"),
-        ({"max_model_len": 128}, "more than the model's 64 positions"),
-        ({"kv_cache_bytes": 100}, "hold no page"),
-        ({"kv_cache_bytes": 10_000}, "needs 16 pages of 4, and the pool has"),
-        ({"gpu_memory_utilization": 1.5}, "is a share above 0.05"),
-        ({"block_size": 0}, "block_size=0 must be an integer of at least 1"),
-        ({"max_model_len": 0}, "max_model_len=0 must be"),
-        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5 must be"),
-        ({"kv_cache_bytes": 1e9}, "kv_cache_bytes=1000000000.0 must be an integer"),
-    ):
-        with pytest.raises(ShardlmError, match=message):
-            build(llm.folder, EngineConfig(**(SIZES | options)))
-    with pytest.raises(ShardlmError, match="give mesh or the sizes, not both"):
-        shardlm.LLM(llm.folder, mesh=MeshSpec(), tensor_parallel_size=2)
-
-
-def test_what_the_files_beside_weights_say_is_refused_before_weights_are_read(llm, tmp_path):
-    shutil.copytree(llm.folder, folder := tmp_path / "model")
-    (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ShardlmError, match="reasoning_parser='qwen' must be one of auto"):
-        shardlm.LLM(folder, reasoning_parser="qwen")
-    for nbytes, message in ((100, "hold no page"), (10_000, "needs 16 pages of 4, and the pool has")):
-        with pytest.raises(ShardlmError, match=message):
-            build(folder, EngineConfig(**(SIZES | {"kv_cache_bytes": nbytes})))
-    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(ShardlmError, match="temperature='hot' must be a number"):
-        shardlm.LLM(folder)
-    (folder / "generation_config.json").unlink()
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
-    for served in (shardlm.LLM, AsyncLLM.from_model):
-        with pytest.raises(ShardlmError, match=r"chat_template.jinja, line 2: unexpected '}'"):
-            served(folder)
-    (folder / "chat_template.jinja").unlink()
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "{% for')  # none was said to be there
-    for served in (shardlm.LLM, AsyncLLM.from_model):
-        with pytest.raises(ShardlmError, match=r"tokenizer_config.json is not JSON .*download it again"):
-            served(folder)
 
 
 @pytest.mark.skipif(harness.lm_eval is None, reason="needs the extra eval: the LM Evaluation Harness")
