@@ -8,14 +8,13 @@ from typing import Any
 
 from shardlm.serve.api import logprobs
 from shardlm.serve.api import response_items as items
+from shardlm.serve.api.blocks import Block, Blocks, Step
 from shardlm.serve.api.endpoint import Events, encode
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ResponsesRequest
-from shardlm.serve.api.reasoning.marks import Thought
 from shardlm.serve.api.response_tools import left_out, offered, shown
 from shardlm.serve.api.service import Call
-from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.api.truncation import fitting
 from shardlm.serve.api.turns import Asked, Part, Turn, begin
 from shardlm.serve.outputs import RequestOutput
@@ -85,11 +84,8 @@ class _Writer:
         self._top = request.top_logprobs or 0
         self._scored = items.LOGPROBS in (request.include or ())
         self._tools = offered(request)
+        self._blocks = Blocks()
         self._items: list[dict[str, Any]] = []  # those that are done
-        self._open: CallDelta | None = None  # the call that grows
-        self._text: str | None = None  # the message that grows
-        self._thought: str | None = None  # the thought that grows
-        self._space = ""  # of a message that may begin
         self._scores: list[dict[str, Any]] = []  # of the message
         self._told = 0  # of these
         self.usage, self.thoughts = Usage(), 0
@@ -99,100 +95,71 @@ class _Writer:
         if self._scored:
             answer = [token.place for token in part.tokens if token.place is not None and not token.thought]
             self._scores += logprobs.chat(answer, self._top)
-        for piece in part.pieces:
-            if isinstance(piece, CallDelta):
-                yield from self._call_grows(piece)
-            elif isinstance(piece, Thought):
-                yield from self._thought_grows(piece.text)
-            else:
-                yield from self._text_grows(piece)
+        for step in self._blocks.push(part.pieces):
+            yield from self._events(step)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The item that grew is done."""
-        if self._text is not None:
-            where = self._where("msg") | {"content_index": 0}
-            item = items.message(where["item_id"], self._text, self._scores, status)
-            done = {"text": self._text, "logprobs": self._scores}
-            yield {"type": "response.output_text.done", **where, **done}
-            yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
+        """Nothing follows, and the item that grew is done."""
+        for step in self._blocks.end():
+            yield from self._events(step, status)
+
+    def _events(self, step: Step, status: str = "completed") -> Iterator[Event]:
+        block = step.block
+        if step.what == "begins":
+            yield from self._begins(block)
+        elif step.what == "ends":
+            yield from self._ends(block, status)
+        elif block.kind == "text":
+            new, self._told = self._scores[self._told :], len(self._scores)
+            yield {"type": "response.output_text.delta", **self._where(block), "delta": step.new, "logprobs": new}
+        elif block.kind == "thought":
+            yield {"type": "response.reasoning_text.delta", **self._where(block), "delta": step.new}
+        elif not self._is_custom(block):
+            yield {"type": "response.function_call_arguments.delta", **self._where(block), "delta": step.new}
+
+    def _begins(self, block: Block) -> Iterator[Event]:
+        if block.kind == "call":
             self._scores, self._told = [], 0
-        elif self._thought is not None:
-            where = self._where("rs") | {"content_index": 0}
-            item = items.reasoning(where["item_id"], self._thought, status)
-            yield {"type": "response.reasoning_text.done", **where, "text": self._thought}
-            yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
-        elif self._open is not None:
-            item = self._call_item(self._open, status)
-            where = {"item_id": item["id"], "output_index": len(self._items)}
-            if (text := item.get("input")) is not None:  # which is read when the arguments are whole
-                yield {"type": "response.custom_tool_call_input.delta", **where, "delta": text}
-                yield {"type": "response.custom_tool_call_input.done", **where, "input": text}
-            else:
-                done = {"name": item["name"], "arguments": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **where, **done}
+        item = self._item(block, "in_progress")
+        yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
+        if block.kind != "call":
+            part = items.text_part("", ()) if block.kind == "text" else items.thought_part("")
+            yield {"type": "response.content_part.added", **self._where(block), "part": part}
+
+    def _ends(self, block: Block, status: str) -> Iterator[Event]:
+        item, where = self._item(block, status), self._where(block)
+        if block.kind == "text":
+            yield {"type": "response.output_text.done", **where, "text": block.text, "logprobs": self._scores}
+            self._scores, self._told = [], 0
+        elif block.kind == "thought":
+            yield {"type": "response.reasoning_text.done", **where, "text": block.text}
+        elif self._is_custom(block):  # whose input is read when the arguments are whole
+            yield {"type": "response.custom_tool_call_input.delta", **where, "delta": item["input"]}
+            yield {"type": "response.custom_tool_call_input.done", **where, "input": item["input"]}
         else:
-            return
-        yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **where, **done}
+        if block.kind != "call":
+            yield {"type": "response.content_part.done", **where, "part": item["content"][0]}
+        yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
         self._items.append(item)
-        self._text = self._open = self._thought = None
 
-    def _text_grows(self, text: str) -> Iterator[Event]:
-        begins = self._text is None
-        text = self._space + text
-        self._space = text if begins and (self._items or self._growing) and not text.strip() else ""
-        if self._space:
-            return  # between two calls, or before a message
-        if begins:
-            yield from self.close()
-            self._text = ""
-        where = self._where("msg") | {"content_index": 0}
-        if begins:
-            item = items.message(where["item_id"], "", (), "in_progress")
-            yield {"type": "response.output_item.added", "output_index": where["output_index"], "item": item}
-            yield {"type": "response.content_part.added", **where, "part": items.text_part("", ())}
-        self._text += text
-        new, self._told = self._scores[self._told :], len(self._scores)
-        yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": new}
+    def _is_custom(self, block: Block) -> bool:
+        tool = self._tools.get(block.name)
+        return tool is not None and tool.custom
 
-    def _thought_grows(self, text: str) -> Iterator[Event]:
-        begins = self._thought is None
-        if begins:
-            yield from self.close()
-            self._thought = ""
-        where = self._where("rs") | {"content_index": 0}
-        if begins:
-            item = items.reasoning(where["item_id"], "", "in_progress")
-            yield {"type": "response.output_item.added", "output_index": where["output_index"], "item": item}
-            yield {"type": "response.content_part.added", **where, "part": items.thought_part("")}
-        self._thought += text
-        yield {"type": "response.reasoning_text.delta", **where, "delta": text}
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        number = f"{self._call.id}_{block.index}"
+        if block.kind == "text":
+            return items.message(f"msg_{number}", block.text, self._scores, status)
+        if block.kind == "thought":
+            return items.reasoning(f"rs_{number}", block.text, status)
+        return items.call(number, block.name, block.text, status, self._tools)
 
-    def _call_grows(self, piece: CallDelta) -> Iterator[Event]:
-        if piece.name is not None:
-            yield from self.close()
-            self._space, self._scores, self._told = "", [], 0
-            self._open = CallDelta(piece.index, piece.name, "")
-            item = self._call_item(self._open, "in_progress")
-            yield {"type": "response.output_item.added", "output_index": len(self._items), "item": item}
-        self._open.arguments += piece.arguments
-        tool = self._tools.get(self._open.name)
-        if not (tool and tool.custom):
-            where = self._where("fc")
-            yield {"type": "response.function_call_arguments.delta", **where, "delta": piece.arguments}
-
-    def _call_item(self, call: CallDelta, status: str) -> dict[str, Any]:
-        return items.call(self._number(), call.name, call.arguments, status, self._tools)
-
-    @property
-    def _growing(self) -> bool:
-        return self._open is not None or self._thought is not None
-
-    def _number(self) -> str:
-        return f"{self._call.id}_{len(self._items)}"
-
-    def _where(self, kind: str) -> dict[str, Any]:
-        """The item that grows."""
-        return {"item_id": f"{kind}_{self._number()}", "output_index": len(self._items)}
+    def _where(self, block: Block) -> dict[str, Any]:
+        """The item, and which part of it grows, if it has parts."""
+        where = {"item_id": self._item(block, "in_progress")["id"], "output_index": block.index}
+        return where if block.kind == "call" else where | {"content_index": 0}
 
     def response(self, status: str) -> dict[str, Any]:
         """The whole, as far as it has come."""
