@@ -73,7 +73,9 @@ def check_length(text: str, tokenizer: Tokenizer, max_model_len: int, truncates:
     if not truncates and (least := tokenizer.least_tokens(text, max_model_len)) > max_model_len:
         raise PromptTooLong(
             f"the prompt has at least {least} tokens ({len(text)} characters); max_model_len={max_model_len} must hold "
-            "it. Shorten it, ask for truncate_prompt_tokens, or raise max_model_len"
+            "it. Shorten it, ask for truncate_prompt_tokens, or raise max_model_len",
+            least,
+            max_model_len,
         )
 
 

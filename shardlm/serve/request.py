@@ -13,7 +13,12 @@ UNBOUNDED = sys.maxsize
 
 
 class PromptTooLong(ShardlmError):
-    """The model has no room for a prompt; clients know this from other errors to make it shorter."""
+    """The model has no room for a prompt; clients know this from other errors to make it shorter. tokens, most: of the
+    prompt, at least, and of those that there may be, where they are known."""
+
+    def __init__(self, message: str, tokens: int | None = None, most: int | None = None):
+        super().__init__(message)
+        self.tokens, self.most = tokens, most
 
 
 class Status(enum.Enum):
@@ -123,7 +128,9 @@ def check_room(prompt_len: int, max_tokens: int | None, max_model_len: int) -> N
         space = "" if max_tokens == 0 else " and at least one new token"
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens; max_model_len={max_model_len} must hold it{space}. Shorten it by "
-            f"{least - max_model_len}, ask for truncate_prompt_tokens, or raise max_model_len"
+            f"{least - max_model_len}, ask for truncate_prompt_tokens, or raise max_model_len",
+            prompt_len,
+            max_model_len - (max_tokens != 0),
         )
 
 

@@ -16,14 +16,18 @@ from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, token
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, version
+from shardlm.serve.api.messages import count_tokens, messages
+from shardlm.serve.api.models import listed, told
 from shardlm.serve.api.openapi import document
 from shardlm.serve.api.page import POLICY, page
 from shardlm.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     LoadAdapterRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -39,6 +43,8 @@ POSTS = {
     "/v1/chat/completions": (ChatRequest, chat),
     "/v1/completions": (CompletionRequest, completions),
     "/v1/responses": (ResponsesRequest, responses),
+    "/v1/messages": (MessagesRequest, messages),
+    "/v1/messages/count_tokens": (CountTokensRequest, count_tokens),
     "/v1/embeddings": (EmbeddingsRequest, embeddings),
     "/tokenize": (TokenizeRequest, tokenize),
     "/detokenize": (DetokenizeRequest, detokenize),
@@ -84,7 +90,7 @@ class _About:
 
     async def models(self, request: Request) -> Response:
         names = [*self._service.names, *self._service.adapters]
-        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+        return json_response(listed([self._model(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -93,10 +99,9 @@ class _About:
 
     def _model(self, name: str) -> dict:
         service = self._service
-        about = {"id": name, "object": "model", "created": service.created, "owned_by": "shardlm"}
         adapter = service.adapters.get(name)
         root = {"root": adapter.path, "parent": service.names[0]} if adapter else {"root": service.root}
-        return {**about, **root, "max_model_len": service.llm.max_model_len}
+        return told(name, service.created, service.llm.max_model_len) | root
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(tokenizer_info(self._service.llm))

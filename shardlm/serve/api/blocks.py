@@ -32,10 +32,11 @@ class Step:
 
 
 class Blocks:
-    """Push the pieces of one reply. Space around calls and after thoughts makes no text of its own, nor does space
-    before a call belong to the text."""
+    """Push the pieces of one reply. Space around calls and after thoughts makes no text of its own; where blocks are
+    trimmed, nor is it part of one."""
 
-    def __init__(self):
+    def __init__(self, trims: bool = False):
+        self._trims = trims
         self._open: Block | None = None
         self._count = 0
         self._space = ""  # of a text that may go on, or begin
@@ -59,7 +60,10 @@ class Blocks:
 
     def _text(self, text: str) -> Iterator[Step]:
         text = self._space + text
-        words = text.rstrip()
+        follows = self._count > 0 and not self._is("text")
+        if self._trims and follows:
+            text = text.lstrip()
+        words = text.rstrip() if self._trims or (follows and not text.strip()) else text
         self._space = text[len(words) :]
         if words:
             yield from self._grows("text", words)

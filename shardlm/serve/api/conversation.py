@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.service import Service
 from shardlm.serve.messages import BadMessage, Message, plain_text, rendered
 from shardlm.serve.prompts import check_length
+
+_LATER = "what is said later"
 
 
 async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **form: Any) -> str:
@@ -35,6 +38,16 @@ async def tokens(service: Service, text: str, encode: Callable[[str], list[int]]
         return encode(text)
 
     return await service.long_texts.run(len(text) * truncates, counted)
+
+
+def shows_later_system(template: ChatTemplate | None) -> bool:
+    """Whether it shows a message of role system that is not the first; some refuse one, or leave it out."""
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": _LATER}
+    tried = [user, system, user], [user, {"role": "assistant", "content": "b"}, system, user]
+    try:
+        return template is not None and all(_LATER in template.render(one) for one in tried)
+    except ShardlmError:
+        return False
 
 
 def text_of(message: Message) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shardlm.serve.api import anthropic_errors
 from shardlm.serve.api.errors import ApiError, as_api_error, unforeseen
 from shardlm.serve.api.http import Gone, encode, error_response, json_response, read_body, send_within, until_gone
 from shardlm.serve.api.protocol import parse
@@ -29,13 +30,18 @@ class Events:
     def __init__(self, chunks: AsyncGenerator[bytes, None]):
         self.chunks = chunks
 
-    def error(self, error: ApiError) -> bytes:
-        """The last bytes, where an error ends the stream."""
+    def error(self, error: ApiError, id: str) -> bytes:
+        """The last bytes, where an error ends the stream of the request `id`."""
         return data(error.body()) + DONE
 
 
 def data(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
+
+
+def named(event: Mapping[str, Any]) -> bytes:
+    """An event that its type names, as those of responses and messages are."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
 
 
 DONE = b"data: [DONE]\n\n"
@@ -95,10 +101,13 @@ class _Answer:
     def __init__(self, scope: Scope, receive: Receive, send: Send, seconds: float, id: str):
         self._scope, self._receive, self._plain_send, self._seconds, self._id = scope, receive, send, seconds, id
         self._events: Events | None = None  # once its first bytes are sent
+        self._ids = [(b"x-request-id", id.encode())]
+        if anthropic_errors.is_anthropics(scope):
+            self._ids.append((b"request-id", anthropic_errors.request_id(id).encode()))
 
     async def _send(self, message: Mapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            message["headers"].append((b"x-request-id", self._id.encode()))
+            message["headers"] += self._ids
         await send_within(self._seconds, self._plain_send, message)
 
     async def whole(self, response: Response) -> None:
@@ -115,9 +124,9 @@ class _Answer:
     async def error(self, error: ApiError) -> None:
         """As a status, or where one was sent already as the last event."""
         if self._events is None:
-            await self.whole(error_response(error))
+            await self.whole(error_response(error, self._scope, self._id))
         else:
-            last = self._events.error(error)
+            last = self._events.error(error, self._id)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 

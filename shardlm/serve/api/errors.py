@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients read them: a status, and {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's clients read them: a status, and {"error": {"message", "type", "param", "code"}}. Anthropic's
+have another form (anthropic_errors)."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ _PARAM = re.compile(r"(\w+)(?:=|\[| has )")  # how messages about one value begi
 
 
 class ApiError(Exception):
-    """`param`: the field of the request that is wrong. `headers`: further ones of the answer."""
+    """`param`: the field of the request that is wrong. `headers`: further ones of the answer. `room`: of a prompt that
+    is too long, its tokens and how many there may be, where they are known."""
 
     def __init__(
         self,
@@ -24,10 +26,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        room: tuple[int, int] | None = None,
     ):
         super().__init__(message)
         self.message, self.status, self.type, self.param, self.code = message, status, type, param, code
-        self.headers = dict(headers or {})
+        self.headers, self.room = dict(headers or {}), room
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -40,7 +43,8 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, PromptTooLong):
         # LiteLLM, which hands such requests on to models with room, knows them by these words alone.
         message = f"the prompt is longer than the model's context length: {error}"
-        return ApiError(message, code="context_length_exceeded")
+        room = None if error.tokens is None else (error.tokens, error.most)
+        return ApiError(message, code="context_length_exceeded", room=room)
     if isinstance(error, ShardlmError):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named and named[1])
@@ -50,6 +54,15 @@ def as_api_error(error: Exception) -> ApiError | None:
         message = "the request took longer than this server allows; ask for fewer tokens, or raise its limit"
         return ApiError(message, 504, type="server_error", code="timeout")
     return None
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """What is wrong with a chat, in the words of an endpoint that calls its fields otherwise: {a chat's: its own}."""
+    name, end, rest = re.match(r"(\w*)(.?)(.*)", error.param or "", re.DOTALL).groups()
+    if name in names and end in ("", "."):
+        error.param = names[name] + end + rest
+        error.message = error.message.replace(name, names[name], 1)
+    return error
 
 
 def unforeseen() -> ApiError:

@@ -3,6 +3,7 @@ or take nothing, answers in JSON, and who may call."""
 
 import asyncio
 import hmac
+import uuid
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import shardlm
+from shardlm.serve.api import anthropic_errors
 from shardlm.serve.api.errors import ApiError, unavailable, unforeseen
 from shardlm.serve.api.settings import HttpSettings
 
@@ -49,7 +51,7 @@ class Serving:
 def application(
     serving: Serving, routes: Sequence[BaseRoute], settings: HttpSettings, open_paths: Collection[str], **options: Any
 ) -> Starlette:
-    """Keys, CORS and errors in OpenAI's form around `routes`; `app.state.service` is `serving`."""
+    """Keys, CORS and errors in the client's form around `routes`; `app.state.service` is `serving`."""
     middleware = [Middleware(_Bare), Middleware(_Guard, keys=settings.api_keys, open_paths=open_paths)]
     if origins := settings.cors_origins:
         middleware.insert(
@@ -83,31 +85,34 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in self._open and not bears(scope, self._keys):
-            message = "this server asks for a key it knows: Authorization: Bearer KEY"
-            await error_response(ApiError(message, 401, code="invalid_api_key"))(scope, receive, send)
+            message = "this server asks for a key it knows: Authorization: Bearer KEY, or x-api-key: KEY"
+            await error_response(ApiError(message, 401, code="invalid_api_key"), scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
 def bears(scope: Scope, keys: Sequence[str]) -> bool:
-    """Whether a request has one of the keys, compared in a time that does not tell how much of one is right."""
-    scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    known = [hmac.compare_digest(given, key.encode()) for key in keys]
-    return scheme.lower() == b"bearer" and any(known)
+    """Whether a request has one of the keys, as OpenAI's or Anthropic's clients send them, compared in a time that does
+    not tell how much of one is right."""
+    headers = dict(scope["headers"])
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    each = [headers.get(b"x-api-key", b""), given if scheme.lower() == b"bearer" else b""]
+    known = [hmac.compare_digest(one, key.encode()) for one in each for key in keys]
+    return any(known)
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such path, or not by this method."""
     message = f"{request.method} {request.url.path:.200}: {error.detail}"
-    return error_response(ApiError(message, error.status_code, headers=error.headers))
+    return error_response(ApiError(message, error.status_code, headers=error.headers), request.scope)
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return error_response(unforeseen())
+    return error_response(unforeseen(), request.scope)
 
 
 async def version(request: Request) -> Response:
@@ -119,8 +124,13 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(encode(body), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+def error_response(error: ApiError, scope: Scope, id: str | None = None) -> Response:
+    """In the form that who asked reads. `id`: of the request, where it has one that its answer tells anyway."""
+    if not anthropic_errors.is_anthropics(scope):
+        return json_response(error.body(), error.status, error.headers)
+    own = id or uuid.uuid4().hex
+    headers = error.headers if id else error.headers | {"request-id": anthropic_errors.request_id(own)}
+    return json_response(anthropic_errors.body(error, own), anthropic_errors.status_of(error), headers)
 
 
 async def read_body(scope: Scope, receive: Receive, most: int, seconds: float) -> bytes:

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from shardlm.serve.api.anthropic_errors import MESSAGES
+
 _JSON = "application/json"
 _TOLD = {
     "message": {"type": "string"},
@@ -16,6 +18,19 @@ _ERROR = {
     "type": "object",
     "properties": {"error": {"type": "object", "properties": _TOLD, "required": list(_TOLD)}},
     "required": ["error"],
+}
+_ANTHROPICS = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": "string"},
+    },
+    "required": ["type", "error", "request_id"],
 }
 _STATUSES = {
     400: "The request cannot be served as it is",
@@ -30,6 +45,7 @@ _STATUSES = {
     500: "The server failed at this request",
     503: "Not ready, or about to end",
     504: "The request took too long",
+    529: "Not ready, or about to end, as Anthropic's clients know it",
 }
 _GETS = {
     "/v1/models": "The models that are here.",
@@ -52,21 +68,29 @@ def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
     paths["/ping"]["post"] = _operation("/ping", _GETS["/ping"])
     for path, schema in zip(posts, schemas, strict=True):
         body = {"required": True, "content": {_JSON: {"schema": schema}}}
-        paths[path] = {"post": {**_operation(path, f"As OpenAI's or vLLM's {path}."), "requestBody": body}}
+        paths[path] = {"post": {**_operation(path, f"As {_whose(path)} {path}."), "requestBody": body}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "shardlm", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**components, "Error": _ERROR, "AnthropicError": _ANTHROPICS},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
 
+def _whose(path: str) -> str:
+    return "Anthropic's" if path.startswith(MESSAGES) else "OpenAI's or vLLM's"
+
+
 def _operation(path: str, summary: str) -> dict[str, Any]:
-    body = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    form = "AnthropicError" if path.startswith(MESSAGES) else "Error"
+    body = {_JSON: {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     errors = {str(status): {"description": meaning, "content": body} for status, meaning in _STATUSES.items()}
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "OK"}, **errors}}
     if "{model}" in path:

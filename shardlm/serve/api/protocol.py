@@ -125,12 +125,31 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: Json | None = None
 
 
-class ResponsesRequest(Common, kw_only=True):
+class Extras(Common, kw_only=True):
+    """What means the same as in a chat where OpenAI and Anthropic ask otherwise; most of it is vLLM's."""
+
+    chat_template_kwargs: Json | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    thinking_token_budget: int | None = None
+    structured_outputs: StructuredWish | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class ResponsesRequest(Extras, kw_only=True):
     input: str | list[Json]
     instructions: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    stop: str | list[str] | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     max_output_tokens: int | None = None
@@ -140,25 +159,30 @@ class ResponsesRequest(Common, kw_only=True):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     reasoning: Reasoning | None = None
-    chat_template_kwargs: Json | None = None
     prompt: Json | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: str | Json | None = None
-    # vLLM's, which mean what they mean in a chat.
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    thinking_token_budget: int | None = None
-    structured_outputs: StructuredWish | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+
+
+class CountTokensRequest(Extras, kw_only=True):
+    """Anthropic's. cache_control and service_tier are taken and not used: prefixes are always cached."""
+
+    messages: list[Json]
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+    output_config: Json | None = None
+    output_format: Json | None = None  # which was there before output_config.format
+    cache_control: Json | None = None
+    service_tier: str | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
 
 
 class EmbeddingsRequest(Common, kw_only=True):
@@ -204,6 +228,16 @@ class UnloadAdapterRequest(Common, kw_only=True):
     lora_name: str | None = None
 
 
+def is_billing(block: Any) -> bool:
+    """Whether a block of `system` is for Anthropic's servers alone, another one with every request, as Claude Code's
+    first is."""
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
+
+
+EXTRAS = tuple(field.name for field in msgspec.structs.fields(Extras) if field.name not in Common.__struct_fields__)
+
+
 def parse(body: bytes, model: type[T]) -> tuple[T, int]:
     """(the request, how many of its fields are not known). Raises ApiError for what is no JSON or has wrong types."""
     body = body.removeprefix(codecs.BOM_UTF8)  # as files of some editors begin
@@ -236,7 +270,8 @@ def _with_integers(found: Json, model: type[msgspec.Struct]) -> Json:
 @functools.cache
 def _integers(model: type[msgspec.Struct]) -> frozenset[str]:
     """Names of the fields that are integers."""
-    return frozenset(field.name for field in msgspec.structs.fields(model) if int in get_args(field.type))
+    fields = msgspec.structs.fields(model)
+    return frozenset(field.name for field in fields if field.type is int or int in get_args(field.type))
 
 
 def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:

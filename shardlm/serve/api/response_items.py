@@ -1,25 +1,19 @@
 """From the items of a /v1/responses request to a chat: the same conversation in the words of /v1/chat/completions."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.serve.api.errors import ApiError
-from shardlm.serve.api.protocol import ChatRequest, ResponsesRequest
+from shardlm.serve.api.protocol import EXTRAS, ChatRequest, ResponsesRequest
 from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
 from shardlm.serve.messages import BadMessage, plain_text, read_arguments
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
-_SAME = (
-    *("chat_template_kwargs", "temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-    *("structured_outputs", "thinking_token_budget", "priority", "cache_salt"),
-)
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 # Of a chat, and what they are called here.
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -39,17 +33,9 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         top_logprobs=request.top_logprobs if logprobs else None,
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=request.reasoning and request.reasoning.effort,
-        **{name: getattr(request, name) for name in _SAME},
+        stop=request.stop,
+        **{name: getattr(request, name) for name in EXTRAS},
     )
-
-
-def renamed(error: ApiError) -> ApiError:
-    """What is wrong with the chat, as who asked for a response knows it."""
-    name, end, rest = re.match(r"(\w*)(.?)(.*)", error.param or "", re.DOTALL).groups()
-    if name in _NAMES and end in ("", "."):
-        error.param = _NAMES[name] + end + rest
-        error.message = error.message.replace(name, _NAMES[name], 1)
-    return error
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

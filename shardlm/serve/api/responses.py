@@ -9,8 +9,8 @@ from typing import Any
 from shardlm.serve.api import logprobs
 from shardlm.serve.api import response_items as items
 from shardlm.serve.api.blocks import Block, Blocks, Step
-from shardlm.serve.api.endpoint import Events, encode
-from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.endpoint import Events, named
+from shardlm.serve.api.errors import ApiError, renamed
 from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ResponsesRequest
 from shardlm.serve.api.response_tools import left_out, offered, shown
@@ -26,7 +26,7 @@ async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | E
     try:
         asked, replies = await begin(call, items.chat_request(await fitting(call, request)))
     except ApiError as error:
-        raise items.renamed(error) from None
+        raise renamed(error, items.NAMES) from None
     call.service.leave_out(left_out(request))
     writer = _Writer(call, request)
     turn = _turn(writer, replies, asked)
@@ -66,11 +66,11 @@ class _Events(Events):
             yield self._one(event)
 
     def _one(self, event: Event) -> bytes:
-        numbered = encode({**event, "sequence_number": self._count})
+        numbered = {**event, "sequence_number": self._count}
         self._count += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), numbered)
+        return named(numbered)
 
-    def error(self, error: ApiError) -> bytes:
+    def error(self, error: ApiError, id: str) -> bytes:
         about = {"code": error.code or error.type, "message": error.message, "param": error.param}
         return self._one({"type": "error", **about})
 

@@ -40,6 +40,7 @@ class Service(Serving):
         self.unanswered = 0  # prompts in the engine that have had no output yet
         self.long_texts = LongTexts()
         self._left_out: set[str] = set()  # kinds of tools of which the log says that they are
+        self.shows_later_system: bool | None = None  # of the chat template; None: not looked at yet
         self.updating: asyncio.Future | None = None  # the last reading of other weights
 
     async def drain(self) -> None:

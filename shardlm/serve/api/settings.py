@@ -12,7 +12,7 @@ ToolStyle = Literal["auto", "hermes", "llama"]
 @dataclasses.dataclass(frozen=True)
 class HttpSettings:
     """
-    api_keys         one of them is asked for (Authorization: Bearer KEY); (): none
+    api_keys         one of them is asked for (Authorization: Bearer KEY, or x-api-key: KEY); (): none
     admin_keys       one of them is asked for to change what is served, or a router's replicas; (): nobody may
     cors_origins     origins whose pages may call the server; "*" for all
     max_body         bytes of a request's body

@@ -132,9 +132,10 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
     return asked, (output async for _, output in replies)
 
 
-async def prompt_length(call: Call, request: ChatRequest) -> int:
-    """Tokens of a request's prompt. Raises ApiError, and PromptTooLong for one that is far too long to be counted."""
-    return len(await _encoded(call, request, await _text(call, request, _tools(call, request)), truncates=False))
+async def prompt_length(call: Call, request: ChatRequest, any_length: bool = False) -> int:
+    """Tokens of a request's prompt. Raises ApiError, and unless it is to be counted at `any_length` PromptTooLong where
+    it is too long for sure."""
+    return len(await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length))
 
 
 def _tools(call: Call, request: ChatRequest) -> Tools:

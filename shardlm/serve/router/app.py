@@ -14,6 +14,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api import metrics
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, read_body, version
+from shardlm.serve.api.models import listed
 from shardlm.serve.router.fleet import Replica
 from shardlm.serve.router.proxy import Proxy
 from shardlm.serve.router.service import Router
@@ -79,11 +80,11 @@ class _Own:
             status, body = answers[0]
             return json_response(body, status)
         models = {model["id"]: model for body in reversed(told) for model in body.get("data", ())}
-        return json_response({"object": "list", "data": [models[name] for name in sorted(models)]})
+        return json_response(listed([models[name] for name in sorted(models)]))
 
     async def _models_of(self, replica: Replica, request: Request) -> tuple[int, dict]:
         """Status and body."""
-        headers = {name: value for name, value in request.headers.items() if name == "authorization"}
+        headers = {name: value for name, value in request.headers.items() if name in ("authorization", "x-api-key")}
         timeout = aiohttp.ClientTimeout(total=self._router.settings.timeout_seconds)
         client = self._router.client
         try:

@@ -3,20 +3,22 @@
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from shardlm.serve.api.endpoint import DONE, data
+from shardlm.serve.api import anthropic_errors
+from shardlm.serve.api.endpoint import DONE, data, named
 from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
-from shardlm.serve.api.http import Gone, encode, error_response, read_body, send_within, until_gone
+from shardlm.serve.api.http import Gone, error_response, read_body, send_within, until_gone
 from shardlm.serve.router.fleet import SILENT, Replica
 from shardlm.serve.router.prompt import Hints, hints
 from shardlm.serve.router.service import Router
 from shardlm.serve.router.upstream import Answer, Asked, Broken, Header, Nothing, ask
 
 _MODEL = "/v1/models/"
-_FULL = (429, 503)  # answers of a replica that has done nothing with a request
+_FULL = (429, 503, anthropic_errors.OVERLOADED)  # answers of a replica that has done nothing with a request
 _MOST_KEPT = 2**16  # bytes of such an answer
 
 
@@ -43,8 +45,9 @@ class Proxy:
                 logging.exception("a request failed")
             if not passage.begun:
                 known = known or unforeseen()
-                router.metrics.answers["", known.status] += 1
-                await error_response(known)(scope, receive, send)
+                response = error_response(known, scope)
+                router.metrics.answers["", response.status_code] += 1
+                await response(scope, receive, send)
         finally:
             router.active -= 1
 
@@ -160,7 +163,8 @@ async def _little(answer: Answer) -> bytes:
 def _last_event(asked: Asked) -> bytes:
     """What the server itself writes where an error ends a stream."""
     error = ApiError("the replica was lost; ask again", 502, type="server_error", code="replica_lost")
-    if not asked.target.startswith("/v1/responses"):
-        return data(error.body()) + DONE
-    event = {"type": "error", "code": error.code, "message": error.message, "param": None}
-    return b"event: error\ndata: " + encode(event) + b"\n\n"
+    if asked.target.startswith(anthropic_errors.MESSAGES):
+        return named(anthropic_errors.body(error, uuid.uuid4().hex))
+    if asked.target.startswith("/v1/responses"):
+        return named({"type": "error", "code": error.code, "message": error.message, "param": None})
+    return data(error.body()) + DONE

@@ -104,7 +104,11 @@ class FakeLLM:
         check_prompt(ids, self.tokenizer.vocab_size)
         params.check_vocabulary(self.tokenizer.vocab_size)
         if len(ids) > self.max_model_len:
-            raise PromptTooLong(f"the prompt has {len(ids)} tokens, above the model's {self.max_model_len}; shorten it")
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens, above the model's {self.max_model_len}; shorten it",
+                len(ids),
+                self.max_model_len,
+            )
         if (wish := params.structured_outputs) is not None:
             return self._forms.wanted(wish)
         return None

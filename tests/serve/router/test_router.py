@@ -10,6 +10,7 @@ import ssl
 import threading
 import urllib.request
 
+import anthropic
 import openai
 import pytest
 from fake_llm import FakeLLM
@@ -62,6 +63,19 @@ def test_openais_client(pair):
         status, _, body = routed.ask(path)
         assert status == 404 and path in json.loads(body)["error"]["message"]
     assert routed.ask("/v1/nowhere")[0] == 404 and routed.ask("/v1/completions")[0] == 405
+
+
+def test_anthropics_client(pair):
+    routed, _ = pair
+    with anthropic.Anthropic(base_url=routed.address, api_key="none", max_retries=0) as client:
+        assert [model.display_name for model in client.models.list()] == ["fake"]
+        ask = {"model": "fake", "messages": USER}
+        with client.messages.stream(max_tokens=9, **ask) as stream:
+            assert stream.get_final_text() == "the quick brown fox"
+        assert client.messages.count_tokens(**ask).input_tokens > 9
+        with pytest.raises(anthropic.NotFoundError, match="the model 'other' is not here; here is fake") as info:
+            client.messages.create(max_tokens=9, **{**ask, "model": "other"})
+        assert info.value.type == "not_found_error" and info.value.request_id == info.value.body["request_id"]
 
 
 def test_a_conversation_stays_where_its_beginning_is(pair):

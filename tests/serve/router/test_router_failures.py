@@ -94,10 +94,12 @@ def test_an_answer_that_breaks_off():
                 list(client.completions.create(model="fake", prompt="half", stream=True))
             *_, last = client.responses.create(model="fake", input="hi", stream=True)
             assert (last.type, last.code) == ("error", "replica_lost")
+            last = routed.ask("/v1/messages", {})[2].partition(b"event: error\ndata: ")[2]
+            assert json.loads(last)["error"] == {"type": "api_error", "message": "the replica was lost; ask again"}
             with pytest.raises(openai.APIConnectionError):
                 client.embeddings.create(model="fake", input="a")
         found = metrics_of(routed)
-        assert sum(value for (name, *_), value in found.items() if name == "broken_total") == 4
+        assert sum(value for (name, *_), value in found.items() if name == "broken_total") == 5
         assert sum(value for (name, *_), value in found.items() if name == "retries_total") == 0
 
 
@@ -116,6 +118,9 @@ def test_replicas_that_fail_and_come_back():
         status, headers, body = routed.ask("/v1/completions", {"prompt": "a"})
         assert status == 503 and headers["retry-after"] == "1"
         assert "of 2, 0 are ready" in json.loads(body)["error"]["message"]
+        status, headers, body = routed.ask("/v1/messages", {"messages": []})
+        assert status == 529 and headers["request-id"] == json.loads(body)["request_id"]
+        assert json.loads(body)["error"]["type"] == "overloaded_error"
         assert routed.ask("/ready")[0] == routed.ask("/v1/models")[0] == 503 and routed.ask("/health")[0] == 200
         found = metrics_of(routed)
         assert [found[name, url] for url in (a, b) for name in ("replica_up", "replica_ready")] == [0, 0, 1, 0]

@@ -82,6 +82,11 @@ class Reasoning:
     style: Style
     special: bool
 
+    @property
+    def ends_by_mark(self) -> bool:
+        """Whether one mark ends the thoughts, which bounds them where it is written earlier."""
+        return self.style is not HARMONY
+
     def of(self, prompt: str, begun: str | None, names: Collection[str]) -> Thinking:
         """`begun`: the message that the reply goes on with, if it does. `names`: functions that may be called."""
         if self.style is HARMONY:
@@ -141,7 +146,7 @@ def bounded(
             f"thinking_token_budget={budget} needs to know how the model marks its thoughts, and no reasoning parser "
             "is chosen; start with --reasoning_parser, or LLM(reasoning_parser=...)"
         )
-    if reasoning.style is HARMONY:
+    if not reasoning.ends_by_mark:
         raise ShardlmError(
             f"thinking_token_budget={budget} is not possible with reasoning_parser=openai_gptoss, whose thoughts are "
             "messages that no one mark ends; ask for a lower reasoning_effort"
