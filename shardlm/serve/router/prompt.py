@@ -10,15 +10,19 @@ from typing import Any
 
 import msgspec
 
+from shardlm.serve.api.protocol import is_billing
+
 BLOCK = 256  # characters: some 64 tokens, four pages of a server
 MOST_BLOCKS = 256  # of one prompt; where 64k characters are equal, the rest decides little
 
 
 class _Body(msgspec.Struct):
-    """Fields of /v1/chat/completions, /v1/completions and /v1/responses, of any type: the replicas check them."""
+    """Fields of /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages, of any type: the replicas check
+    them."""
 
     model: Any = None
     tools: Any = None
+    system: Any = None
     messages: Any = None
     prompt: Any = None
     instructions: Any = None
@@ -65,6 +69,8 @@ def _pieces(body: _Body) -> Iterator[str]:
     """The text in the order in which chat templates write it: tools and instructions, then the messages."""
     if body.tools:
         yield _ENCODE(body.tools).decode()
+    if isinstance(body.system, str | list):
+        yield _text(body.system)
     if body.messages is not None:
         yield from _turns(body.messages)
         return
@@ -86,8 +92,23 @@ def _turns(messages: Any) -> Iterator[str]:
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
             return
-        content = message.get("content")
-        text = content if isinstance(content, str) else _ENCODE(content).decode()
-        yield f"\x1e{message.get('role')}\x1f{text}"
+        yield f"\x1e{message.get('role')}\x1f{_text(message.get('content'))}"
         if calls := message.get("tool_calls"):
             yield _ENCODE(calls).decode()
+
+
+def _text(content: Any) -> str:
+    """In parts or not, without the marks of what is to be cached, which clients move as a conversation grows."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part(part) for part in content if not is_billing(part))
+    return _ENCODE(content).decode()
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, dict):
+        return _ENCODE(part).decode()
+    if isinstance(part.get("text"), str):
+        return part["text"]
+    return _ENCODE({name: value for name, value in part.items() if name != "cache_control"}).decode()

@@ -121,9 +121,25 @@ def test_beginnings_of_requests():
     assert len(of(prompt="a" * 10**6).blocks) == MOST_BLOCKS
 
 
+def test_beginnings_of_anthropics_requests():
+    """What Claude Code changes with each request is no part of them: its first block, and where caches have marks."""
+    said = [{"type": "text", "text": "t" * 600}]
+    marked = [{**said[0], "cache_control": {"type": "ephemeral"}}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "r" * 600}
+
+    def asks(number, *contents):
+        system = [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}, *marked]
+        return of(model="m", system=system, messages=[{"role": "user", "content": one} for one in contents]).blocks
+
+    first = asks(1, said, [{**result, "cache_control": {"type": "ephemeral"}}])
+    assert len(first) == 7 and asks(2, marked, [result], said)[:7] == first == asks(3, "t" * 600, [result])
+    assert of(model="m", system="t" * 600, messages=[]).blocks == first[:2]
+    assert of(model="m", system="u" * 600, messages=[]).blocks[0] != first[0]
+
+
 def test_bodies_that_make_no_sense_have_no_beginning():
     for body in (b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 10**5):
         assert hints(body) == hints(b"{}")
     for wrong in (5, [None], [["x"], 5], {"a": 1}, [[[[]]]]):
-        for field in ("prompt", "messages", "input", "instructions", "tools"):
+        for field in ("prompt", "messages", "input", "instructions", "tools", "system"):
             assert of(**{field: wrong, "model": wrong}).model is None
