@@ -172,4 +172,4 @@ def serve_model(processes: int) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, needs_config=False, other_names=OF_VLLM)
+    run_main(main, needs_config=False, processes=True, other_names=OF_VLLM)
