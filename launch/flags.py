@@ -81,6 +81,8 @@ def run(
 
     show_help(needs_config=needs_config, processes=processes)
     _keep_interrupts()
+    if not any(os.path.exists(f"/dev/{device}") for device in ("nvidia0", "nvidiactl", "dxg")):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that need a driver: a traceback
     sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal in latin-1 cannot show ends no training
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # that there is no TPU, in every process
     with _without_traceback():
@@ -186,10 +188,11 @@ def _of_engine(argv: Sequence[str]) -> set[str]:
 
 
 def _fields_called(name: str, argv: Sequence[str]) -> list[str]:
-    """Paths of the configuration's fields of that name, or in a group of that name; none where it cannot be read."""
+    """Paths of the configuration's fields of that name or, if dotted, of that path, or in a group of that name; none
+    where it cannot be read."""
     files = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
     try:
-        return [path for path in leaves(load(files[-1])) if name in path.split(".")] if files else []
+        return [path for path in leaves(load(files[-1])) if name == path or name in path.split(".")] if files else []
     except ShardlmError:
         return []
 

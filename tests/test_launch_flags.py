@@ -92,6 +92,7 @@ def test_print_config_shows_values_and_sources_and_stops(launch):
         (["--config=EXAMPLE", "--stepz=1"], "Unknown command line flag 'stepz'"),
         (["--config=EXAMPLE", "--steps=1"], "no flag --steps; the configuration has --config.steps=VALUE"),
         (["--config=EXAMPLE", "--mesh=auto"], "no flag --mesh; the configuration has --config.mesh.tensor=VALUE"),
+        (["--config=EXAMPLE", "--mesh.tensor=2"], "no flag --mesh.tensor; the configuration has --config.mesh.tensor="),
         (["--config=EXAMPLE", "--num_processes=two"], "flag --num_processes=two: invalid literal"),
     ],
 )
