@@ -66,7 +66,7 @@ def run(
 
     `main` takes the Resolved configuration, unless it needs none, and then the positional `arguments` named here.
     `processes`: the command may be one of several processes that run together. `other_names`: what users of other
-    programs call flags of this one.
+    programs call flags of this one, or, in several words, what is to be done instead.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -166,9 +166,14 @@ def _parsed(argv: Sequence[str], other_names: Mapping[str, str]) -> list[str]:
         unknown = isinstance(error, flags.UnrecognizedFlagError)
         own = error.flagname.replace("-", "_") if unknown else ""
         own = other_names.get(own, own)
-        if own and own != error.flagname and own in flags.FLAGS:
+        if " " in own:
             with _without_traceback():
-                raise ShardlmError(f"there is no flag --{error.flagname}; here it is --{own}") from None
+                raise ShardlmError(f"there is no flag --{error.flagname}: {own}") from None
+        switch = own.removeprefix("no_")
+        if own and own != error.flagname and switch in flags.FLAGS:
+            with _without_traceback():
+                here = own if switch == own else f"no{switch}"
+                raise ShardlmError(f"there is no flag --{error.flagname}; here it is --{here}") from None
         if unknown and (paths := _fields_called(error.flagname, argv)):
             with _without_traceback():
                 which = " or ".join(f"{PREFIX}{path}=VALUE" for path in paths[:3])
