@@ -41,4 +41,6 @@ def main(output: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/docstring_pairs.py FOLDER")
     main(pathlib.Path(sys.argv[1]))

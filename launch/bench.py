@@ -283,4 +283,4 @@ if __name__ == "__main__":
     start = load if remote else main
     if first == "gpu":
         from launch.bench_gpu import main as start  # defines its own flags
-    run(start, needs_config=start is main, arguments=("benchmark",))
+    run(start, needs_config=start is main, processes=True, arguments=("benchmark",))

@@ -6,6 +6,7 @@ python -m launch.convert --checkpoint=FOLDER --output=runs/opened
 """
 
 import pathlib
+import shlex
 
 from absl import flags
 
@@ -31,7 +32,7 @@ def main() -> int:
     prepare_for(_CHECKPOINT.value, 1)
     if is_hf(find(_CHECKPOINT.value)):
         to_run(_CHECKPOINT.value, _OUTPUT.value)
-        print(f"generate:  python -m launch.generate --checkpoint={_OUTPUT.value} --prompt='...'")
+        print(f"generate:  python -m launch.generate --checkpoint={shlex.quote(_OUTPUT.value)} --prompt='...'")
     else:
         shard_bytes = int(_SHARD_GB.value * 1e9)
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}

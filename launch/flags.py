@@ -57,6 +57,7 @@ def run(
     main: Callable[..., int | None],
     *,
     needs_config: bool = True,
+    processes: bool = False,
     arguments: Sequence[str] = (),
     other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -64,18 +65,24 @@ def run(
     message for a flag that absl refuses, 130 when interrupted, 141 where nobody reads the output any more.
 
     `main` takes the Resolved configuration, unless it needs none, and then the positional `arguments` named here.
-    `other_names`: what users of other programs call flags of this one.
+    `processes`: the command may be one of several processes that run together. `other_names`: what users of other
+    programs call flags of this one, or, in several words, what is to be done instead.
     """
 
     def guarded(argv: list[str]) -> None:
         with _without_traceback():
             _refuse_endless()
+            if not processes and (given := [name for name, value in cluster().items() if value is not None]):
+                raise ShardlmError(f"--{given[0]}: this command runs in one process: leave it out")
             words = _positional(argv[1:], arguments)
             status = _with_config(main, overrides, words) if needs_config else _plain(main, overrides, words)
             sys.stdout.flush()  # here, where a pipe that was closed is no traceback
             sys.exit(status)
 
+    show_help(needs_config=needs_config, processes=processes)
     _keep_interrupts()
+    if not any(os.path.exists(f"/dev/{device}") for device in ("nvidia0", "nvidiactl", "dxg")):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that need a driver: a traceback
     sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal in latin-1 cannot show ends no training
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # that there is no TPU, in every process
     with _without_traceback():
@@ -105,15 +112,25 @@ def check_writable(flag: flags.FlagHolder, ending: str) -> None:
         raise ShardlmError(f"--{flag.name}={flag.value}: nothing can be written there: {error}") from None
 
 
-def show_help(flag: str, *modules: str) -> None:
-    """Where the command line asks for help, prints it and ends; with the flags of modules that are there with `flag`
-    alone."""
+def show_help(flag: str = "", *modules: str, needs_config: bool = True, processes: bool = False) -> None:
+    """Where the command line asks for help, prints it and ends: the launcher's flags, those that it shares with others,
+    and those of `modules`, which are there with `flag` alone."""
     if not {"--help", "-help", "-h", "-?", "--helpshort"} & set(sys.argv):
         return
-    app.usage(writeto_stdout=True)
-    print(f"\nwith {flag} also:")
-    for module in modules:
-        print(flags.FLAGS.module_help(importlib.import_module(module)))
+    holders = (_CONFIG, _PRINT_CONFIG) if needs_config else ()
+    for holder in (*holders, *((_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID) if processes else ())):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[holder.name])
+    shared = sorted(name for name in flags.FLAGS.flags_by_module_dict() if name.startswith("launch."))
+    with _without_traceback():
+        app.usage(shorthelp=True, writeto_stdout=True)
+        for name in shared:
+            if name != __name__:
+                print(flags.FLAGS.module_help(sys.modules[name]))
+        if modules:
+            print(f"with {flag} also:\n")
+        for name in modules:
+            print(flags.FLAGS.module_help(importlib.import_module(name)))
+        sys.stdout.flush()
     sys.exit(0)
 
 
@@ -149,9 +166,14 @@ def _parsed(argv: Sequence[str], other_names: Mapping[str, str]) -> list[str]:
         unknown = isinstance(error, flags.UnrecognizedFlagError)
         own = error.flagname.replace("-", "_") if unknown else ""
         own = other_names.get(own, own)
-        if own and own != error.flagname and own in flags.FLAGS:
+        if " " in own:
             with _without_traceback():
-                raise ShardlmError(f"there is no flag --{error.flagname}; here it is --{own}") from None
+                raise ShardlmError(f"there is no flag --{error.flagname}: {own}") from None
+        switch = own.removeprefix("no_")
+        if own and own != error.flagname and switch in flags.FLAGS:
+            with _without_traceback():
+                here = own if switch == own else f"no{switch}"
+                raise ShardlmError(f"there is no flag --{error.flagname}; here it is --{here}") from None
         if unknown and (paths := _fields_called(error.flagname, argv)):
             with _without_traceback():
                 which = " or ".join(f"{PREFIX}{path}=VALUE" for path in paths[:3])
@@ -171,10 +193,11 @@ def _of_engine(argv: Sequence[str]) -> set[str]:
 
 
 def _fields_called(name: str, argv: Sequence[str]) -> list[str]:
-    """Paths of the configuration's fields of that name, or in a group of that name; none where it cannot be read."""
+    """Paths of the configuration's fields of that name or, if dotted, of that path, or in a group of that name; none
+    where it cannot be read."""
     files = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
     try:
-        return [path for path in leaves(load(files[-1])) if name in path.split(".")] if files else []
+        return [path for path in leaves(load(files[-1])) if name == path or name in path.split(".")] if files else []
     except ShardlmError:
         return []
 

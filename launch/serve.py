@@ -72,6 +72,16 @@ OF_VLLM = {
     "ssl_certfile": "certificate",
     "ssl_keyfile": "private_key",
     "allowed_origins": "cors_origins",
+    "tokenizer": "it is the tokenizer.json of the model's folder",
+    "chat_template": "it is the chat_template.jinja of the model's folder",
+    "enable_auto_tool_choice": "the model may always call the tools that a request has: leave it out",
+    **dict.fromkeys(
+        (
+            *("trust_remote_code", "enforce_eager", "disable_log_stats", "disable_log_requests", "swap_space"),
+            *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill"),
+        ),
+        "it is vLLM's and decides nothing here: leave it out",
+    ),
 }
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
@@ -172,4 +182,4 @@ def serve_model(processes: int) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, needs_config=False, other_names=OF_VLLM)
+    run_main(main, needs_config=False, processes=True, other_names=OF_VLLM)

@@ -86,4 +86,4 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    run(main, needs_config=False)
+    run(main, needs_config=False, processes=True)

@@ -79,4 +79,4 @@ def without_profile(words: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.argv[:], AUTOMATIC = split_auto(sys.argv)
-    run(lambda resolved: main(resolved, AUTOMATIC))
+    run(lambda resolved: main(resolved, AUTOMATIC), processes=True)

@@ -2,6 +2,7 @@
 writes checkpoints or datasets has its own protocol; this is for the JSON, text and pictures beside them.
 """
 
+import errno
 import os
 import pathlib
 import shutil
@@ -30,9 +31,12 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
 
 def cannot_write(path: pathlib.Path, error: OSError) -> ShardlmError:
     """The error for a write that the operating system refused: what, why, the room left, the remedy."""
+    remedy = "Free some space or set the permissions"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        remedy = "A file is where a folder belongs, or a folder where a file does: choose another place or move it"
     return ShardlmError(
-        f"Cannot write {path}: {error.strerror or error} ({free_space(path)}). Free some space or set the "
-        "permissions, then run the same command again: a training run continues from its last checkpoint."
+        f"Cannot write {path}: {error.strerror or error} ({free_space(path)}). {remedy}, then run the same command "
+        "again: a training run continues from its last checkpoint."
     )
 
 

@@ -137,7 +137,8 @@ def _tensors(path: pathlib.Path) -> dict[str, Stored]:
     files = [path / ONE] if (path / ONE).exists() else sorted(path.glob("*.safetensors"))
     if not files:
         others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
-        found = f"; {', '.join(others)} would run code on loading: save them as safetensors" if others else ""
+        how = "transformers' AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) does"
+        found = f"; {', '.join(others)} would run code on loading: save them as safetensors ({how})" if others else ""
         raise ShardlmError(f"{path} holds no *.safetensors{found}")
     _check_numbers(files)
     return _together((file, header(file)) for file in files)

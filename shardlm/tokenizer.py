@@ -61,6 +61,11 @@ class Tokenizer:
         file = Path(path)
         if file.is_dir():
             file = file / "tokenizer.json"
+        if not file.is_file() and file != Path(path):
+            raise ShardlmError(
+                f"no tokenizer at {file}: put the model's there; where it is of another form, such as tokenizer.model, "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it"
+            )
         if not file.is_file():
             raise ShardlmError(
                 f"no tokenizer at {file}: give the path of a tokenizer.json or of a directory that holds one,"

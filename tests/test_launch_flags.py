@@ -38,7 +38,7 @@ def main(resolved):
         return 7
     print(config.steps, config.rate, config.mesh.tensor, cluster())
 
-run(main)
+run(main, processes=True)
 """
 
 
@@ -92,6 +92,7 @@ def test_print_config_shows_values_and_sources_and_stops(launch):
         (["--config=EXAMPLE", "--stepz=1"], "Unknown command line flag 'stepz'"),
         (["--config=EXAMPLE", "--steps=1"], "no flag --steps; the configuration has --config.steps=VALUE"),
         (["--config=EXAMPLE", "--mesh=auto"], "no flag --mesh; the configuration has --config.mesh.tensor=VALUE"),
+        (["--config=EXAMPLE", "--mesh.tensor=2"], "no flag --mesh.tensor; the configuration has --config.mesh.tensor="),
         (["--config=EXAMPLE", "--num_processes=two"], "flag --num_processes=two: invalid literal"),
     ],
 )
@@ -165,3 +166,21 @@ def test_a_terminal_of_few_characters_shows_the_others_by_their_numbers(monkeypa
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     launcher = "from launch.flags import run; run(lambda: print('\\u65e5'), needs_config=False)"
     assert launch(launcher=launcher) == (0, "\\u65e5\n", "")
+
+
+def test_help_has_the_flags_that_launchers_share(launch):
+    launcher = "import launch.http_flags\nfrom launch.flags import run\nrun(print, needs_config=False, processes=True)"
+    status, out, _ = launch("--help", launcher=launcher)
+    assert status == 0
+    assert "--port:" in out and "--coordinator_address:" in out and "--config:" not in out
+    status, out, _ = launch("--help")
+    assert status == 0 and "--config:" in out and "--num_processes:" in out and "--port:" not in out
+
+
+def test_flags_of_several_processes_are_refused_where_one_runs_alone(launch):
+    alone = "from launch.flags import run\nrun(print, needs_config=False)"
+    assert launch("--num_processes=2", launcher=alone) == (
+        1,
+        "",
+        "error: --num_processes: this command runs in one process: leave it out\n",
+    )

@@ -105,3 +105,8 @@ def test_too_many_bad_steps_name_the_step_and_the_batch():
 def test_a_model_by_its_name_is_refused():
     with pytest.raises(ShardlmError, match=r"model='llama' is no architecture: give its configuration, as LlamaConfig"):
         RunConfig("llama")
+
+
+def test_a_run_needs_a_folder():
+    with pytest.raises(ShardlmError, match="run_dir is empty: name a folder"):
+        RunConfig("llama", run_dir="")

@@ -141,6 +141,8 @@ def test_a_tokenizer_without_end_of_document_is_refused(tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ShardlmError, match=r"no tokenizer at .*nope.json.*bpe:4096"):
         Tokenizer.load(tmp_path / "nope.json")
+    with pytest.raises(ShardlmError, match=r"no tokenizer at .*tokenizer.json: put the model's there"):
+        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": {"type": "Unknown"}}', "hello"])

@@ -227,6 +227,8 @@ class RunConfig:
     cpu_devices: int = 0
 
     def __post_init__(self):
+        if not self.run_dir:
+            raise ShardlmError("run_dir is empty: name a folder, such as runs/mine, or . for this one")
         if not hasattr(self.model, "transformer"):
             raise ShardlmError(
                 f"model={self.model!r} is no architecture: give its configuration, as LlamaConfig(...) of "

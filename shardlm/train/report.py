@@ -173,7 +173,7 @@ def finished(run: "Run", state: TrainState, command: str) -> None:
     run.say(
         f"checkpoint: {run_dir / CHECKPOINTS / str(run.step)}\n"
         f"curves:     {curve} and {run_dir / 'metrics.jsonl'}; "
-        f"tensorboard --logdir {run_dir / 'tensorboard'} (pip install tensorboard)\n"
+        f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))} (pip install tensorboard)\n"
         f"resume:     {with_steps(command, 2 * run.step)}\n"
         f"generate:   {python()} -m launch.generate --checkpoint={shlex.quote(str(run_dir))} {chat}--prompt={prompt}"
     )

@@ -4,6 +4,7 @@ once."""
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import resource
 import socket
@@ -147,9 +148,9 @@ def listening(listen: Listen, write_seconds: float) -> socket.socket:
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         sock = socket.create_server((listen.host, listen.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise ShardlmError(
-            f"cannot listen at {listen.host} port {listen.port}: {error}. Take another port, or end what is there"
-        ) from None
+        here = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        remedy = "Give --host an address of this machine" if here else "Take another port, or end what is there"
+        raise ShardlmError(f"cannot listen at {listen.host} port {listen.port}: {error}. {remedy}") from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * write_seconds))
     return sock

@@ -340,6 +340,8 @@ def test_addresses_that_are_taken_and_settings_that_make_no_sense():
         listening(Listen(port=sock.getsockname()[1]), 1)
     with pytest.raises(ShardlmError, match="cannot listen"):
         listening(Listen(port=10**6), 1)
+    with pytest.raises(ShardlmError, match=r"cannot listen at 192.0.2.1 .* Give --host an address of this machine"):
+        listening(Listen(host="192.0.2.1", port=0), 1)
     with pytest.raises(ShardlmError, match="max_queue=0 must be above 0"):
         Settings(max_queue=0)
     with pytest.raises(ShardlmError, match="no empty text"):
