@@ -39,7 +39,7 @@ def config(name: str, **train):
 def small(**train):
     """A model of 0.4 B parameters: a GPU holds it, so that searches are short."""
     model = LlamaConfig(embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096, vocab_size=32_768)
-    one = config("llama3_8b", global_batch=64, seq_len=2048, **train)
+    one = config("llama3_8b", **({"global_batch": 64, "seq_len": 2048} | train))
     return dataclasses.replace(one, model=model)
 
 
