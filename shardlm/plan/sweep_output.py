@@ -138,5 +138,18 @@ def _footnotes(sweep: Sweep) -> list[str]:
     return [
         f"All estimated{where}: the best of {considered:,} configurations, in {sweep.seconds:.1f} s. "
         f"Global batch {batch}{length}; days and dollars are of {large(first.budget.tokens)} tokens.{prices}",
+        *_few_rows(sweep),
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in _measured(sweep)),
+    ]
+
+
+def _few_rows(sweep: Sweep) -> list[str]:
+    """What makes more GPUs no faster, and what to sweep then."""
+    crowded = [n for row in sweep.rows if (n := row.case.cluster.num_gpus) > row.case.config.train.global_batch]
+    if not crowded or sweep.over.field == "train.global_batch":
+        return []
+    scaled = ", or --scale_batch" if sweep.over.field == NUM_GPUS else ""
+    return [
+        f"There are fewer rows than GPUs, from {min(crowded):,} on, so that several share each; more rows, by "
+        f"--config.train.global_batch{scaled}, use them better."
     ]

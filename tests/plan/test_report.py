@@ -201,6 +201,8 @@ def test_the_text_has_the_figures_and_fits():
         assert "Limited by " in words and "2 other reasons" not in words and "a fourth" not in words
         assert "Asked for: mesh.tensor<=8" in words
     assert "32" in to_text(ESTIMATED) and "190,000" in to_text(ESTIMATED)
+    few = to_text(ESTIMATED | {"run": ESTIMATED["run"] | {"global_batch": 4}})
+    assert "4 rows are fewer than the GPUs" in few and "rows are fewer" not in to_text(ESTIMATED)
     own = {point["num_gpus"]: point["tokens_per_second"] for point in ESTIMATED["sweep"]}
     assert own[16] == ESTIMATED["plans"][0]["estimated"]["tokens_per_second"] != SWEEP[1][1] and own[32] == SWEEP[2][1]
     assert "Of 16 GPUs the first plan, of others the fastest as estimated" in " ".join(to_text(ESTIMATED).split())

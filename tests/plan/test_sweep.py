@@ -39,7 +39,7 @@ def config(name: str, **train):
 def small(**train):
     """A model of 0.4 B parameters: a GPU holds it, so that searches are short."""
     model = LlamaConfig(embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096, vocab_size=32_768)
-    one = config("llama3_8b", global_batch=64, seq_len=2048, **train)
+    one = config("llama3_8b", **({"global_batch": 64, "seq_len": 2048} | train))
     return dataclasses.replace(one, model=model)
 
 
@@ -154,6 +154,10 @@ def test_the_plain_data_is_that_of_the_plan_and_its_run(strong):
     assert [line.split()[0] for line in lines[1:4]] == ["8", "16", "64"]
     assert f"{row.plan.mfu:.1%}" in lines[2] and described(row.plan) in lines[2] and limited_by(row.plan) in lines[2]
     assert "Global batch 64 rows of 2,048 tokens; days and dollars are of 1 T tokens" in " ".join(lines)
+    assert "fewer rows than GPUs" not in to_text(strong)
+    alone = dataclasses.replace(row.case, config=small(global_batch=8))
+    few = dataclasses.replace(strong, rows=(dataclasses.replace(row, case=alone),))
+    assert "fewer rows than GPUs, from 16 on" in " ".join(to_text(few).split())
 
 
 def test_rows_per_gpu_stay_where_the_batch_is_scaled():

@@ -88,7 +88,8 @@ def pipeline(first: Data) -> str:
 
 
 def headline(answer: Data) -> tuple[str, ...]:
-    """(the cluster, the run, what the command line says of it where it does) in a line each."""
+    """(the cluster, the run, that it has few rows where it does, what the command line says of it where it does) in a
+    line each. On 256 GPUs, Llama 3 70B makes 2.9 times as many tokens/s of 256 rows as of 16 (estimated)."""
     cluster, run = answer["cluster"], answer["run"]
     hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
     inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
@@ -100,8 +101,14 @@ def headline(answer: Data) -> tuple[str, ...]:
         f"{large(run['parameters'])} parameters{adapters}; {run['global_batch']:,} rows of {run['seq_len']:,} = "
         f"{large(run['tokens_per_step'])} tokens a step; {run['precision']}, {run['optimizer']}"
     )
+    lines = [first, second]
+    if run["global_batch"] < cluster["num_gpus"]:
+        lines.append(
+            f"{run['global_batch']:,} rows are fewer than the GPUs, so that several share each; with "
+            f"--config.train.global_batch={cluster['num_gpus']} there is one for each, which may be much faster"
+        )
     given = ", ".join(f"{path}={value}" for path, value in answer["overrides"].items())
-    return (first, second, f"With {given}") if given else (first, second)
+    return tuple([*lines, f"With {given}"] if given else lines)
 
 
 def words(answer: Data) -> list[str]:
