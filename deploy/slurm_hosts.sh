@@ -14,7 +14,7 @@ gpus=${SLURM_GPUS_ON_NODE:?run this by sbatch}
 
 # A signal reaches all processes; the first one lets what runs come to its end, and the others end with it. `wait`
 # returns at the signal, before that.
-trap 'kill -TERM "$server" 2>/dev/null || true' TERM INT
+trap 'kill -TERM $(jobs -p) 2>/dev/null || true' TERM INT  # by its list, as a signal may come before $! is kept
 srun python -m launch.serve --distributed --model="$MODEL" --pipeline="${SLURM_NNODES:?}" --tensor="$gpus" \
   --host=0.0.0.0 --port=8000 --drain_seconds=75 &
 server=$!
