@@ -23,7 +23,7 @@ import tempfile
 from absl import flags
 
 from launch.engine_flags import engine_options, mesh_sizes
-from launch.flags import PREFIX, cluster, run, split_overrides
+from launch.flags import PREFIX, check_writable, cluster, run, split_overrides
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 from shardlm.files import write_atomically
@@ -41,7 +41,7 @@ _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps, at most.", lower_bound=
 _SECONDS = flags.DEFINE_float("seconds", math.inf, "Start no timed step after this long.", lower_bound=0.001)
 _OUTPUT = flags.DEFINE_string("output", "", "File for the JSON, besides standard output.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print nothing besides --output.")
-_STRATEGIES = flags.DEFINE_list("strategies", [], "Names of the strategies, or meshes, to compare; empty: all.")
+_STRATEGIES = flags.DEFINE_list("strategies", [], "strategies, plan: names of those to compare; empty: all.")
 _PROFILE = flags.DEFINE_string("profile", None, "plan: the machine's profile, by launch.topology; else it is measured.")
 _CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "plan: virtual CPU devices; else as the configuration says.")
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
@@ -78,6 +78,7 @@ def serve(config) -> int:
     from shardlm.serve.bench.workload import check_shared, read_jobs, spread
     from shardlm.serve.engine_config import EngineConfig
 
+    asked()
     sizes = mesh_sizes({"tensor": config.mesh.tensor, "expert": config.mesh.expert})
     use_cpu_devices(config.cpu_devices and math.prod(sizes.values()))
     prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
@@ -112,14 +113,13 @@ def _client_command(file: pathlib.Path, vocab: int) -> list[str]:
 
 def load(benchmark: str) -> int:
     """What answers at --url, under load. Imports no jax."""
-    from shardlm.serve.bench import online, seen, workload
+    from shardlm.serve.bench import online, workload
     from shardlm.serve.bench.client import Client
     from shardlm.serve.bench.picture import plot_load
 
     count, new, prompt = _REQUESTS.value, _OUTPUT_LEN.value, _PROMPT_LEN.value
     shared, ratio = _SHARED.value, _RATIO.value
-    rates, limits = numbers("rates", _RATES.value, float), seen.limits_of(_GOODPUT.value)
-    concurrency = numbers("concurrency", _CONCURRENCY.value, int)
+    rates, concurrency, limits = asked()
     if not rates and not concurrency:
         raise ShardlmError("give --rates or --concurrency, or both")
 
@@ -136,6 +136,16 @@ def load(benchmark: str) -> int:
     if _PLOT.value:
         plot_load(found, _PLOT.value)
     return 0
+
+
+def asked() -> tuple[list[float], list[int], dict[str, float]]:
+    """(rates, requests at once, limits of --goodput). Raises ShardlmError for what they cannot be, or a --plot that
+    cannot be written: in `serve` before a model is compiled."""
+    from shardlm.serve.bench.seen import limits_of
+
+    check_writable(_PLOT, ".png")
+    rates, concurrency = numbers("rates", _RATES.value, float), numbers("concurrency", _CONCURRENCY.value, int)
+    return rates, concurrency, limits_of(_GOODPUT.value)
 
 
 def numbers(name: str, words: list[str], kind: type) -> list:

@@ -192,6 +192,8 @@ def test_command_lines_that_cannot_be(tmp_path):
     command = [sys.executable, "-m", "launch.bench", "serve", "--url=http://a", "--rates=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: rates=x must be numbers above 0\n"
+    done = run("launch.bench", "serve", "--config=configs/tiny.py", "--rates=1", "--plot=x.txt")
+    assert done.returncode == 1 and "--plot=x.txt: the name must end in .png" in done.stderr
     (tmp_path / "f.jsonl").write_text('{"prompt": "all words of which would be one token"}')
     asked = ("--config=configs/bench_768x12.py", "--rates=1", f"--file={tmp_path / 'f.jsonl'}")
     done = run("launch.bench", "serve", *asked)
