@@ -126,8 +126,6 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
-        if self.top_p == 0:
-            raise _wrong("top_p", self.top_p, "above 0 and at most 1 (temperature=0 takes the likeliest token)")
         if self.repetition_penalty == 0:
             raise _wrong("repetition_penalty", self.repetition_penalty, "above 0 (1 for none)")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -180,7 +178,7 @@ class SamplingParams:
 # name -> (least, most, what it must be)
 _NUMBERS = {
     "temperature": (0, math.inf, "at least 0 (0: greedy)"),
-    "top_p": (0, 1, "above 0 and at most 1 (1: every token)"),
+    "top_p": (0, 1, "from 0 (the likeliest token) to 1 (every token)"),
     "min_p": (0, 1, "from 0 to 1 (0: every token)"),
     "repetition_penalty": (0, math.inf, "above 0 (1 for none)"),
     "presence_penalty": (-2, 2, "from -2 to 2"),

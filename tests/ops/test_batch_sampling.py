@@ -150,15 +150,15 @@ def test_seeds_below_32_bits_are_those_of_jax():
 
 
 def test_ties_at_the_edges_are_kept_and_numbers_that_are_none_are_told():
-    settings = RowSettings.defaults(400)
-    settings.temperature[:], settings.top_k[:200], settings.top_p[200:] = 1, 1, 0.01
-    settings.position[:] = np.arange(400)
-    logits = np.broadcast_to(np.array([-0.0, 0.0, -0.0, -1], np.float32), (400, 4))
-    token = np.asarray(sampled(logits, settings).token).reshape(2, 200)
+    settings = RowSettings.defaults(600)
+    settings.temperature[:], settings.top_k[:200], settings.top_p[200:400], settings.top_p[400:] = 1, 1, 0.01, 0
+    settings.position[:] = np.arange(600)
+    logits = np.broadcast_to(np.array([-0.0, 0.0, -0.0, -1], np.float32), (600, 4))
+    token = np.asarray(sampled(logits, settings).token).reshape(3, 200)
     assert all(set(half) == {0, 1, 2} for half in token.tolist())
-    broken = np.where(np.arange(400)[:, None] == 3, np.nan, logits)
+    broken = np.where(np.arange(600)[:, None] == 3, np.nan, logits)
     got = sampled(broken, settings)
-    assert np.isnan(got.logprob).tolist() == (np.arange(400) == 3).tolist()
+    assert np.isnan(got.logprob).tolist() == (np.arange(600) == 3).tolist()
     assert 0 <= got.token[3] < 4
 
 

@@ -146,7 +146,8 @@ class _Writer:
         return {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        return chunk | {"usage": self._counted()} if self._always_counts else chunk
+        """With what was counted so far or, where only the last chunk is to have it, with a null, as OpenAI's have."""
+        return chunk | {"usage": self._counted() if self._always_counts else None} if self._counts else chunk
 
     def _counted(self) -> dict[str, Any]:
         return self._usage.body(sum(turn.thoughts for turn in self._turns.values()) if self._asked.thinking else None)

@@ -4,7 +4,7 @@ work ends when the client has gone, takes nothing any more, or has used up its t
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +13,17 @@ from starlette.types import Receive, Scope, Send
 
 from shardlm.serve.api import anthropic_errors
 from shardlm.serve.api.errors import ApiError, as_api_error, unforeseen
-from shardlm.serve.api.http import Gone, encode, error_response, json_response, read_body, send_within, until_gone
+from shardlm.serve.api.http import (
+    NAMED_PING,
+    PING,
+    Gone,
+    encode,
+    error_response,
+    json_response,
+    read_body,
+    send_within,
+    until_gone,
+)
 from shardlm.serve.api.protocol import parse
 from shardlm.serve.api.service import Call, Service
 
@@ -24,15 +34,17 @@ _EVENTS = [
 ]
 
 
+PING_SECONDS = 15.0  # between signs of life: proxies end an answer of which nothing comes for 60 seconds (nginx)
+
+
 class Events:
     """An answer in server-sent events. `chunks` are whole events."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None]):
         self.chunks = chunks
 
-    def error(self, error: ApiError, id: str) -> bytes:
-        """The last bytes, where an error ends the stream of the request `id`."""
-        return data(error.body()) + DONE
+    def error(self, error: ApiError) -> bytes | None:
+        """The last bytes, where an error ends them; None: as those of any answer of the path."""
 
 
 def data(value: Any) -> bytes:
@@ -45,6 +57,22 @@ def named(event: Mapping[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def last_words(path: str, error: ApiError, id: str) -> bytes:
+    """What ends the stream of the request `id` where an error does, in the form of this path's events."""
+    if path.startswith(anthropic_errors.MESSAGES):
+        return named(anthropic_errors.body(error, id))
+    if path.startswith("/v1/responses"):
+        return named({"type": "error", **about(error)})
+    return data(error.body()) + DONE
+
+
+def about(error: ApiError) -> dict[str, Any]:
+    """As events of responses tell it."""
+    return {"code": error.code or error.type, "message": error.message, "param": error.param}
+
+
 Handler = Callable[[Call, Any], Awaitable[Mapping[str, Any] | Events]]
 
 
@@ -88,10 +116,11 @@ class Endpoint:
         return request
 
     async def _respond(self, call: Call, request: msgspec.Struct, answer: "_Answer") -> None:
-        result = await self.handler(call, request)
-        if isinstance(result, Events):
-            await answer.stream(result)
-        else:
+        with answer.pings() if getattr(request, "stream", False) else contextlib.nullcontext():
+            result = await self.handler(call, request)
+            if isinstance(result, Events):
+                await answer.stream(result)
+        if not isinstance(result, Events):
             await answer.whole(json_response(result))
 
 
@@ -100,7 +129,8 @@ class _Answer:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, seconds: float, id: str):
         self._scope, self._receive, self._plain_send, self._seconds, self._id = scope, receive, send, seconds, id
-        self._events: Events | None = None  # once its first bytes are sent
+        self._events: Events | None = None
+        self._sent = 0  # messages
         self._ids = [(b"x-request-id", id.encode())]
         if anthropic_errors.is_anthropics(scope):
             self._ids.append((b"request-id", anthropic_errors.request_id(id).encode()))
@@ -108,26 +138,56 @@ class _Answer:
     async def _send(self, message: Mapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message["headers"] += self._ids
+        self._sent += 1
         await send_within(self._seconds, self._plain_send, message)
 
     async def whole(self, response: Response) -> None:
         await response(self._scope, self._receive, self._send)
 
     async def stream(self, events: Events) -> None:
+        self._events = events
         async with contextlib.aclosing(events.chunks) as chunks:
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS]})
-            self._events = events
+            await self._begin()
             async for chunk in chunks:
-                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._more(chunk)
+        await self._more(b"", last=True)
+
+    async def _begin(self) -> None:
+        if not self._sent:
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS]})
+
+    async def _more(self, body: bytes, last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    @contextlib.contextmanager
+    def pings(self) -> Iterator[None]:
+        """Inside it a ping is sent whenever nothing was for `PING_SECONDS`: a request may wait for others, or read a
+        long prompt. It begins the answer, and what is wrong is told by an event from there on."""
+
+        async def send_them() -> None:
+            ping = NAMED_PING if anthropic_errors.is_anthropics(self._scope) else PING
+            before = -1
+            with contextlib.suppress(Gone):  # of which the next event tells
+                while True:
+                    if self._sent == before:
+                        await self._begin()
+                        await self._more(ping)
+                    before = self._sent
+                    await asyncio.sleep(PING_SECONDS)
+
+        task = asyncio.create_task(send_them())
+        try:
+            yield
+        finally:
+            task.cancel()
 
     async def error(self, error: ApiError) -> None:
         """As a status, or where one was sent already as the last event."""
-        if self._events is None:
+        if not self._sent:
             await self.whole(error_response(error, self._scope, self._id))
-        else:
-            last = self._events.error(error, self._id)
-            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+            return
+        own = self._events and self._events.error(error)
+        await self._more(own or last_words(self._scope["path"], error, self._id), last=True)
 
 
 async def events_of(values: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:

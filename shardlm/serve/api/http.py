@@ -23,6 +23,14 @@ from shardlm.serve.api.errors import ApiError, unavailable, unforeseen
 from shardlm.serve.api.settings import HttpSettings
 
 encode = msgspec.json.Encoder().encode
+# Signs of life of a stream that has no event to tell: a comment, which every client passes over
+# (https://html.spec.whatwg.org/multipage/server-sent-events.html), and that of Anthropic's API.
+PING = b": ping\n\n"
+NAMED_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def only_pings(data: bytes) -> bool:
+    return bool(data) and not data.replace(NAMED_PING, b"").replace(PING, b"")
 
 
 class Gone(Exception):

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.api import anthropic_errors, conversation
+from shardlm.serve.api import conversation
 from shardlm.serve.api import message_items as items
 from shardlm.serve.api.blocks import Block, Blocks, Kind, Step
 from shardlm.serve.api.endpoint import Events, named
@@ -20,6 +20,7 @@ from shardlm.serve.messages import read_arguments
 from shardlm.serve.outputs import CompletionOutput, RequestOutput
 
 Event = dict[str, Any]
+_PING: Event = {"type": "ping"}
 _SIGNATURE = "unsigned"  # of thoughts: clients send back those alone that have one
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
@@ -34,7 +35,7 @@ async def messages(call: Call, request: MessagesRequest) -> dict[str, Any] | Eve
     writer = _Writer(call, request)
     events = writer.events(replies, asked)
     if request.stream:
-        return _Events(events)
+        return Events(_named(events))
     async for _ in events:
         pass
     return writer.message()
@@ -52,17 +53,8 @@ def _chat(call: Call, request: CountTokensRequest) -> ChatRequest:
     return items.chat_request(request, service.shows_later_system, bounds)
 
 
-class _Events(Events):
-    """By name, and without [DONE]: the last event tells."""
-
-    def __init__(self, events: AsyncIterator[Event]):
-        super().__init__(_named(events))
-
-    def error(self, error: ApiError, id: str) -> bytes:
-        return named(anthropic_errors.body(error, id))
-
-
 async def _named(events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+    """By name, and without [DONE]: the last event tells."""
     async for event in events:
         yield named(event)
 
@@ -86,7 +78,7 @@ class _Writer:
             self._usage.saw(0, output)
             if not begun:
                 yield {"type": "message_start", "message": self.message()}
-                yield {"type": "ping"}
+                yield _PING
                 begun = True
             reply = output.outputs[0]
             part = turn.advance(reply)
@@ -117,7 +109,7 @@ class _Writer:
             if step.what == "begins":
                 yield {"type": "content_block_start", **where, "content_block": self._begun(step.block)}
             elif step.what == "grows" and self._waits(step.block):
-                yield {"type": "ping"}
+                yield _PING
             elif step.what == "grows":
                 yield {"type": "content_block_delta", **where, "delta": _delta(step.block.kind, step.new)}
             else:

@@ -9,7 +9,7 @@ from typing import Any
 from shardlm.serve.api import logprobs
 from shardlm.serve.api import response_items as items
 from shardlm.serve.api.blocks import Block, Blocks, Step
-from shardlm.serve.api.endpoint import Events, named
+from shardlm.serve.api.endpoint import Events, about, named
 from shardlm.serve.api.errors import ApiError, renamed
 from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ResponsesRequest
@@ -70,9 +70,8 @@ class _Events(Events):
         self._count += 1
         return named(numbered)
 
-    def error(self, error: ApiError, id: str) -> bytes:
-        about = {"code": error.code or error.type, "message": error.message, "param": error.param}
-        return self._one({"type": "error", **about})
+    def error(self, error: ApiError) -> bytes:
+        return self._one({"type": "error", **about(error)})
 
 
 class _Writer:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.types import Receive, Scope, Send
 
 from shardlm.serve.api import anthropic_errors
-from shardlm.serve.api.endpoint import DONE, data, named
+from shardlm.serve.api.endpoint import last_words
 from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
 from shardlm.serve.api.http import Gone, error_response, read_body, send_within, until_gone
 from shardlm.serve.router.fleet import SILENT, Replica
@@ -133,7 +133,8 @@ class _Passage:
             self._router.fleet.wake.set()
             if not answer.events or not self._last.endswith(b"\n\n"):
                 return  # the server closes a connection whose answer has no end
-            ending = _last_event(asked)
+            lost = ApiError("the replica was lost; ask again", 502, type="server_error", code="replica_lost")
+            ending = last_words(asked.target, lost, uuid.uuid4().hex)
             await self._send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _pass_on(self, answer: Answer, replica: Replica) -> None:
@@ -158,13 +159,3 @@ async def _little(answer: Answer) -> bytes:
         if len(body) > _MOST_KEPT:
             raise Broken(f"an answer with status {answer.status} is above {_MOST_KEPT} bytes")
     return body
-
-
-def _last_event(asked: Asked) -> bytes:
-    """What the server itself writes where an error ends a stream."""
-    error = ApiError("the replica was lost; ask again", 502, type="server_error", code="replica_lost")
-    if asked.target.startswith(anthropic_errors.MESSAGES):
-        return named(anthropic_errors.body(error, uuid.uuid4().hex))
-    if asked.target.startswith("/v1/responses"):
-        return named({"type": "error", "code": error.code, "message": error.message, "param": None})
-    return data(error.body()) + DONE

@@ -15,6 +15,7 @@ import aiohttp
 import yarl
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.api.http import only_pings
 from shardlm.serve.router.fleet import Replica
 
 Header = tuple[bytes, bytes]
@@ -127,7 +128,8 @@ async def ask(client: aiohttp.ClientSession, replica: Replica, asked: Asked) -> 
                         data=asked.body or None,
                         allow_redirects=False,
                     )
-                    first = await response.content.readany()
+                    while only_pings(first := await response.content.readany()):
+                        pass  # it waits, and may still go to another replica
                 finally:
                     replica.waiting.discard(timeout)
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError

@@ -12,6 +12,8 @@ from client import Client
 from fake_llm import FakeLLM
 from sockets import listens, until
 
+from shardlm.serve.api import endpoint
+
 PATH = "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 ASK = {"model": "fake", "max_tokens": 400, "messages": USER}
@@ -388,6 +390,20 @@ def test_servers_that_fail_and_are_full():
         client = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
         with pytest.raises(anthropic.APIStatusError, match="the device is lost"), client.messages.stream(**ASK) as live:
             live.until_done()
+
+
+def test_streams_give_signs_of_life_while_they_wait(monkeypatch):
+    monkeypatch.setattr(endpoint, "PING_SECONDS", 0.02)
+    client = Client(FakeLLM(reply="the fox", delay=0.1))
+    events = client.post(PATH, {**ASK, "stream": True}).text.split("\n\n")
+    assert events[0] == 'event: ping\ndata: {"type":"ping"}' and events.count(events[0]) > 3
+    with listens(client.app) as (_, address):
+        own = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
+        with own.messages.stream(**ASK) as stream:
+            assert stream.get_final_text() == "the fox"
+        client.llm.fail_at = 0
+        with pytest.raises(anthropic.APIStatusError, match="the device is lost"), own.messages.stream(**ASK) as stream:
+            stream.until_done()
 
 
 def test_a_client_that_closes_amid_a_stream():

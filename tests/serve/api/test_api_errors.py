@@ -55,7 +55,7 @@ FIELDS = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"n": 0}, "n"),
     ({"n": 10**9}, "n"),

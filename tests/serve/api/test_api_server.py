@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sockets import listens, made_certificate, until
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.api import connection
+from shardlm.serve.api import connection, endpoint
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.api.server import Listen, listening, run
@@ -180,6 +180,24 @@ def test_a_client_that_leaves_ends_its_request(server, client):
         until(lambda: llm.running)  # and goes, before there is any of an answer
     until(lambda: not llm.running)
     assert len(llm.aborted) == before + 2
+
+
+def test_streams_give_signs_of_life_while_they_wait(monkeypatch):
+    monkeypatch.setattr(endpoint, "PING_SECONDS", 0.02)
+    llm = FakeLLM(reply="the fox", delay=0.1)
+    with serving(llm) as (_, address), openai.OpenAI(base_url=f"{address}/v1", api_key="-", timeout=60) as client:
+        with client.completions.with_streaming_response.create(model="fake", prompt="a", stream=True) as response:
+            lines = list(response.iter_lines())
+        assert lines[0] == ": ping" and lines.count(": ping") > 3 and lines[-2] == "data: [DONE]"
+        chunks = client.completions.create(model="fake", prompt="a", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "the fox"
+        events = client.responses.create(model="fake", input="hi", stream=True)
+        assert [event.text for event in events if event.type == "response.output_text.done"] == ["the fox"]
+        llm.fail_at = 0  # after the first signs of life, and the status with them
+        with pytest.raises(openai.APIError, match="the device is lost"):
+            list(client.completions.create(model="fake", prompt="a", stream=True))
+        [told] = client.responses.create(model="fake", input="hi", stream=True)
+        assert (told.type, told.message) == ("error", "the device is lost")
 
 
 def test_a_client_that_reads_nothing_ends_its_request():

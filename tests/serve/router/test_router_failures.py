@@ -11,6 +11,7 @@ from fake_llm import FakeLLM
 from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two, whole
 from sockets import until
 
+from shardlm.serve.api.http import NAMED_PING, PING
 from shardlm.serve.router import fleet
 from shardlm.serve.router.fleet import Replica
 
@@ -23,6 +24,14 @@ async def cut_after_head(head, body, writer):
     writer.write(f"HTTP/1.1 200 OK\r\n{SSE}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
 
 
+async def cut_after_pings(head, body, writer):
+    await cut_after_head(head, body, writer)
+    for ping in (PING, NAMED_PING, PING + NAMED_PING):
+        writer.write(b"%x\r\n%b\r\n" % (len(ping), ping))
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
 async def full(head, body, writer):
     writer.write(whole(429, b'{"error": {"message": "full"}}', "retry-after: 9", "content-type: application/json"))
 
@@ -32,7 +41,8 @@ async def about_to_end(head, body, writer):
 
 
 @pytest.mark.parametrize(
-    ("behave", "reason"), [(cut_before, "lost"), (cut_after_head, "lost"), (full, "429"), (about_to_end, "503")]
+    ("behave", "reason"),
+    [(cut_before, "lost"), (cut_after_head, "lost"), (cut_after_pings, "lost"), (full, "429"), (about_to_end, "503")],
 )
 def test_what_has_produced_nothing_is_asked_of_another(behave, reason):
     rude = Rude(behave)
