@@ -4,6 +4,7 @@ kernel for its gradient, as large again, of which nothing is made: [B, 1, T, T],
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +72,12 @@ def backward(q, k, v, bias, out, lse, d_out, scale: float, causal: bool, window:
     """(d_q, d_k, d_v) under a log-partition float32 [B, N, T], which jax.nn has no function for."""
     none, no_index = jnp.zeros(0, q.dtype), jnp.zeros(0, jnp.int32)
     bias_in, bias_gradient = bias is not None, False
-    settings = (scale, 42, 0.0, (bias_in, bias_gradient), _mask_type(causal), 0, window, True, False)
-    kept = (q, k, v, bias if bias_in else none, *[no_index] * 6, lse, out.astype(q.dtype))
-    return fused_attention_stablehlo._dot_product_attention_bwd_rule(*settings, kept, d_out.astype(q.dtype))[:3]
+    rule = fused_attention_stablehlo._dot_product_attention_bwd_rule
+    # From jax 0.12 on scores may be changed by a function with arguments, of which there are none here.
+    changes = "score_mod" in inspect.signature(rule).parameters
+    settings = (scale, 42, 0.0, (bias_in, bias_gradient), _mask_type(causal), 0, window, *[None] * changes, True, False)
+    kept = (q, k, v, bias if bias_in else none, *[no_index] * 6, *[()] * changes, lse, out.astype(q.dtype))
+    return rule(*settings, kept, d_out.astype(q.dtype))[:3]
 
 
 def _mask_type(causal: bool):

@@ -6,7 +6,7 @@ the flops at 16 experts, compiled), and takes 14 to 163 times a plain matmul on 
 """
 
 import functools
-import importlib.util
+import importlib.metadata
 from typing import Literal, get_args
 
 import jax
@@ -17,6 +17,7 @@ from shardlm.errors import ShardlmError
 from shardlm.ops.or_zero import or_zero
 
 GroupedMatmul = Literal["reference", "blocked", "tokamax"]
+TOKAMAX_END = (0, 0, 15)  # whose Triton kernels need jax_triton, which compiles for the GPU that is there alone
 
 
 def grouped_matmul(
@@ -54,18 +55,30 @@ def reference(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def choose(platform: str) -> GroupedMatmul:
-    """The implementation for a platform. Raises ShardlmError for a GPU without the tokamax package."""
+    """The implementation for a platform. Raises ShardlmError for a GPU without the tokamax package, or with one that is
+    too new."""
     if platform not in ("gpu", "cuda"):
         chosen, why = "blocked", f"platform is {platform}"
-    elif importlib.util.find_spec("tokamax"):
-        chosen, why = "tokamax", "a GPU, and tokamax is installed"
     else:
-        raise ShardlmError(
-            "a mixture of experts on a GPU multiplies by tokamax's kernels, and the package is not installed: "
-            "pip install 'shardlm[experts]'"
-        )
+        _check_tokamax()
+        chosen, why = "tokamax", "a GPU, and tokamax is installed"
     logging.vlog(1, "grouped matmul: %s, because %s", chosen, why)
     return chosen
+
+
+def _check_tokamax() -> None:
+    try:
+        version = importlib.metadata.version("tokamax")
+    except importlib.metadata.PackageNotFoundError:
+        fault = "is not installed"
+    else:
+        if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < TOKAMAX_END:
+            return
+        fault = f"is {version}: below {'.'.join(map(str, TOKAMAX_END))} is needed"
+    raise ShardlmError(
+        f"a mixture of experts on a GPU multiplies by tokamax's kernels, and the package {fault}; "
+        "pip install 'shardlm[experts]'"
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,10 +1,15 @@
 """Matmuls of groups of rows: every implementation against the dense reference."""
 
+import importlib.metadata
+import re
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardlm.errors import ShardlmError
 from shardlm.ops.grouped_matmul import choose, grouped_matmul, reference
 
 # Groups: even, uneven with empty ones, one that has all, rows beyond the last group, none at all.
@@ -40,5 +45,13 @@ def test_many_rows_and_blocks():
         np.testing.assert_allclose(a, b, atol=2e-4)  # sums of 300 products; measured 3e-5
 
 
-def test_the_choice():
+def test_the_choice(monkeypatch):
     assert choose("cpu") == "blocked"
+    for version, fault in (("0.0.14", ""), ("0.0.15", "is 0.0.15: below 0.0.15 is needed"), (None, "is not installed")):
+        found = importlib.metadata.PackageNotFoundError() if version is None else None
+        monkeypatch.setattr(importlib.metadata, "version", mock.Mock(return_value=version, side_effect=found))
+        if not fault:
+            assert choose("cuda") == "tokamax"
+            continue
+        with pytest.raises(ShardlmError, match=rf"{re.escape(fault)}; pip install 'shardlm\[experts\]'"):
+            choose("cuda")
