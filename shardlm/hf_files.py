@@ -17,6 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.gguf_files import shards
+from shardlm.gguf_files.header import Block
 
 DTYPES = {
     "F64": np.dtype("float64"),
@@ -86,7 +88,7 @@ class Folder:
 
     path: pathlib.Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Stored | Block]
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> "Folder":
@@ -96,7 +98,21 @@ class Folder:
         if not path.is_dir():
             raise ShardlmError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
         config = read_config(path)
-        return cls(path, config, _tensors(path))
+        behind = behind_it(config)
+        return cls(path, config, shards.read(behind).tensors if behind else _tensors(path))
+
+
+def behind_it(config: Mapping[str, Any]) -> pathlib.Path | None:
+    """The GGUF file that holds the weights of a folder with this config.json; None: it holds them itself."""
+    told = config.get("quantization_config")
+    method, file = (told.get("quant_method"), told.get("file")) if isinstance(told, Mapping) else (None, None)
+    return pathlib.Path(file) if method == "gguf" and isinstance(file, str) else None
+
+
+def holds_weights(path: pathlib.Path) -> bool:
+    """Whether a folder's weights are here, and not its config.json alone."""
+    behind = behind_it(read_config(path)) if (path / "config.json").is_file() else None
+    return behind.exists() if behind else any(path.glob("*.safetensors"))
 
 
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:

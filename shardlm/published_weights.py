@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from shardlm import weights
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Folder, Stored
+from shardlm.hf_files import Folder, Stored, holds_weights
 from shardlm.hf_quantised import kept_as, supported
 from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import Execution
@@ -74,7 +74,7 @@ def kinds_of(source: Pretrained, config: TransformerConfig) -> Mapping[str, Kind
     one = MeshSpec()
     rules = Rules.make("zero3", one).fitting(config.widths())
     with jax.sharding.use_abstract_mesh(one.abstract()):
-        if any(pathlib.Path(source.folder).glob("*.safetensors")):
+        if holds_weights(pathlib.Path(source.folder)):
             return kinds_in(Folder.open(source.folder), config, rules)
         return kinds_told(source.options, config, rules)
 
@@ -108,7 +108,8 @@ def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[st
 
     def look(name: str) -> tuple[Kept | None, bool]:
         tensor = stored.get(name)
-        return getattr(tensor, "kept", None), tensor is not None and not isinstance(tensor, Stored)
+        few = tensor is not None and getattr(tensor, "few", not isinstance(tensor, Stored))
+        return getattr(tensor, "kept", None), few
 
     return _kinds(folder.config, config, rules, look)
 
