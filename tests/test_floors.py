@@ -22,7 +22,7 @@ FLOORS = [
         "flops",
         "token_bound",
         "tokenizer",
-        *("hf_files", "chat", "progress_bar"),
+        *("hf_files", "gguf_files", "chat", "progress_bar"),
     },
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
