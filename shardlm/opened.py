@@ -18,6 +18,8 @@ from shardlm import peft, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
+from shardlm.gguf_files.choose import as_file, in_folder
+from shardlm.gguf_files.place import place
 from shardlm.hardware import multiplies_fp8
 from shardlm.held_weights import held_weights, made_of
 from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
@@ -278,11 +280,14 @@ def check_trained(found: Found, model: ModelDef) -> None:
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-    """A folder as it is, or the local copy of `owner/name` on the Hugging Face hub, fetched where needed.
+    """A folder as it is, that which stands for a GGUF file (gguf_files/place.py), or the local copy of `owner/name` on
+    the Hugging Face hub, fetched where needed.
 
-    Raises ShardlmError where there is neither.
+    Raises ShardlmError where there is none of them.
     """
     folder = pathlib.Path(path)
+    if gguf := in_folder(folder) if folder.is_dir() else as_file(folder):
+        return place(gguf)
     if folder.is_dir():
         return folder
     if folder.parent.name == CHECKPOINTS:

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from shardlm.hf_files import Folder
+from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.hf_quantised import dequantised
 
 Kinds = Callable[[str, tuple[int, ...]], str]
@@ -182,16 +182,16 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of as many tokens as the model has: three marks, and then pieces of a byte-level vocabulary."""
+    """Of as many tokens as the model has: three marks, a merge, and bytes as GPT-2's vocabulary writes them."""
     size = config["vocab_size"]
-    letters = [chr(n) for n in range(33, 127)] + [chr(n) for n in range(161, 256)]
-    tokens = ["<pad>", "<s>", "</s>", *letters, *(f"<{n}>" for n in range(size))][:size]
+    bytes_ = [chr(n) for n in (266, 288, *range(33, 127), *range(161, 173), *range(174, 256))]
+    tokens = ["<pad>", "<s>", "</s>", "!!", *bytes_, *(f"<{n}>" for n in range(size))][:size]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] * 3 + [1] * (size - 3),
-        "tokenizer.ggml.merges": ["! " + "!"],
+        "tokenizer.ggml.merges": ["! !"],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
@@ -281,3 +281,28 @@ def _extra(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         middle = 1 / ((1 - smooth) / factor + smooth)
         found.append(1.0 if wave < length / high else factor if wave > length / low else middle)
     return {"rope_freqs.weight": np.array(found, np.float32)}
+
+
+# Of the references, what their files in GGUF cannot say, and what llama.cpp has instead.
+AS_TOLD: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "layer_types": None},
+    "smollm3": {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1]},
+    "gemma2": {"query_pre_attn_scalar": 12},
+    "gemma3": {"query_pre_attn_scalar": 12, "sliding_window_pattern": 6, "layer_types": ["sliding_attention"] * 3},
+    "qwen3_moe": {"mlp_only_layers": [], "num_hidden_layers": 2},
+}
+REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
+
+
+def as_told(name: str, path: pathlib.Path) -> pathlib.Path:
+    """A reference's folder with a configuration that a file in GGUF can say, and its weights in float32."""
+    folder = Folder.open(REFERENCES / name)
+    config = {**folder.config, **AS_TOLD.get(name, {})}
+    if name == "deepseek_v3":
+        config["rope_parameters"] = {**config["rope_parameters"], "mscale": 1.0}
+    arrays = {own: stored.read(...).astype(np.float32) for own, stored in folder.tensors.items()}
+    if name == "qwen3_moe":  # the dense layer, which llama.cpp does not have, left out
+        arrays = {own.replace("layers.2.", "layers.1."): a for own, a in arrays.items() if ".layers.1." not in own}
+    write_folder(path, [Planned(own, a.dtype, a.shape, lambda a=a: a) for own, a in arrays.items()], config)
+    return path
