@@ -18,11 +18,9 @@ from shardlm import peft, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
-from shardlm.gguf_files.choose import as_file, in_folder
-from shardlm.gguf_files.place import place
 from shardlm.hardware import multiplies_fp8
 from shardlm.held_weights import held_weights, made_of
-from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
+from shardlm.hf_files import BESIDE, QUANTISATION, Folder, home, read_config, read_generation
 from shardlm.hf_quantised import supported
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
@@ -286,10 +284,8 @@ def find(path: str | os.PathLike) -> pathlib.Path:
     Raises ShardlmError where there is none of them.
     """
     folder = pathlib.Path(path)
-    if gguf := in_folder(folder) if folder.is_dir() else as_file(folder):
-        return place(gguf)
-    if folder.is_dir():
-        return folder
+    if home(folder).is_dir():
+        return home(folder)
     if folder.parent.name == CHECKPOINTS:
         find_run(folder)  # says which checkpoints the run has
     if str(path).count("/") != 1 or str(path).startswith((".", "/")):

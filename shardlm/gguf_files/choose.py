@@ -43,8 +43,9 @@ def in_folder(folder: pathlib.Path) -> pathlib.Path | None:
     return folder / found[0] if found else None
 
 
-def as_file(path: pathlib.Path) -> pathlib.Path | None:
-    """A path as a file that is GGUF, by its name or, as Ollama's have none, by how it begins; None: it is neither."""
-    if not path.is_file():
-        return None
-    return path if path.suffix.lower() == ".gguf" or is_gguf(path) else None
+def meant(path: pathlib.Path) -> pathlib.Path | None:
+    """The GGUF file that a path names: a file, by its name or, as Ollama's have none, by how it begins, or the only one
+    in a folder; None: it is neither."""
+    if path.is_dir():
+        return in_folder(path)
+    return path if path.is_file() and (path.suffix.lower() == ".gguf" or is_gguf(path)) else None

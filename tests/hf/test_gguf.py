@@ -126,9 +126,7 @@ HALVES = {
 def test_a_rare_kind_without_its_package_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "raw").write_bytes(bytes(136))
-    with pytest.raises(
-        ShardlmError, match=r"kind IQ4_XS.*pip install 'shardlm\[gguf\]', or .*Q4_K, .*are read without"
-    ):
+    with pytest.raises(ShardlmError, match=r"kind IQ4_XS.*pip install 'shardlm\[gguf\]', or .*Q4_K, .*are read with"):
         Blocks(Block(tmp_path / "raw", "IQ4_XS", (1, 256), 0)).read(...)
     assert "IQ4_XS" not in KINDS
 
@@ -210,12 +208,12 @@ def test_a_model_in_several_files_is_opened_by_any_of_them(llama):
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 77, 0), "tensor t is of kind 77, .* knows F32"),
         (
             b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 31, 2, 0),
-            r"t is Q4_0\[31\], and Q4_0 has blocks of",
+            r"t is Q4_0\[31\], and Q4_0 has blocks",
         ),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 2**62, 0, 0), "is cut off: t ends at byte"),
         (
             b"GGUF" + struct.pack("<IQQ", 3, 0, 0),
-            "general.architecture=None, which shardlm does not have; it has llama",
+            "architecture=None, which shardlm does not have; it has llama",
         ),
     ],
 )
@@ -249,9 +247,7 @@ def test_metadata_that_is_not_supported_is_named(changes, message, llama, tmp_pa
 def test_tensors_that_do_not_fit_are_named(llama, tmp_path):
     metadata = {"llama.attention.head_count": 2, "llama.attention.head_count_kv": 1}
     file = gguf_models.convert(tmp_path / "llama", tmp_path / "other.gguf", **metadata)
-    with pytest.raises(
-        ShardlmError, match=r"does not fit its config.json: .*self_attn.q_proj.weight is \[32, 32\] and"
-    ):
+    with pytest.raises(ShardlmError, match=r"does not fit its config.json: .*self_attn.q_proj.weight is \[32, 32\]"):
         shardlm.load(file)
     assert opened.find(llama)
 
@@ -260,7 +256,7 @@ def test_a_damaged_file_is_refused_or_read_and_nothing_else(llama):
     whole = llama.read_bytes()
     header = min(block.begin for block in shards.read(llama).tensors.values())
     rng, broken = np.random.default_rng(0), llama.with_name("broken.gguf")
-    places = [*range(0, 64), *rng.integers(0, header, 150).tolist()]
+    places = [*range(64), *rng.integers(0, header, 150).tolist()]
     contents = [whole[:end] for end in (*range(0, header, 97), len(whole) - 1)]
     contents += [whole[:i] + bytes([whole[i] ^ 1 << int(rng.integers(8))]) + whole[i + 1 :] for i in places]
     refused = 0
