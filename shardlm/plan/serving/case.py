@@ -68,7 +68,7 @@ class ServedModel:
         longest = registry.text_config(options).get("max_position_embeddings") or options.get("n_positions") or 0
         shape = source.transformer()
         few = str(folder) if supported(options) else ""
-        name = folder.name if given == path else given.stem if given.is_file() else given.name
+        name = folder.name if given == path else given.name
         return cls(name or str(given), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few)
 
 
