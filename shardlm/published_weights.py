@@ -65,7 +65,8 @@ class Kind:
         """Layers that are held as they are, in the same numbers: those of the most of them."""
         numbers = {layer: {kept.numbers for kept in own} for layer, own in self.kept.items() if None not in own}
         counts = Counter(one for own in numbers.values() if len(own) == 1 for one in own)
-        return [layer for layer, own in numbers.items() if own == {counts.most_common(1)[0][0]}] if counts else []
+        most = max(counts, key=lambda one: (counts[one], one in ("int4", "fp4")), default="")  # of as many the smallest
+        return [layer for layer, own in numbers.items() if own == {most}]
 
 
 @functools.lru_cache(maxsize=8)
@@ -182,8 +183,9 @@ def _groups(own: str, kind: Kind, rules: Rules) -> Groups | None:
         return None
     scales, (numbers,) = {kept.scale for kept in held}, {kept.numbers for kept in held}
     within, zeros = math.gcd(*(kept.group for kept in held)), any(kept.zeros for kept in held)
-    scale = scales.pop() if len(scales) == 1 else "float32"
-    each = (Groups(numbers, LONGEST >> i, scale, zeros, within, published=True) for i in range(SMALLER + 1))
+    scale, whole = scales.pop() if len(scales) == 1 else "float32", all(kept.whole for kept in held)
+    sizes = (LONGEST >> i for i in range(SMALLER + 1))
+    each = (Groups(numbers, longest, scale, zeros, within, published=True, whole=whole) for longest in sizes)
     return next((groups for groups in each if _divides(groups, kind.along, rules)), None)
 
 

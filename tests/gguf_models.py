@@ -306,3 +306,41 @@ def as_told(name: str, path: pathlib.Path) -> pathlib.Path:
         arrays = {own.replace("layers.2.", "layers.1."): a for own, a in arrays.items() if ".layers.1." not in own}
     write_folder(path, [Planned(own, a.dtype, a.shape, lambda a=a: a) for own, a in arrays.items()], config)
     return path
+
+
+def wide(path: pathlib.Path, layers: int = 2, width: int = 256, **options: Any) -> pathlib.Path:
+    """A Llama whose rows are as long as llama.cpp's larger blocks, as a Hugging Face folder in float32."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "vocab_size": 96,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        **options,
+    }
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens": (96, width), "lm_head": (96, width), "model.norm": (width,)}
+    for layer in range(layers):
+        own = {
+            **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (width, width)),
+            **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (width // 2, width)),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (2 * width, width)),
+            "mlp.down_proj": (width, 2 * width),
+            **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (width,)),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    arrays = {}
+    for name, shape in shapes.items():
+        a = rng.normal(0, shape[-1] ** -0.5 if len(shape) > 1 else 0.2, shape) + (len(shape) == 1)
+        arrays[f"{name}.weight"] = a.astype(np.float32)
+    write_folder(path, [Planned(own, a.dtype, a.shape, lambda a=a: a) for own, a in arrays.items()], config)
+    return path

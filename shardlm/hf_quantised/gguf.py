@@ -1,5 +1,5 @@
 """Weights of GGUF files by the names that they have in Hugging Face's form. A slice is read without the rest, as the
-numbers that it stands for or, in kinds with a factor alone for each group, as it is."""
+numbers that it stands for or as it is."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from shardlm.gguf_files.header import BLOCKS, Block
 from shardlm.gguf_files.keys import Place, places
 from shardlm.hf_files import Stored
 from shardlm.hf_quantised.codes import full
-from shardlm.hf_quantised.gguf_kinds import KINDS, Unpacked, numbers
+from shardlm.hf_quantised.gguf_kinds import KINDS, codes_of, factors_of, numbers, zeros_of
 from shardlm.hf_quantised.kept import Kept
 
 CHUNK = 1 << 18  # numbers made at once, which bounds the temporaries
@@ -47,27 +47,26 @@ class Blocks:
     @property
     def kept(self) -> Kept | None:
         kind = KINDS.get(self.block.kind)
-        held = kind and kind.numbers and len(self.shape) > 1
-        return Kept(kind.numbers, kind.group, kind.scale, zeros=False) if held else None
+        return kind.kept if kind and len(self.shape) > 1 else None
 
     def read(self, index: Index) -> np.ndarray:
         return self._each(index, functools.partial(numbers, self.block.kind), np.float32)
 
     def codes(self, index: Index) -> np.ndarray:
         """Numbers as they are, of 4 bits in int8."""
-        return self._each(index, lambda blocks: self._unpacked(blocks).codes.reshape(len(blocks), -1), np.int8)
+        return self._each(index, functools.partial(codes_of, self.block.kind), np.int8)
 
     def factors_of(self, index: Index, every: int) -> np.ndarray:
         """The factors of so many inputs each, [*, rows, inputs / every]: of parts of a group."""
+        return self._of_groups(factors_of, index, every)
+
+    def zeros_of(self, index: Index, every: int) -> np.ndarray:
+        """Their zeros."""
+        return self._of_groups(zeros_of, index, every)
+
+    def _of_groups(self, make: Callable[[str, np.ndarray], np.ndarray], index: Index, every: int) -> np.ndarray:
         parts = KINDS[self.block.kind].group // every
-
-        def factors(blocks: np.ndarray) -> np.ndarray:
-            return self._unpacked(blocks).factors.repeat(parts, axis=1)
-
-        return self._each(index, factors, np.float32, every)
-
-    def _unpacked(self, blocks: np.ndarray) -> Unpacked:
-        return KINDS[self.block.kind].unpack(blocks)
+        return self._each(index, lambda blocks: make(self.block.kind, blocks).repeat(parts, axis=1), np.float32, every)
 
     def _each(self, index: Index, make: Callable[[np.ndarray], np.ndarray], dtype: Any, every: int = 1) -> np.ndarray:
         """What is made of whole blocks, for what is asked for; the last of `index` counts `every` inputs as one."""
@@ -171,6 +170,9 @@ class Made:
 
     def factors_of(self, index: Index, every: int) -> np.ndarray:
         return self.make(full(index, len(self.shape)), lambda part, own: part.factors_of(own, every))
+
+    def zeros_of(self, index: Index, every: int) -> np.ndarray:
+        return self.make(full(index, len(self.shape)), lambda part, own: part.zeros_of(own, every))
 
 
 def check(options: Mapping[str, Any]) -> None:

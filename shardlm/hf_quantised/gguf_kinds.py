@@ -1,6 +1,7 @@
 """What the bytes of llama.cpp's kinds of blocks stand for (src/ggml-quants.c and ggml-common.h of
-https://github.com/ggml-org/ggml): codes, and for each group of them a factor and, in some kinds, a number taken away.
-The kinds that are looked up in tables are left to the package `gguf`, which llama.cpp's own people keep."""
+https://github.com/ggml-org/ggml): codes, and for each group of them a factor and, in some kinds, a number taken away,
+which is a zero where they are held as they are. The kinds that are looked up in tables are left to the package `gguf`,
+which llama.cpp's own people keep."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_quantised.codes import FP4
+from shardlm.hf_quantised.kept import Kept
 
 
 class Unpacked(NamedTuple):
@@ -25,16 +27,16 @@ class Unpacked(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """unpack   of uint8 [B, bytes of a block]
-    group    numbers that share a factor
-    numbers  what codes may be held as (kept.py)
-    scale    dtype that factors are exact in
+    """unpack  of uint8 [B, bytes of a block]
+    group   numbers that share a factor
+    kept    how they may be held as they are
+    middle  what codes are less by as they are held
     """
 
     unpack: Callable[[np.ndarray], Unpacked]
     group: int
-    numbers: str
-    scale: str
+    kept: Kept
+    middle: int = 0
 
 
 def _half(blocks: np.ndarray, first: int) -> np.ndarray:
@@ -131,19 +133,51 @@ def _mxfp4(blocks: np.ndarray) -> Unpacked:
     return Unpacked(_nibbles(blocks[:, None, 1:]).reshape(-1, 1, 32).view(np.int8), factors)
 
 
+def _alone(numbers: str, group: int, scale: str) -> Kept:
+    return Kept(numbers, group, scale, zeros=False)
+
+
+def _less(numbers: str, group: int) -> Kept:
+    """With zeros: what is taken away, in factors."""
+    return Kept(numbers, group, "float32", zeros=True, whole=False)
+
+
 KINDS = {
-    "Q4_0": Kind(_q4_0, 32, "int4", "float16"),
-    "Q4_1": Kind(_q4_1, 32, "", "float16"),
-    "Q5_0": Kind(_q5_0, 32, "int8", "float16"),
-    "Q5_1": Kind(_q5_1, 32, "", "float16"),
-    "Q8_0": Kind(_q8_0, 32, "int8", "float16"),
-    "Q2_K": Kind(_q2_k, 16, "", "float32"),
-    "Q3_K": Kind(_q3_k, 16, "int4", "float32"),
-    "Q4_K": Kind(_q4_k, 32, "", "float32"),
-    "Q5_K": Kind(_q5_k, 32, "", "float32"),
-    "Q6_K": Kind(_q6_k, 16, "int8", "float32"),
-    "MXFP4": Kind(_mxfp4, 32, "fp4", "bfloat16"),
+    "Q4_0": Kind(_q4_0, 32, _alone("int4", 32, "float16")),
+    "Q4_1": Kind(_q4_1, 32, _less("int4", 32), middle=8),
+    "Q5_0": Kind(_q5_0, 32, _alone("int8", 32, "float16")),
+    "Q5_1": Kind(_q5_1, 32, _less("int8", 32)),
+    "Q8_0": Kind(_q8_0, 32, _alone("int8", 32, "float16")),
+    "Q2_K": Kind(_q2_k, 16, _less("int4", 16)),
+    "Q3_K": Kind(_q3_k, 16, _alone("int4", 16, "float32")),
+    "Q4_K": Kind(_q4_k, 32, _less("int4", 32), middle=8),
+    "Q5_K": Kind(_q5_k, 32, _less("int8", 32)),
+    "Q6_K": Kind(_q6_k, 16, _alone("int8", 16, "float32")),
+    "MXFP4": Kind(_mxfp4, 32, _alone("fp4", 32, "bfloat16")),
 }
+MANY = np.float32(1 << 30)  # factors of a group whose factor is 0: beside so many, codes are rounded away
+
+
+def codes_of(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """Codes as they are held, int8 [B, numbers]."""
+    codes = KINDS[kind].unpack(blocks).codes
+    codes = codes - np.asarray(KINDS[kind].middle, codes.dtype)
+    return codes.view(np.int8).reshape(len(blocks), -1)
+
+
+def factors_of(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """Their factors, float32 [B, groups]."""
+    _, factors, less = KINDS[kind].unpack(blocks)
+    return factors if less is None else np.where(factors == 0, less / MANY, factors)
+
+
+def zeros_of(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """Their zeros, float32 [B, groups]."""
+    _, factors, less = KINDS[kind].unpack(blocks)
+    if less is None:
+        return np.zeros(factors.shape, np.float32)
+    zeros = np.divide(less, factors, out=np.full_like(factors, MANY), where=factors != 0)
+    return zeros - np.float32(KINDS[kind].middle)
 
 
 def numbers(kind: str, blocks: np.ndarray) -> np.ndarray:

@@ -95,6 +95,30 @@ def test_logits_are_the_folder_s(tmp_path):
     assert np.array_equal(*found)
 
 
+def mixed(name, shape):
+    """As llama.cpp mixes them: of some layers' tensors more bits, and of the head."""
+    if name == "output.weight" or name in ("blk.0.ffn_down.weight", "blk.0.attn_v.weight"):
+        return "Q6_K"
+    return {"attn_output": "Q5_K", "ffn_up": "Q8_0", "ffn_gate": "Q4_0"}.get(name.split(".")[-2], "Q4_K")
+
+
+def test_weights_are_served_as_the_file_has_them(tmp_path):
+    """In float32, of which kinds with a number taken away are within the rounding."""
+    file = gguf_models.convert(gguf_models.wide(tmp_path / "wide"), tmp_path / "model-Q4_K_M.gguf", mixed)
+    tokens = jnp.arange(24).reshape(2, 12) + 3
+    found = []
+    for quantization in ("checkpoint", "dtype"):
+        model = shardlm.load(file, decoding=True, quantization=quantization)
+        with jax.set_mesh(model.mesh):
+            found.append(np.asarray(jax.jit(logits_of, static_argnums=0)(model.model, model.params, tokens)))
+        if quantization == "checkpoint":
+            kinds = {own: (groups.numbers, groups.zero) for own, groups in model.model.execution.weights.kinds}
+            assert kinds["wq"] == kinds["down"] == ("int4", "float32"), kinds
+            assert kinds["gate"][0] == "int4" and kinds["up"][0] == kinds["wo"][0] == "int8"
+            assert dict(model.model.execution.weights.but) == {"wv": (0,), "down": (0,)}
+    assert np.abs(found[0] - found[1]).max() < 1e-4 and found[1].std() > 0.1
+
+
 @pytest.mark.parametrize("kind", [kind for kind in BLOCKS if BLOCKS[kind][0] > 1])
 def test_blocks_stand_for_what_llama_cpp_s_package_says(kind, tmp_path):
     numbers, size = BLOCKS[kind]
@@ -111,7 +135,7 @@ def test_blocks_stand_for_what_llama_cpp_s_package_says(kind, tmp_path):
         in_heads = Blocks(found.block, size=4)
         few_bits.check(in_heads, expected.reshape(3, 2, 2, -1).swapaxes(1, 2).reshape(expected.shape))
     assert found.nbytes == raw.nbytes
-    assert bool(found.kept) == (kind in ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "MXFP4"))
+    assert bool(found.kept) == (kind in KINDS)
 
 
 HALVES = {
