@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files.header import BLOCKS, is_gguf
 
-USUAL = ("Q4_K_M", "Q4_0", "Q8_0")  # what is taken of several on the hub, as llama.cpp and Ollama do
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$", re.IGNORECASE)
 _KINDS = "|".join(sorted(BLOCKS, key=len, reverse=True))
 _TAG = re.compile(rf"(?:^|[-._/])((?:{_KINDS}|IQ\d_[A-Z]+)(?:_[A-Z]+)*)(?=[-._/]|$)", re.IGNORECASE)
@@ -33,9 +32,9 @@ def tagged(names: Iterable[str], wanted: str) -> list[str]:
 
 
 def in_folder(folder: pathlib.Path) -> pathlib.Path | None:
-    """The one model in GGUF that a folder without config.json holds; None where it holds none. Raises ShardlmError
+    """The one model in GGUF that a folder without *.safetensors holds; None where it holds none. Raises ShardlmError
     where it holds several."""
-    if (folder / "config.json").exists():
+    if any(folder.glob("*.safetensors")):
         return None
     found = models(path.name for path in folder.iterdir() if path.is_file())
     if len(found) > 1:

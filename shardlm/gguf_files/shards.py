@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import re
+from typing import TypeVar
 
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files.header import Gguf, read_one
@@ -11,21 +12,23 @@ from shardlm.gguf_files.header import Gguf, read_one
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 Stamp = tuple[str, int, int]
+Path = TypeVar("Path", bound=pathlib.PurePath)
+
+
+def siblings(file: Path) -> list[Path]:
+    """All files of a model, in order, by the name of any of them."""
+    match = _SPLIT.fullmatch(file.name)
+    stem, total = (match[1], match[3]) if match else ("", "0")
+    return [file.with_name(f"{stem}-{i:05d}-of-{total}.gguf") for i in range(1, int(total) + 1)] or [file]
 
 
 def parts(file: pathlib.Path) -> list[pathlib.Path]:
-    """All files of a model, in order. Raises ShardlmError that names one that is not there."""
-    match = _SPLIT.fullmatch(file.name)
-    if not match:
-        return [file]
-    stem, _, total = match.groups()
-    found = [file.with_name(f"{stem}-{i:05d}-of-{total}.gguf") for i in range(1, int(total) + 1)]
-    for part in found:
+    """The same. Raises ShardlmError that names one that is not there."""
+    found = siblings(file)
+    for part in found if len(found) > 1 else ():
         if not part.exists():
-            raise ShardlmError(
-                f"{file} is one of {int(total)} files, and {part.name} is not beside it; download it too"
-            )
-    return found or [file]
+            raise ShardlmError(f"{file} is one of {len(found)} files, and {part.name} is not beside it; get it too")
+    return found
 
 
 def stamps(file: pathlib.Path) -> tuple[Stamp, ...]:

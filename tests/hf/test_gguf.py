@@ -2,11 +2,13 @@
 architecture, kinds of blocks against llama.cpp's own package, and files that are damaged or not meant."""
 
 import dataclasses
+import fnmatch
 import json
 import pathlib
 import shutil
 import struct
 import sys
+import types
 
 import few_bits
 import gguf
@@ -304,3 +306,55 @@ def test_a_file_s_name_says_its_kind():
     assert tag("model.gguf") == "" and tagged(names, "q8_0") == ["m.Q8_0.gguf"]
     more = ["m-UD-Q6_K_XL-00002-of-00002.gguf", "mmproj-F16.gguf", "README.md", "m.imatrix.gguf"]
     assert models([*names, *more]) == sorted(names)
+
+
+@pytest.fixture
+def hub(llama, tmp_path, monkeypatch):
+    """A hub whose one repository holds these files."""
+    folder, there = tmp_path / "snapshot", types.SimpleNamespace(names=[], offline=False)
+    folder.mkdir()
+
+    def snapshot_download(repository, allow_patterns, local_files_only=False):
+        assert repository == "me/model"
+        for name in there.names if not local_files_only else ():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                shutil.copy(llama, folder / name)
+        return str(folder)
+
+    def list_repo_files(repository):
+        if there.offline:
+            raise OSError("no network")
+        return there.names
+
+    api = types.SimpleNamespace(list_repo_files=list_repo_files)
+    module = types.SimpleNamespace(snapshot_download=snapshot_download, HfApi=lambda: api)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return there
+
+
+def test_a_model_on_the_hub_is_named_by_its_quantisation(hub):
+    hub.names = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "README.md", "mmproj.gguf"]
+    with pytest.raises(ShardlmError, match=r"holds models for llama.cpp; say which one: me/model:Q4_K_M, me/mod"):
+        opened.find("me/model")
+    for name in ("me/model:Q8_0", "hf.co/me/model:q8_0", "https://huggingface.co/me/model:m-Q8_0.gguf"):
+        file = opened.describe(name).source.options["quantization_config"]["file"]
+        assert pathlib.Path(file).name == "m-Q8_0.gguf"
+    with pytest.raises(ShardlmError, match=r"me/model:Q6_K: the repository has no such file.*there are me/model:Q4_K"):
+        opened.find("me/model:Q6_K")
+    hub.offline = True
+    assert opened.find("me/model:Q8_0")
+    hub.names.append("other-Q8_0.gguf")
+    hub.offline = False
+    with pytest.raises(ShardlmError, match=r"several, m-Q8_0.gguf, other-Q8_0.gguf; there are .*me/model:m-Q8_0"):
+        opened.find("me/model:Q8_0")
+
+
+def test_a_file_that_is_not_there_is_not_asked_of_the_hub():
+    with pytest.raises(ShardlmError, match=r"there is no file models/m.gguf; give the path"):
+        opened.find("models/m.gguf")
+
+
+def test_the_only_model_of_a_repository_needs_no_name(hub):
+    hub.names = ["config.json", "m-Q4_0.gguf"]
+    file = opened.describe("me/model").source.options["quantization_config"]["file"]
+    assert pathlib.Path(file).name == "m-Q4_0.gguf"
