@@ -69,6 +69,7 @@ def _decoder(told: Told, gguf: Gguf, model_type: str, theta: float = 10_000.0) -
         told(name, None)
     told.only("attention.value_length", size)
     told.only("attention.causal", True)
+    told("attention.layer_norm_epsilon", None)  # of another kind of norm
     return {
         "model_type": model_type,
         "hidden_size": told.count("embedding_length"),
@@ -94,17 +95,30 @@ def _no_experts(told: Told) -> None:
     told.only("expert_used_count", 0)
 
 
+def _usual_routing(told: Told, *scored: int) -> None:
+    """By a softmax, of those that are chosen made to sum to 1; `scored`: numbers of llama.cpp's for that."""
+    told.only("expert_gating_func", 1, *scored)
+    told.only("expert_weights_norm", True)
+    told.only("expert_weights_scale", 1.0, 0.0)
+    for name in ("expert_shared_count", "expert_shared_feed_forward_length"):
+        told.only(name, 0)
+    for name in ("expert_group_count", "expert_group_used_count"):
+        told.only(name, 0, 1)
+
+
 def _llama(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
-    """Also Mistral's, whose window is not told and llama.cpp does without, and Mixtral's."""
+    """Also Mistral's, whose window is hardly ever told and llama.cpp does without, and Mixtral's."""
     told.only("attention.scale", 0.0)
     told.only("attention.temperature_scale", 0.0)
-    told.only("attention.sliding_window", 0)
-    experts, chosen = told.count("expert_count", 0), told.count("expert_used_count", 0)
     told.only("expert_feed_forward_length", told("feed_forward_length"))
-    told.only("expert_shared_feed_forward_length", 0)
+    window = {"sliding_window": told.count("attention.sliding_window", 0) or None}
+    experts, chosen = told.count("expert_count", 0), told.count("expert_used_count", 0)
     if experts:
-        own = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+        _usual_routing(told)
+        own = {"num_local_experts": experts, "num_experts_per_tok": chosen, **window}
         return "MixtralForCausalLM", _decoder(told, gguf, "mixtral") | own
+    if window["sliding_window"]:
+        return "MistralForCausalLM", _decoder(told, gguf, "mistral") | window
     return "LlamaForCausalLM", _decoder(told, gguf, "llama") | _biases(gguf)
 
 
@@ -117,7 +131,7 @@ def _qwen3(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
 
 
 def _qwen3_moe(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
-    told.only("expert_weights_scale", 1.0, 0.0)
+    _usual_routing(told)
     return "Qwen3MoeForCausalLM", _decoder(told, gguf, "qwen3_moe") | {
         "num_experts": told.count("expert_count"),
         "num_experts_per_tok": told.count("expert_used_count"),
@@ -137,8 +151,10 @@ def _gemma2(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
 
 
 def _gemma3(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
-    found = _gemma(told, gguf, "gemma3_text", period=6, largest=62, theta=1_000_000.0)
-    found["rope_local_base_freq"] = told.number("rope.freq_base_swa", 10_000.0)
+    theta = told.number("rope.global.freq_base", 1_000_000.0)  # Ollama's own converter's names, and the half that sees
+    found = _gemma(told, gguf, "gemma3_text", period=6, largest=62, theta=theta)
+    found["rope_local_base_freq"] = told.number("rope.freq_base_swa", told.number("rope.local.freq_base", 10_000.0))
+    told.seen("vision.", "mm.")
     cap = told.number("final_logit_softcapping", 0)
     return "Gemma3ForCausalLM", found | ({"final_logit_softcapping": cap} if cap else {})
 
@@ -237,7 +253,10 @@ def _deepseek2(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
     rotated = told.count("rope.dimension_count")
     key = told.count("attention.key_length_mla", told("attention.key_length", None))
     value = told.count("attention.value_length_mla", told("attention.value_length", None))
-    groups, top = told.count("expert_group_count", 0) or 1, told.count("expert_group_used_count", 0) or 1
+    # Files of before mid-2025 do not tell V3's and R1's groups.
+    usual = (8, 4) if third and told.count("expert_count") == 256 else (1, 1)
+    groups = told.count("expert_group_count", usual[0]) or 1
+    top = told.count("expert_group_used_count", usual[1]) or 1
     further = told.count("nextn_predict_layers", 0)
     told("attention.head_count_kv", None)
     found = {
@@ -272,6 +291,7 @@ def _deepseek2(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
 
 
 def _gpt_oss(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
+    _usual_routing(told, 3)
     width = told.count("expert_feed_forward_length")
     told("feed_forward_length", None)
     told.values["feed_forward_length"] = width

@@ -125,7 +125,8 @@ def _by_layer(tensors: Mapping[str, Block]) -> dict[int | None, dict[str, Block]
     for name, block in tensors.items():
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         layer, own = (int(match[1]), match[2]) if match else (None, name)
-        if name not in LEFT and own != "attn_rot_embd.weight":
+        sees = name.startswith(("v.", "mm."))  # Ollama has it in the same file
+        if name not in LEFT and not sees and own != "attn_rot_embd.weight":
             found.setdefault(layer, {})[own] = block
     return found
 

@@ -61,9 +61,13 @@ class Told:
         return _short(value)
 
     def only(self, name: str, *known: Any) -> None:
-        """Raises ShardlmError where the key has a value other than these, of which the first is that of none."""
+        """Raises ShardlmError where the key has a value other than these; without it, it counts as the first."""
         if self(name, known[0]) not in known:
             raise self.refused(name, f"supported are {', '.join(map(repr, known))}")
+
+    def seen(self, *beginnings: str) -> None:
+        """Keys that begin so are of parts that are left out."""
+        self.asked |= {name for name in self.values if name.startswith(beginnings)}
 
     def refused(self, name: str, why: str) -> ShardlmError:
         value = repr(self.values.get(name))
