@@ -22,6 +22,16 @@ _MERGE = flags.DEFINE_bool("merge", False, "Add adapters (lora) into the weights
 _EMA = flags.DEFINE_bool("ema", False, "Write the averaged weights of the run (optim.ema_decay).")
 
 
+# What users of transformers, vLLM and the LM Evaluation Harness may call flags of this command.
+OTHER_NAMES = {
+    "model": "checkpoint",
+    "output_dir": "output",
+    "torch_dtype": "dtype",
+    "max_shard_size": "shard_gb",
+    "merge_and_unload": "merge",
+}
+
+
 def main() -> int:
     if not _CHECKPOINT.value or not _OUTPUT.value:
         raise ShardlmError("--checkpoint=RUN_OR_FOLDER and --output=FOLDER are needed")
@@ -47,4 +57,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main, needs_config=False)
+    run(main, needs_config=False, other_names=OTHER_NAMES)

@@ -30,6 +30,16 @@ _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Of --tasks; by def
 _CACHE_DIR = flags.DEFINE_string("cache_dir", "data", "Tokenised text is kept here.")
 
 
+# What users of transformers, vLLM and the LM Evaluation Harness may call flags of this command.
+OTHER_NAMES = {
+    "model": "checkpoint",
+    "tensor_parallel_size": "tensor",
+    "batch_size": "batch",
+    "include_path": "task_path",
+    "model_args": "--checkpoint=FOLDER names the model",
+}
+
+
 def main() -> int:
     if not _CHECKPOINT.value or bool(_TEXT.value) == bool(_TASKS.value):
         raise ShardlmError("--checkpoint=RUN_OR_FOLDER is needed, and --text=FILES or --tasks=NAMES")
@@ -69,4 +79,4 @@ def harness() -> int:
 
 
 if __name__ == "__main__":
-    run(main, needs_config=False)
+    run(main, needs_config=False, other_names=OTHER_NAMES)

@@ -244,7 +244,11 @@ def _keep_interrupts() -> None:
 
 def _positional(words: Sequence[str], names: Sequence[str]) -> Sequence[str]:
     if len(words) > len(names):
-        raise ShardlmError(f"unexpected arguments: {' '.join(words[len(names) :])}; options begin with --")
+        more = words[len(names) :]
+        likely = ("config",) if more[0].endswith(".py") else ("model", "checkpoint")
+        unset = [name for name in likely if name in flags.FLAGS and not flags.FLAGS[name].value]
+        hint = f", as --{unset[0]}={more[0]}" if unset and "=" not in more[0] else ""
+        raise ShardlmError(f"unexpected arguments: {' '.join(more)}; options begin with --{hint}")
     if len(words) < len(names):
         raise ShardlmError(f"missing arguments: {' '.join(names[len(words) :])}")
     return words

@@ -5,6 +5,9 @@ python -m launch.generate --checkpoint=FOLDER --chat --prompt='What is a mesh?' 
 python -m launch.generate --checkpoint=runs/tiny/checkpoints/400 --prompt='class ' --temperature=0 --max_new_tokens=64
 """
 
+import pathlib
+import sys
+
 from absl import flags
 
 from launch.flags import run
@@ -23,32 +26,61 @@ _SYSTEM = flags.DEFINE_string("system", "", "With --chat, a message from the sys
 _EMA = flags.DEFINE_bool("ema", False, "Use the averaged weights (optim.ema_decay).")
 
 
+# What users of transformers, vLLM and the LM Evaluation Harness may call flags of this command.
+OTHER_NAMES = {
+    "model": "checkpoint",
+    "max_tokens": "max_new_tokens",
+    "tensor_parallel_size": "tensor",
+    "system_prompt": "system",
+    "do_sample": "--temperature=0 takes the most likely token, above it samples",
+}
+
+
 def main() -> int:
     if not _CHECKPOINT.value or not _PROMPT.value:
         raise ShardlmError("--checkpoint=RUN_DIR and --prompt=TEXT are needed")
     from launch.devices import prepare_for
-    from shardlm.chat import ChatTemplate
     from shardlm.generate import Sampling, stream
     from shardlm.mesh import MeshSpec
-    from shardlm.opened import load
+    from shardlm.opened import describe, load
+    from shardlm.tokenizer import Tokenizer
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
     prepare_for(_CHECKPOINT.value, _TENSOR.value)
-    opened = load(_CHECKPOINT.value, mesh=MeshSpec(tensor=_TENSOR.value), ema=_EMA.value, decoding=True)
-    tokenizer = opened.tokenizer
-    if _CHAT.value:
-        system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
-        messages = [*system, {"role": "user", "content": _PROMPT.value}]
-        prompt = tokenizer.encode(ChatTemplate.load(opened.folder).render(messages, add_generation_prompt=True))
-    else:
-        prompt = tokenizer.encode_prompt(_PROMPT.value)
-        print(_PROMPT.value, end="", flush=True)
-    what = (opened.model, opened.params, opened.mesh, tokenizer, prompt)
-    for text in stream(*what, _MAX_NEW_TOKENS.value, sampling, opened.stop_ids):
+    found = describe(_CHECKPOINT.value)
+    tokenizer = Tokenizer.load(found.folder)
+    prompt = encoded(tokenizer, found.folder)
+    room = _MAX_NEW_TOKENS.value
+    if found.longest:
+        room = min(room, found.longest - len(prompt))
+    if room < 1:
+        raise ShardlmError(
+            f"the prompt has {len(prompt)} tokens, and the model was made for {found.longest} positions: shorten it"
+        )
+    mesh, length = MeshSpec(tensor=_TENSOR.value), len(prompt) + room
+    opened = load(_CHECKPOINT.value, mesh=mesh, length=length, ema=_EMA.value, decoding=True)
+    print("" if _CHAT.value else _PROMPT.value, end="", flush=True)
+    pieces = 0
+    for text in stream(opened.model, opened.params, opened.mesh, tokenizer, prompt, room, sampling, opened.stop_ids):
         print(text, end="", flush=True)
+        pieces += 1
     print()
+    if room < min(_MAX_NEW_TOKENS.value, pieces):  # the last piece is no token's
+        print(f"ended at the {found.longest} positions that the model was made for", file=sys.stderr)
     return 0
 
 
+def encoded(tokenizer, folder: pathlib.Path) -> list[int]:
+    """Token ids of the prompt, in the chat template of `folder` where that is asked for. Raises ShardlmError where it
+    has none."""
+    if not _CHAT.value:
+        return tokenizer.encode_prompt(_PROMPT.value)
+    from shardlm.chat import ChatTemplate
+
+    system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
+    messages = [*system, {"role": "user", "content": _PROMPT.value}]
+    return tokenizer.encode(ChatTemplate.load(folder).render(messages, add_generation_prompt=True))
+
+
 if __name__ == "__main__":
-    run(main, needs_config=False)
+    run(main, needs_config=False, other_names=OTHER_NAMES)

@@ -78,7 +78,8 @@ OF_VLLM = {
     **dict.fromkeys(
         (
             *("trust_remote_code", "enforce_eager", "disable_log_stats", "disable_log_requests", "swap_space"),
-            *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill"),
+            *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill", "load_format"),
+            *("async_scheduling", "max_seq_len_to_capture", "enable_log_requests", "limit_mm_per_prompt"),
         ),
         "it is vLLM's and decides nothing here: leave it out",
     ),

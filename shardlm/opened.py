@@ -30,6 +30,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
+from shardlm.ops.rope import STRETCHED
 from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, AsPublished, WeightFormat, layers_differ
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
@@ -98,11 +99,18 @@ class Found:
 
     @property
     def longest(self) -> int:
-        """Positions that the model was made for; 0: not said."""
-        if self.run:
-            return self.run.config_json["train"]["seq_len"]
+        """Positions that the model was made for; 0: not said. Of a run, those of its rows or, where it began with a
+        checkpoint that has more, of that, unless the rotation was fixed for the rows."""
+        rows = self.run.config_json["train"]["seq_len"] if self.run else 0
+        if not isinstance(self.source, Pretrained) or (rows and _stretched(self.source)):
+            return rows
         options = registry.text_config(self.source.options)
-        return options.get("max_position_embeddings") or options.get("n_positions") or 0
+        return max(rows, options.get("max_position_embeddings") or options.get("n_positions") or 0)
+
+
+def _stretched(source: Pretrained) -> bool:
+    ropes = [block.attention.rope for block in source.transformer().kinds]
+    return any(rope and rope.kind in STRETCHED for rope in ropes)
 
 
 def describe(path: str | os.PathLike, length: int = 0, base: Any = None) -> Found:

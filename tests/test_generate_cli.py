@@ -46,6 +46,12 @@ def test_text_depends_on_the_seed_and_not_on_the_mesh(run_dir):
     "flags,message",
     [
         (["--checkpoint={run}/checkpoints/8", "--prompt=a"], "the run has 7"),
+        (
+            ["--checkpoint={run}", "--prompt=" + "1 " * 1100],
+            "tokens, and the model was made for 1024 positions: shorten",
+        ),
+        (["--model={run}", "--prompt=a"], "there is no flag --model; here it is --checkpoint"),
+        (["{run}", "--prompt=a"], "unexpected arguments: {run}; options begin with --, as --checkpoint={run}"),
         (["--checkpoint={run}"], "--checkpoint=RUN_DIR and --prompt=TEXT are needed"),
         (["--checkpoint={run}", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be at least 0"),
         (["--checkpoint={run}", "--prompt=a", "--ema"], "ema"),
@@ -53,4 +59,22 @@ def test_text_depends_on_the_seed_and_not_on_the_mesh(run_dir):
 )
 def test_refusals(run_dir, flags, message):
     result = generate(*(flag.format(run=run_dir) for flag in flags))
-    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 1 and message.format(run=run_dir) in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_reply_ends_with_the_positions_of_the_model(run_dir):
+    prompt = "1 " * 510
+    result = generate(f"--checkpoint={run_dir}", f"--prompt={prompt}", "--max_new_tokens=20", "--temperature=0")
+    assert result.returncode == 0 and "ended at the 1024 positions that the model was made for" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "launcher, word, message",
+    [
+        ("convert", "--output-dir=x", "there is no flag --output-dir; here it is --output"),
+        ("eval", "--model_args=pretrained=x", "there is no flag --model_args: --checkpoint=FOLDER names the model"),
+    ],
+)
+def test_names_of_other_programs(launcher, word, message):
+    result = run(f"launch.{launcher}", word)
+    assert result.returncode == 1 and message in result.stderr

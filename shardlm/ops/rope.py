@@ -11,6 +11,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+STRETCHED = ("dynamic", "longrope")  # kinds that depend on the longest row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shardlm.layers.param import SCALE
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import describe, load
-from shardlm.ops.rope import Rope
+from shardlm.ops.rope import STRETCHED, Rope
 from shardlm.ops.weight_format import AsPublished
 from shardlm.published_weights import takes_no
 from shardlm.serve.alike import of_files
@@ -29,7 +29,6 @@ from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.state import ModelDef, is_adapter
 
 Tree = Any
-STRETCHED = ("dynamic", "longrope")  # rotations that depend on the longest row
 SHOWN = 4  # differences that a message names
 
 

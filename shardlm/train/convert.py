@@ -16,12 +16,12 @@ from shardlm.errors import ShardlmError
 from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.opened import DTYPES, Opened, load
+from shardlm.opened import DTYPES, Opened, describe, load
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.run_files import CHECKPOINTS, find_run, save_run_files
 from shardlm.state import is_adapter
 from shardlm.tokenizer import Tokenizer
-from shardlm.train.config import RunConfig
+from shardlm.train.config import RunConfig, TrainConfig
 
 
 def to_hf(
@@ -90,7 +90,8 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
     checkpointing = Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig())
     with jax.set_mesh(opened.mesh), waiting("writing the checkpoint"), checkpointing as checkpoints:
         checkpoints.save(0, {"params": opened.params}, {}, {})
-    config = RunConfig(opened.source, precision=precision, run_dir=str(run_dir))
+    rows = min(TrainConfig().seq_len, describe(checkpoint).longest or TrainConfig().seq_len)
+    config = RunConfig(opened.source, precision=precision, train=TrainConfig(seq_len=rows), run_dir=str(run_dir))
     save_run_files(run_dir, to_json(config), tokenizer if tokenizer.exists() else None)
     hf_files.copy_beside(opened.folder, run_dir)
 

@@ -19,6 +19,7 @@ from shardlm.serve.router.policy import Choice, Policy
 from shardlm.serve.router.prompt import Hints
 
 MISSES = 2  # looks in a row without an answer that take a replica out
+UNSEEN = "not looked at yet"
 SILENT = 35.0  # seconds; a process that hangs is given up as a host is that vanished (upstream.py)
 
 
@@ -52,7 +53,7 @@ class Replica:
     alive: bool = False
     ready: bool = False
     drained: bool = False
-    problem: str = "not looked at yet"
+    problem: str = UNSEEN
     misses: int = 0
     models: frozenset[str] | None = None
     in_flight: int = 0
@@ -115,7 +116,7 @@ class Fleet:
 
     def find(self, url: str) -> Replica:
         """Raises ApiError where it is not there."""
-        if (found := self.replicas.get(url.rstrip("/"))) is None:
+        if (found := self.replicas.get(_root(url))) is None:
             here = ", ".join(self.replicas) or "none"
             raise ApiError(f"the replica {url!r} is not here; here is {here}", 404, param="url")
         return found
@@ -191,15 +192,17 @@ class Fleet:
 
     @contextlib.contextmanager
     def _changing(self, replica: Replica) -> Iterator[None]:
-        before = replica.takes
+        before, problem = replica.takes, replica.problem
         yield
         if before != replica.takes:
             said = "takes requests" if replica.takes else f"is taken out: {replica.problem}"
             logging.warning("replica %s %s", replica.url, said)
+        elif problem == UNSEEN and replica.problem and not replica.takes:  # an address that is wrong never does
+            logging.warning("replica %s takes no requests yet: %s", replica.url, replica.problem)
 
 
 def address(url: str) -> str:
-    """Without a slash at its end. Raises ShardlmError for what is no address of a server."""
+    """Without a slash or /v1 at its end. Raises ShardlmError for what is no address of a server."""
     parts = urllib.parse.urlsplit(url)
     try:
         right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -207,4 +210,8 @@ def address(url: str) -> str:
         right = False
     if not right or parts.query or parts.fragment or parts.username:
         raise ShardlmError(f"the replica {url!r} is no address; it must be like http://HOST:PORT")
-    return url.rstrip("/")
+    return _root(url)
+
+
+def _root(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")  # as clients are given it

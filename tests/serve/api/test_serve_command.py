@@ -87,6 +87,7 @@ def test_flags_of_vllm_are_told_their_names():
         "--tensor-parallel-size=2": "error: there is no flag --tensor-parallel-size; here it is --tensor\n",
         "--no-enable-prefix-caching": "no flag --no-enable-prefix-caching; here it is --noenable_prefix_caching\n",
         "--enforce-eager": "no flag --enforce-eager: it is vLLM's and decides nothing here: leave it out\n",
+        "FOLDER": "error: unexpected arguments: FOLDER; options begin with --, as --model=FOLDER\n",
         "--nothing-so": "Unknown command line flag 'nothing-so'",
     }
     for word, message in said.items():

@@ -331,3 +331,17 @@ def test_settings_and_addresses_that_make_no_sense():
     fleet.add("http://a/", "flag")
     with pytest.raises(ShardlmError, match="http://a is there already"):
         fleet.add("http://a", "flag")
+
+
+def test_a_replica_that_never_answered_is_said_once(caplog):
+    """Its address may be wrong; with /v1, as clients are given it, it is the server's all the same."""
+    fleet = Fleet(Policy())
+    replica = fleet.add("http://a:1/v1/", "flag")
+    assert replica.url == "http://a:1" and fleet.find("http://a:1/v1") is replica
+    for _ in range(3):
+        fleet.said(replica, alive=False, ready=False, problem="/health 404, /ready 404: Not Found")
+    fleet.said(replica, alive=True, ready=True)
+    assert caplog.messages == [
+        "replica http://a:1 takes no requests yet: /health 404, /ready 404: Not Found",
+        "replica http://a:1 takes requests",
+    ]
