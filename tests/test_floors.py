@@ -22,8 +22,10 @@ FLOORS = [
         "flops",
         "token_bound",
         "tokenizer",
-        *("hf_files", "gguf_files", "chat", "progress_bar"),
+        *("chat", "progress_bar"),
     },
+    {"gguf_files"},
+    {"hf_files"},
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
     {"layers"},
@@ -49,7 +51,7 @@ FLOORS = [
     {"plan"},
     {"bench"},
 ]
-NO_JAX = [*FLOORS[0], "data", "metrics", "hlo", "hf_quantised"]
+NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "sampling_params.py",
     "request.py",
