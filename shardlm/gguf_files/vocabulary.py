@@ -82,7 +82,7 @@ class Vocabulary:
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that a reply ends with: that of a text, of a turn and of a call, the list that Ollama writes, and those
+        """Tokens that a reply ends with: of a text, of a turn and of a call, those that Ollama lists, and those
         known by name."""
         named = {name: self.ids[name] for name in _ENDS if name in self.ids}
         if any(pair <= named.keys() for pair in _AFTER_END):
