@@ -1,7 +1,8 @@
-"""Writes a run's checkpoint as a Hugging Face folder, or a Hugging Face folder as a run.
+"""Writes a run's checkpoint, or a file of llama.cpp, as a Hugging Face folder, or a Hugging Face folder as a run.
 
 python -m launch.convert --checkpoint=runs/tiny --output=exported
 python -m launch.convert --checkpoint=runs/lora --output=merged --merge
+python -m launch.convert --checkpoint=model-Q4_K_M.gguf --output=exported
 python -m launch.convert --checkpoint=FOLDER --output=runs/opened
 """
 
@@ -13,7 +14,7 @@ from absl import flags
 from launch.flags import run
 from shardlm.errors import ShardlmError
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run or a checkpoint in it, adapters, or a Hugging Face model.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run or a checkpoint in it, adapters, or a model to open.")
 _OUTPUT = flags.DEFINE_string("output", None, "A new folder.")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of a Hugging Face folder that is written.")
 _SHARD_GB = flags.DEFINE_float("shard_gb", 5.0, "Largest file of a Hugging Face folder that is written.", 1e-6)
@@ -25,12 +26,14 @@ def main() -> int:
     if not _CHECKPOINT.value or not _OUTPUT.value:
         raise ShardlmError("--checkpoint=RUN_OR_FOLDER and --output=FOLDER are needed")
     from launch.devices import prepare_for
+    from shardlm.hf_files import behind_it, read_config
     from shardlm.opened import find, is_hf
     from shardlm.peft import is_peft
     from shardlm.train.convert import to_hf, to_run
 
     prepare_for(_CHECKPOINT.value, 1)
-    if is_hf(find(_CHECKPOINT.value)):
+    folder = find(_CHECKPOINT.value)
+    if is_hf(folder) and not behind_it(read_config(folder)):
         to_run(_CHECKPOINT.value, _OUTPUT.value)
         print(f"generate:  python -m launch.generate --checkpoint={shlex.quote(_OUTPUT.value)} --prompt='...'")
     else:

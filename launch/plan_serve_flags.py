@@ -95,12 +95,13 @@ def _listed(source: Any, model: Any, engine: Any) -> dict[str, Any]:
     import pathlib
 
     from shardlm.errors import ShardlmError
+    from shardlm.hf_files import home
     from shardlm.train.config import RunConfig
 
     if other := [flag.name for flag in (_PROMPT, _RATIO, _SHARED) if flag.present]:
         what = f"--{other[0]}={getattr(flags.FLAGS, other[0])}"
         raise ShardlmError(f"{what} says what requests are like, and so does --file={_FILE.value}; give one of the two")
-    path = None if isinstance(source, RunConfig) else pathlib.Path(source)
+    path = None if isinstance(source, RunConfig) else home(pathlib.Path(source))
     folder = path and (path if path.is_dir() else path.parent)
     written = pathlib.Path(_FILE.value).stat().st_mtime_ns if pathlib.Path(_FILE.value).is_file() else 0
     found = _read(_FILE.value, written, _OUTPUT.value, folder, model.shape.vocab_size, engine.block_size)

@@ -241,9 +241,10 @@ def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         kept = getattr(tensor, "kept", None)
         exact = kept and groups.scale in (kept.scale, "float32") and groups.zeros >= kept.zeros
+        exact = exact and (kept.whole or not groups.whole)
         inside = kept and ((groups.within and kept.group % groups.within == 0) or not kept.group)
         if not (exact and inside) or kept.numbers != groups.numbers:
-            wanted = Kept(groups.numbers, groups.within, groups.scale, groups.zeros)
+            wanted = Kept(groups.numbers, groups.within, groups.scale, groups.zeros, groups.whole)
             other = "in another way" if hasattr(tensor, "kept") else f"in {tensor.dtype}"
             raise ShardlmError(
                 f"{name} is not held {_how(wanted)}, as the model is served (quantization=checkpoint), but "
@@ -252,7 +253,7 @@ def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:
 
 
 def _how(kept: Kept) -> str:
-    zeros = " and zeros" if kept.zeros else ""
+    zeros = f" and {'' if kept.whole else 'broken '}zeros" if kept.zeros else ""
     return f"in {kept.numbers} by groups of {kept.group or 'all inputs'} with scales in {kept.scale}{zeros}"
 
 

@@ -17,6 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.gguf_files import shards
+from shardlm.gguf_files.choose import meant
+from shardlm.gguf_files.header import Block
+from shardlm.gguf_files.place import place
 
 DTYPES = {
     "F64": np.dtype("float64"),
@@ -86,21 +90,44 @@ class Folder:
 
     path: pathlib.Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Stored | Block]
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> "Folder":
         """Reads config.json and the headers of all weight files. Raises ShardlmError that names the file for whatever
         is missing or broken."""
-        path = pathlib.Path(path)
+        path = home(pathlib.Path(path))
         if not path.is_dir():
             raise ShardlmError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
         config = read_config(path)
-        return cls(path, config, _tensors(path))
+        behind = behind_it(config)
+        return cls(path, config, shards.read(behind).tensors if behind else _tensors(path))
+
+
+def home(path: pathlib.Path) -> pathlib.Path:
+    """The folder that stands for a file of llama.cpp, or for a folder that holds one and nothing else; anything else
+    as it is. Raises ShardlmError for such a file that cannot be opened."""
+    file = meant(path)
+    return place(file) if file else path
+
+
+def behind_it(config: Mapping[str, Any]) -> pathlib.Path | None:
+    """The GGUF file that holds the weights of a folder with this config.json; None: it holds them itself."""
+    told = config.get("quantization_config")
+    method, file = (told.get("quant_method"), told.get("file")) if isinstance(told, Mapping) else (None, None)
+    return pathlib.Path(file) if method == "gguf" and isinstance(file, str) else None
+
+
+def holds_weights(path: pathlib.Path) -> bool:
+    """Whether a folder's weights are here, and not its config.json alone."""
+    path = home(path)
+    behind = behind_it(read_config(path)) if (path / "config.json").is_file() else None
+    return behind.exists() if behind else any(path.glob("*.safetensors"))
 
 
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     """config.json of a folder, with what a file of its own says of a quantisation."""
+    path = home(path)
     found = _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
     for name, (method, option) in QUANTISATION.items():
         if "quantization_config" not in found and (path / name).is_file():

@@ -20,8 +20,9 @@ from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
 from shardlm.held_weights import held_weights, made_of
-from shardlm.hf_files import BESIDE, QUANTISATION, Folder, read_config, read_generation
+from shardlm.hf_files import Folder, home, read_config, read_generation
 from shardlm.hf_quantised import supported
+from shardlm.hub import fetch, is_name
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -278,29 +279,24 @@ def check_trained(found: Found, model: ModelDef) -> None:
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-    """A folder as it is, or the local copy of `owner/name` on the Hugging Face hub, fetched where needed.
+    """A folder as it is, that which stands for a GGUF file (gguf_files/place.py), or the local copy of `owner/name` on
+    the Hugging Face hub, fetched where needed.
 
-    Raises ShardlmError where there is neither.
+    Raises ShardlmError where there is none of them.
     """
     folder = pathlib.Path(path)
-    if folder.is_dir():
-        return folder
+    if home(folder).is_dir():
+        return home(folder)
     if folder.parent.name == CHECKPOINTS:
         find_run(folder)  # says which checkpoints the run has
-    if str(path).count("/") != 1 or str(path).startswith((".", "/")):
-        raise ShardlmError(f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, or a run")
-    try:
-        import huggingface_hub
-    except ImportError:
+    if folder.suffix == ".gguf" and ":" not in str(path):
+        raise ShardlmError(f"there is no file {path}; give the path of a file of llama.cpp, or OWNER/NAME:Q4_K_M")
+    if not is_name(str(path)):
         raise ShardlmError(
-            f"there is no folder {path}; to fetch it from the Hugging Face hub, pip install 'shardlm[hub]'"
-        ) from None
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, *QUANTISATION, peft.CONFIG]
-    try:
-        return pathlib.Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
-    except Exception as error:  # the library raises its own, httpx's and the operating system's
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ShardlmError(f"there is no folder {path}, and the Hugging Face hub did not give it: {reason}") from error
+            f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, a file of llama.cpp "
+            "(*.gguf), or a run"
+        )
+    return home(fetch(str(path), [peft.CONFIG]))
 
 
 def is_hf(folder: pathlib.Path) -> bool:

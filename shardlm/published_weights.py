@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from shardlm import weights
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Folder, Stored
+from shardlm.hf_files import Folder, Stored, holds_weights
 from shardlm.hf_quantised import kept_as, supported
 from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import Execution
@@ -65,7 +65,8 @@ class Kind:
         """Layers that are held as they are, in the same numbers: those of the most of them."""
         numbers = {layer: {kept.numbers for kept in own} for layer, own in self.kept.items() if None not in own}
         counts = Counter(one for own in numbers.values() if len(own) == 1 for one in own)
-        return [layer for layer, own in numbers.items() if own == {counts.most_common(1)[0][0]}] if counts else []
+        most = max(counts, key=lambda one: (counts[one], one in ("int4", "fp4")), default="")  # of as many the smallest
+        return [layer for layer, own in numbers.items() if own == {most}]
 
 
 @functools.lru_cache(maxsize=8)
@@ -74,7 +75,7 @@ def kinds_of(source: Pretrained, config: TransformerConfig) -> Mapping[str, Kind
     one = MeshSpec()
     rules = Rules.make("zero3", one).fitting(config.widths())
     with jax.sharding.use_abstract_mesh(one.abstract()):
-        if any(pathlib.Path(source.folder).glob("*.safetensors")):
+        if holds_weights(pathlib.Path(source.folder)):
             return kinds_in(Folder.open(source.folder), config, rules)
         return kinds_told(source.options, config, rules)
 
@@ -108,7 +109,8 @@ def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[st
 
     def look(name: str) -> tuple[Kept | None, bool]:
         tensor = stored.get(name)
-        return getattr(tensor, "kept", None), tensor is not None and not isinstance(tensor, Stored)
+        few = tensor is not None and getattr(tensor, "few", not isinstance(tensor, Stored))
+        return getattr(tensor, "kept", None), few
 
     return _kinds(folder.config, config, rules, look)
 
@@ -181,8 +183,9 @@ def _groups(own: str, kind: Kind, rules: Rules) -> Groups | None:
         return None
     scales, (numbers,) = {kept.scale for kept in held}, {kept.numbers for kept in held}
     within, zeros = math.gcd(*(kept.group for kept in held)), any(kept.zeros for kept in held)
-    scale = scales.pop() if len(scales) == 1 else "float32"
-    each = (Groups(numbers, LONGEST >> i, scale, zeros, within, published=True) for i in range(SMALLER + 1))
+    scale, whole = scales.pop() if len(scales) == 1 else "float32", all(kept.whole for kept in held)
+    sizes = (LONGEST >> i for i in range(SMALLER + 1))
+    each = (Groups(numbers, longest, scale, zeros, within, published=True, whole=whole) for longest in sizes)
     return next((groups for groups in each if _divides(groups, kind.along, rules)), None)
 
 

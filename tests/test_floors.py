@@ -26,6 +26,7 @@ FLOORS = [
     },
     {"gguf_files"},
     {"hf_files"},
+    {"hub"},
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
     {"layers"},
@@ -51,7 +52,7 @@ FLOORS = [
     {"plan"},
     {"bench"},
 ]
-NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "data", "metrics", "hlo", "hf_quantised"]
+NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "sampling_params.py",
     "request.py",

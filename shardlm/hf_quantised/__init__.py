@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Stored
-from shardlm.hf_quantised import bitsandbytes, compressed, eight_bits, gptq, mxfp4
+from shardlm.hf_quantised import bitsandbytes, compressed, eight_bits, gguf, gptq, mxfp4
 from shardlm.hf_quantised.declared import declared
 from shardlm.hf_quantised.kept import Kept
 
@@ -31,6 +31,7 @@ METHODS = {
     "compressed-tensors": Method(compressed.check, compressed.read),
     "fbgemm_fp8": Method(eight_bits.check, eight_bits.read),
     "fp8": Method(eight_bits.check, eight_bits.read),
+    "gguf": Method(gguf.check, gguf.read),
     "gptq": Method(gptq.check, gptq.read),
     "modelopt": Method(eight_bits.check_modelopt, eight_bits.read),
     "mxfp4": Method(mxfp4.check, mxfp4.read),

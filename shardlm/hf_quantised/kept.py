@@ -8,9 +8,12 @@ class Kept(NamedTuple):
     group    inputs that share a factor; 0: all of them
     scale    the dtype that factors are exact in
     zeros    whether numbers have a zero of their own
+    whole    whether zeros are whole numbers; of others (number - zero) * factor is what was published but for the
+             rounding of float32
     """
 
     numbers: str
     group: int
     scale: str
     zeros: bool
+    whole: bool = True

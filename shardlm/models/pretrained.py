@@ -5,7 +5,7 @@ import functools
 import json
 import pathlib
 
-from shardlm.hf_files import Folder, read_config
+from shardlm.hf_files import Folder, holds_weights, read_config
 from shardlm.hf_quantised import OPTIONS
 from shardlm.models import registry
 from shardlm.models.transformer import TransformerConfig
@@ -36,7 +36,7 @@ class Pretrained:
 
     def _holds_further(self, options: dict) -> bool:
         """Whether the folder has a layer after the last; without any weights, as its config.json says."""
-        if not any(pathlib.Path(self.folder).glob("*.safetensors")):
+        if not holds_weights(pathlib.Path(self.folder)):
             return True
         prefix = f"model.layers.{options.get('num_hidden_layers')}."
         return any(name.startswith(prefix) for name in Folder.open(pathlib.Path(self.folder)).tensors)

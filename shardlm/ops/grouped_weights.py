@@ -49,6 +49,7 @@ class Groups:
     longest    elements that share a scale, at most
     scale      dtype of the scales
     zeros      whether a group has a zero of its own: the weight is (number - zero) * scale
+    whole      whether zeros are whole numbers
     within     elements of which no group may reach into the next, 0: any may
     published  whether numbers and scales are those of a checkpoint, which are not rounded again
     """
@@ -59,6 +60,7 @@ class Groups:
     zeros: bool = False
     within: int = 0
     published: bool = False
+    whole: bool = True
 
     @property
     def a_byte(self) -> int:
@@ -72,7 +74,9 @@ class Groups:
 
     @property
     def zero(self) -> str:
-        """The type of the zeros: of 4 bits they reach from -8 to 8, of 8 bits from -128 to 128."""
+        """The type of the zeros: whole ones of 4 bits reach from -8 to 8, of 8 bits from -128 to 128."""
+        if not self.whole:
+            return "float32"
         return "int8" if self.a_byte == 2 else "int16"
 
     def size(self, of: int) -> int:

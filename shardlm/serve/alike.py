@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
-from shardlm.opened import Found, describe
+from shardlm.gguf_files import shards
+from shardlm.hf_files import behind_it, read_config
+from shardlm.opened import Found, describe, is_hf
 
 CONFIGS = ("config.json", "adapter_config.json")
 SAMPLES, SAMPLE = 16, 4096  # of a file, and bytes of each
@@ -54,14 +56,20 @@ def of_files(path: str | os.PathLike) -> str:
 
 
 def digest(folder: str | os.PathLike) -> str:
-    """Of a folder's configuration and *.safetensors: names and sizes, and some bytes from all over each of them."""
+    """Of a folder's configuration and *.safetensors, or of the files of llama.cpp that it stands for: names and sizes,
+    and some bytes from all over each of them."""
     said = hashlib.sha256()
-    for path in sorted(pathlib.Path(folder).iterdir()):
-        if path.name in CONFIGS or path.suffix == ".safetensors":
-            said.update(f"{path.name} {path.stat().st_size}\n".encode())
-            for part in _parts(path):
-                said.update(part)
+    for path in _files(pathlib.Path(folder)):
+        said.update(f"{path.name} {path.stat().st_size}\n".encode())
+        for part in _parts(path):
+            said.update(part)
     return said.hexdigest()[:16]
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    if is_hf(folder) and (behind := behind_it(read_config(folder))):
+        return shards.parts(behind)
+    return [path for path in sorted(folder.iterdir()) if path.name in CONFIGS or path.suffix == ".safetensors"]
 
 
 def _parts(path: pathlib.Path) -> Iterator[bytes]:

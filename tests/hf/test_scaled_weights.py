@@ -140,7 +140,7 @@ DENSE = {"format": "dense", "global_sparsity": 0.1, "targets": []}
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
         ({"config_groups": {}, "format": "dense", "sparsity_config": DENSE}, "compressed-tensors"),
         ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, "modelopt"),
-        *(({"quant_method": method}, method) for method in METHODS),
+        *(({"quant_method": method, "file": "of gguf alone"}, method) for method in METHODS),
     ],
 )
 def test_methods_by_their_options(options, method):

@@ -43,6 +43,8 @@ FORMS = {
     "fp8 in blocks": Groups("fp8", 128, "float32", within=128, published=True),
     "mxfp4": Groups("fp4", 128, "bfloat16", within=32, published=True),
     "GPTQ, groups of 32": Groups("int4", 128, "float16", zeros=True, within=32, published=True),
+    "Q4_K": Groups("int4", 128, "float32", zeros=True, within=32, published=True, whole=False),
+    "Q6_K": Groups("int8", 128, "float32", within=16, published=True),
 }
 # Of the largest number of a group: half a step of the integers; of e4m3, the largest steps are of 32 up to 448.
 ERROR = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 16 / 448}
@@ -61,6 +63,8 @@ def any_weight(rng, shape, axis: int, groups: Groups) -> Grouped:
     if groups.numbers == "fp8":
         codes = rng.normal(size=shape).astype(groups.stored)
     zeros = rng.integers(first, last + 1, scales) if groups.zeros else None
+    if not groups.whole:
+        zeros = zeros + rng.uniform(size=scales)
     return _on_device(as_published(codes, factors, zeros, axis, group, groups))
 
 

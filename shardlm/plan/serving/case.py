@@ -12,7 +12,7 @@ import pathlib
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import read_config
+from shardlm.hf_files import home, read_config
 from shardlm.hf_quantised import supported
 from shardlm.layers.mtp import MtpConfig
 from shardlm.mesh import MeshSpec
@@ -57,9 +57,9 @@ class ServedModel:
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike, length: int = 0) -> "ServedModel":
-        """A Hugging Face folder, or a config.json alone: no weights are read. `length` as max_model_len. Raises
-        ShardlmError where there is none, or for an architecture that shardlm does not have."""
-        path = pathlib.Path(path)
+        """A Hugging Face folder or what is opened as one, or a config.json alone: no weights are read. `length` as
+        max_model_len. Raises ShardlmError where there is none, or for an architecture that shardlm does not have."""
+        path, given = home(pathlib.Path(path)), pathlib.Path(path)
         if not path.is_dir() and path.name != "config.json":  # another one beside it would be planned for
             raise ShardlmError(f"{path} is neither a folder nor a config.json; give the folder of a Hugging Face model")
         folder = path if path.is_dir() else path.parent
@@ -68,7 +68,8 @@ class ServedModel:
         longest = registry.text_config(options).get("max_position_embeddings") or options.get("n_positions") or 0
         shape = source.transformer()
         few = str(folder) if supported(options) else ""
-        return cls(folder.name or str(path), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few)
+        name = folder.name if given == path else given.name
+        return cls(name or str(given), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few)
 
 
 @dataclasses.dataclass(frozen=True)

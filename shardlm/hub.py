@@ -1,0 +1,91 @@
+"""Models on the Hugging Face hub (https://huggingface.co): OWNER/NAME, and of a repository with files of llama.cpp the
+one of a quantisation, OWNER/NAME:Q4_K_M, as llama.cpp and Ollama write it."""
+
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardlm.errors import ShardlmError
+from shardlm.gguf_files import shards
+from shardlm.gguf_files.choose import models, tag, tagged
+from shardlm.hf_files import BESIDE, QUANTISATION
+
+_NAME = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w-][\w.-]*/[\w.-]+?)(?::([\w./-]+))?/?")
+
+
+def is_name(path: str) -> bool:
+    """Whether it may be the name of a repository."""
+    return _NAME.fullmatch(path) is not None
+
+
+def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
+    """The local copy of a repository, or of one file of llama.cpp in it, fetched where needed; `also`: names of further
+    files. Raises ShardlmError where the hub does not give it, and where it is not clear which of several is meant."""
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise ShardlmError(
+            f"there is no folder {path}; to fetch it from the Hugging Face hub, pip install 'shardlm[hub]'"
+        ) from None
+    repository, wanted = _NAME.fullmatch(path).groups()
+    if wanted:
+        return _of_several(hub, repository, wanted)
+    files = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, *QUANTISATION, *also]
+    folder = pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
+    if any(folder.glob("*.safetensors")):
+        return folder
+    found = models(_listed(hub, path, repository))
+    if len(found) == 1:
+        return _downloaded(hub, repository, found[0])
+    if found:
+        raise ShardlmError(f"{path} holds models for llama.cpp; say which one: {_tags(repository, found)}")
+    return folder
+
+
+def _of_several(hub: Any, repository: str, wanted: str) -> pathlib.Path:
+    there = models(_listed(hub, f"{repository}:{wanted}", repository))
+    found = [name for name in there if name == wanted] or tagged(there, wanted)
+    if len(found) == 1:
+        return _downloaded(hub, repository, found[0])
+    why = f"has several, {', '.join(found)}" if found else "has no such file of llama.cpp"
+    raise ShardlmError(f"{repository}:{wanted}: the repository {why}; there are {_tags(repository, there) or 'none'}")
+
+
+def _tags(repository: str, names: Sequence[str]) -> str:
+    """Of each of these files what it is asked for by: its quantisation where that is no other's."""
+    own = [tag(name) for name in names]
+    return ", ".join(
+        f"{repository}:{kind if kind and own.count(kind) == 1 else name}" for kind, name in zip(own, names, strict=True)
+    )
+
+
+def _downloaded(hub: Any, repository: str, name: str) -> pathlib.Path:
+    """A file, with the others of its model."""
+    own = [str(part) for part in shards.siblings(pathlib.PurePosixPath(name))]
+    folder = _asked(f"{repository}:{name}", lambda: hub.snapshot_download(repository, allow_patterns=own))
+    return pathlib.Path(folder) / name
+
+
+def _listed(hub: Any, path: str, repository: str) -> list[str]:
+    """Names of a repository's files; of those that are here where the hub is not reached."""
+    try:
+        return hub.HfApi().list_repo_files(repository)
+    except Exception as error:  # the library raises its own, httpx's and the operating system's
+        try:
+            folder = pathlib.Path(hub.snapshot_download(repository, allow_patterns=["*.gguf"], local_files_only=True))
+        except Exception:
+            raise _refused(path, error) from error
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+
+
+def _asked(path: str, ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception as error:  # as above
+        raise _refused(path, error) from error
+
+
+def _refused(path: str, error: Exception) -> ShardlmError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ShardlmError(f"there is no folder {path}, and the Hugging Face hub did not give it: {reason}")
