@@ -170,6 +170,11 @@ def test_pieces_are_merged_by_their_scores(tmp_path):
     assert pieces(tokenizer, tokenizer.encode_prompt("ab")) == "<s> ▁ab"
 
 
+def test_spaces_that_users_defined_are_merged_where_the_file_spells_them_as_pieces(tmp_path):
+    tokenizer = load(of_pieces(("▁▁-", 4), add_space_prefix=False), tmp_path)
+    assert pieces(tokenizer, tokenizer.encode("a  -b")) == "a ▁▁- b"
+
+
 def test_pieces_without_a_space_before(tmp_path):
     tokenizer = load(of_pieces(("<tool>", 4), add_space_prefix=False), tmp_path)
     assert pieces(tokenizer, tokenizer.encode("abc ab aabaabcaaa<tool> abc")) == (
@@ -263,6 +268,7 @@ def test_tokens_that_end_a_reply(tmp_path):
     assert ends(of_bytes()) is None
     assert ends(of_bytes(eos_token_id=3)) == 3
     assert ends(of_bytes(("<|user|>", 3), eos_token_id=3, eot_token_id=first)) == [3, first]
+    assert ends(of_bytes(eos_token_id=3, eos_token_ids=[3, 7, 1 << 30])) == [3, 7]
     assert ends(of_pieces()) == 2  # what llama.cpp takes where nothing is said
     # With these a message ends by <|end|>, and the model goes on.
     harmony = of_bytes(("<|end|>", 3), ("<|return|>", 3), ("<|call|>", 3), eos_token_id=first + 1)

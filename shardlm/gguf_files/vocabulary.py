@@ -82,12 +82,14 @@ class Vocabulary:
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that a reply ends with: that of a text, of a turn and of a call, then those known by name."""
+        """Tokens that a reply ends with: of a text, of a turn and of a call, those that Ollama lists, and those
+        known by name."""
         named = {name: self.ids[name] for name in _ENDS if name in self.ids}
         if any(pair <= named.keys() for pair in _AFTER_END):
             named.pop("<|end|>", None)
-        found = [self.eos, self._id("eot", None), self._id("eom", None), *named.values()]
-        return tuple(dict.fromkeys(id for id in found if id is not None))
+        listed = self.metadata.get("tokenizer.ggml.eos_token_ids") or ()
+        found = [self.eos, self._id("eot", None), self._id("eom", None), *listed, *named.values()]
+        return tuple(dict.fromkeys(id for id in found if id is not None and 0 <= id < len(self.tokens)))
 
     @property
     def begins(self) -> bool:

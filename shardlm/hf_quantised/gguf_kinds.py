@@ -16,12 +16,12 @@ from shardlm.hf_quantised.kept import Kept
 class Unpacked(NamedTuple):
     """Of B blocks.
 
-    codes    int8 or uint8 [B, groups, numbers]
+    codes    make int8 or uint8 [B, groups, numbers]
     factors  float32 [B, groups]
     less     float32 [B, groups] to be taken away, None: nothing
     """
 
-    codes: np.ndarray
+    codes: Callable[[], np.ndarray]
     factors: np.ndarray
     less: np.ndarray | None = None
 
@@ -39,6 +39,9 @@ class Kind(NamedTuple):
     middle: int = 0
 
 
+_EIGHT = np.arange(8, dtype=np.uint8)[:, None]
+
+
 def _half(blocks: np.ndarray, first: int) -> np.ndarray:
     """float16 at this byte, as float32 [B, 1]."""
     return np.ascontiguousarray(blocks[:, first : first + 2]).view("<f2").astype(np.float32)
@@ -49,88 +52,96 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return np.stack([packed & 15, packed >> 4], axis=2)
 
 
-def _fifth(blocks: np.ndarray, first: int) -> np.ndarray:
-    """32 bits from this byte on, the lowest first, [B, 1, 32] as 0 or 16."""
-    bits = np.unpackbits(blocks[:, None, first : first + 4], axis=2, bitorder="little")
-    return bits << 4
+def _twos(packed: np.ndarray) -> np.ndarray:
+    """64 bytes as [B, 2, 4, 32]: of each 32 of them the lowest two bits of all, then the next two, ..."""
+    return packed.reshape(-1, 2, 1, 32) >> _EIGHT[::2] & 3
+
+
+def _ones(packed: np.ndarray) -> np.ndarray:
+    """32 bytes as [B, 8, 32]: the lowest bits of all, then the next ones, ..."""
+    return packed[:, None] >> _EIGHT & 1
+
+
+def _signed(codes: np.ndarray, less: int) -> np.ndarray:
+    codes -= np.uint8(less)
+    return codes.view(np.int8)
 
 
 def _q4_0(blocks: np.ndarray) -> Unpacked:
-    codes = _nibbles(blocks[:, None, 2:]).reshape(-1, 1, 32)
-    return Unpacked((codes - np.uint8(8)).view(np.int8), _half(blocks, 0))
+    return Unpacked(lambda: _signed(_nibbles(blocks[:, None, 2:]).reshape(-1, 1, 32), 8), _half(blocks, 0))
 
 
 def _q4_1(blocks: np.ndarray) -> Unpacked:
-    return Unpacked(_nibbles(blocks[:, None, 4:]).reshape(-1, 1, 32), _half(blocks, 0), -_half(blocks, 2))
+    return Unpacked(lambda: _nibbles(blocks[:, None, 4:]).reshape(-1, 1, 32), _half(blocks, 0), -_half(blocks, 2))
+
+
+def _fives(blocks: np.ndarray, first: int) -> np.ndarray:
+    """[B, 1, 32]: four bytes from this one on are the highest bits of the numbers in those behind."""
+    high = np.unpackbits(blocks[:, first : first + 4], axis=1, bitorder="little")
+    return _nibbles(blocks[:, None, first + 4 :]).reshape(-1, 1, 32) | high[:, None] << 4
 
 
 def _q5_0(blocks: np.ndarray) -> Unpacked:
-    codes = _nibbles(blocks[:, None, 6:]).reshape(-1, 1, 32) | _fifth(blocks, 2)
-    return Unpacked((codes - np.uint8(16)).view(np.int8), _half(blocks, 0))
+    return Unpacked(lambda: _signed(_fives(blocks, 2), 16), _half(blocks, 0))
 
 
 def _q5_1(blocks: np.ndarray) -> Unpacked:
-    codes = _nibbles(blocks[:, None, 8:]).reshape(-1, 1, 32) | _fifth(blocks, 4)
-    return Unpacked(codes, _half(blocks, 0), -_half(blocks, 2))
+    return Unpacked(lambda: _fives(blocks, 4), _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q8_0(blocks: np.ndarray) -> Unpacked:
-    return Unpacked(np.ascontiguousarray(blocks[:, None, 2:]).view(np.int8), _half(blocks, 0))
-
-
-def _twos(packed: np.ndarray) -> np.ndarray:
-    """64 bytes as [B, 2, 4, 32]: of each 32 of them the lowest two bits of all, then the next two, ..."""
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return packed.reshape(-1, 2, 1, 32) >> shifts & 3
+    return Unpacked(lambda: np.ascontiguousarray(blocks[:, None, 2:]).view(np.int8), _half(blocks, 0))
 
 
 def _q2_k(blocks: np.ndarray) -> Unpacked:
-    codes = _twos(blocks[:, 16:80]).reshape(-1, 16, 16)
-    scales = blocks[:, :16]
-    return Unpacked(codes, _half(blocks, 80) * (scales & 15), _half(blocks, 82) * (scales >> 4))
+    factors, less = _half(blocks, 80) * (blocks[:, :16] & 15), _half(blocks, 82) * (blocks[:, :16] >> 4)
+    return Unpacked(lambda: _twos(blocks[:, 16:80]).reshape(-1, 16, 16), factors, less)
 
 
 def _q3_k(blocks: np.ndarray) -> Unpacked:
-    high = np.unpackbits(blocks[:, :32, None], axis=2, bitorder="little").swapaxes(1, 2)  # [B, 8, 32], 1: not less 4
-    codes = _twos(blocks[:, 32:96]).reshape(-1, 8, 32) | high << 2
+    """Scales are 16 of six bits: their lowest four in eight bytes, the others in four."""
     low, two = blocks[:, 96:104], blocks[:, 104:108]
-    low = np.concatenate([low & 15, low >> 4], axis=1)
-    two = np.concatenate([two >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    scales = (low | two << 4).astype(np.float32) - 32
-    return Unpacked((codes - np.uint8(4)).view(np.int8).reshape(-1, 16, 16), _half(blocks, 108) * scales)
+    scales = np.concatenate([low & 15, low >> 4], axis=1)
+    scales |= np.concatenate([two >> shift & 3 for shift in (0, 2, 4, 6)], axis=1) << 4
+
+    def codes() -> np.ndarray:
+        whole = _twos(blocks[:, 32:96]).reshape(-1, 8, 32) | _ones(blocks[:, :32]) << 2
+        return _signed(whole, 4).reshape(-1, 16, 16)
+
+    return Unpacked(codes, _half(blocks, 108) * (scales.astype(np.float32) - 32))
 
 
-def _sixes(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two times eight numbers of six bits from twelve bytes: of the first four their lowest six bits, of the others
-    four of the last bytes' bits below the two left over of the first."""
-    scales, less, last = packed[:, :4], packed[:, 4:8], packed[:, 8:12]
-    scale = np.concatenate([scales & 63, last & 15 | scales >> 2 & 48], axis=1)
-    return scale, np.concatenate([less & 63, last >> 4 | less >> 2 & 48], axis=1)
+def _with_scales(blocks: np.ndarray, codes: Callable[[], np.ndarray]) -> Unpacked:
+    """Of Q4_K and Q5_K: two times eight numbers of six bits in twelve bytes: the lowest bits of the first four and of
+    the next four as they are; the others' four lowest in the last four bytes, and their highest above the first."""
+    scales, less, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    factor = np.concatenate([scales & 63, last & 15 | scales >> 2 & 48], axis=1)
+    less = np.concatenate([less & 63, last >> 4 | less >> 2 & 48], axis=1)
+    return Unpacked(codes, _half(blocks, 0) * factor, _half(blocks, 2) * less)
 
 
 def _q4_k(blocks: np.ndarray) -> Unpacked:
-    scales, less = _sixes(blocks[:, 4:16])
-    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    return Unpacked(codes, _half(blocks, 0) * scales, _half(blocks, 2) * less)
+    return _with_scales(blocks, lambda: _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
 
 
 def _q5_k(blocks: np.ndarray) -> Unpacked:
-    scales, less = _sixes(blocks[:, 4:16])
-    high = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little").swapaxes(1, 2)
-    codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | high << 4
-    return Unpacked(codes, _half(blocks, 0) * scales, _half(blocks, 2) * less)
+    def codes() -> np.ndarray:
+        return _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | _ones(blocks[:, 16:48]) << 4
+
+    return _with_scales(blocks, codes)
 
 
 def _q6_k(blocks: np.ndarray) -> Unpacked:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    codes = (low | _twos(blocks[:, 128:192]) << 4).reshape(-1, 16, 16)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return Unpacked((codes - np.uint8(32)).view(np.int8), _half(blocks, 208) * scales)
+    def codes() -> np.ndarray:
+        low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+        return _signed(low | _twos(blocks[:, 128:192]) << 4, 32).reshape(-1, 16, 16)
+
+    return Unpacked(codes, _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8))
 
 
 def _mxfp4(blocks: np.ndarray) -> Unpacked:
     factors = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
-    return Unpacked(_nibbles(blocks[:, None, 1:]).reshape(-1, 1, 32).view(np.int8), factors)
+    return Unpacked(lambda: _nibbles(blocks[:, None, 1:]).reshape(-1, 1, 32).view(np.int8), factors)
 
 
 def _alone(numbers: str, group: int, scale: str) -> Kept:
@@ -160,7 +171,7 @@ MANY = np.float32(1 << 30)  # factors of a group whose factor is 0: beside so ma
 
 def codes_of(kind: str, blocks: np.ndarray) -> np.ndarray:
     """Codes as they are held, int8 [B, numbers]."""
-    codes = KINDS[kind].unpack(blocks).codes
+    codes = KINDS[kind].unpack(blocks).codes()
     codes = codes - np.asarray(KINDS[kind].middle, codes.dtype)
     return codes.view(np.int8).reshape(len(blocks), -1)
 
@@ -185,11 +196,11 @@ def numbers(kind: str, blocks: np.ndarray) -> np.ndarray:
     rare kind is not installed."""
     if kind not in KINDS:
         return _by_package(kind, blocks)
-    unpacked = KINDS[kind].unpack(blocks)
-    out = FP4[unpacked.codes] if kind == "MXFP4" else unpacked.codes.astype(np.float32)
-    out *= unpacked.factors[..., None]
-    if unpacked.less is not None:
-        out -= unpacked.less[..., None]
+    codes, factors, less = KINDS[kind].unpack(blocks)
+    out = FP4[codes()] if kind == "MXFP4" else codes().astype(np.float32)
+    out *= factors[..., None]
+    if less is not None:
+        out -= less[..., None]
     return out.reshape(len(blocks), -1)
 
 
