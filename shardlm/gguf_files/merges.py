@@ -24,18 +24,19 @@ def listed(lines: Sequence[str], tokens: dict[str, int]) -> list[Pair]:
 
 
 def scored(scores: dict[str, float]) -> list[Pair]:
-    """By the scores of tokens that text is made of, the highest first. Of pairs that make the same token, the one with
-    the longer left part comes first. Raises ShardlmError where all scores are one, as old conversions wrote them."""
-    several = {score for name, score in scores.items() if len(name) > 1}
-    if len(several) == 1 and sum(len(name) > 1 for name in scores) > 1:
-        raise ShardlmError(
-            f"all tokens of the file have the score {several.pop():g} (tokenizer.ggml.scores), which leaves open what "
-            "is merged first; use a newer conversion of the model, or open its Hugging Face folder"
-        )
+    """By the scores of tokens that text is made of, the highest first, and of equal ones that of the lower id. Of pairs
+    that make the same token, the one with the longer left part comes first. Raises ShardlmError where all scores are
+    one, as old conversions wrote them."""
     pairs = []
     for name in sorted((name for name in scores if len(name) > 1), key=lambda name: -scores[name]):
         for cut in range(len(name) - 1, 0, -1):
             left, right = name[:cut], name[cut:]
             if left in scores and right in scores:
                 pairs.append((left, right))
+    made = {left + right for left, right in pairs}
+    if len(made) > 1 and len({scores[name] for name in made}) == 1:
+        raise ShardlmError(
+            f"all tokens of the file have the score {scores[made.pop()]:g} (tokenizer.ggml.scores), which leaves open "
+            "what is merged first; use a newer conversion of the model, or open its Hugging Face folder"
+        )
     return pairs

@@ -8,7 +8,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files.merges import listed, scored
 from shardlm.gguf_files.splits import KEY, UNNAMED, pre
-from shardlm.gguf_files.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, of_tokens
+from shardlm.gguf_files.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, of_tokens
 
 log = logging.getLogger(__name__)
 _SPACE = "▁"  # what SentencePiece writes for one
@@ -67,7 +67,7 @@ def _of_pieces(vocabulary: Vocabulary) -> dict[str, Any]:
             "the file has a tokenizer of SentencePiece and no tokenizer.ggml.scores, by which it merges; download it "
             "again, or open the model's Hugging Face folder"
         )
-    apart = (CONTROL, UNKNOWN, USER_DEFINED)  # cut out before; nothing is merged to one of them
+    apart = (CONTROL, UNKNOWN, BYTE)  # nothing is merged to one of them
     of_text = {
         name: score
         for name, score, kind in zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True)

@@ -1,6 +1,7 @@
 """The tokens of a file's metadata (tokenizer.ggml.*): names, kinds and the ids that mean something. Defaults are those
 of llama.cpp's src/llama-vocab.cpp. Leaves how text is cut to `splits` and `merges`."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -46,8 +47,8 @@ class Vocabulary:
             )
         tokens = [name or f"[EMPTY_{id}]" for id, name in enumerate(metadata.get("tokenizer.ggml.tokens") or ())]
         if len(set(tokens)) < max(len(tokens), 1):
-            first = next((name for id, name in enumerate(tokens) if name in tokens[:id]), None)
-            what = "is empty" if first is None else f"has {first!r} twice"
+            twice = [name for name, times in collections.Counter(tokens).items() if times > 1]
+            what = f"has {twice[0]!r} twice" if twice else "is empty"
             raise ShardlmError(f"the file's list of tokens (tokenizer.ggml.tokens) {what}; download it again")
         kinds = list(of_tokens(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens))
         for id, name in enumerate(tokens):
@@ -81,12 +82,14 @@ class Vocabulary:
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that a reply ends with: that of a text, of a turn and of a call, then those known by name."""
+        """Tokens that a reply ends with: of a text, of a turn and of a call, those that Ollama lists, and those
+        known by name."""
         named = {name: self.ids[name] for name in _ENDS if name in self.ids}
         if any(pair <= named.keys() for pair in _AFTER_END):
             named.pop("<|end|>", None)
-        found = [self.eos, self._id("eot", None), self._id("eom", None), *named.values()]
-        return tuple(dict.fromkeys(id for id in found if id is not None))
+        listed = self.metadata.get("tokenizer.ggml.eos_token_ids") or ()
+        found = [self.eos, self._id("eot", None), self._id("eom", None), *listed, *named.values()]
+        return tuple(dict.fromkeys(id for id in found if id is not None and 0 <= id < len(self.tokens)))
 
     @property
     def begins(self) -> bool:
