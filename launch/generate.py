@@ -13,7 +13,7 @@ from absl import flags
 from launch.flags import run
 from shardlm.errors import ShardlmError
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, one checkpoint in it, or a Hugging Face folder.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, one checkpoint in it, a Hugging Face folder, or *.gguf.")
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 200, "Tokens to add at most.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the most likely token.")

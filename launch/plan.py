@@ -53,7 +53,7 @@ _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print."
 _REPORT = flags.DEFINE_string("report", None, "Write a page with pictures to this .html file.")
 _WRITE = flags.DEFINE_string("write", None, "Write the best plan to this .py file, a configuration for launch.train.")
 _SERVE = flags.DEFINE_bool("serve", False, "Plan serving the model, with the flags of launch.serve.")
-_MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder or config.json, instead of --config.")
+_MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder, config.json or *.gguf, not --config.")
 _VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements and print the errors, instead.")
 
 

@@ -38,7 +38,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
 
-_MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, adapters, or a run.")
+_MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, *.gguf, adapters, or a run.")
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
 _TOOL_STYLE = flags.DEFINE_enum(
     "tool_style", "auto", ["auto", "hermes", "llama"], "How the model writes calls of tools; auto: see its template."

@@ -46,7 +46,7 @@ _TARGET = flags.DEFINE_string(
     "target", None, "As above; K to T for thousands to trillions, minutes to years, /s to /day."
 )
 _SERVE = flags.DEFINE_bool("serve", False, "The target is of serving; with the flags of launch.plan --serve.")
-_MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder or config.json, instead of --config.")
+_MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder, config.json or *.gguf, not --config.")
 _CLUSTERS = flags.DEFINE_list("clusters", None, "Kinds of clusters or GPUs that may serve a target.")
 _DOLLARS = flags.DEFINE_float("max_dollars", 0, "What a run may cost; 0: anything.", lower_bound=0)
 _BATCH = flags.DEFINE_integer("max_batch_tokens", 0, "How far the global batch may be raised; 0: 16 M.", lower_bound=0)

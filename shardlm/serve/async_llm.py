@@ -57,7 +57,7 @@ class AsyncLLM:
         mesh: MeshSpec | None = None,
         **options,
     ) -> "AsyncLLM":
-        """Loads a Hugging Face folder, adapters or a run, with the arguments of LLM. Raises ShardlmError as it does."""
+        """Loads a Hugging Face folder, a file of llama.cpp, adapters or a run, as LLM does and with its arguments."""
         check_model(model)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)

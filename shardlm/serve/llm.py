@@ -52,7 +52,7 @@ class LLM:
         reasoning_parser: str = "auto",
         **options,
     ):
-        """Loads a Hugging Face folder, adapters or a run, and compiles its programs.
+        """Loads a Hugging Face folder, a file of llama.cpp, adapters or a run, and compiles its programs.
 
         Args:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
