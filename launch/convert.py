@@ -44,6 +44,12 @@ def main() -> int:
     prepare_for(_CHECKPOINT.value, 1)
     folder = find(_CHECKPOINT.value)
     if is_hf(folder) and not behind_it(read_config(folder)):
+        for flag in (_MERGE, _EMA):
+            if flag.value:
+                raise ShardlmError(
+                    f"--{flag.name}: {_CHECKPOINT.value} is a Hugging Face model, without adapters or averages, "
+                    "and is written as a run: leave it out"
+                )
         to_run(_CHECKPOINT.value, _OUTPUT.value)
         print(f"generate:  python -m launch.generate --checkpoint={shlex.quote(_OUTPUT.value)} --prompt='...'")
     else:

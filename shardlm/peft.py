@@ -118,7 +118,7 @@ def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
         if config.get(option) not in (plain, None, []):
             if option == "target_parameters":
                 raise ShardlmError(f"{folder / CONFIG} has {option}={config[option]!r}, {EXPERTS}")
-            raise ShardlmError(f"{folder / CONFIG} has {option}={config[option]!r}, which is not supported")
+            raise ShardlmError(f"{folder / CONFIG} has {option}={config[option]!r}, which is not supported; {MERGE}")
     if config.get("init_lora_weights", True) not in ADDED:
         raise ShardlmError(
             f"{folder / CONFIG} has init_lora_weights={config['init_lora_weights']!r}, which changes the base too; "

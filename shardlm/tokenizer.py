@@ -184,7 +184,8 @@ class Tokenizer:
         raise ShardlmError(
             f"the tokenizer has no end-of-document token: none of {', '.join(END_OF_DOCUMENT_NAMES)} is in"
             f" its vocabulary (special tokens: {', '.join(special[:20]) or 'none'}). Add one of these names"
-            " to tokenizer.json"
+            " to tokenizer.json, as add_tokens(NAME, special_tokens=True) of transformers' tokenizer does,"
+            " where the model has an embedding to spare"
         )
 
     @functools.cached_property

@@ -8,7 +8,7 @@ from small_moe import DEEPSEEK
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.train.check import check_outside_stages, check_pipeline, check_remat
+from shardlm.train.check import check_outside_stages, check_pipeline, check_positions, check_remat, check_vocabulary
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
@@ -67,3 +67,17 @@ def test_a_ring_in_layers_that_one_stage_runs_is_refused():
     check_outside_stages(LLAMA.transformer(), one_f_one_b, mesh, "ring")
     check_outside_stages(further.transformer(), one_f_one_b, mesh, "ulysses")
     check_outside_stages(further.transformer(), PipelineConfig(), mesh, "ring")
+
+
+def test_rows_beyond_learned_positions_are_refused():
+    learned = dataclasses.replace(LLAMA.transformer(), max_positions=64)
+    check_positions(64, learned)
+    check_positions(1 << 20, LLAMA.transformer())
+    with pytest.raises(ShardlmError, match=r"seq_len=65 is more than the 64 positions .* choose at most 64"):
+        check_positions(65, learned)
+
+
+def test_a_tokenizer_larger_than_a_checkpoint_is_told_where_its_own_is():
+    shape = LLAMA.transformer()
+    with pytest.raises(ShardlmError, match=r"set data\.tokenizer to base"):
+        check_vocabulary(shape, shape.vocab_size + 1, "base")

@@ -41,6 +41,15 @@ def check_length(seq_len: int, mesh: MeshSpec) -> None:
         raise ShardlmError(f"train.seq_len={seq_len} cannot be split over {why}; choose {near}")
 
 
+def check_positions(seq_len: int, model: TransformerConfig) -> None:
+    """Refuses rows with more positions than a model has learned: those beyond would all be the last one."""
+    if model.max_positions and seq_len > model.max_positions:
+        raise ShardlmError(
+            f"seq_len={seq_len} is more than the {model.max_positions} positions that the model has learned; choose at "
+            f"most {model.max_positions}"
+        )
+
+
 def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec) -> None:
     """Refuses Ulysses where a device's heads do not divide over the context axis."""
     if choice != "ulysses" or mesh.context == 1:
@@ -135,10 +144,8 @@ def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> No
         )
 
 
-def check_vocabulary(model: TransformerConfig, vocab_size: int) -> None:
-    """Refuses a tokenizer with more tokens than the model has embeddings."""
+def check_vocabulary(model: TransformerConfig, vocab_size: int, folder: str = "") -> None:
+    """Refuses a tokenizer with more tokens than the model has embeddings. `folder`: of a checkpoint that it is."""
     if vocab_size > model.vocab_size:
-        raise ShardlmError(
-            f"the tokenizer has {vocab_size} tokens and the model embeds {model.vocab_size}; "
-            f"set model.vocab_size to at least {vocab_size}"
-        )
+        remedy = f"set data.tokenizer to {folder}" if folder else f"set model.vocab_size to at least {vocab_size}"
+        raise ShardlmError(f"the tokenizer has {vocab_size} tokens and the model embeds {model.vocab_size}; {remedy}")

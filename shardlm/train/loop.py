@@ -50,7 +50,7 @@ def train(config: RunConfig, *, command: str, started: float, profile: ProfileSt
     run_dir = pathlib.Path(config.run_dir)
     with report.Preparing(enabled=jax.process_index() == 0) as progress:
         data = prepare(config.data, progress)
-    check_vocabulary(program.model.config, data.tokenizer.vocab_size)
+    check_vocabulary(program.model.config, data.tokenizer.vocab_size, getattr(config.model, "folder", ""))
     loader = make_loader(program, data)
     with only_trainer(run_dir) if jax.process_index() == 0 else contextlib.nullcontext():
         changes = claim(run_dir, config, data)

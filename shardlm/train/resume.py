@@ -1,12 +1,15 @@
 """The start of a run in a directory: a new state, or the one that an earlier start left there."""
 
 import dataclasses
+import json
+import os
 import pathlib
+from typing import Any
 
 import jax
 
 from shardlm.checkpoint import Checkpoints
-from shardlm.config import difference, from_json, to_json
+from shardlm.config import ABSENT, difference, from_json, to_json
 from shardlm.data.chats import template_of
 from shardlm.data.loader import Loader
 from shardlm.data.prepare import Prepared
@@ -20,6 +23,7 @@ from shardlm.train.program import Program
 
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
 FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
+SHOWN = 4  # options of a config.json that a message names
 
 
 def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]:
@@ -31,7 +35,7 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
     if (run_dir / CONFIG).is_file() and Checkpoints(run_dir / "checkpoints").latest() is not None:
         before = find_run(run_dir)
         changed = difference(from_json(RunConfig, before.config_json), config)
-        fixed = [f"{path} was {old!r}, is {new!r}" for path, old, new in changed if path.startswith(FIXED)]
+        fixed = [said for path, old, new in changed if path.startswith(FIXED) for said in another(path, old, new)]
         if before.tokenizer_path and Tokenizer.load(before.tokenizer_path).fingerprint != data.tokenizer.fingerprint:
             fixed.append("the tokenizer is another one")
         if fixed:
@@ -45,6 +49,18 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
         if config.data.chat_template:
             template_of(config.data.chat_template).save(run_dir)
     return changes
+
+
+def another(path: str, old: Any, new: Any) -> list[str]:
+    """What to say of a field that differs: nothing of a folder that is spelt otherwise, of a config.json what in it."""
+    if path == "model.folder" and ABSENT not in (old, new) and os.path.realpath(old) == os.path.realpath(new):
+        return []
+    if path == "model.config" and ABSENT not in (old, new):
+        one, two = json.loads(old), json.loads(new)
+        names = [name for name in one | two if one.get(name) != two.get(name)]
+        more = [f"{len(names) - SHOWN} more options of {path} differ"] if len(names) > SHOWN else []
+        return [f"{path}'s {name} was {one.get(name)!r}, is {two.get(name)!r}" for name in names[:SHOWN]] + more
+    return [f"{path} was {old!r}, is {new!r}"]
 
 
 def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[TrainState, int, str]:

@@ -21,6 +21,7 @@ from shardlm.train.check import (
     check_model,
     check_outside_stages,
     check_pipeline,
+    check_positions,
     check_remat,
 )
 from shardlm.train.config import RunConfig
@@ -102,6 +103,7 @@ def check_sizes(config: RunConfig, spec: MeshSpec, mtp: bool = True) -> tuple[Tr
     remat policy and kind of product: most of a search's meshes."""
     check_batch(config.train, spec)
     shape = _shape(config.model)
+    check_positions(config.train.seq_len, shape)
     modules = mtp and not config.lora.rank
     check_mtp(config, shape if modules else shape.without_mtp())
     return _rules(config.rules, spec, config.model, modules, config.context_attention)

@@ -82,13 +82,14 @@ async def tokenize(call: Call, request: TokenizeRequest) -> dict[str, Any]:
 
 def tokenizer_info(llm) -> dict[str, Any]:
     """What a client that tokenizes here must know besides; the LM Evaluation Harness asks for it."""
-    own = llm.tokenizer
+    own, template = llm.tokenizer, llm.template
+    end = template.special.get("eos_token") if template else None  # of a chat, which may be another than a document's
     first = own.encode_prompt("")[:1]
     return {
         "tokenizer_class": "shardlm",
         "bos_token": own.decode(first, skip_special=False) if first else None,
-        "eos_token": own.decode([own.end_of_document_id], skip_special=False),
-        "chat_template": llm.template.source if llm.template else None,
+        "eos_token": end or own.decode([own.end_of_document_id], skip_special=False),
+        "chat_template": template.source if template else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 import array
 import base64
+import dataclasses
 
 import pytest
 from client import Client, error
@@ -159,6 +160,15 @@ def test_embeddings():
         "encoding_format": ("x",) * 2,
     }.items():
         assert error(client.post("/v1/embeddings", {"input": "a", wrong: param[0]}), 400)
+
+
+def test_the_end_that_a_checkpoint_names_is_told():
+    """That of chats is often another than that of documents."""
+    client = Client()
+    assert client.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
+    named = dataclasses.replace(client.llm.template, special={"eos_token": "<|im_end|>"})
+    client.llm.template = named
+    assert client.get("/tokenizer_info").json()["eos_token"] == "<|im_end|>"
 
 
 def test_tokens_there_and_back():
