@@ -3,6 +3,7 @@ architecture, kinds of blocks against llama.cpp's own package, and files that ar
 
 import dataclasses
 import fnmatch
+import itertools
 import json
 import pathlib
 import shutil
@@ -26,9 +27,14 @@ from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import in_folder, models, tag, tagged
 from shardlm.gguf_files.header import BLOCKS, Block
+from shardlm.gguf_files.keys import Place
 from shardlm.hf_files import Folder
-from shardlm.hf_quantised.gguf import Blocks
+from shardlm.hf_quantised.codes import FP4
+from shardlm.hf_quantised.gguf import Blocks, _opened
 from shardlm.hf_quantised.gguf_kinds import KINDS
+from shardlm.plan.serving.case import ServedModel
+from shardlm.serve.alike import digest
+from shardlm.train.convert import to_hf
 from shardlm.weights import own_tensors
 
 # The converter leaves out how a rotation is stretched that depends on each row's length.
@@ -358,3 +364,49 @@ def test_the_only_model_of_a_repository_needs_no_name(hub):
     hub.names = ["config.json", "m-Q4_0.gguf"]
     file = opened.describe("me/model").source.options["quantization_config"]["file"]
     assert pathlib.Path(file).name == "m-Q4_0.gguf"
+
+
+def test_a_digest_is_of_the_model_and_not_of_where_it_is(llama, tmp_path):
+    other = tmp_path / "elsewhere" / llama.name
+    other.parent.mkdir()
+    shutil.copy(llama, other)
+    folders = [opened.find(path) for path in (llama, other)]
+    assert folders[0] != folders[1] and digest(folders[0]) == digest(folders[1])
+    gguf_models.convert(tmp_path / "llama", other, "BF16")
+    assert digest(opened.find(other)) != digest(folders[0])
+
+
+def test_conversions_and_plans_take_a_file(llama, tmp_path):
+    to_hf(llama, tmp_path / "back", "float32")
+    back, whole = Folder.open(tmp_path / "back"), Folder.open(tmp_path / "llama")
+    assert back.tensors.keys() == whole.tensors.keys() and "quantization_config" not in back.config
+    for name, stored in whole.tensors.items():
+        assert np.array_equal(back.tensors[name].read(...), stored.read(...))
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    planned = ServedModel.of_folder(llama)
+    assert planned.name == "llama.gguf" and planned.shape == opened.describe(llama).source.transformer()
+
+
+@pytest.mark.parametrize("form", ["turned", "gate_up"])
+def test_experts_of_gpt_oss_are_served_as_the_file_has_them(form, tmp_path):
+    """[E, inputs, *], by codes and factors, whole and in parts that begin anywhere but within a group."""
+    rng, (E, O, I) = np.random.default_rng(2), (2, 6, 96)
+    blocks, wholes = [], []
+    for part in range(1 + (form == "gate_up")):
+        raw = rng.integers(0, 254, (E, O, I // 32, 17), dtype=np.uint8)
+        raw[..., 0] = rng.integers(120, 134, raw.shape[:-1])
+        (tmp_path / str(part)).write_bytes(raw.tobytes())
+        blocks.append(Block(tmp_path / str(part), "MXFP4", (E, O, I), 0))
+        wholes.append(gguf.quants.dequantize(raw.reshape(E, O, -1), Type.MXFP4))
+    expected = np.stack(wholes, axis=2).reshape(E, -1, I).swapaxes(1, 2)
+    found = _opened("experts", Place(form, tuple(blocks)))
+    assert found.shape == expected.shape and found.few and found.kept == KINDS["MXFP4"].kept
+    assert np.array_equal(found.read(...), expected)
+    columns = (slice(None), slice(0, None, 2), slice(1, None, 2), slice(3, 7), slice(5, 6))
+    for experts, groups, some in itertools.product((slice(None), slice(1, 2)), (slice(0, 3), slice(1, 3)), columns):
+        inputs = slice(groups.start * 32, groups.stop * 32)
+        values = FP4[found.codes((experts, inputs, some)) & 15]
+        factors = found.factors_of((experts, slice(groups.start * 2, groups.stop * 2), some), every=16)
+        right = expected[experts, inputs, some]
+        assert np.array_equal(values * factors.repeat(16, axis=1), right)
+        assert np.array_equal(found.read((experts, inputs, some)), right)
