@@ -13,9 +13,7 @@ from absl import flags
 from launch.flags import run
 from shardlm.errors import ShardlmError
 
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run or a checkpoint in it, a Hugging Face folder or name, *.gguf."
-)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, one of its checkpoints, *.gguf, or a Hugging Face model.")
 _TEXT = flags.DEFINE_list("text", [], "Files, directories or globs of text, JSONL or Parquet.")
 _TEXT_KEY = flags.DEFINE_string("text_key", "text", "The JSONL key or Parquet column that holds the text.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "Tokens that are scored with each other.", lower_bound=1)
