@@ -16,18 +16,21 @@ from shardlm.data.corpus import Source, read_lines
 from shardlm.data.shards import TokenShards
 from shardlm.data.writer import ShardWriter
 from shardlm.errors import ShardlmError
+from shardlm.hf_files import texts_beside
 from shardlm.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 
 
 def template_of(path: str) -> ChatTemplate:
-    """The template in a checkpoint's folder, or in a file of its own. Raises ShardlmError where there is none."""
-    if Path(path).is_file():
-        return ChatTemplate(read(Path(path)), where=path)
-    if not Path(path).is_dir():
+    """The template in a checkpoint's folder or file of llama.cpp, or in a file of its own. Raises ShardlmError where
+    there is none."""
+    found = texts_beside(Path(path))
+    if found.is_file():
+        return ChatTemplate(read(found), where=path)
+    if not found.is_dir():
         raise ShardlmError(f"data.chat_template={path}: neither a folder with a chat template nor a file")
-    return ChatTemplate.load(path)
+    return ChatTemplate.load(found)
 
 
 class Document(NamedTuple):

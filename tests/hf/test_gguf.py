@@ -22,6 +22,8 @@ from small import logits_of
 
 import shardlm
 from shardlm import opened
+from shardlm.data.chats import template_of
+from shardlm.data.prepare import tokenizer_from
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import in_folder, models, tag, tagged
@@ -29,6 +31,7 @@ from shardlm.gguf_files.header import BLOCKS, Block
 from shardlm.hf_files import Folder
 from shardlm.hf_quantised.gguf import Blocks
 from shardlm.hf_quantised.gguf_kinds import KINDS
+from shardlm.tokenizer import train_bpe
 from shardlm.weights import own_tensors
 
 # The converter leaves out how a rotation is stretched that depends on each row's length.
@@ -358,3 +361,22 @@ def test_the_only_model_of_a_repository_needs_no_name(hub):
     hub.names = ["config.json", "m-Q4_0.gguf"]
     file = opened.describe("me/model").source.options["quantization_config"]["file"]
     assert pathlib.Path(file).name == "m-Q4_0.gguf"
+
+
+def test_training_takes_tokenizer_and_template_from_the_file(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = gguf_models.as_told("llama", tmp_path / "llama")
+    (tmp_path / "chat").mkdir()
+    file = gguf_models.convert(folder, tmp_path / "chat" / "m.gguf", **{"tokenizer.chat_template": template})
+    for path in (file, file.parent):
+        assert tokenizer_from(str(path), ()).vocab_size == 96
+        assert template_of(str(path)).source == template
+    train_bpe(["own"], 300).save(file.parent / "tokenizer.json")
+    assert tokenizer_from(str(file.parent), ()).vocab_size > 96 == tokenizer_from(str(file), ()).vocab_size
+
+
+def test_a_user_without_a_home_is_told_what_to_set(llama, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("~nobody-of-this-name").expanduser())
+    with pytest.raises(ShardlmError, match="set XDG_CACHE_HOME to a folder"):
+        opened.find(llama)
