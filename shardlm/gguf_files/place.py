@@ -19,7 +19,14 @@ FORMAT = 1  # to be raised with every change of what is written from the same fi
 
 def cache() -> pathlib.Path:
     """Where such folders are: XDG_CACHE_HOME/shardlm/gguf, of which the first is ~/.cache by default."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "shardlm" / "gguf"
+    try:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in containers
+        raise ShardlmError(
+            "neither HOME nor XDG_CACHE_HOME says where the small folder may be that opening a file of llama.cpp "
+            "makes; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+    return root / "shardlm" / "gguf"
 
 
 def place(file: str | os.PathLike) -> pathlib.Path:
