@@ -165,7 +165,8 @@ class _Answer:
         long prompt. It begins the answer, and what is wrong is told by an event from there on."""
 
         async def send_them() -> None:
-            ping = NAMED_PING if anthropic_errors.is_anthropics(self._scope) else PING
+            named_by_type = self._scope["path"].startswith(anthropic_errors.MESSAGES)  # as its events are
+            ping = NAMED_PING if named_by_type else PING
             before = -1
             with contextlib.suppress(Gone):  # of which the next event tells
                 while True:
