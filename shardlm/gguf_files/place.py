@@ -9,7 +9,7 @@ import shutil
 import tempfile
 
 from shardlm.errors import ShardlmError
-from shardlm.files import cannot_write
+from shardlm.files import free_space
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.config import config
 from shardlm.gguf_files.texts import texts
@@ -66,4 +66,7 @@ def _write(folder: pathlib.Path, contents: dict[str, str]) -> None:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise ShardlmError(
+            f"opening a file of llama.cpp makes a small folder, and {folder} cannot be written: "
+            f"{error.strerror or error} ({free_space(cache())}); set XDG_CACHE_HOME to a folder that can be"
+        ) from error

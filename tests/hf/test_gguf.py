@@ -380,3 +380,10 @@ def test_a_user_without_a_home_is_told_what_to_set(llama, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("~nobody-of-this-name").expanduser())
     with pytest.raises(ShardlmError, match="set XDG_CACHE_HOME to a folder"):
         opened.find(llama)
+
+
+def test_a_cache_that_cannot_be_written_is_named(llama, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with pytest.raises(ShardlmError, match=r"taken/shardlm/gguf/\w+ cannot be written: Not a dir.*set XDG_CACHE_HOME"):
+        opened.find(llama)
