@@ -111,6 +111,12 @@ def home(path: pathlib.Path) -> pathlib.Path:
     return place(file) if file else path
 
 
+def texts_beside(path: pathlib.Path) -> pathlib.Path:
+    """Where a tokenizer and templates are: `home`, but for a folder that has its own beside a file of llama.cpp."""
+    own = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
+    return path if own else home(path)
+
+
 def behind_it(config: Mapping[str, Any]) -> pathlib.Path | None:
     """The GGUF file that holds the weights of a folder with this config.json; None: it holds them itself."""
     told = config.get("quantization_config")

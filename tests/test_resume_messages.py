@@ -18,3 +18,13 @@ def test_of_another_config_json_the_options_that_differ_are_said():
     assert another("model.config", json.dumps(old), json.dumps(new)) == said
     said = another("model.config", json.dumps(old), "{}")
     assert len(said) == 5 and said[-1] == "3 more options of model.config differ"
+
+
+def test_a_file_of_llama_cpp_in_another_spelling_is_the_same(tmp_path):
+    (tmp_path / "link.gguf").symlink_to("m.gguf")
+
+    def config(name):
+        return json.dumps({"quantization_config": {"quant_method": "gguf", "file": str(tmp_path / name)}})
+
+    assert another("model.config", config("m.gguf"), config("link.gguf")) == []
+    assert len(another("model.config", config("m.gguf"), config("other.gguf"))) == 1

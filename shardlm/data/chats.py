@@ -16,21 +16,21 @@ from shardlm.data.corpus import Source, read_lines
 from shardlm.data.shards import TokenShards
 from shardlm.data.writer import ShardWriter
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import home
+from shardlm.hf_files import texts_beside
 from shardlm.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 
 
 def template_of(path: str) -> ChatTemplate:
-    """The template in a checkpoint's folder or GGUF file, or in a file of its own. Raises ShardlmError where there is
-    none."""
-    place = home(Path(path))
-    if place.is_file():
-        return ChatTemplate(read(place), where=path)
-    if not place.is_dir():
+    """The template in a checkpoint's folder or file of llama.cpp, or in a file of its own. Raises ShardlmError where
+    there is none."""
+    found = texts_beside(Path(path))
+    if found.is_file():
+        return ChatTemplate(read(found), where=path)
+    if not found.is_dir():
         raise ShardlmError(f"data.chat_template={path}: neither a folder with a chat template nor a file")
-    return ChatTemplate.load(place)
+    return ChatTemplate.load(found)
 
 
 class Document(NamedTuple):

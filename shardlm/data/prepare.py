@@ -23,7 +23,7 @@ from shardlm.data.preferences import pair
 from shardlm.data.shards import FORMAT, META, TokenShards, is_shards
 from shardlm.data.writer import write_shards
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import home
+from shardlm.hf_files import texts_beside
 from shardlm.tokenizer import Tokenizer, train_bpe
 
 # A tokenizer is trained on an even sample of about this much text.
@@ -52,10 +52,10 @@ def prepare(config: DataConfig, progress: Progress = lambda stage, done, total: 
     with _lock(cache):
         train = _shards_or_sources(config.train, cache)
         validation = _shards_or_sources(config.validation, cache)
-        made = cache / _key(config, train, validation)
-        tokenizer, path = _tokenizer(config, train, made, progress)
+        home = cache / _key(config, train, validation)
+        tokenizer, path = _tokenizer(config, train, home, progress)
         opened = [
-            _open_or_write(what, config, tokenizer, made / name, progress)
+            _open_or_write(what, config, tokenizer, home / name, progress)
             for name, what in (("train", train), ("validation", validation))
         ]
     for name, shards in zip(("train", "validation"), opened, strict=True):
@@ -76,13 +76,14 @@ def tokenizer_from(
     on_bad_utf8: OnBadUtf8 = "fail",
     progress: Progress = lambda stage, done, total: None,
 ) -> Tokenizer:
-    """The tokenizer in the file `spec`, or for `bpe:N` one of N entries trained on `sources`.
+    """The tokenizer that `spec` names (a file, a folder, a file of llama.cpp), or for `bpe:N` one of N entries
+    trained on `sources`.
 
     Raises:
       ShardlmError: `spec` is neither, or the text cannot be read.
     """
     if not spec.startswith("bpe:"):
-        return Tokenizer.load(home(Path(spec)))
+        return Tokenizer.load(texts_beside(Path(spec)))
     if not (size := spec.removeprefix("bpe:")).isdecimal():
         raise ShardlmError(f"tokenizer {spec!r}: expected bpe: and a number of entries, such as bpe:4096")
     total = sum(source.size for source in sources)
@@ -120,7 +121,7 @@ def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple
 def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str:
     tokenizer = config.tokenizer
     if not tokenizer.startswith("bpe:"):
-        tokenizer = Tokenizer.load(home(Path(tokenizer))).fingerprint
+        tokenizer = Tokenizer.load(texts_beside(Path(tokenizer))).fingerprint
     inputs = [
         what.fingerprint if isinstance(what, TokenShards) else [source.identity for source in what] for what in datasets
     ]
@@ -133,17 +134,16 @@ def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _tokenizer(config: DataConfig, train, made: Path, progress: Progress) -> tuple[Tokenizer, Path]:
-    """It and its file; one that is trained is kept in the folder `made`."""
+def _tokenizer(config: DataConfig, train, home: Path, progress: Progress) -> tuple[Tokenizer, Path]:
     if not config.tokenizer.startswith("bpe:"):
-        path = home(Path(config.tokenizer))
+        path = texts_beside(Path(config.tokenizer))
         return Tokenizer.load(path), path / "tokenizer.json" if path.is_dir() else path
     if isinstance(train, TokenShards):
         raise ShardlmError(
             f"data.tokenizer is {config.tokenizer}, but data.train is token shards, which have their"
             f" tokenizer already: set data.tokenizer={train.directories[0] / 'tokenizer.json'}"
         )
-    path = made / "tokenizer.json"
+    path = home / "tokenizer.json"
     if not path.exists():
         tokenizer_from(
             config.tokenizer,

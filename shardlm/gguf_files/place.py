@@ -9,7 +9,7 @@ import shutil
 import tempfile
 
 from shardlm.errors import ShardlmError
-from shardlm.files import cannot_write
+from shardlm.files import free_space
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.config import config
 from shardlm.gguf_files.texts import texts
@@ -19,7 +19,14 @@ FORMAT = 1  # to be raised with every change of what is written from the same fi
 
 def cache() -> pathlib.Path:
     """Where such folders are: XDG_CACHE_HOME/shardlm/gguf, of which the first is ~/.cache by default."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "shardlm" / "gguf"
+    try:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in containers
+        raise ShardlmError(
+            "neither HOME nor XDG_CACHE_HOME says where the small folder may be that opening a file of llama.cpp "
+            "makes; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+    return root / "shardlm" / "gguf"
 
 
 def place(file: str | os.PathLike) -> pathlib.Path:
@@ -48,6 +55,7 @@ def _write(folder: pathlib.Path, contents: dict[str, str]) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = pathlib.Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+        draft.chmod(0o755)  # other users may share the cache
         try:
             for name, text in contents.items():
                 (draft / name).parent.mkdir(exist_ok=True)
@@ -59,4 +67,7 @@ def _write(folder: pathlib.Path, contents: dict[str, str]) -> None:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise ShardlmError(
+            f"opening a file of llama.cpp makes a small folder, and {folder} cannot be written: "
+            f"{error.strerror or error} ({free_space(cache())}); set XDG_CACHE_HOME to a folder that can be"
+        ) from error

@@ -51,8 +51,8 @@ def to_hf(
     config = {**opened.source.to_hf(), "dtype": dtype}
     beside = opened.folder
     if isinstance(opened.source, Pretrained):
-        if pathlib.Path(opened.source.folder).is_dir():
-            beside = pathlib.Path(opened.source.folder)  # templates and the like, beside the same tokenizer
+        if (folder := hf_files.home(pathlib.Path(opened.source.folder))).is_dir():
+            beside = folder  # templates and the like, beside the same tokenizer
     else:
         config |= _end_of_document(opened.folder)
         config["max_position_embeddings"] = find_run(opened.folder).config_json["train"]["seq_len"]
@@ -73,7 +73,7 @@ def to_hf(
 def _adapters_to_hf(opened: Opened, output: pathlib.Path) -> None:
     adapters = {path: a for path, a in flatten_dict(opened.params).items() if is_adapter(path)}
     peft.save(output, opened.model, unflatten_dict(adapters), opened.source)
-    hf_files.copy_beside(pathlib.Path(opened.source.folder), output)
+    hf_files.copy_beside(hf_files.home(pathlib.Path(opened.source.folder)), output)
     if (opened.folder / chat.FILE).exists():
         chat.ChatTemplate.load(opened.folder).save(output)
 

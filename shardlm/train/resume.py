@@ -14,6 +14,7 @@ from shardlm.data.chats import template_of
 from shardlm.data.loader import Loader
 from shardlm.data.prepare import Prepared
 from shardlm.errors import ShardlmError
+from shardlm.hf_files import behind_it
 from shardlm.models.pretrained import Pretrained
 from shardlm.run_files import CONFIG, find_run, save_run_files
 from shardlm.state import TrainState
@@ -56,11 +57,18 @@ def another(path: str, old: Any, new: Any) -> list[str]:
     if path == "model.folder" and ABSENT not in (old, new) and os.path.realpath(old) == os.path.realpath(new):
         return []
     if path == "model.config" and ABSENT not in (old, new):
-        one, two = json.loads(old), json.loads(new)
+        one, two = _by_real_path(json.loads(old)), _by_real_path(json.loads(new))
         names = [name for name in one | two if one.get(name) != two.get(name)]
         more = [f"{len(names) - SHOWN} more options of {path} differ"] if len(names) > SHOWN else []
         return [f"{path}'s {name} was {one.get(name)!r}, is {two.get(name)!r}" for name in names[:SHOWN]] + more
     return [f"{path} was {old!r}, is {new!r}"]
+
+
+def _by_real_path(options: dict[str, Any]) -> dict[str, Any]:
+    """A config.json, and the file of llama.cpp that it names, however that is spelt."""
+    if not (file := behind_it(options)):
+        return options
+    return options | {"quantization_config": {**options["quantization_config"], "file": os.path.realpath(file)}}
 
 
 def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[TrainState, int, str]:

@@ -24,6 +24,7 @@ from shardlm.gguf_files.choose import in_folder, models, tag, tagged
 from shardlm.hf_files import Folder
 from shardlm.plan.serving.case import ServedModel
 from shardlm.serve.alike import digest
+from shardlm.tokenizer import train_bpe
 from shardlm.train.convert import to_hf
 from shardlm.weights import own_tensors
 
@@ -261,8 +262,30 @@ def test_conversions_and_plans_take_a_file(llama, tmp_path):
         assert np.array_equal(back.tensors[name].read(...), stored.read(...))
     assert (tmp_path / "back" / "tokenizer.json").is_file()
     planned = ServedModel.of_folder(llama)
-    assert tokenizer_from(str(llama), ()).fingerprint == opened.load(llama).tokenizer.fingerprint
-    chats = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }};{% endfor %}"}
-    talks = gguf_models.convert(tmp_path / "llama", tmp_path / "talks.gguf", **chats)
-    assert template_of(str(talks)).render([{"role": "user", "content": "hi"}]) == "hi;"
     assert planned.name == "llama.gguf" and planned.shape == opened.describe(llama).source.transformer()
+
+
+def test_training_takes_tokenizer_and_template_from_the_file(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = gguf_models.as_told("llama", tmp_path / "llama")
+    (tmp_path / "chat").mkdir()
+    file = gguf_models.convert(folder, tmp_path / "chat" / "m.gguf", **{"tokenizer.chat_template": template})
+    for path in (file, file.parent):
+        assert tokenizer_from(str(path), ()).vocab_size == 96
+        assert template_of(str(path)).source == template
+    train_bpe(["own"], 300).save(file.parent / "tokenizer.json")
+    assert tokenizer_from(str(file.parent), ()).vocab_size > 96 == tokenizer_from(str(file), ()).vocab_size
+
+
+def test_a_user_without_a_home_is_told_what_to_set(llama, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("~nobody-of-this-name").expanduser())
+    with pytest.raises(ShardlmError, match="set XDG_CACHE_HOME to a folder"):
+        opened.find(llama)
+
+
+def test_a_cache_that_cannot_be_written_is_named(llama, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with pytest.raises(ShardlmError, match=r"taken/shardlm/gguf/\w+ cannot be written: Not a dir.*set XDG_CACHE_HOME"):
+        opened.find(llama)

@@ -4,7 +4,7 @@ work ends when the client has gone, takes nothing any more, or has used up its t
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -116,7 +116,7 @@ class Endpoint:
         return request
 
     async def _respond(self, call: Call, request: msgspec.Struct, answer: "_Answer") -> None:
-        with answer.pings() if getattr(request, "stream", False) else contextlib.nullcontext():
+        async with answer.pings() if getattr(request, "stream", False) else contextlib.nullcontext():
             result = await self.handler(call, request)
             if isinstance(result, Events):
                 await answer.stream(result)
@@ -139,7 +139,11 @@ class _Answer:
         if message["type"] == "http.response.start":
             message["headers"] += self._ids
         self._sent += 1
-        await send_within(self._seconds, self._plain_send, message)
+        try:
+            await send_within(self._seconds, self._plain_send, message)
+        except asyncio.CancelledError:
+            self._sent -= 1  # it waits for the client before it is written
+            raise
 
     async def whole(self, response: Response) -> None:
         await response(self._scope, self._receive, self._send)
@@ -159,13 +163,14 @@ class _Answer:
     async def _more(self, body: bytes, last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
-    @contextlib.contextmanager
-    def pings(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def pings(self) -> AsyncIterator[None]:
         """Inside it a ping is sent whenever nothing was for `PING_SECONDS`: a request may wait for others, or read a
         long prompt. It begins the answer, and what is wrong is told by an event from there on."""
 
         async def send_them() -> None:
-            ping = NAMED_PING if anthropic_errors.is_anthropics(self._scope) else PING
+            named_by_type = self._scope["path"].startswith(anthropic_errors.MESSAGES)  # as its events are
+            ping = NAMED_PING if named_by_type else PING
             before = -1
             with contextlib.suppress(Gone):  # of which the next event tells
                 while True:
@@ -180,6 +185,7 @@ class _Answer:
             yield
         finally:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def error(self, error: ApiError) -> None:
         """As a status, or where one was sent already as the last event."""

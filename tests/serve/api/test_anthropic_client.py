@@ -397,6 +397,8 @@ def test_streams_give_signs_of_life_while_they_wait(monkeypatch):
     client = Client(FakeLLM(reply="the fox", delay=0.1))
     events = client.post(PATH, {**ASK, "stream": True}).text.split("\n\n")
     assert events[0] == 'event: ping\ndata: {"type":"ping"}' and events.count(events[0]) > 3
+    ask = {"model": "fake", "prompt": "a", "stream": True}  # its events are OpenAI's, whoever asks
+    assert client.post("/v1/completions", ask, headers={"anthropic-version": "2023-06-01"}).text.startswith(": ping")
     with listens(client.app) as (_, address):
         own = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
         with own.messages.stream(**ASK) as stream:
