@@ -1,11 +1,13 @@
 """One request: to a replica, on to another where it produced nothing, and its answer back as it comes."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections.abc import Sequence
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from shardlm.serve.api import anthropic_errors
@@ -20,6 +22,16 @@ from shardlm.serve.router.upstream import Answer, Asked, Broken, Header, Nothing
 _MODEL = "/v1/models/"
 _FULL = (429, 503, anthropic_errors.OVERLOADED)  # answers of a replica that has done nothing with a request
 _MOST_KEPT = 2**16  # bytes of such an answer
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Told(msgspec.Struct):
+    """An error in OpenAI's form or Anthropic's."""
+
+    error: _Error
 
 
 class Proxy:
@@ -43,8 +55,11 @@ class Proxy:
         except Exception as error:
             if (known := as_api_error(error)) is None:
                 logging.exception("a request failed")
-            if not passage.begun:
-                known = known or unforeseen()
+            known = known or unforeseen()
+            if passage.waits and not passage.begun:
+                with contextlib.suppress(Gone):
+                    await passage.end(_target(scope), known)
+            elif not passage.begun:
                 response = error_response(known, scope)
                 router.metrics.answers["", response.status_code] += 1
                 await response(scope, receive, send)
@@ -62,12 +77,13 @@ def _model_of(path: str) -> str | None:
 
 
 class _Passage:
-    """There and back. begun: the client has been sent something."""
+    """There and back. waits: the client has been sent signs of life, and the status of an answer with them; begun: it
+    has been sent something of one."""
 
     def __init__(self, router: Router, send: Send):
         self._router, self._plain_send = router, send
         self._arrival = time.perf_counter()
-        self.begun = False
+        self.waits = self.begun = False
         self._last = b""  # that it was sent of an answer's body
 
     async def run(self, asked: Asked, wish: Hints) -> None:
@@ -86,7 +102,7 @@ class _Passage:
             fleet.policy.sent(wish.blocks, replica.url)
             try:
                 with fleet.sending(replica):
-                    async with ask(self._router.client, replica, asked) as answer:
+                    async with ask(self._router.client, replica, asked, self._wait) as answer:
                         if answer.status not in _FULL:
                             metrics.blocks += len(wish.blocks)
                             metrics.found += choice.match
@@ -101,10 +117,21 @@ class _Passage:
                     fleet.failed(replica, str(error), refused=True)
                 metrics.retries[replica.url, "refused" if refused else "lost"] += 1
             fleet.wake.set()
-        if kept is None:
-            raise problem
+        if kept is None or self.waits:
+            raise problem or unavailable("the replicas take no requests now; try again later")
         replica, status, headers, body = kept
         await self._start(replica, status, headers, body, more=False)
+
+    async def _wait(self, answer: Answer) -> None:
+        if not self.waits:
+            self.waits = True
+            await self._send({"type": "http.response.start", "status": answer.status, "headers": list(answer.headers)})
+        await self._send({"type": "http.response.body", "body": answer.first, "more_body": True})
+
+    async def end(self, target: str, error: ApiError) -> None:
+        """By an event, where the status can tell nothing any more."""
+        last = last_words(target, error, uuid.uuid4().hex)
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _start(
         self, replica: Replica, status: int, headers: Sequence[Header], first: bytes, *, more: bool
@@ -113,14 +140,18 @@ class _Passage:
         metrics.answers[replica.url, status] += 1
         metrics.first.observe(time.perf_counter() - self._arrival)
         self.begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        if not self.waits:
+            await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
         await self._send({"type": "http.response.body", "body": first, "more_body": more})
 
     async def _send(self, message: dict) -> None:
         await send_within(self._router.settings.write_seconds, self._plain_send, message)
 
     async def _hand_on(self, answer: Answer, replica: Replica, asked: Asked) -> None:
-        """As the bytes come. An answer that breaks off ends with an error, where that can be said, or is cut off."""
+        """As the bytes come. An answer that breaks off ends with an error, where that can be said, or is cut off.
+        Raises ApiError for one without success whose status cannot be told any more."""
+        if self.waits and answer.status != 200:
+            raise _as_error(answer.status, await _little(answer))
         await self._start(replica, answer.status, answer.headers, answer.first, more=True)
         self._last = answer.first
         try:
@@ -134,8 +165,7 @@ class _Passage:
             if not answer.events or not self._last.endswith(b"\n\n"):
                 return  # the server closes a connection whose answer has no end
             lost = ApiError("the replica was lost; ask again", 502, type="server_error", code="replica_lost")
-            ending = last_words(asked.target, lost, uuid.uuid4().hex)
-            await self._send({"type": "http.response.body", "body": ending, "more_body": False})
+            await self.end(asked.target, lost)
 
     async def _pass_on(self, answer: Answer, replica: Replica) -> None:
         """Raises Broken for an answer that ends before its end, or stops as its replica does."""
@@ -159,3 +189,12 @@ async def _little(answer: Answer) -> bytes:
         if len(body) > _MOST_KEPT:
             raise Broken(f"an answer with status {answer.status} is above {_MOST_KEPT} bytes")
     return body
+
+
+def _as_error(status: int, body: bytes) -> ApiError:
+    """What a replica's answer says is wrong."""
+    try:
+        told = msgspec.json.decode(body, type=_Told).error.message
+    except (msgspec.MsgspecError, UnicodeError):
+        told = f"the replica answered with status {status}"
+    return ApiError(told, status)

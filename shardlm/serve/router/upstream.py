@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 import aiohttp
 import yarl
@@ -25,6 +25,7 @@ _OF_THE_CONNECTION = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
     *(b"trailer", b"transfer-encoding", b"upgrade"),
 }
+_NOT_HANDED_ON = _OF_THE_CONNECTION | {b"date"}
 _SET_BY_US = _OF_THE_CONNECTION | {b"host", b"content-length", b"expect"}
 
 
@@ -109,9 +110,12 @@ def is_refusal(error: Exception) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def ask(client: aiohttp.ClientSession, replica: Replica, asked: Asked) -> AsyncIterator[Answer]:
+async def ask(
+    client: aiohttp.ClientSession, replica: Replica, asked: Asked, waits: Callable[[Answer], Awaitable[None]]
+) -> AsyncIterator[Answer]:
     """The answer, once its body has begun. Whoever leaves before its end closes the connection, which is what tells the
-    replica to give up the request.
+    replica to give up the request. `waits` is called with signs of life in the place of its first bytes, before it has
+    begun.
 
     Raises: Nothing, also when the replica is lost meanwhile.
     """
@@ -128,13 +132,13 @@ async def ask(client: aiohttp.ClientSession, replica: Replica, asked: Asked) -> 
                         data=asked.body or None,
                         allow_redirects=False,
                     )
+                    headers = [pair for pair in response.raw_headers if pair[0].lower() not in _NOT_HANDED_ON]
                     while only_pings(first := await response.content.readany()):
-                        pass  # it waits, and may still go to another replica
+                        await waits(Answer(response.status, headers, first, response))
                 finally:
                     replica.waiting.discard(timeout)
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             raise Nothing(str(error) or "the replica was lost", refused=is_refusal(error)) from None
-        headers = [pair for pair in response.raw_headers if pair[0].lower() not in _OF_THE_CONNECTION | {b"date"}]
         yield Answer(response.status, headers, first, response)
     finally:
         if response is not None:

@@ -42,7 +42,7 @@ async def about_to_end(head, body, writer):
 
 @pytest.mark.parametrize(
     ("behave", "reason"),
-    [(cut_before, "lost"), (cut_after_head, "lost"), (cut_after_pings, "lost"), (full, "429"), (about_to_end, "503")],
+    [(cut_before, "lost"), (cut_after_head, "lost"), (full, "429"), (about_to_end, "503")],
 )
 def test_what_has_produced_nothing_is_asked_of_another(behave, reason):
     rude = Rude(behave)
@@ -65,6 +65,32 @@ def test_what_has_produced_nothing_is_asked_of_another(behave, reason):
             assert error.status_code == int(reason) and error.response.headers.get("retry-after") == (
                 "9" if reason == "429" else None
             )
+
+
+async def refused(head, body, writer):
+    writer.write(whole(400, b'{"error": {"message": "no such thing"}}', "content-type: application/json"))
+
+
+def test_signs_of_life_are_handed_on_and_another_may_still_be_asked():
+    """Where none answers, an event tells it in the form of the path."""
+    asked = {"model": "fake", "prompt": "a", "stream": True}
+    waiting = Rude(cut_after_pings)
+    with waiting.listens() as a, serving(FakeLLM()) as (_, b), routing(a, b) as routed, client_of(routed) as client:
+        found = []
+        while not waiting.asked:
+            with client.completions.with_streaming_response.create(**asked) as response:
+                found = list(response.iter_lines())
+        assert found[0] == ": ping" and found.count("data: [DONE]") == 1 and found[-2] == "data: [DONE]"
+        assert len([line for line in found if line.startswith('data: {"id"')]) > 2
+        assert metrics_of(routed)["retries_total", a, "lost"] == 1
+    for other, said in ((cut_after_pings, "a replica was lost before it answered"), (refused, "no such thing")):
+        for path, start in (("/v1/responses", "event: error"), ("/v1/messages", "event: error"), ("/v1/x", "data: {")):
+            waiting = Rude(cut_after_pings)
+            with waiting.listens() as a, Rude(other).listens() as b, routing(a, b) as routed:
+                text = ""
+                while not waiting.asked:
+                    text = routed.ask(path, {"stream": True})[2].decode()
+            assert text.startswith(": ping") and f"\n\n{start}" in text and said in text, text
 
 
 def test_what_is_no_reason_to_ask_another():
