@@ -36,9 +36,10 @@ def main() -> int:
     if not _CHECKPOINT.value or not _OUTPUT.value:
         raise ShardlmError("--checkpoint=RUN_OR_FOLDER and --output=FOLDER are needed")
     from launch.devices import prepare_for
+    from shardlm.gguf_files.choose import meant
     from shardlm.hf_files import behind_it, read_config
     from shardlm.opened import find, is_hf
-    from shardlm.peft import is_peft
+    from shardlm.peft import CONFIG, base_of, is_peft
     from shardlm.train.convert import to_hf, to_run
 
     prepare_for(_CHECKPOINT.value, 1)
@@ -56,8 +57,14 @@ def main() -> int:
         shard_bytes = int(_SHARD_GB.value * 1e9)
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}
         to_hf(_CHECKPOINT.value, _OUTPUT.value, _DTYPE.value, **options)
-        opener = "AutoPeftModelForCausalLM" if is_peft(pathlib.Path(_OUTPUT.value)) else "AutoModelForCausalLM"
+        output = pathlib.Path(_OUTPUT.value)
+        opener = "AutoPeftModelForCausalLM" if is_peft(output) else "AutoModelForCausalLM"
         package = "peft" if "Peft" in opener else "transformers"
+        if is_peft(output) and (base := meant(pathlib.Path(base_of(output)))):
+            print(
+                f"{package} opens no file of llama.cpp: write the base as a folder, with --checkpoint={base}, and name"
+            )
+            print(f"that folder as base_model_name_or_path in {output / CONFIG}")
         print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r})")
     return 0
 

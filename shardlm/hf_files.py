@@ -134,6 +134,8 @@ def holds_weights(path: pathlib.Path) -> bool:
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     """config.json of a folder, with what a file of its own says of a quantisation."""
     path = home(path)
+    if path.suffix.lower() == ".gguf" and not path.exists():
+        raise ShardlmError(f"there is no file {path}; give the path of a file of llama.cpp")
     found = _json(path / "config.json", "the folder of a Hugging Face checkpoint holds one")
     for name, (method, option) in QUANTISATION.items():
         if "quantization_config" not in found and (path / name).is_file():

@@ -22,6 +22,7 @@ from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import in_folder, models, tag, tagged
 from shardlm.hf_files import Folder
+from shardlm.models.pretrained import Pretrained
 from shardlm.plan.serving.case import ServedModel
 from shardlm.serve.alike import digest
 from shardlm.tokenizer import train_bpe
@@ -275,6 +276,11 @@ def test_training_takes_tokenizer_and_template_from_the_file(tmp_path):
         assert template_of(str(path)).source == template
     train_bpe(["own"], 300).save(file.parent / "tokenizer.json")
     assert tokenizer_from(str(file.parent), ()).vocab_size > 96 == tokenizer_from(str(file), ()).vocab_size
+
+
+def test_a_file_that_is_gone_is_named_where_a_model_is_trained_further(tmp_path):
+    with pytest.raises(ShardlmError, match=r"there is no file .*m.gguf; give the path"):
+        Pretrained(str(tmp_path / "m.gguf")).transformer()
 
 
 def test_a_user_without_a_home_is_told_what_to_set(llama, monkeypatch):
