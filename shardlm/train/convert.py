@@ -38,7 +38,9 @@ def to_hf(
     where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
-    opened = load(checkpoint, ema=ema, mtp=True)
+    # Sums of weights and adapters are rounded as weights are held: in full where that is asked for.
+    held = "float32" if merge and dtype == "float32" else None
+    opened = load(checkpoint, dtype=held, ema=ema, mtp=True)
     if opened.model.execution.lora.rank:
         if not merge:
             _adapters_to_hf(opened, pathlib.Path(output))

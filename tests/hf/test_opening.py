@@ -26,6 +26,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, at_rest
+from shardlm.train.convert import to_hf
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 
@@ -261,6 +262,11 @@ def trained_by_adapters(home, config):
         assert scores[-1].returncode == 0, scores[-1].stderr
     one, two = (json.loads(score.stdout)["loss"] for score in scores)
     assert abs(one - two) < 1e-4
+    told = home / "lora" / "config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"precision": "bf16"}))
+    to_hf(home / "lora", home / "in_full", "float32", merge=True)  # of a run in 16 bits too sums are not rounded
+    whole, merged = (hf_files.Folder.open(home / name).tensors for name in ("in_full", "merged"))
+    assert all(np.array_equal(whole[name].read(...), merged[name].read(...)) for name in merged)
     opened = shardlm.load(home / "adapter", dtype="float32")
     assert opened.model.execution.lora.rank == 4 and opened.tokenizer.vocab_size == 300
 
