@@ -253,7 +253,7 @@ def check_kept(groups: Groups, tensors: Mapping[str, Any]) -> None:
 
 
 def _how(kept: Kept) -> str:
-    zeros = f" and {'' if kept.whole else 'broken '}zeros" if kept.zeros else ""
+    zeros = f" and {'' if kept.whole else 'fractional '}zeros" if kept.zeros else ""
     return f"in {kept.numbers} by groups of {kept.group or 'all inputs'} with scales in {kept.scale}{zeros}"
 
 

@@ -293,8 +293,8 @@ def find(path: str | os.PathLike) -> pathlib.Path:
     Raises ShardlmError where there is none of them.
     """
     folder = pathlib.Path(path)
-    if home(folder).is_dir():
-        return home(folder)
+    if (there := home(folder)).is_dir():
+        return there
     if folder.parent.name == CHECKPOINTS:
         find_run(folder)  # says which checkpoints the run has
     if folder.suffix == ".gguf" and ":" not in str(path):

@@ -79,7 +79,7 @@ def k_blocks(a: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    """TextModel.set_gguf_parameters of conversion/base.py, and what architectures add."""
+    """TextModel.set_gguf_parameters of conversion/base.py."""
     get = config.get
     rope = get("rope_parameters") or {}
     of_all = rope.get("full_attention", rope)
@@ -109,11 +109,18 @@ def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         "attention.key_length": get("head_dim"),
         "attention.value_length": get("head_dim"),
     }
+    own = _latent(config, of_all) if latent else _own(config, arch, of_all)
     scoring = {"softmax": 1, "sigmoid": 2}.get(get("scoring_func"))
     found["expert_gating_func"] = 2 if config["model_type"] == "deepseek_v3" else scoring
     found |= _stretched(of_all)
     if arch in PERMUTED:
         found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
+    return {f"{arch}.{name}": value for name, value in (found | own).items() if value is not None}
+
+
+def _own(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What architectures add."""
+    get, found = config.get, {}
     if arch == "gemma3":
         found |= {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": 10000.0}
     if arch == "gemma2":
@@ -124,12 +131,12 @@ def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         }
     if arch == "phi3":
         original = config["original_max_position_embeddings"]
-        partial = of_all.get("partial_rotary_factor", 1.0)
+        partial = rope.get("partial_rotary_factor", 1.0)
         found["rope.scaling.original_context_length"] = original
-        found["rope.dimension_count"] = int(partial * hidden) // heads
+        found["rope.dimension_count"] = int(partial * config["hidden_size"]) // config["num_attention_heads"]
         found["attention.sliding_window"] = get("sliding_window") or 0
-        if of_all.get("long_factor"):
-            scale = found["context_length"] / original
+        if rope.get("long_factor"):
+            scale = config["max_position_embeddings"] / original
             found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
     if arch == "granite":
         found |= {
@@ -139,29 +146,30 @@ def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
             "logit_scale": config["logits_scaling"],
         }
     if arch == "glm4":
-        found["rope.dimension_count"] = int(head_dim * of_all["partial_rotary_factor"])
+        found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
     if arch == "deepseek":
         found |= {"rope.scaling.type": "none", "expert_weights_scale": 1.0}
     if arch == "gpt-oss":
         found["attention.sliding_window"] = config["sliding_window"]
         found["expert_feed_forward_length"] = config["intermediate_size"]
-    if latent:
-        rotated, latent_dim = config["qk_rope_head_dim"], config["kv_lora_rank"]
-        found |= {
-            "vocab_size": config["vocab_size"],
-            "attention.q_lora_rank": get("q_lora_rank"),
-            "attention.kv_lora_rank": latent_dim,
-            "attention.key_length": latent_dim + rotated,
-            "attention.value_length": latent_dim,
-            "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
-            "attention.value_length_mla": config["v_head_dim"],
-            "expert_weights_scale": config["routed_scaling_factor"],
-            "expert_weights_norm": config["norm_topk_prob"] or None,
-            "rope.dimension_count": rotated,
-        }
-        if "mscale_all_dim" in of_all:
-            found["rope.scaling.yarn_log_multiplier"] = 0.1 * of_all["mscale_all_dim"]
-    return {f"{arch}.{name}": value for name, value in found.items() if value is not None}
+    return found
+
+
+def _latent(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    rotated, latent_dim = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "attention.q_lora_rank": config.get("q_lora_rank"),
+        "attention.kv_lora_rank": latent_dim,
+        "attention.key_length": latent_dim + rotated,
+        "attention.value_length": latent_dim,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["norm_topk_prob"] or None,
+        "rope.dimension_count": rotated,
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"] if "mscale_all_dim" in rope else None,
+    }
 
 
 def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
