@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import Paged, Pages
+from shardlm.layers.context import MEMORIES, Paged, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held, order_of, pool_names, pool_shape
 from shardlm.ops.sampling import sample
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, cache_entries, memory_entries
 from shardlm.tokenizer import Tokenizer
 
 PAGE_SIZE = 16
@@ -40,18 +40,23 @@ class Sampling:
 
 def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) -> Pages:
     """An empty cache in what the execution says, split as the heads are; call inside jit."""
-    entries = model.outline().segments[0].blocks[0].attention.cache_entries()
     execution = model.execution
     act, how = execution.rules.act, (execution.kv_cache, execution.dtype, execution.paged_attention)
-    return {
+    pools = {
         name: jnp.zeros(
             pool_shape(order, layout.layers * layout.num_pages, page_size, *shape),
             dtype,
             out_sharding=act.spec(*pool_names(order, kv_name)),
         )
-        for name, (shape, kv_name, dtype) in held(entries, *how).items()
+        for name, (shape, kv_name, dtype) in held(cache_entries(model), *how).items()
         for order in [order_of(name, dtype, execution.paged_attention)]
     }
+    count = layout.memories * layout.slots
+    memories = {
+        name: jnp.zeros((count, *shape), dtype, out_sharding=act.spec(*MEMORIES[name]))
+        for name, (shape, dtype) in (memory_entries(model) if count else {}).items()
+    }
+    return pools | memories
 
 
 def generate(
@@ -77,7 +82,7 @@ def generate(
         )
     num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
     table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
-    layout = PageLayout.whole(model.config.cached_layers, num_pages + 1)
+    layout = PageLayout.whole(model.config.cached_layers, num_pages + 1, model.config.memories, slots=1)
     pages = jax.jit(partial(make_pages, model, layout))()
     step = jax.jit(partial(_next_token, model, layout, sampling), donate_argnums=1)
     tokens, start = _padded(prompt), 0
@@ -121,7 +126,8 @@ def _next_token(
     """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = table.shape[1] * PAGE_SIZE - 1
-    ctx = Paged.make(table, positions < end, layout, model.execution)
+    slot = jnp.zeros(tokens.shape[0], jnp.int32)
+    ctx = Paged.make(table, positions < end, layout, model.execution, slot=slot)
     lm = model.model(params)
     hidden, pages, _ = lm(tokens, jnp.minimum(positions, last), ctx, pages)
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start - 1, 1, axis=1)

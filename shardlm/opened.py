@@ -109,8 +109,7 @@ class Found:
 
 
 def _stretched(source: Pretrained) -> bool:
-    ropes = [block.attention.rope for block in source.transformer().kinds]
-    return any(rope and rope.kind in STRETCHED for rope in ropes)
+    return any(a.rope and a.rope.kind in STRETCHED for a in source.transformer().attentions())
 
 
 def describe(path: str | os.PathLike, length: int = 0, base: Any = None) -> Found:
@@ -360,8 +359,8 @@ def execution_of(
             f"quantization=fp8_dynamic on {device.device_kind}: its matrix units do not take fp8, which came with "
             "compute capability 8.9 (Ada, Hopper, Blackwell); choose int8_dynamic, or fp8 for weights alone"
         )
-    heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.all_blocks()}
-    capped = any(block.attention.softcap for block in shape.all_blocks())
+    heads = {(a.head_dim, a.value_dim) for a in shape.attentions()}
+    capped = any(a.softcap for a in shape.attentions())
     experts = any(block.mlp.num_experts for block in shape.all_blocks())
     return Execution(
         rules,

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer, TransformerConfig
@@ -204,3 +205,23 @@ def joined(first: Tree, second: Tree | None) -> Tree:
         raise ValueError("two trees of parameters share a leaf")
     both = {key: joined(first[key], second[key]) for key in first.keys() & second.keys()}
     return {**first, **second, **both}
+
+
+def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
+    """What a layer keeps of each token, the same in all layers that attend: {name: ((K, H), name of the K dimension)}.
+    Raises ShardlmError where no layer keeps any."""
+    found = next(filter(None, (layer.cache_entries() for layer in _attentions(model))), None)
+    if found is None:
+        raise ShardlmError("no layer of the model attends to tokens; generating needs one that does")
+    return found
+
+
+def memory_entries(model: ModelDef) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+    """What a layer that keeps nothing of tokens keeps of a text, the same in all of them: {name: (shape, dtype)}."""
+    found = (layer.memory_entries(model.execution.dtype) for layer in _attentions(model) if not layer.cache_entries())
+    return next(found, {})
+
+
+def _attentions(model: ModelDef):
+    for stack in model.outline().segments:
+        yield from (block.attention for block in stack.blocks)

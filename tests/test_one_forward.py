@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import LLAMA, TIED, init, mesh_of
+from small_hybrid import HYBRID
 from small_moe import DEEPSEEK, MOE
 
 from shardlm.errors import ShardlmError
@@ -20,9 +21,11 @@ from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
 
 MESHES = (MeshSpec(), MeshSpec(data=2, fsdp=2, tensor=2), MeshSpec(tensor=8))
+CONFIGS = {"untied": LLAMA, "tied": TIED, "moe": MOE, "deepseek": DEEPSEEK, "hybrid": HYBRID}
 LENGTH, ROWS = 40, 2
-# The two paths add the same float32 products in another order (measured: up to 1.7e-6 on logits of size 1).
-TOLERANCE = 2e-5
+# The two paths add the same float32 products in another order (measured: up to 1.7e-6 on logits of size 1). A norm of
+# what is read of a memory makes much of it where there is little (up to 3.2e-5, of another mesh alone).
+TOLERANCES = dict.fromkeys((LLAMA, TIED, MOE, DEEPSEEK), 2e-5) | {HYBRID: 1e-4}
 
 
 def decoder_on(spec, config):
@@ -41,12 +44,13 @@ def packed_logits(model, params, tokens):
 def paged_logits(model, params, pages, table, tokens, start, layout):
     positions = start + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     lm = model.model(params)
-    ctx = Paged.make(table, jnp.ones(tokens.shape, bool), layout, model.execution)
+    slot = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    ctx = Paged.make(table, jnp.ones(tokens.shape, bool), layout, model.execution, slot=slot)
     hidden, pages, _ = lm(tokens, positions, ctx, pages)
     return lm.logits(hidden), pages
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, MOE, DEEPSEEK], ids=["untied", "tied", "moe", "deepseek"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 def test_training_forward_is_prefill_then_decode(spec, config):
     tokens, rng = tokens_of(config), np.random.default_rng(1)
@@ -55,7 +59,8 @@ def test_training_forward_is_prefill_then_decode(spec, config):
     table = jnp.asarray(rng.permutation(np.arange(1, num_pages)).reshape(ROWS, pages_per_row), jnp.int32)
     with jax.set_mesh(mesh_of(spec)):
         model = decoder_on(spec, config)
-        params, layout = init(model), PageLayout.whole(model.config.cached_layers, num_pages)
+        layers, memories = model.config.cached_layers, model.config.memories
+        params, layout = init(model), PageLayout.whole(layers, num_pages, memories, slots=ROWS)
         expected = np.asarray(packed_logits(model, params, tokens))
         pages = jax.jit(lambda: make_pages(model, layout))()
         parts = []
@@ -63,8 +68,8 @@ def test_training_forward_is_prefill_then_decode(spec, config):
             chunk = tokens[:, start:stop]
             logits, pages = paged_logits(model, params, pages, table, chunk, jnp.int32(start), layout)
             parts.append(np.asarray(logits))
-    assert np.abs(np.concatenate(parts, axis=1) - expected).max() < TOLERANCE
-    assert np.abs(expected - on_one_device(config)).max() < TOLERANCE
+    assert np.abs(np.concatenate(parts, axis=1) - expected).max() < TOLERANCES[config]
+    assert np.abs(expected - on_one_device(config)).max() < TOLERANCES[config]
 
 
 @functools.cache

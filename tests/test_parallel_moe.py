@@ -21,9 +21,10 @@ from shardlm.train.step import NextToken, StepConfig, gradients
 FP32 = 1e-5
 
 
-def loss_and_gradients(spec, preset="zero3", config=MOE, accumulation=1, one_f_one_b=False):
+def loss_and_gradients(spec, preset="zero3", config=MOE, accumulation=1, one_f_one_b=False, context="ring"):
     with jax.set_mesh(mesh_of(spec)):
-        model = model_on(spec, preset, config, remat="full", microbatches=accumulation)
+        how = {"remat": "full", "microbatches": accumulation, "context_attention": context}
+        model = model_on(spec, preset, config, **how)
         step = StepConfig(accumulation=accumulation, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))

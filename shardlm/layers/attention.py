@@ -26,6 +26,8 @@ class AttentionConfig:
     softcap    scores are softcap * tanh(scores / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: as they are
     sinks      each head has a learned score that takes weight from the tokens (GPT-OSS,
                https://arxiv.org/abs/2309.17453)
+    gate       each head's output is multiplied by the sigmoid of a projection (Qwen3-Next,
+               https://arxiv.org/abs/2505.06708)
     """
 
     num_heads: int
@@ -40,6 +42,7 @@ class AttentionConfig:
     scale: float = 0.0
     softcap: float = 0.0
     sinks: bool = False
+    gate: bool = False
 
     def __post_init__(self):
         N, K = self.num_heads, self.num_kv_heads
@@ -57,13 +60,15 @@ class AttentionConfig:
         return self.head_dim
 
     def parameters_per_token(self, embed_dim: int) -> int:
-        """Weights of the four projections, each used once for a token."""
-        return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+        """Weights of the projections, each used once for a token."""
+        of_queries = 3 if self.gate else 2
+        return embed_dim * self.head_dim * (of_queries * self.num_heads + 2 * self.num_kv_heads)
 
 
 class Attention(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D), with biases "bq"
-    (N, H), "bk" and "bv" (K, H), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,)."""
+    (N, H), "bk" and "bv" (K, H), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a gate "wg"
+    (D, N, H)."""
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -83,6 +88,8 @@ class Attention(nnx.Module):
         if config.qk_norm != "none":
             self.q_norm = Norm(config.norm, H if config.qk_norm == "head" else N * H, params)
             self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
+        if config.gate:
+            params.projection(self, "wg", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
 
@@ -109,6 +116,8 @@ class Attention(nnx.Module):
             "kv_name": self.kv_name,
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
+        if config.gate:
+            out = out * jax.nn.sigmoid(project("btd,dnh->btnh", x, self, "wg", execution))
         stream = rules.act.spec("batch", "seq", "embed")
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
         out = project("btnv,nvd->btd", out, self, "wo", execution, stream)

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
 from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig
 from shardlm.layers.moe import Moe, MoeConfig
@@ -23,7 +24,7 @@ class BlockConfig:
     residual_scale  factor on what is added to the stream (Granite)
     """
 
-    attention: AttentionConfig | MlaConfig
+    attention: AttentionConfig | MlaConfig | DeltaNetConfig
     mlp: MlpConfig | MoeConfig
     norms: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
@@ -35,7 +36,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
-        attention = Mla if isinstance(config.attention, MlaConfig) else Attention
+        attention = {AttentionConfig: Attention, MlaConfig: Mla, DeltaNetConfig: DeltaNet}[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         for name in ("attention", "mlp"):
             if config.norms != "post":

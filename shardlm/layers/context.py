@@ -2,7 +2,7 @@
 either the packed batch itself or a paged cache of what came before."""
 
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,20 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import of_rows, packed_attention
+from shardlm.ops.gated_delta import delta_net, empty_memory
 from shardlm.ops.kv_format import SCALE, order_of, pool_names
-from shardlm.rules import Rules
+from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
+from shardlm.rules import Rules, Table
 
 Pages = dict[str, jax.Array]  # entry name -> [layers of a page * num_pages, page_size, K, H] (kv_format.order_of)
+# What layers without pages remember a text by (ops/gated_delta.py, Memory), [layers * slots, ...]: the names of its
+# dimensions.
+MEMORIES = {
+    "state": (None, "heads", "head_dim", "head_dim"),
+    "conv_q": (None, None, "kv_heads", "head_dim"),
+    "conv_k": (None, None, "kv_heads", "head_dim"),
+    "conv_v": (None, None, "heads", "head_dim"),
+}
 
 
 class Context(Protocol):
@@ -49,6 +59,19 @@ class Context(Protocol):
         positions, 0 for all before it; `softcap` and `sinks` [N] are ops/attention.py's; `kv_name` names how the K
         dimension is split. Where v is None, values are the first `value_dim` of keys. Returns the heads' output
         [B, T, N, H] and the pages with k and v written."""
+
+    def recur(
+        self,
+        x: dict[str, jax.Array],
+        taps: dict[str, jax.Array],
+        log_decay: jax.Array,
+        beta: jax.Array,
+        positions: jax.Array,
+        pages: Pages | None,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, Pages | None]:
+        """Linear attention (ops/gated_delta.py, delta_net, with its shapes) to the text so far. Returns the heads'
+        output [B, T, N, V] and the pages with what the text is remembered by."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +123,26 @@ class Packed:
         )
         return out, pages
 
+    def recur(self, x, taps, log_decay, beta, positions, pages, layer):
+        del positions, layer
+        act = self.rules.act
+        over = act.axes("whole_seq")
+        heads, rows = _heads_of(act), act.spec("batch", "whole_seq")
+
+        def local(x, taps, log_decay, beta, segment_ids):
+            if over:  # whole rows of a share of the heads, and back
+                x, log_decay, beta = (by_heads(a, over[0]) for a in (x, log_decay, beta))
+                taps = own_heads(taps, over[0])
+                segment_ids = jax.lax.all_gather(segment_ids, over[0], axis=1, tiled=True)
+            new = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+            memory = empty_memory(x, taps["q"].shape[-1])
+            out, _ = delta_net(x, taps, log_decay, beta, memory, new, jnp.ones_like(new))
+            return by_tokens(out, over[0]) if over else out
+
+        specs = (heads["x"], heads["taps"], heads["each"], heads["each"], rows)
+        run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
+        return run(x, taps, log_decay, beta, self.segment_ids), pages
+
     def _one_per_device(self, kv: jax.Array) -> jax.Array:
         """Whole kv heads [B, T, K, H], fewer than the tensor axis, repeated so that each device holds its own one."""
         split = self.rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
@@ -115,7 +158,8 @@ class Paged:
     [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
     is for models without soft caps and latents; "": to pages. adapter int32 [B]: which of several each row has
-    (layers/lora.py); None where the model has not several.
+    (layers/lora.py); None where the model has not several. slot int32 [B]: where layers without pages remember each
+    row's text; None where the model has none.
     """
 
     absorbs: ClassVar[bool] = True
@@ -127,6 +171,7 @@ class Paged:
     whole: str = dataclasses.field(default="", metadata={"static": True})
     weights: None = None
     adapter: jax.Array | None = None
+    slot: jax.Array | None = None
 
     @classmethod
     def make(
@@ -137,10 +182,12 @@ class Paged:
         execution: Execution,
         whole: str = "",
         adapter: jax.Array | None = None,
+        slot: jax.Array | None = None,
     ) -> "Paged":
         """The context of a batch, as a model with this execution runs it."""
         how = (layout, execution.rules, execution.paged_attention, whole)
-        return cls(page_table, valid, *how, adapter=adapter if execution.adapters else None)
+        beside = {"adapter": adapter if execution.adapters else None, "slot": slot if layout.memories else None}
+        return cls(page_table, valid, *how, **beside)
 
     @property
     def real(self) -> jax.Array:
@@ -154,6 +201,8 @@ class Paged:
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
         kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
+        memory = {name: a for name, a in pages.items() if name in MEMORIES}
+        pages = {name: a for name, a in pages.items() if name not in MEMORIES}
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
         pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
@@ -178,7 +227,7 @@ class Paged:
             attend = paged_attention.implementation(self.implementation)
             return attend(q, pages["k"], pages.get("v"), *where, **options), pages
 
-        return shard_map(
+        out, pages = shard_map(
             local,
             in_specs=(
                 heads,
@@ -192,11 +241,33 @@ class Paged:
             ),
             out_specs=(heads, pools),
         )(q, new, pages, page_table, positions, self.valid, place, sinks)
+        return out, pages | memory
+
+    def recur(self, x, taps, log_decay, beta, positions, pages, layer):
+        act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
+        heads, rows = _heads_of(act), act.spec("batch", "whole_seq")
+        held = {name: a for name, a in pages.items() if name in MEMORIES}
+        specs = {name: act.spec(*names) for name, names in MEMORIES.items()}
+
+        def local(x, taps, log_decay, beta, positions, valid, slot, place, held):
+            where = place * self.layout.slots + slot
+            memory = {name: a.at[where].get(mode="promise_in_bounds") for name, a in held.items()}
+            new = (positions == 0) & valid & (jnp.arange(valid.shape[1]) == 0)
+            out, memory = delta_net(x, taps, log_decay, beta, memory, new, valid)
+            # Rows of padding all have the last slot.
+            held = {name: a.at[where].set(memory[name], mode="promise_in_bounds") for name, a in held.items()}
+            return out, held
+
+        slot, scalar = act.spec("batch"), jax.sharding.PartitionSpec()
+        of_x = (heads["x"], heads["taps"], heads["each"], heads["each"])
+        run = shard_map(local, in_specs=(*of_x, rows, rows, slot, scalar, specs), out_specs=(heads["x"]["v"], specs))
+        out, held = run(x, taps, log_decay, beta, positions, self.valid, self.slot, place, held)
+        return out, pages | held
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The page table [B, W] of a layer, and its place among the layers that share it."""
         groups = len(self.layout.windows)
-        if groups == 1:  # whose layers are all there are, in order
+        if groups == 1 and not self.layout.memories:  # whose layers are all there are, in order
             return self.page_table, layer
         group, place = jnp.asarray(self.layout.places, jnp.int32)[layer]
         width = self.page_table.shape[1] // groups
@@ -207,3 +278,13 @@ class Paged:
         axes = self.rules.act.axes("heads") or ("tensor",)
         group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
         return jax.lax.axis_index(axes) * local_heads // group
+
+
+def _heads_of(act: Table) -> dict[str, Any]:
+    """How what linear attention reads is split: as heads are."""
+    names = {"q": "kv_heads", "k": "kv_heads", "v": "heads"}
+    return {
+        "x": {name: act.spec("batch", "whole_seq", of, "head_dim") for name, of in names.items()},
+        "taps": {name: act.spec(of, "head_dim", None) for name, of in names.items()},
+        "each": act.spec("batch", "whole_seq", "heads"),
+    }

@@ -44,6 +44,7 @@ class MoeConfig:
     num_experts, top_k  experts, and how many of them a token goes to
     expert_dim          width of one expert
     shared_dim          width of what every token goes through besides (DeepSeek's shared experts together); 0: none
+    shared_gate         that is multiplied by the sigmoid of a product with the token (Qwen 2 MoE, Qwen3-Next)
     router              how scores become choices
     balance_loss        weight of the load-balance loss of each row (ops/routing.py, row_balance)
     router_z_loss       weight of the squared log-partition of the router (https://arxiv.org/abs/2202.08906, eq. 5)
@@ -58,6 +59,7 @@ class MoeConfig:
     top_k: int
     expert_dim: int
     shared_dim: int = 0
+    shared_gate: bool = False
     router: Router = Router()
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
@@ -82,13 +84,13 @@ class MoeConfig:
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights that one token passes: its experts, the shared ones and the router."""
         widths = self.top_k * self.expert_dim + self.shared_dim
-        return 3 * embed_dim * widths + embed_dim * self.num_experts
+        return 3 * embed_dim * widths + embed_dim * (self.num_experts + self.shared_gate)
 
 
 class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
-    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D)."""
+    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
@@ -108,6 +110,8 @@ class Moe(nnx.Module):
         if config.shared_dim:
             inside = dataclasses.replace(params, place=f"{params.place}shared.")
             self.shared = Mlp(MlpConfig(config.shared_dim), embed_dim, out_scale, inside)
+        if config.shared_gate:
+            self.shared_gate = params((D,), ("norm",), normal(D**-0.5))
 
     def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks -> (x's shape and split, auxiliary values): the losses
@@ -147,7 +151,10 @@ class Moe(nnx.Module):
             out_specs=(stream, aux | {"expert_load": PartitionSpec()}),
         )(x, real, weights, routed, experts)
         if config.shared_dim:
-            out = out + self.shared(x, ctx, execution)[0]
+            shared = self.shared(x, ctx, execution)[0]
+            if config.shared_gate:
+                shared = shared * jax.nn.sigmoid(x @ in_use(self.shared_gate, execution))[..., None]
+            out = out + shared
         return out, aux
 
     def dispatch(self, execution: Execution) -> Dispatch:

@@ -7,8 +7,10 @@ serve/page_table.py's. No jax.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 
+MEMORY = -1
 MOST_GROUPS = 8  # each has its own columns of the page table, which the host fills and sends with every batch
 
 
@@ -16,17 +18,25 @@ MOST_GROUPS = 8  # each has its own columns of the page table, which the host fi
 class PageLayout:
     """num_pages  of the pool, scrap page 0 included
     windows    of each group, how many positions its layers see; 0: all
-    places     of each layer, (group, place among the group's layers)
+    places     of each layer, (group, place among the group's layers). Layers that remember a text by an array of one
+               size (ops/gated_delta.py) have no pages: the group is MEMORY, and the place one among those
+    slots      texts that such layers remember at once, one that padding writes to included
     """
 
     num_pages: int
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
+    slots: int = 0
 
     @classmethod
-    def whole(cls, num_layers: int, num_pages: int) -> "PageLayout":
-        """One group, whose pages hold all layers and are kept whatever the layers see."""
-        return cls(num_pages, (0,), tuple((0, layer) for layer in range(num_layers)))
+    def whole(cls, num_layers: int, num_pages: int, memories: Collection[int] = (), slots: int = 0) -> "PageLayout":
+        """One group, whose pages hold all layers but `memories` and are kept whatever the layers see."""
+        counts, places = {0: 0, MEMORY: 0}, []
+        for layer in range(num_layers):
+            group = MEMORY if layer in memories else 0
+            places.append((group, counts[group]))
+            counts[group] += 1
+        return cls(num_pages, (0,), tuple(places), slots)
 
     def beside(self, windows: Sequence[int]) -> "PageLayout | None":
         """For the layers of another model, with these windows, under the same page numbers: each is in a group that
@@ -44,7 +54,12 @@ class PageLayout:
     @property
     def layers(self) -> int:
         """That a page has room for."""
-        return 1 + max(place for _, place in self.places)
+        return 1 + max((place for group, place in self.places if group != MEMORY), default=-1)
+
+    @property
+    def memories(self) -> int:
+        """Layers that have no pages."""
+        return sum(group == MEMORY for group, _ in self.places)
 
     def pages_of(self, length: int, page_size: int, steps: int) -> int:
         """That a request of `length` tokens holds at most, in all groups, going on by `steps` tokens at a time."""
@@ -57,9 +72,15 @@ def seen_pages(window: int, length: int, page_size: int, steps: int) -> int:
     return min(every, -(-(window + steps) // page_size) + 1) if window else every
 
 
-def layout_of(windows: Sequence[int], num_pages: int, length: int, page_size: int, steps: int) -> PageLayout:
-    """For layers with these windows, the layout in which a request of `length` tokens that decodes `steps` tokens at a
-    time needs least memory: few layers a page leave little of it empty, many mean few page tables."""
+def layout_of(windows: Sequence[int | None], num_pages: int, length: int, page_size: int, steps: int) -> PageLayout:
+    """For layers with these windows, None: that have no pages, the layout in which a request of `length` tokens that
+    decodes `steps` tokens at a time needs least memory: few layers a page leave little of it empty, many mean few page
+    tables."""
+    if None in windows:
+        paged = layout_of([w for w in windows if w is not None], num_pages, length, page_size, steps)
+        places, memories = iter(paged.places), itertools.count()
+        of_all = tuple((MEMORY, next(memories)) if w is None else next(places) for w in windows)
+        return dataclasses.replace(paged, places=of_all)
     whole = PageLayout.whole(len(windows), num_pages)
     choices = [_grouped(windows, num_pages, size) for size in range(1, len(windows) + 1)]
     few = max(MOST_GROUPS, len(set(windows)))

@@ -17,7 +17,8 @@ class Tensor:
 
     name         of the tensor, with {layer} and {expert} where there is one for each
     layout       theirs and ours by named dimensions: "(N H) D -> D N H" is a matrix whose rows are heads times head
-                 dimensions; "" is the same on both sides. A dimension E of ours that theirs lacks is in the name
+                 dimensions, 1 a dimension of one that ours lacks; "" is the same on both sides. A dimension E of ours
+                 that theirs lacks is in the name
     part         (dimension of theirs, first row, one past the last, step): ours is a part of a fused tensor
     inner        (letter, first, size of theirs): the same inside a dimension that is a factor of a product
     pairs        (letter, first, size): rotated dimensions that they keep in adjacent pairs, we in two halves
@@ -32,7 +33,8 @@ class Tensor:
     def theirs(self, ours: Sequence[int]) -> list[list[str]]:
         """Their dimensions, each as the letters of its factors, outermost first."""
         text = self.layout.split("->")[0] if self.layout else " ".join(self.letters(ours))
-        return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text)]
+        groups = (group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text))
+        return [[factor for factor in group if factor != "1"] for group in groups]
 
     def letters(self, ours: Sequence[int]) -> list[str]:
         """Our dimensions' letters."""
@@ -61,6 +63,9 @@ def read(
         want[letter] = range(want[letter].start + first, want[letter].stop + first)
     slices, factors, rest = [], [], []
     for dim, group in enumerate(groups):
+        if not group:
+            slices.append(slice(0, 1))
+            continue
         outer, inside = group[0], group[1:]
         each = math.prod(full[letter] for letter in inside)
         start, stop = want[outer].start * each, want[outer].stop * each

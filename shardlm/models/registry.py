@@ -32,6 +32,8 @@ FAMILIES = {
     "glm4": "glm",
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
+    "qwen3_5_text": "qwen_hybrid",
+    "qwen3_5_moe_text": "qwen_hybrid",
 }
 # What the published text_config of Gemma 3's larger checkpoints leaves to the defaults of transformers.
 GEMMA3 = {
@@ -72,6 +74,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's options; those of Gemma 3's larger checkpoints are inside those of one that also sees."""
     if config.get("model_type") == "gemma3" and "text_config" in config:
         return GEMMA3 | {name: value for name, value in config["text_config"].items() if value is not None}
+    if config.get("model_type") in ("qwen3_5", "qwen3_5_moe") and "text_config" in config:
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return tied | config["text_config"]
     return config
 
 

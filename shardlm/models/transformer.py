@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.flops import attention_width
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.context import Context, Pages
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.lora import shares
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
@@ -54,7 +55,7 @@ class TransformerConfig:
 
     @property
     def cached_layers(self) -> int:
-        """Layers that keep keys and values: those of the modules behind the decoder are the last."""
+        """Layers that keep something of a text: those of the modules behind the decoder are the last."""
         return self.num_layers + (self.mtp.depth if self.mtp else 0)
 
     def blocks(self):
@@ -67,6 +68,15 @@ class TransformerConfig:
         """Those that differ, of layers and modules that predict further tokens: of a hundred layers one or a few."""
         blocks = [block for segment in self.segments for block in segment.pattern]
         return tuple(dict.fromkeys([*blocks, self.mtp.block] if self.mtp and self.mtp.depth else blocks))
+
+    def attentions(self):
+        """Of each layer and module that attends to tokens, whose keys and values are kept."""
+        return (b.attention for b in self.all_blocks() if not isinstance(b.attention, DeltaNetConfig))
+
+    @functools.cached_property
+    def memories(self) -> tuple[int, ...]:
+        """The layers that keep none: they remember a text by arrays of one size."""
+        return tuple(i for i, b in enumerate(self.blocks()) if isinstance(b.attention, DeltaNetConfig))
 
     def all_blocks(self):
         """The same, and then of the modules that predict further tokens."""
@@ -106,8 +116,7 @@ class TransformerConfig:
 
     def attention_width(self) -> int:
         """Multiply-adds of one (query, key) pair in all layers together (flops.py)."""
-        layers = (block.attention for block in self.all_blocks())
-        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in layers)
+        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in self.attentions())
 
 
 class Transformer(nnx.Module):

@@ -3,6 +3,7 @@ heads and back (https://arxiv.org/abs/2309.14509). It runs on one device's array
 natural order."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,26 @@ import jax.numpy as jnp
 def fits(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
     """Whether the heads of one device can be split over the axis."""
     return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
+
+
+def by_heads(a: Any, axis: str) -> Any:
+    """Arrays [B, T, N, ...] of this device's part of rows, as whole rows of its share of the heads."""
+    return jax.tree.map(lambda a: jax.lax.all_to_all(a, axis, split_axis=2, concat_axis=1, tiled=True), a)
+
+
+def by_tokens(a: jax.Array, axis: str) -> jax.Array:
+    """What `by_heads` made, as it was."""
+    return jax.lax.all_to_all(a, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def own_heads(a: Any, axis: str) -> Any:
+    """Of arrays [N, ...], those of this device's share of the heads."""
+
+    def own(a: jax.Array) -> jax.Array:
+        count = a.shape[0] // jax.lax.axis_size(axis)
+        return jax.lax.dynamic_slice_in_dim(a, jax.lax.axis_index(axis) * count, count)
+
+    return jax.tree.map(own, a)
 
 
 def ulysses(
@@ -22,8 +43,7 @@ def ulysses(
     ranks = jax.lax.axis_size("context")
     copies = max(1, ranks // k.shape[2])
     k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
-    q, k, v = (jax.lax.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True) for a in (q, k, v))
-    if sinks is not None:
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, jax.lax.axis_index("context") * q.shape[2], q.shape[2])
+    q, k, v = by_heads((q, k, v), "context")
+    sinks = None if sinks is None else own_heads(sinks, "context")
     out = attend(q, k, v, jax.lax.all_gather(segment_ids, "context", axis=1, tiled=True), sinks=sinks)
-    return jax.lax.all_to_all(out, "context", split_axis=1, concat_axis=2, tiled=True)
+    return by_tokens(out, "context")

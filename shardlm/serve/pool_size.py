@@ -19,7 +19,7 @@ from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.speculation.build import DraftModel, layouts_of
 from shardlm.serve.stages import Place
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, cache_entries
 
 STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
 ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
@@ -89,9 +89,8 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     """Of one page in the layers that it has room for, over all devices of a stage: those over which the heads of a pool
     are not split have a copy each."""
-    entries = model.outline().segments[0].blocks[0].attention.cache_entries()
     execution = model.execution
-    pools = held(entries, execution.kv_cache, execution.dtype, execution.paged_attention).values()
+    pools = held(cache_entries(model), execution.kv_cache, execution.dtype, execution.paged_attention).values()
     rules = model.execution.rules
     devices = rules.mesh.size(*STAGE_AXES)
     position = sum(

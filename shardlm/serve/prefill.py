@@ -4,7 +4,7 @@ or to the keys and values at hand, by cuDNN's flash attention."""
 import logging
 from typing import Literal
 
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, cache_entries
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[str, s
     """(the implementation (ops/attention.py) for chunks that nothing stands before, why): "pages", or "cudnn" where
     that reads what pages hold."""
     execution = model.execution
-    latent = "v" not in model.outline().segments[0].blocks[0].attention.cache_entries()
+    latent = "v" not in cache_entries(model)
     reasons = {
         "prefill_attention=pages": wanted == "pages",
         "the deterministic mode has one program for all tokens": deterministic,

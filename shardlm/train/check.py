@@ -5,6 +5,7 @@ import jax
 from shardlm import hardware
 from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
@@ -64,6 +65,23 @@ def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec
         )
 
 
+def check_memory(num_kv_heads: int, mesh: MeshSpec, context_attention: str = "auto") -> None:
+    """Refuses linear attention whose heads do not divide over tensor and context, over which each device goes through
+    whole rows of its share of them."""
+    if mesh.context > 1 and context_attention == "ring":
+        raise ShardlmError(
+            "context_attention=ring: linear attention goes through a row from its first token to its last, and a ring "
+            "has them in another order; set context_attention to auto or ulysses, or mesh.context to 1"
+        )
+    ways = mesh.size("tensor", "context")
+    if num_kv_heads % ways:
+        works = ", ".join(str(n) for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
+        raise ShardlmError(
+            f"heads={num_kv_heads} of the queries and keys of linear attention cannot be split over tensor="
+            f"{mesh.tensor} x context={mesh.context}; choose sizes whose product is one of {works}"
+        )
+
+
 def check_pipeline(layers: int, train: TrainConfig, pipeline: PipelineConfig, mesh: MeshSpec) -> None:
     """Refuses a pipeline with more places than layers, or microbatches that do not fill the stages. `layers` is
     how often the model's longest run of equal blocks repeats."""
@@ -116,9 +134,13 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             "devices to data, fsdp or tensor"
         )
     for block in model.kinds:
-        kv_heads_name(block.attention.num_kv_heads, block.attention.num_heads, rules.mesh.tensor)
-        rules.act.check("heads", block.attention.num_heads)
-        check_context(context_attention, block.attention.num_heads, block.attention.num_kv_heads, rules.mesh)
+        heads = block.attention.num_heads, block.attention.num_kv_heads
+        rules.act.check("heads", heads[0])
+        if isinstance(block.attention, DeltaNetConfig):
+            check_memory(heads[1], rules.mesh, context_attention)
+        else:
+            kv_heads_name(heads[1], heads[0], rules.mesh.tensor)
+            check_context("ulysses" if model.memories else context_attention, *heads, rules.mesh)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)
         if block.mlp.num_experts:

@@ -73,8 +73,8 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_preference(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
-    heads = {(block.attention.head_dim, block.attention.value_dim) for block in shape.kinds}
-    capped = any(block.attention.softcap for block in shape.kinds)
+    heads = {(a.head_dim, a.value_dim) for a in shape.attentions()}
+    capped = any(a.softcap for a in shape.attentions())
     execution = Execution(
         rules=rules,
         dtype=dtype,
@@ -134,6 +134,8 @@ def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> gr
 
 def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
     """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
+    if shape.memories:  # which go through whole rows from token to token
+        return "ulysses"
     heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.kinds}
     ways = {choose_context(config.context_attention, *pair, config.train.seq_len, mesh) for pair in heads}
     return "ring" if "ring" in ways else "ulysses"

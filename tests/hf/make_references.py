@@ -52,6 +52,14 @@ def rope(kind: str, **options) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
 
 
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
@@ -108,6 +116,12 @@ CASES = {
     "gpt_oss": (
         "gpt_oss",
         {**MOE, "head_dim": 8, "sliding_window": 6, "rope_parameters": {**YARN, "truncate": False}},
+    ),
+    "qwen3_5": ("qwen3_5_text", HYBRID),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     ),
 }
 # What DeepSeek MoE (arXiv 2401.06066) has besides Llama's options. Its own code is not part of transformers.

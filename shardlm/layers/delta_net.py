@@ -1,0 +1,117 @@
+"""Gated DeltaNet: linear attention whose memory of a text does not grow with it (https://arxiv.org/abs/2412.06464), as
+Qwen3-Next has it (three of four layers; https://qwenlm.github.io/blog/qwen3_next)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import MEMORIES, Context, Pages
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, constant, gathered, in_use, normal, project
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetConfig:
+    """num_heads     heads of values, of which each has a state and an output
+    num_kv_heads  heads of queries and keys; each serves as many heads of values that follow each other
+    head_dim      of queries and keys
+    value_dim     of values
+    conv_width    tokens that a convolution sees, the token itself included
+    norm          of each head's output, before its gate
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    conv_width: int = 4
+    norm: NormConfig = NormConfig(eps=1e-6)
+
+    def __post_init__(self):
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "norm"}
+        if min(sizes.values()) < 1 or self.conv_width < 2 or self.num_heads % self.num_kv_heads:
+            raise ShardlmError(
+                f"{', '.join(f'{name}={n}' for name, n in sizes.items())}: each must be at least 1, conv_width at "
+                "least 2, and num_heads a multiple of num_kv_heads"
+            )
+
+    window = None  # no keys are kept of which a token could see some
+    rope = None
+    softcap = 0.0
+
+    def parameters_per_token(self, embed_dim: int) -> int:
+        """Weights of the projections, each used once for a token."""
+        of_keys, of_values = self.num_kv_heads * self.head_dim, self.num_heads * self.value_dim
+        return embed_dim * (2 * of_keys + 3 * of_values + 2 * self.num_heads)
+
+
+class DeltaNet(nnx.Module):
+    """x [B, T, D] -> [B, T, D]; weights "wq" and "wk" (D, K, H), "wv" and the output's gate "wg" (D, N, V), "wo"
+    (N, V, D), "decay" and "beta" (D, N), "taps_q" and "taps_k" (K, H, W), "taps_v" (N, V, W), "decay_bias" and
+    "log_rate" (N,), "out_norm" of V."""
+
+    def __init__(self, config: DeltaNetConfig, embed_dim: int, out_scale: float, params: Params):
+        D, N, K, H, V, W = embed_dim, config.num_heads, config.num_kv_heads, *_widths(config)
+        self.config = config
+        for name, heads, named, width in (("q", K, "kv_heads", H), ("k", K, "kv_heads", H), ("v", N, "heads", V)):
+            params.projection(self, f"w{name}", (D, heads, width), ("embed", named, "head_dim"), normal(D**-0.5))
+            taps = params((heads, width, W), (named, "head_dim", "norm"), normal(W**-0.5))
+            setattr(self, f"taps_{name}", taps)
+        params.projection(self, "wg", (D, N, V), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        out_init = normal(out_scale * (N * V) ** -0.5)
+        params.projection(self, "wo", (N, V, D), ("heads", "head_dim", "embed"), out_init, into=2)
+        for name in ("decay", "beta"):
+            params.weight(self, name, (D, N), ("embed", "heads"), normal(D**-0.5))
+        # Decays of exp(-rate softplus(decay + bias)), from hardly any to all at once, as in Mamba 2's initialisation.
+        self.decay_bias = params((N,), ("heads",), constant(1.0))
+        self.log_rate = params((N,), ("heads",), _log_uniform(16.0))
+        self.out_norm = Norm(config.norm, V, params)
+
+    def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
+        """Nothing is kept of each token."""
+        return {}
+
+    def memory_entries(self, dtype: jnp.dtype) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+        """Of each text: {name: (shape, dtype)}, split as context.py's MEMORIES say."""
+        N, K, (H, V, W) = self.config.num_heads, self.config.num_kv_heads, _widths(self.config)
+        shapes = {"state": (N, H, V), "conv_q": (W - 1, K, H), "conv_k": (W - 1, K, H), "conv_v": (W - 1, N, V)}
+        assert shapes.keys() == MEMORIES.keys()
+        return {name: (shape, jnp.dtype(jnp.float32 if name == "state" else dtype)) for name, shape in shapes.items()}
+
+    def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
+        rules = execution.rules
+        x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
+        letters = {"q": "btd,dkh->btkh", "k": "btd,dkh->btkh", "v": "btd,dnv->btnv"}
+        made = {name: project(how, x, self, f"w{name}", execution) for name, how in letters.items()}
+        taps = {name: in_use(getattr(self, f"taps_{name}"), execution) for name in letters}
+        log_decay, beta = self._rates(x, execution)
+        out, pages = ctx.recur(made, taps, log_decay, beta, positions, pages, layer)
+        gate = project("btd,dnv->btnv", x, self, "wg", execution)
+        out = self.out_norm(out, execution) * jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype)
+        return project("btnv,nvd->btd", out, self, "wo", execution, rules.act.spec("batch", "seq", "embed")), pages
+
+    def _rates(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+        """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N]."""
+        decay, beta = (
+            project("btd,dn->btn", x, self, name, execution).astype(jnp.float32) for name in ("decay", "beta")
+        )
+        rate = jnp.exp(gathered(self, "log_rate", execution).astype(jnp.float32))
+        bias = gathered(self, "decay_bias", execution).astype(jnp.float32)
+        return -rate * jax.nn.softplus(decay + bias), jax.nn.sigmoid(beta)
+
+
+def _widths(config: DeltaNetConfig) -> tuple[int, int, int]:
+    return config.head_dim, config.value_dim, config.conv_width
+
+
+def _log_uniform(most: float):
+    """Logarithms of numbers that are uniform up to `most`."""
+
+    def init(key, shape, spec):
+        return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, most, out_sharding=spec))
+
+    return init

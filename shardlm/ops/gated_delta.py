@@ -1,0 +1,166 @@
+"""Linear attention by the gated delta rule: a matrix for each head is what a text is remembered by, however long it is.
+
+For each token, with a key k and a query q of length 1 (q times head_dim ** -0.5), S decays, gives up what it holds for
+k, and takes beta of the new value in its place (https://arxiv.org/abs/2412.06464, eq. 10):
+
+    S <- exp(log_decay) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
+
+Chunks of tokens are computed at once (section 3.3 there, and https://arxiv.org/abs/2406.06484): inside one, what tokens
+take over from each other is a triangular system of equations, and S goes from chunk to chunk.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops.short_conv import last_of, short_conv, texts
+
+CHUNK = 64  # tokens; as flash-linear-attention has it (github.com/fla-org/flash-linear-attention, ops/gated_delta_rule)
+NORM_EPS = 1e-6  # of the lengths of queries and keys, as there
+
+Memory = dict[str, jax.Array]
+"""What a text is remembered by: "state" float32 [B, N, H, V], and "conv_q", "conv_k" [B, W - 1, K, H] and "conv_v"
+[B, W - 1, N, V], its last tokens before the convolutions."""
+
+
+def delta_net(
+    x: dict[str, jax.Array],
+    taps: dict[str, jax.Array],
+    log_decay: jax.Array,
+    beta: jax.Array,
+    memory: Memory,
+    new: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, Memory]:
+    """Convolutions, then the rule. x: q and k [B, T, K, H], v [B, T, N, V], N a multiple of K; taps: of each [*, *, W];
+    log_decay and beta float32 [B, T, N]; new bool [B, T], tokens that begin a text, and valid bool [B, T], False for
+    padding at the end of rows. Returns ([B, T, N, V] in v's dtype, the memory after the last valid token)."""
+    text = texts(new & valid)
+    made = {}
+    for name, a in x.items():
+        made[name] = jax.nn.silu(short_conv(a, taps[name], memory[f"conv_{name}"], text))
+    q, k = (unit(made[name].astype(jnp.float32)) for name in ("q", "k"))
+    counts = valid[..., None]
+    how = (jnp.where(counts, log_decay, 0.0), jnp.where(counts, beta, 0.0), memory["state"], text)
+    out, state = gated_delta(q * q.shape[-1] ** -0.5, k, made["v"].astype(jnp.float32), *how)
+    kept = {f"conv_{name}": last_of(a, memory[f"conv_{name}"], text, valid) for name, a in x.items()}
+    return out.astype(x["v"].dtype), {"state": state} | kept
+
+
+def unit(a: jax.Array) -> jax.Array:
+    """Vectors of length 1."""
+    return a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + NORM_EPS)
+
+
+def empty_memory(x: dict[str, jax.Array], width: int) -> Memory:
+    """Of rows of which nothing is known, before convolutions over `width` tokens; x as in `delta_net`."""
+    (B, _, _, H), (*_, N, V) = x["k"].shape, x["v"].shape
+    found = {f"conv_{name}": jnp.zeros((B, width - 1, *a.shape[2:]), a.dtype) for name, a in x.items()}
+    return {"state": jnp.zeros((B, N, H, V), jnp.float32)} | found
+
+
+def reference(q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:
+    """The rule as it is written, a token at a time; as `gated_delta`."""
+    group = v.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
+
+    def token(carry, now):
+        state, before = carry
+        q, k, v, log_decay, beta, text = now
+        state = jnp.where((text == before)[:, None, None, None], state, 0.0) * jnp.exp(log_decay)[..., None, None]
+        delta = beta[..., None] * (v - jnp.einsum("bnhv,bnh->bnv", state, k))
+        state = state + k[..., None] * delta[..., None, :]
+        return (state, text), jnp.einsum("bnhv,bnh->bnv", state, q)
+
+    each = [jnp.moveaxis(a, 1, 0) for a in (q, k, v, log_decay, beta, text)]
+    (state, _), out = jax.lax.scan(token, (state, jnp.zeros_like(text[:, 0])), tuple(each))
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def gated_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    text: jax.Array,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, log_decay and beta [B, T, N], state [B, N, H, V]
+    that text 0 goes on from, all float32; text int32 [B, T] counts up where another one begins. Returns (out
+    [B, T, N, V], the last text's state)."""
+    B, T, K, H = q.shape
+    N, V = v.shape[2:]
+    if T == 1:
+        return reference(q, k, v, log_decay, beta, state, text)
+    C = min(chunk, 1 << (T - 1).bit_length())
+    count = -(-T // C)
+    behind = count * C - T
+
+    def cut(a: jax.Array, *heads: int) -> jax.Array:
+        """[B, T, heads, ...] -> [count, B, *heads, C, ...], tokens that are no one's behind the last."""
+        mode = "edge" if jnp.issubdtype(a.dtype, jnp.integer) else "constant"
+        a = jnp.pad(a, ((0, 0), (0, behind)) + ((0, 0),) * (a.ndim - 2), mode=mode)
+        a = a.reshape(B, count, C, *heads, *a.shape[3:])
+        return jnp.moveaxis(jnp.moveaxis(a, 1, 0), 2, 2 + len(heads))
+
+    q, k = cut(q, K), cut(k, K)  # [count, B, K, C, H]
+    v, log_decay, beta = (cut(a, K, N // K) for a in (v, log_decay, beta))  # [count, B, K, G, C, ...]
+    parts = _within(q, k, v, log_decay, beta, cut(text), _last_before(text, C, count))
+
+    def step(state, part):
+        fresh, reads, asks, seen, keys, left = part
+        delta = fresh - jnp.einsum("bkgch,bkghv->bkgcv", reads, state)
+        out = jnp.einsum("bkgch,bkghv->bkgcv", asks, state) + jnp.einsum("bkgcs,bkgsv->bkgcv", seen, delta)
+        state = state * left[..., None, None] + jnp.einsum("bkgch,bkgcv->bkghv", keys, delta)
+        return state, out
+
+    state, out = jax.lax.scan(step, state.reshape(B, K, N // K, H, V), parts)
+    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(B, count * C, N, V)
+    return out[:, :T], state.reshape(B, N, H, V)
+
+
+def _last_before(text: jax.Array, C: int, count: int) -> jax.Array:
+    """int32 [count, B]: the text of the token before each chunk, 0 before the first."""
+    before = jnp.concatenate([jnp.zeros_like(text[:, :1]), text[:, C - 1 : (count - 1) * C : C]], axis=1)
+    return before.T
+
+
+def _within(q, k, v, log_decay, beta, text, before):
+    """What chunks are made of but for the state before them: (the change that tokens would bring to an empty state
+    [..., C, V], what of it the state takes away again [..., C, H], what they ask of the state [..., C, H] and of each
+    other's changes [..., C, C], what carries changes on [..., C, H], what is left of the state at the end [...])."""
+    C = text.shape[-1]
+    total = jnp.cumsum(log_decay, axis=-1)  # [count, B, K, G, C]
+    same = text[..., :, None] == text[..., None, :]  # [count, B, C, C]
+    # Sums of what lies between: differences of sums from the chunk's start lose what is small beside what is large.
+    later = jnp.where(jnp.tri(C, k=-1, dtype=bool), log_decay[..., None], 0.0)
+    between = jnp.einsum("ts,nbkgsc->nbkgtc", jnp.tri(C), later, precision="highest")
+    between = jnp.where((same & jnp.tri(C, dtype=bool))[:, :, None, None], jnp.exp(between), 0.0)
+    held = jnp.where((text == before[..., None])[:, :, None, None], jnp.exp(total), 0.0)
+    products = jnp.einsum("nbkch,nbksh->nbkcs", k, k)[:, :, :, None] * between * beta[..., None]
+    solve = inverse_of_unit(jnp.where(jnp.tri(C, k=-1, dtype=bool), products, 0.0))
+    fresh = jnp.einsum("nbkgcs,nbkgsv->nbkgcv", solve, v * beta[..., None])
+    reads = jnp.einsum("nbkgcs,nbkgsh->nbkgch", solve, k[:, :, :, None] * (beta * held)[..., None])
+    asks = q[:, :, :, None] * held[..., None]
+    seen = jnp.einsum("nbkch,nbksh->nbkcs", q, k)[:, :, :, None] * between
+    keys = k[:, :, :, None] * between[..., -1, :, None]
+    return fresh, reads, asks, seen, keys, held[..., -1]
+
+
+def inverse_of_unit(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 of matrices [..., C, C] that are 0 on and above the diagonal, C a power of two: of each pair of
+    blocks [[P, 0], [R, Q]] that are inverted already it is [[P', 0], [-Q' R P', Q']], as substitution has it; the sum
+    of lower's powers would lose digits."""
+    C = lower.shape[-1]
+    index = jnp.arange(C)
+    inverse = jnp.eye(C, dtype=lower.dtype)
+    for level in range(int(math.log2(C))):
+        row, column = index[:, None] >> level, index[None] >> level
+        between = jnp.where((row % 2 == 1) & (column == row - 1), lower, 0.0)
+        if level:
+            between = jnp.matmul(jnp.matmul(inverse, between, precision="highest"), inverse, precision="highest")
+        inverse = inverse - between
+    return inverse

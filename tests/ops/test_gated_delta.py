@@ -1,0 +1,99 @@
+"""Linear attention in chunks against the rule as it is written, and rows that are cut anywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, inverse_of_unit, reference, unit
+from shardlm.ops.short_conv import short_conv, texts
+
+B, K, N, H, V, W = 2, 2, 4, 16, 8, 4
+
+
+def numbers(length: int, seed: int = 0) -> list[jax.Array]:
+    """Queries, keys, values, logarithms of decays and betas of [B, length, ...], and a state."""
+    rng = np.random.default_rng(seed)
+    shapes = [(B, length, K, H), (B, length, K, H), (B, length, N, V), (B, length, N), (B, length, N), (B, N, H, V)]
+    q, k, v, decay, beta, state = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    return [unit(jnp.asarray(q)), unit(jnp.asarray(k)), v, -(decay**2), 1 / (1 + np.exp(-beta)), state]
+
+
+@pytest.mark.parametrize("length", [1, 5, CHUNK, 2 * CHUNK + 22])
+def test_chunks_are_the_rule(length):
+    new = np.random.default_rng(1).uniform(size=(B, length)) < 3 / CHUNK
+    text = texts(jnp.asarray(new).at[0].set(False))  # a row that goes on from its state to the end
+    given = numbers(length)
+
+    def of(rule):
+        def loss(*given):
+            out, state = rule(*given, text)
+            return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.sin(state)), (out, state)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))(*given)
+
+    (_, found), gradients = of(gated_delta)
+    (_, expected), wanted = of(reference)
+    for a, b in zip([*found, *gradients], [*expected, *wanted], strict=True):
+        assert jnp.abs(a - b).max() < 2e-5 * max(1, jnp.abs(b).max())  # measured: up to 2e-6
+
+
+def test_what_decays_at_once_is_no_infinity():
+    q, k, v, _, beta, state = numbers(CHUNK)
+    text = jnp.zeros((B, CHUNK), jnp.int32)
+    decay = jnp.where(jnp.arange(CHUNK)[:, None] % 7 == 3, -1e4, -1e-3) * jnp.ones((B, CHUNK, N))
+
+    def loss(rule, v):
+        out, after = rule(q, k, v, decay, beta, state, text)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(after)
+
+    found, expected = (jax.value_and_grad(lambda v, rule=rule: loss(rule, v))(v) for rule in (gated_delta, reference))
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+    assert np.isfinite(found[0])
+
+
+def test_the_inverse_of_equal_keys():
+    """The same key in every token, of which sums of powers would make numbers of 1e18."""
+    lower = jnp.tril(jnp.ones((64, 64)), -1)
+    np.testing.assert_allclose(inverse_of_unit(lower) @ (jnp.eye(64) + lower), jnp.eye(64), atol=1e-6)
+
+
+def test_a_convolution_sees_its_own_text():
+    x = np.random.default_rng(0).normal(size=(1, 6, 2, 3)).astype(np.float32)
+    taps = np.random.default_rng(1).normal(size=(2, 3, W)).astype(np.float32)
+    before = np.random.default_rng(2).normal(size=(1, W - 1, 2, 3)).astype(np.float32)
+    found = short_conv(x, taps, before, texts(jnp.asarray([[False, False, False, False, True, False]])))
+    whole = np.concatenate([before, x], axis=1)[0]
+    for t in range(6):
+        window = whole[t : t + W].copy()
+        window[: {4: W - 1, 5: W - 2}.get(t, 0)] = 0  # nothing from before the new text
+        np.testing.assert_allclose(found[0, t], np.einsum("wnh,nhw->nh", window, taps), atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 7), (9,), (2, 6, 1)], ids=str)
+def test_a_text_is_the_same_wherever_it_is_cut(cuts):
+    """In pieces with padding behind them, of rows of which one begins new in a place where another text was."""
+    rng, length = np.random.default_rng(0), 9
+    x = {"q": (K, H), "k": (K, H), "v": (N, V)}
+    taps = {name: rng.normal(size=(*shape, W)).astype(np.float32) for name, shape in x.items()}
+    x = {name: rng.normal(size=(B, length, *shape)).astype(np.float32) for name, shape in x.items()}
+    decay, beta = (-rng.uniform(size=(B, length, N)).astype(np.float32) for _ in range(2))
+    whole = np.ones((B, length), bool)
+    begins = np.arange(length)[None] == np.zeros((B, 1))
+    expected, after = delta_net(x, taps, decay, -beta, empty_memory(x, W), begins, whole)
+    memory = jax.tree.map(lambda a: jnp.full_like(a, 7), empty_memory(x, W))  # what another text left
+    start, parts = 0, []
+    for count in cuts:
+        piece = {name: np.pad(a[:, start : start + count], ((0, 0), (0, 3), (0, 0), (0, 0))) for name, a in x.items()}
+        rates = [
+            np.pad(a[:, start : start + count], ((0, 0), (0, 3), (0, 0)), constant_values=5) for a in (decay, -beta)
+        ]
+        valid = np.broadcast_to(np.arange(count + 3) < count, (B, count + 3))
+        new = valid & (start + np.arange(count + 3) == 0)
+        out, memory = delta_net(piece, taps, *rates, memory, new, valid)
+        parts.append(out[:, :count])
+        start += count
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), memory, after)
+    idle = delta_net(piece, taps, *rates, memory, new & False, valid & False)[1]
+    jax.tree.map(np.testing.assert_array_equal, idle, memory)  # rows of padding change nothing
