@@ -12,7 +12,6 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlm.errors import ShardlmError
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer, TransformerConfig
@@ -208,12 +207,8 @@ def joined(first: Tree, second: Tree | None) -> Tree:
 
 
 def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
-    """What a layer keeps of each token, the same in all layers that attend: {name: ((K, H), name of the K dimension)}.
-    Raises ShardlmError where no layer keeps any."""
-    found = next(filter(None, (layer.cache_entries() for layer in _attentions(model))), None)
-    if found is None:
-        raise ShardlmError("no layer of the model attends to tokens; generating needs one that does")
-    return found
+    """What a layer keeps of each token, alike in all that attend: {name: ((K, H), name of the K dimension)}."""
+    return next(filter(None, (layer.cache_entries() for layer in _attentions(model))), {})
 
 
 def memory_entries(model: ModelDef) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:

@@ -29,6 +29,7 @@ from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
+from shardlm.serve.memories import refuse
 from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
 from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
@@ -69,6 +70,7 @@ def build(
     speculative, shape = config.speculative_config, found.source.transformer()
     if speculative:
         speculative.check_room(length)
+    refuse(shape, config)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)

@@ -14,6 +14,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine_config import PROGRAMS, EngineConfig
+from shardlm.serve.memories import left_beside, rows_beside, slot_bytes
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
@@ -36,7 +37,8 @@ def sizes_of(
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
     rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
-    return sized(layouts, each, rooms, length, config, len(places))
+    slots = [stage.layout(layouts[0]).memories * slot_bytes(stage.model) for stage in places[0].stages]
+    return sized(layouts, each, rooms, length, config, len(places), slots)
 
 
 def sized(
@@ -46,14 +48,17 @@ def sized(
     length: int,
     config: EngineConfig,
     replicas: int,
+    slots: Sequence[int] = (0,),
 ) -> tuple[RunnerConfig | PageLayout, ...]:
     """The same from what a page takes of the devices of each stage and from what is free there, of all replicas' stages
-    in turn; None on CPUs. Needs no devices."""
+    in turn; None on CPUs. `slots`: what layers without pages remember one text by in each stage. Needs no devices."""
     cpu = rooms is None
-    rows = config.max_num_seqs or (32 if cpu else 256)
+    if config.kv_cache_bytes or cpu:  # which stands for all stages of a replica
+        rooms, each, slots = [(config.kv_cache_bytes or 2**30) // replicas], [sum(each)], [sum(slots)]
+    rows = config.max_num_seqs or rows_beside(slots, rooms, 32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + config.drafts) + 1)
     usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
-    count = min(pages_of(each, rooms, config, replicas), usable)
+    count = min(pages_of(each, left_beside(slots, rows, rooms)), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
     # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): one row's norms and products
     # are reductions, and nothing is merged with them. The weights that are read are the same.
@@ -75,13 +80,14 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     """Of one replica."""
     layout, steps = sizes.layout, tuple(range(1, sizes.decode_steps + 1))
     cuts = Cuts() if config.deterministic else sizes.cuts
-    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, sizes.max_model_len, steps, config.drafts, cuts)
+    how = (sizes.max_model_len, steps, config.drafts, cuts, layout.memories > 0)
+    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, *how)
     table = PageTable(
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
         longest_step=own.longest_step,
-        caching=config.enable_prefix_caching,
+        caching=config.enable_prefix_caching and not layout.memories,
     )
     return Scheduler(own, table)
 
@@ -100,16 +106,14 @@ def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
     return layout.layers * block_size * position
 
 
-def pages_of(each: Sequence[int], rooms: Sequence[int] | None, config: EngineConfig, replicas: int) -> int:
-    """How many pages the memory of a replica holds, scrap page included; arguments as of `sized`. Raises ShardlmError
-    where it holds none."""
-    if config.kv_cache_bytes or rooms is None:
-        nbytes, own = (config.kv_cache_bytes or 2**30) // replicas, sum(each)
-    else:  # the stage with the least room for its own layers decides
-        nbytes, own = min(zip(rooms, itertools.cycle(each), strict=False), key=lambda one: one[0] / one[1])
+def pages_of(each: Sequence[int], rooms: Sequence[int]) -> int:
+    """How many pages the memory of a replica holds, scrap page included: each stage has so much room, and a page takes
+    so much of it. Raises ShardlmError where it holds none."""
+    pairs = [(room, own) for room, own in zip(rooms, itertools.cycle(each), strict=False) if own]
+    nbytes, own = min(pairs, key=lambda one: one[0] / one[1])  # the stage with the least room for its own layers
     if nbytes < 2 * own:
         raise ShardlmError(
-            f"{nbytes / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes (--kv_cache_gib) or "
+            f"{max(0, nbytes) / 2**30:.2f} GiB hold no page of {own:,} bytes: raise kv_cache_bytes (--kv_cache_gib) or "
             "gpu_memory_utilization, split the model over more devices, or quantise it"
         )
     return nbytes // own
@@ -124,7 +128,8 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
     execution = dataclasses.replace(model.execution, kv_cache=config.kv_cache_dtype)
     own = page_bytes(dataclasses.replace(model, execution=execution), layouts[0], config.block_size)
     rooms = None if jax.devices()[0].platform == "cpu" else [0]  # which kv_cache_bytes stands for
-    scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data)[0], config)
+    slots = [layouts[0].memories * slot_bytes(model)]
+    scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data, slots)[0], config)
 
 
 def use_memory() -> None:

@@ -94,7 +94,8 @@ def decode(
         pages, own, found = carry
         active = i < samples
         position = start + i
-        lm, hidden, pages = hidden_of_one(model, layout, params, pages, table, own.last, position, active, adapter)
+        read = (table, own.last, position, active, adapter, slot)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, *read)
         sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
@@ -147,11 +148,11 @@ def chunk_context(
     model: ModelDef, layout: PageLayout, where: jax.Array, count: int, whole: str = ""
 ) -> tuple[jax.Array, Paged]:
     """(positions int32 [R, C], what the tokens attend to) of chunks padded to `count` tokens."""
-    start, length, table, adapter = where[:, 1], where[:, 2], where[:, 6:-1], where[:, -1]
+    slot, start, length, table, adapter = where[:, 0], where[:, 1], where[:, 2], where[:, 6:-1], where[:, -1]
     index = jnp.arange(count, dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole, adapter)
+    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole, adapter, slot)
 
 
 def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array):
@@ -216,10 +217,12 @@ def set_last(state: ServeState, slot: jax.Array, token: jax.Array, position: jax
     return dataclasses.replace(state, slots=new)
 
 
-def hidden_of_one(model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active, adapter):
+def hidden_of_one(
+    model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active, adapter, slot=None
+):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
-    ctx = Paged.make(table, active[:, None], layout, model.execution, adapter=adapter)
+    ctx = Paged.make(table, active[:, None], layout, model.execution, adapter=adapter, slot=slot)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

@@ -29,6 +29,10 @@ class RunnerConfig:
     platform: Literal["cpu", "gpu"] = "gpu"
     few_bits: tuple[FewBits, ...] = ()
 
+    def __post_init__(self):
+        if self.layout.memories:  # of each slot, and of the one that padding has
+            object.__setattr__(self, "layout", dataclasses.replace(self.layout, slots=self.max_rows + 1))
+
     @property
     def row_pages(self) -> int:
         """Columns of the page table: those of the longest request in each group."""

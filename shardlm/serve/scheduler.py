@@ -15,7 +15,7 @@ others behind it may be read before.
 
 A request whose next token is held to what those before say, as a grammar's is, runs a token at a time and waits for
 each (`bound`). Where that begins within what landed, the tokens after it are taken back, here and in flight: the
-request goes on from those it has, in its slot and its pages.
+request goes on from those it has, in its slot and its pages, or is computed anew where the model remembers all it read.
 
 Where drafts are verified (speculation/), how many tokens a decode brings is known when it lands, and the device alone
 knows where the next one begins: it holds pages as if all drafts before it and its own were right, for as many batches
@@ -389,7 +389,11 @@ class Scheduler:
         """A request goes on from the tokens it has. What is in flight may still write after them, before it does."""
         request.heard = self._batches
         request.in_flight = request.most_in_flight = request.batches_in_flight = 0
-        if request.status is Status.RUNNING:
+        if request.status is not Status.RUNNING:
+            return
+        if self.config.memories:
+            self._preempt(request)
+        else:
             request.computed, request.again = len(request.tokens) - 1, True
 
     def _take(self, request: Request, sampled: list[int]) -> list[int]:

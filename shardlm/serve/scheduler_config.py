@@ -14,6 +14,7 @@ class SchedulerConfig:
     """max_rows: requests that run at once (slots). max_batch_tokens: the budget of a mixed step (see `room`).
     max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
     drafts: tokens that may be verified in a step of decoding besides the one that is sampled. cuts: of prompts.
+    memories: layers remember a text in a way that cannot go back to before its last token (memories.py).
 
     Raises: ShardlmError for sizes with which nothing could run.
     """
@@ -24,6 +25,7 @@ class SchedulerConfig:
     decode_steps: tuple[int, ...] = (1, 8)
     drafts: int = 0
     cuts: Cuts = Cuts()
+    memories: bool = False
 
     def __post_init__(self):
         if self.max_rows < 1 or self.max_model_len < 1:

@@ -92,7 +92,8 @@ def last_chunk(
 def _step(stage: Stage, layout: PageLayout, params, pages: Pages, where: jax.Array, entering: tuple, i: jax.Array):
     active = i < where[:, 2]
     position = jnp.where(active, where[:, 1] + i, 0)
-    ctx = Paged.make(where[:, 3:-1], active[:, None], layout, stage.model.execution, adapter=where[:, -1])
+    of_rows = {"adapter": where[:, -1], "slot": where[:, 0]}
+    ctx = Paged.make(where[:, 3:-1], active[:, None], layout, stage.model.execution, **of_rows)
     return through(stage, params, pages, entering[0], position[:, None], ctx)
 
 

@@ -63,8 +63,10 @@ def of_model(
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
-    config = SchedulerConfig(rows, tokens, length, (1, steps), drafts, cuts or Cuts())
-    table = PageTable(pages, 4, windows=layout.windows, longest_step=config.longest_step, caching=caching)
+    memories = layout.memories > 0
+    config = SchedulerConfig(rows, tokens, length, (1, steps), drafts, cuts or Cuts(), memories)
+    how = {"windows": layout.windows, "longest_step": config.longest_step, "caching": caching and not memories}
+    table = PageTable(pages, 4, **how)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 
 

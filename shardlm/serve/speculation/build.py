@@ -114,7 +114,7 @@ def layouts_for(
     return layout, beside
 
 
-def _windows(blocks: Iterable[BlockConfig]) -> list[int]:
+def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:
     return [block.attention.window for block in blocks]
 
 

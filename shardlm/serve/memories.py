@@ -1,0 +1,69 @@
+"""Models some of whose layers remember a text by arrays of one size (ops/gated_delta.py): what serving them takes, and
+what it cannot do. Each request that runs has one slot of such memories, where pages grow with its length. A memory goes
+forward only: what it was some tokens before is not kept."""
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import MEMORIES
+from shardlm.models.transformer import TransformerConfig
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.state import ModelDef, memory_entries
+
+log = logging.getLogger(__name__)
+MOST_OF_ROOM = 0.5  # of what is free, that memories take where it is not said how many requests run at once
+
+
+def refuse(shape: TransformerConfig, config: EngineConfig) -> None:
+    """Raises ShardlmError, before weights are read, for what such layers cannot be asked for, and says in the log what
+    they do without."""
+    if not shape.memories:
+        return
+    if len(shape.memories) == shape.num_layers:
+        raise ShardlmError("no layer of the model attends to tokens; a model that is served needs one that does")
+    count = f"{len(shape.memories)} of the model's {shape.num_layers} layers are linear attention"
+    if config.deterministic:
+        raise ShardlmError(
+            f"deterministic=True computes each token of a prompt as a row of its own, at once; {count}, in which each "
+            "waits for the one before it. Leave it out"
+        )
+    if config.speculative_config:
+        raise ShardlmError(
+            f"speculative_config: {count}, which cannot go back to before a draft that turns out wrong; leave it out"
+        )
+    if config.enable_prefix_caching:
+        log.info("prefix caching is off: %s, which can begin at the start of a text alone", count)
+
+
+def slot_bytes(model: ModelDef) -> int:
+    """Of what a layer of a stage remembers one text by, over all its devices: those over which heads are not split have
+    a copy each."""
+    rules = model.execution.rules
+    devices = rules.mesh.size("expert", "tensor")
+    found = 0
+    for name, (shape, dtype) in memory_entries(model).items():
+        ways = rules.mesh.size(*rules.act.split(tuple(filter(None, MEMORIES[name]))))
+        found += math.prod(shape) * dtype.itemsize * devices // ways
+    return found
+
+
+def rows_beside(slots: Sequence[int], rooms: Sequence[int], most: int) -> int:
+    """How many requests, `most` at most, leave memories MOST_OF_ROOM of the room of each stage; `slots`: bytes of one
+    in each. Raises ShardlmError where there is no room for one."""
+    pairs = [(room, own) for room, own in zip(rooms, itertools.cycle(slots), strict=False) if own]
+    rows = min((int(room * MOST_OF_ROOM) // own - 1 for room, own in pairs), default=most)
+    if rows < 1:
+        room, own = min(pairs)
+        raise ShardlmError(
+            f"a request's memory in layers of linear attention takes {own / 2**30:.2f} GiB, and {room / 2**30:.2f} GiB "
+            "are free: raise gpu_memory_utilization, split the model over more devices, or quantise it"
+        )
+    return min(most, rows)
+
+
+def left_beside(slots: Sequence[int], rows: int, rooms: Sequence[int]) -> list[int]:
+    """Of the room of each stage, what the memories of so many requests, and of padding, leave to pages."""
+    return [room - (rows + 1) * own for room, own in zip(rooms, itertools.cycle(slots), strict=False)]
