@@ -19,7 +19,7 @@ from shardlm.serve.sampling_params import SamplingParams
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
 ONE = MeshSpec()
 TENSOR, EXPERT, DATA, PIPELINE = (MeshSpec(**{axis: 2}) for axis in ("tensor", "expert", "data", "pipeline"))
-SAMPLE = [  # of what differs: grouped heads, windows and soft caps, latents, experts, sinks, linear attention; each on another mesh
+SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("llama", TENSOR),
     ("gemma2", PIPELINE),
     ("deepseek_v3", ONE),

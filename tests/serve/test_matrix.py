@@ -14,9 +14,11 @@ from engines import CONFIG, END, TOKENIZER, decoding_from
 from flax.traverse_util import flatten_dict, unflatten_dict
 from oracle import Oracle, opened_of
 from pairwise import covering
+from small_hybrid import HYBRID
 from small_moe import MOE
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.lora import A, LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.stack import Segment
@@ -30,6 +32,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import split
 from shardlm.serve.live_weights import new_weights
+from shardlm.serve.memories import refuse
 from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -43,7 +46,7 @@ BUILT = {
     "weights": ("dtype", "fp8", "int4"),
     "kv_cache_dtype": ("auto", "fp8", "int8"),
     "tie_embeddings": (False, True),
-    "window": (0, 6),
+    "first": ("", "window", "memory"),  # the first layer: as the second, with a window, or linear attention
     "adapters": ("", "own", "several"),  # the model's own one, or room for two, of which each request has one or none
     "deterministic": (False, True),
     "drafts": (None, "ngram", "mtp"),
@@ -62,15 +65,17 @@ ASKED = {
 }
 # Two that begin alike get in together and grow, so that one loses its pages: more than pairs have to meet for that.
 CROWDED = {name: values[0] for name, values in (HELD | ASKED).items()} | {"few_pages": True}
-LENGTH, PAGE = 40, 4
+LENGTH, PAGE, WINDOW = 40, 4, 6
+MEMORY = DeltaNetConfig(num_heads=8, num_kv_heads=4, head_dim=8, value_dim=8)
 PROMPT = TOKENIZER.encode('{"name": "ab", "age": 12, x: true}' * 2)[:21]
 BESIDE = [*PROMPT[:14], *TOKENIZER.encode("né日")]  # begins alike
 CLOSE = 2e-4  # of log-probabilities in float32
 
 
 def _refused(case: dict) -> bool:
-    """Told by EngineConfig, see the test of refusals."""
-    return case.get("deterministic", False) and case.get("drafts") is not None
+    """Told by EngineConfig and by serve/memories.py, see the test of refusals."""
+    together = case.get("deterministic", False), case.get("drafts") is not None, case.get("first") == "memory"
+    return sum(together) > 1
 
 
 def _cost(build: dict) -> float:
@@ -94,7 +99,7 @@ def engines_and_cases() -> list[tuple[dict, list[dict]]]:
 
     cases, never = covering(BUILT | HELD | ASKED, possible)
     assert all(_refused(dict(pair)) for pair in never)
-    plain = next(b for b in builds if b["mesh"].data == 1 and not b["window"] and not b["drafts"])
+    plain = next(b for b in builds if b["mesh"].data == 1 and not b["first"] and not b["drafts"])
     cases.append(plain | CROWDED)
     return [(build, [case for case in cases if build.items() <= case.items()]) for build in builds]
 
@@ -104,15 +109,17 @@ def drafts_of(case: dict) -> dict | None:
 
 
 def shape_of(build: dict) -> TransformerConfig:
-    """Two layers, the first one with the window, and a module that drafts where that is asked for; of experts where the
-    mesh splits them."""
+    """Two layers, the first one of its kind, and a module that drafts where that is asked for; of experts where a mesh
+    splits them."""
     config = dataclasses.replace(MOE, vocab_size=CONFIG.vocab_size) if build["mesh"].expert > 1 else CONFIG
     shape = dataclasses.replace(config, num_layers=2).transformer()
     shape = dataclasses.replace(shape, tie_embeddings=build["tie_embeddings"])
     [block] = shape.segments[0].pattern
-    windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=build["window"]))
+    windowed = dataclasses.replace(block.attention, window=WINDOW)
+    first = {"": block.attention, "window": windowed, "memory": MEMORY}[build["first"]]
+    first = dataclasses.replace(block, attention=first)
     mtp = MtpConfig(block) if build["drafts"] == "mtp" else None
-    return dataclasses.replace(shape, segments=(Segment((windowed, block), 1),), mtp=mtp)
+    return dataclasses.replace(shape, segments=(Segment((first, block), 1),), mtp=mtp)
 
 
 def opened(build: dict, spec: MeshSpec, seed: int = 0, adapter: bool | None = None) -> Opened:
@@ -246,7 +253,7 @@ def test_every_pair_of_features_gives_what_the_oracle_says():
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
             found = engine.stats().prefix_hits - before
-            shared = case["caching"] and case["prompt_logprobs"] is None
+            shared = case["caching"] and case["prompt_logprobs"] is None and case["first"] != "memory"
             assert shared or not found, case
             assert found or not shared or case["few_pages"], case  # which may have no room for what was cached
             preemptions, hits = preemptions + engine.stats().preemptions, hits + found
@@ -259,9 +266,11 @@ def test_what_does_not_go_together_is_refused_by_name():
     for options, *named in (
         ({"speculative_config": drafts, "deterministic": True}, "speculative_config", "deterministic=True"),
         ({"mesh": MeshSpec(fsdp=2, context=2)}, "fsdp, context", "tensor, expert, pipeline or data"),
+        ({"deterministic": True}, "deterministic=True", "2 of the model's 4 layers are linear attention"),
+        ({"speculative_config": drafts}, "speculative_config", "cannot go back to before a draft"),
         ({"max_loras": 2}, "max_loras=2", "enable_lora=True or lora_modules"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras=0", "at least 1"),
     ):
         with pytest.raises(ShardlmError) as refusal:
-            EngineConfig(**options)
+            refuse(HYBRID.transformer(), EngineConfig(**options))
         assert all(name in str(refusal.value) for name in named)
