@@ -206,10 +206,16 @@ def muon_rows(names: tuple[str, ...]) -> int:
     return 1 if names[0] in ("embed", "expert_embed", "rank") else len(names) - 1
 
 
+def is_muons(names: tuple[str, ...]) -> bool:
+    """Whether Muon's update is for weights of these dimensions: matrices, but not those that look tokens up or name
+    them, nor filters of each channel by itself (layers/delta_net.py's taps)."""
+    return len(names) > 1 and "vocab" not in names and names[-1] != "norm"
+
+
 def _muon_dimensions(leaf):
     """Which dimensions of a stacked weight are a matrix's rows (inputs) and columns (outputs); None: use adamw."""
     stack, names = leaf
-    if len(names) < 2 or "vocab" in names:
+    if not is_muons(names):
         return None
     first, last = len(stack) + (names[0] == "experts"), len(stack) + len(names) - 1  # each expert has its own matrices
     dims = range(first, last + 1)

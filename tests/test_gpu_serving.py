@@ -24,6 +24,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
+from shardlm.models.qwen_hybrid import QwenHybridConfig
 from shardlm.ops import grouped_weights
 from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.kv_format import KvFormat
@@ -53,6 +54,7 @@ LATENT = dataclasses.replace(DeepseekConfig(), num_heads=16, dense_layers=2, mlp
 SPARSE = {"num_experts": 8, "top_k": 2, "expert_dim": 256}
 LATENT_EXPERTS = dataclasses.replace(LATENT, dense_layers=1, groups=1, top_groups=1, **SPARSE)
 EXPERTS = MixtralConfig(num_heads=16, num_kv_heads=8, head_dim=64, **NARROW, **SPARSE)
+HYBRID = dataclasses.replace(QwenHybridConfig(), mlp_dim=512, **NARROW | {"num_layers": 4})
 DRAFT = dataclasses.replace(LLAMA, num_layers=1, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096)
 
 
@@ -86,7 +88,8 @@ def decoding(
         if drafts == "mtp":
             shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
         model = ModelDef.make(shape, execution)
-        layout, one = PageLayout.whole(model.config.num_layers, PAGES), PageLayout.whole(1, PAGES)
+        layout = PageLayout.whole(model.config.num_layers, PAGES, model.config.memories, rows + 1)
+        one = PageLayout.whole(1, PAGES)
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
         proposer = {
             "draft_model": DraftModelProposer(4, draft, one, 16),
@@ -142,6 +145,21 @@ def collectives(text: str) -> list[str]:
     """Kinds, in order of the alphabet."""
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     return sorted(re.findall(rf" = .*? (\w*-?(?:{kinds}))(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_memories_stay_where_they_are(tensor):
+    """Of layers of linear attention: states are read from their slots and written there, and no pool is copied."""
+    compiled, state = decoding(tensor, HYBRID)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    own = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state.pages)) // tensor
+    assert memory.alias_size_in_bytes >= own > 2**28 / tensor
+    states = state.pages["state"].shape
+    of_rows = ROWS * math.prod(states[1:]) * 4 // tensor
+    assert memory.temp_size_in_bytes < 2.5 * of_rows + 2**27  # what a layer reads, and what becomes of it
+    made = re.findall(rf" = f32\[{states[0]},{states[1] // tensor},{states[2]},{states[3]}\]\S* ([\w-]+)\(", text)
+    assert set(made) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, set(made)
+    assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * HYBRID.num_layers + 1) if tensor > 1 else [])
 
 
 @pytest.mark.parametrize(

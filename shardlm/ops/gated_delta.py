@@ -94,7 +94,7 @@ def gated_delta(
     B, T, K, H = q.shape
     N, V = v.shape[2:]
     if T == 1:
-        return reference(q, k, v, log_decay, beta, state, text)
+        return _one_token(q, k, v, log_decay, beta, state, text)
     C = min(chunk, 1 << (T - 1).bit_length())
     count = -(-T // C)
     behind = count * C - T
@@ -120,6 +120,18 @@ def gated_delta(
     state, out = jax.lax.scan(step, state.reshape(B, K, N // K, H, V), parts)
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(B, count * C, N, V)
     return out[:, :T], state.reshape(B, N, H, V)
+
+
+def _one_token(q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:
+    """Of which the state is read for key and query at once, and once more to be written: S^T q after the change is what
+    it was before, decayed, and (k . q) of the change."""
+    group = v.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(a[:, 0], group, axis=1) for a in (q, k))  # [B, N, H]
+    kept = jnp.where(text == 0, jnp.exp(log_decay[:, 0]), 0.0)[..., None]  # [B, N, 1]
+    read = jnp.sum(state[..., None] * jnp.stack([k, q], axis=-1)[:, :, :, None], axis=2) * kept[..., None]
+    delta = beta[:, 0, :, None] * (v[:, 0] - read[..., 0])
+    out = read[..., 1] + jnp.sum(k * q, axis=-1, keepdims=True) * delta
+    return out[:, None], state * kept[..., None] + k[..., None] * delta[..., None, :]
 
 
 def _last_before(text: jax.Array, C: int, count: int) -> jax.Array:

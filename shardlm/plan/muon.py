@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.muon import STEPS, moving, sharing
-from shardlm.optim import muon_rows
+from shardlm.optim import is_muons, muon_rows
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
 from shardlm.plan.traffic import Sent, share
@@ -13,7 +13,7 @@ from shardlm.plan.traffic import Sent, share
 
 def of_muon(weight: Weight) -> bool:
     """Whether it is orthogonalised: a matrix of a layer. The rest is adamw's."""
-    return weight.trained and weight.is_matrix and "vocab" not in weight.names
+    return weight.trained and is_muons(weight.names[int(weight.stacked) :])
 
 
 def newton_schulz(sketch: Sketch) -> Iterator[tuple]:

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.optim import OptimConfig
+from shardlm.optim import OptimConfig, is_muons
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.rules import Table
 from shardlm.train import powersgd
@@ -81,7 +81,7 @@ def _moments_of(weight: Weight, optim: OptimConfig) -> int:
     if optim.name == "sgd":
         return 1 if optim.b1 else 0
     if optim.name == "muon":  # adamw for what is no matrix of a layer (optim.py)
-        return 1 if weight.is_matrix and "vocab" not in weight.names else 2
+        return 1 if is_muons(weight.names[int(weight.stacked) :]) else 2
     raise ShardlmError(f"the memory of optim.name={optim.name} is not known here")
 
 
