@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import LLAMA, init, logits_of
+from small_hybrid import HYBRID
 from small_moe import DEEPSEEK
 from test_one_forward import packed_logits, paged_logits
 
@@ -35,7 +36,7 @@ def model_for(config, device: jax.Device) -> ModelDef:
     return ModelDef.make(shape, execution_of(shape, rules, "float32", device, "dtype", LoraConfig()))
 
 
-@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=["llama", "latents and experts"])
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK, HYBRID], ids=["llama", "latents and experts", "linear attention"])
 def test_training_forward_is_prefill_then_decode(config, gpu, cpu):
     """By the kernel over pages, and both as the CPU has it."""
     if gpu.platform == "gpu" and config is DEEPSEEK:
@@ -48,7 +49,8 @@ def test_training_forward_is_prefill_then_decode(config, gpu, cpu):
         mesh = MeshSpec().build([device])
         with jax.set_mesh(mesh), jax.default_device(device), jax.default_matmul_precision("float32"):
             model = model_for(config, device)
-            params, layout = init(model), PageLayout.whole(model.config.cached_layers, 1 + ROWS * width)
+            shape = model.config
+            params, layout = init(model), PageLayout.whole(shape.cached_layers, 1 + ROWS * width, shape.memories, ROWS)
             found[device] = np.asarray(packed_logits(model, params, tokens))
             if device == gpu:
                 pages, parts = jax.jit(lambda m=model, x=layout: make_pages(m, x))(), []
