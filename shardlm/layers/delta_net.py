@@ -64,7 +64,8 @@ class DeltaNet(nnx.Module):
         out_init = normal(out_scale * (N * V) ** -0.5)
         params.projection(self, "wo", (N, V, D), ("heads", "head_dim", "embed"), out_init, into=2)
         for name in ("decay", "beta"):
-            params.weight(self, name, (D, N), ("embed", "heads"), normal(D**-0.5))
+            params.weight(self, name, (D, N), ("embed", "heads"), normal(D**-0.5))  # too few to be worth few bits
+            params.adapter(self, name, (D, N), ("embed", "heads"))
         # Decays of exp(-rate softplus(decay + bias)), from hardly any to all at once, as in Mamba 2's initialisation.
         self.decay_bias = params((N,), ("heads",), constant(1.0))
         self.log_rate = params((N,), ("heads",), _log_uniform(16.0))

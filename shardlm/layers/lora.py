@@ -14,7 +14,8 @@ from shardlm.ops.weight_format import PUBLISHED
 BASES = (*get_args(GroupedFormat), PUBLISHED)
 MLP = ("gate", "up", "down")
 TARGETS = (
-    *("wq", "wk", "wv", "wg", "wo", *MLP),  # wg: of outputs' gates
+    *("wq", "wk", "wv", "wo", *MLP),
+    *("wg", "decay", "beta"),  # of outputs' gates, and of linear attention
     *("wq_down", "wq_up", "wkv_down", "wk_up", "wv_up"),  # of latent attention
 )
 A, B = "_lora_a", "_lora_b"  # after the weight's name: [inputs, rank] and [rank, outputs]

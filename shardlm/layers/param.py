@@ -136,7 +136,12 @@ class Params:
             setattr(module, name, self(shape, names, init, into))
         else:
             self.weight(module, name, shape, names, init, into=into)
-        if self.lora.adapts(name) and names[0] != "experts":
+        if names[0] != "experts":
+            self.adapter(module, name, shape, names, into=into)
+
+    def adapter(self, module: nnx.Module, name: str, shape, names, *, into: int = 1) -> None:
+        """Sets what stands beside module.`name` where it has an adapter."""
+        if self.lora.adapts(name):
             rank, width = self.lora.rank, math.prod(shape[:into])
             a = self((*shape[:into], rank), (*names[:into], "rank"), normal(width**-0.5))
             setattr(module, name + A, a)

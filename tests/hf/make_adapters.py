@@ -18,6 +18,11 @@ CASES = {
     "phi3": {"r": 3, "lora_alpha": 6, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     "gpt2": {"r": 4, "lora_alpha": 4, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True},
     "glm4": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:4], "gate_up_proj"]},
+    "qwen3_5": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": [*ALL, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"],
+    },
     "deepseek_v2": {
         "r": 4,
         "lora_alpha": 8,
