@@ -302,7 +302,7 @@ def _of_experts(module: str) -> bool:
 def _factors(tensor: Tensor, shape: tuple[int, ...], into: int) -> tuple[Tensor, Tensor]:
     """Where A and B are, of a weight whose first `into` dimensions are inputs: theirs are [rank, inputs] and [outputs,
     rank]."""
-    letters, groups = tensor.letters(shape), tensor.theirs(shape)
+    letters, groups = tensor.letters(tensor.viewed(shape)), tensor.theirs(tensor.viewed(shape))
     inputs, outputs = letters[:into], letters[into:]
     text = {group[0]: f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups}
 
@@ -314,7 +314,7 @@ def _factors(tensor: Tensor, shape: tuple[int, ...], into: int) -> tuple[Tensor,
     part = (0, *tensor.part[1:]) if tensor.part else None
     return (
         Tensor("A", a, None, own(inputs, tensor.inner), own(inputs, tensor.pairs)),
-        Tensor("B", b, part, own(outputs, tensor.inner), own(outputs, tensor.pairs)),
+        Tensor("B", b, part, own(outputs, tensor.inner), own(outputs, tensor.pairs), tensor.group),
     )
 
 

@@ -22,6 +22,8 @@ class Tensor:
     part         (dimension of theirs, first row, one past the last, step): ours is a part of a fused tensor
     inner        (letter, first, size of theirs): the same inside a dimension that is a factor of a product
     pairs        (letter, first, size): rotated dimensions that they keep in adjacent pairs, we in two halves
+    group        (dimension of ours, size): heads that they keep in groups of so many, a group and what follows of ours
+                 as one dimension of the layout
     """
 
     name: str
@@ -29,6 +31,14 @@ class Tensor:
     part: tuple[int, int, int, int] | None = None
     inner: tuple[str, int, int] | None = None
     pairs: tuple[str, int, int] | None = None
+    group: tuple[int, int] | None = None
+
+    def viewed(self, ours: Sequence[int]) -> tuple[int, ...]:
+        """Our shape as the layout has it."""
+        if not self.group:
+            return tuple(ours)
+        axis, size = self.group
+        return (*ours[:axis], ours[axis] // size, size * math.prod(ours[axis + 1 :]))
 
     def theirs(self, ours: Sequence[int]) -> list[list[str]]:
         """Their dimensions, each as the letters of its factors, outermost first."""
@@ -53,6 +63,8 @@ def read(
 ):
     """Our slice `index` of a weight [*shape] out of one tensor of theirs. `fetch` reads a slice of theirs; only what is
     needed of each outermost factor is asked for. Without the dimension of experts, where that is in the name."""
+    if tensor.group:
+        return _read_groups(tensor, shape, index, fetch)
     letters, groups = tensor.letters(shape), tensor.theirs(shape)
     size = dict(zip(letters, shape, strict=True))
     want = {letter: range(*part.indices(size[letter])) for letter, part in zip(letters, index, strict=True)}
@@ -80,6 +92,18 @@ def read(
     found = fetch(tuple(slices)).reshape(factors)[tuple(rest)]
     found = found.transpose([flat.index(letter) for letter in letters])
     return _reorder(found, tensor, letters, halves=True)
+
+
+def _read_groups(tensor: Tensor, shape: Sequence[int], index: Sequence[slice], fetch) -> np.ndarray:
+    """`read` of whole groups of heads, of which what was asked for is taken."""
+    axis, size = tensor.group
+    first, stop, _ = index[axis].indices(shape[axis])
+    groups = slice(first // size, -(-stop // size))
+    plain = dataclasses.replace(tensor, group=None)
+    found = read(plain, tensor.viewed(shape), (*index[:axis], groups, slice(None)), fetch)
+    found = found.reshape(*found.shape[:axis], -1, *shape[axis + 1 :])
+    own = slice(first - groups.start * size, stop - groups.start * size)
+    return found[(*[slice(None)] * axis, own, *index[axis + 1 :])]
 
 
 def stacked(count: int, arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -110,6 +134,7 @@ def _copy(a: np.ndarray, out: np.ndarray) -> None:
 
 def write(tensor: Tensor, a: np.ndarray) -> np.ndarray:
     """A weight of ours as (its part of) their tensor; `inner` parts are joined by `join`."""
+    a = a.reshape(tensor.viewed(a.shape))
     letters, groups = tensor.letters(a.shape), tensor.theirs(a.shape)
     size = dict(zip(letters, a.shape, strict=True))
     flat = [letter for group in groups for letter in group]
@@ -122,8 +147,9 @@ def write(tensor: Tensor, a: np.ndarray) -> np.ndarray:
 def join(parts: Sequence[tuple[Tensor, np.ndarray]]) -> np.ndarray:
     """Their tensor from the parts of ours that it fuses."""
     tensor, whole = parts[0]
+    whole = whole.reshape(tensor.viewed(whole.shape))
     if len(parts) == 1 and not tensor.inner:
-        return write(tensor, whole)
+        return write(*parts[0])
     written = [(tensor, write(tensor, a)) for tensor, a in parts]
     if tensor.inner:
         groups, letter = tensor.theirs(whole.shape), tensor.inner[0]
@@ -145,6 +171,7 @@ def join(parts: Sequence[tuple[Tensor, np.ndarray]]) -> np.ndarray:
 def shape_of(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> tuple[int, ...]:
     """The shape of their tensor, from our shapes of the parts that it fuses."""
     tensor, ours = parts[0]
+    ours = tensor.viewed(ours)
     size = dict(zip(tensor.letters(ours), ours, strict=True))
     if tensor.inner:
         size[tensor.inner[0]] = tensor.inner[2]

@@ -1,6 +1,6 @@
-"""Qwen 3.5 (https://qwen.ai/blog?id=qwen3.5), the part that reads text: three of four layers are Gated DeltaNet, the
-others attention whose output is gated and a quarter of whose heads is rotated; dense, or experts and a gated shared
-one."""
+"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next) and Qwen 3.5 (https://qwen.ai/blog?id=qwen3.5), the part that
+reads text: three of four layers are Gated DeltaNet, the others attention whose output is gated and a quarter of whose
+heads is rotated; dense, or experts and a gated shared one."""
 
 import dataclasses
 
@@ -80,20 +80,23 @@ class QwenHybridConfig:
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` qwen3_5_text and qwen3_5_moe_text."""
+    """`model_type` qwen3_next, qwen3_5_text and qwen3_5_moe_text."""
+    kind = options("model_type")
     options.only("attn_output_gate", True)
-    options.only("mlp_only_layers", [], None)
+    options.only("norm_topk_prob", True)
     for name in ASIDE:
         options(name, None)
     norm = hf_decoder.rms(options, offset=1.0)
     linear_layers = _linear_layers(options)
     attention, memory = _attention(options, norm, length), _memory(options, norm)
-    routed = options("model_type") == "qwen3_5_moe_text"
-    feed_forward = _experts(options) if routed else hf_decoder.mlp(options)
-    options("intermediate_size", None)  # of which a model of experts makes no use
+    sparse = None if kind == "qwen3_5_text" else _experts(options)
+    step, plain = options("decoder_sparse_step", 1), options("mlp_only_layers", [])
+    routed = [bool(sparse) and i not in plain and (i + 1) % step == 0 for i in range(len(linear_layers))]
+    dense = None if all(routed) else hf_decoder.mlp(options)
+    options("intermediate_size", None)  # of which a model of experts alone makes no use
 
     def block(layer: int) -> BlockConfig:
-        return BlockConfig(memory if linear_layers[layer] else attention, feed_forward)
+        return BlockConfig(memory if linear_layers[layer] else attention, sparse if routed[layer] else dense)
 
     return hf_decoder.decoder(options, block, norm)
 

@@ -32,6 +32,7 @@ FAMILIES = {
     "glm4": "glm",
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
+    "qwen3_next": "qwen_next",
     "qwen3_5_text": "qwen_hybrid",
     "qwen3_5_moe_text": "qwen_hybrid",
 }

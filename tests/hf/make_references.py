@@ -117,6 +117,11 @@ CASES = {
         "gpt_oss",
         {**MOE, "head_dim": 8, "sliding_window": 6, "rope_parameters": {**YARN, "truncate": False}},
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",

@@ -27,7 +27,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("gpt_oss", DATA),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
 ]
-MEMORIES = ("qwen3_5", "qwen3_5_moe")  # which begin at the start of a text, so that no pages are shared
+MEMORIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # which begin at the start of a text, so that no pages are shared
 ROUTED = ("deepseek_v3", "qwen3_moe", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name != "llama_dynamic"]
