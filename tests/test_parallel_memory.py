@@ -26,6 +26,7 @@ def one_device():
     "spec,preset",
     [
         (MeshSpec(tensor=8), "zero1"),
+        (MeshSpec(pipeline=2, context=2, data=2), "zero1"),  # as 1F1B
         (MeshSpec(data=2, fsdp=2, tensor=2), "zero3"),
         (MeshSpec(context=4, fsdp=2), "zero3"),
         (MeshSpec(data=2, context=2, tensor=2), "hybrid"),
@@ -35,7 +36,8 @@ def one_device():
 )
 def test_every_axis(spec, preset):
     accumulation = 4 if spec.pipeline > 1 else 1
-    grads, losses = loss_and_gradients(spec, preset, HYBRID, accumulation, context="ulysses")
+    one_f_one_b = spec.pipeline > 1 and preset == "zero1"
+    grads, losses = loss_and_gradients(spec, preset, HYBRID, accumulation, one_f_one_b, context="ulysses")
     assert relative_error(losses, one_device()[1]) < FP32
     assert relative_error(grads, one_device()[0]) < FP32
 

@@ -97,9 +97,8 @@ class DeltaNet(nnx.Module):
 
     def _rates(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N]."""
-        decay, beta = (
-            project("btd,dn->btn", x, self, name, execution).astype(jnp.float32) for name in ("decay", "beta")
-        )
+        plain = dataclasses.replace(execution, matmul="dtype")  # so few numbers that 8 bits would save nothing
+        decay, beta = (project("btd,dn->btn", x, self, name, plain).astype(jnp.float32) for name in ("decay", "beta"))
         rate = jnp.exp(gathered(self, "log_rate", execution).astype(jnp.float32))
         bias = gathered(self, "decay_bias", execution).astype(jnp.float32)
         return -rate * jax.nn.softplus(decay + bias), jax.nn.sigmoid(beta)
