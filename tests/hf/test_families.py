@@ -25,6 +25,7 @@ REFERENCES = pathlib.Path(__file__).parent / "references"
 NAMES = sorted(path.name for path in REFERENCES.iterdir())
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
 LOGITS, GRADIENTS = 1e-4, 1e-3
+OF_MEMORIES = 3e-4  # a norm makes much of what is read where little is remembered (most tokens 2e-6, one 9e-5)
 
 
 class Reference:
@@ -66,7 +67,7 @@ def check(reference: Reference, back: pathlib.Path) -> None:
             prompt = reference.tokens[0].tolist()
             greedy = list(generate(model, params, prompt, max_new_tokens=32, sampling=Sampling(temperature=0)))
             assert greedy == reference.greedy.tolist()
-    assert np.abs(logits - reference.logits).max() < LOGITS
+    assert np.abs(logits - reference.logits).max() < (OF_MEMORIES if reference.model.config.memories else LOGITS)
     assert float(value) == pytest.approx(reference.facts["loss"], abs=1e-5)
     found = {t.name: t.make() for t in weights.planned(model.config, gradient, reference.names, np.dtype("float32"))}
     for path, (norm, product) in reference.facts["gradients"].items():
@@ -99,4 +100,4 @@ def test_a_family_on_a_mesh(name, spec):
     with jax.set_mesh(reference.mesh):
         run = jax.jit(partial(logits_of, reference.model))
         logits = np.asarray(run(reference.params, jnp.asarray(reference.tokens)))
-    assert np.abs(logits - reference.logits).max() < LOGITS
+    assert np.abs(logits - reference.logits).max() < (OF_MEMORIES if reference.model.config.memories else LOGITS)

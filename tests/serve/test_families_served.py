@@ -55,7 +55,8 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path) -> None:
     *replies, scored = llm.generate([*(prompt + greedy[:n] for n in begun), tokens[1].tolist()], params)
     assert [reply.outputs[0].token_ids for reply in replies] == [greedy[n:] for n in begun]
     expected = np.asarray(jax.nn.log_softmax(logits[1]))[np.arange(len(prompt) - 1), tokens[1][1:]]
-    np.testing.assert_allclose([one.chosen.logprob for one in scored.prompt_logprobs[1:]], expected, atol=CLOSE)
+    close = 3 * CLOSE if name in MEMORIES else CLOSE
+    np.testing.assert_allclose([one.chosen.logprob for one in scored.prompt_logprobs[1:]], expected, atol=close)
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
     [cached] = llm.generate([prompt], params[0])
     assert cached.outputs[0].token_ids == greedy and (cached.num_cached_tokens > 0) == (name not in MEMORIES)
