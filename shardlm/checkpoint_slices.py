@@ -89,7 +89,8 @@ class StoredArray:
 
     def grow(self, a: Unread) -> Iterator[int]:
         """Writes an array whose `first_chunk` is there; yields the bytes of each part."""
-        self._store = self._store.resize(exclusive_max=a.shape).result()
+        if self._store.shape != a.shape:
+            self._store = self._store.resize(exclusive_max=a.shape).result()
         written, waits = [], 0
         for index in _chunks(a):
             if any(cut.start for cut in index):

@@ -19,26 +19,27 @@ def merged(model: ModelDef, base: Tree, adapters: Tree) -> Tree:
     """The weights of a model without adapters, in the compute dtype, as `Unread`: of what the adapters stand on, as
     `Unread`, and them. Weights in few bits are those that the adapters were trained on, not those they came from."""
     added, dtype = flatten_dict(adapters), jnp.dtype(model.execution.dtype)
-    factor, made = model.execution.lora.alpha / model.execution.lora.rank, {}
-    for path, w in flatten_dict(base).items():
-        fetch, pair = w.fetch, beside(path)
-        if pair[0] in added:
-            a, b = (np.asarray(added[own]) for own in pair)
-            fetch = functools.partial(_sum, w, a, b, factor, path[0] == "segments")
-        made[path] = Unread(w.shape, dtype, functools.partial(_in_dtype, fetch, dtype))
-    return unflatten_dict(made)
+    factor = model.execution.lora.alpha / model.execution.lora.rank
 
+    @functools.lru_cache(maxsize=1)  # a layer's blocks are read one after the other
+    def product(path: tuple, layer: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        a, b = (np.asarray(added[own]) for own in beside(path))
+        for i in layer:  # a stack of one, as it was of all: XLA's sums are the same then
+            a, b = a[i : i + 1], b[i : i + 1]
+        return np.asarray((factor * _product(a, b, bool(layer))).astype(dtype))
 
-def _in_dtype(fetch, dtype: np.dtype, index: Index) -> np.ndarray:
-    return fetch(index).astype(dtype)
+    def fetch(path: tuple, w: Unread, index: Index) -> np.ndarray:
+        found = w.fetch(index)
+        if beside(path)[0] in added and path[0] == "segments":
+            first, *rest = index
+            layers = range(first.start, first.stop)
+            found = found + np.concatenate([product(path, (i,), found.dtype)[:, *rest] for i in layers])
+        elif beside(path)[0] in added:
+            found = found + product(path, (), found.dtype)[index]
+        return found.astype(dtype)
 
-
-def _sum(w: Unread, a: np.ndarray, b: np.ndarray, factor: float, stacked: bool, index: Index) -> np.ndarray:
-    """A slice of W [*stack, *inputs, *outputs]."""
-    stack, rest, inputs = index[:stacked], index[stacked:], a.ndim - 1 - stacked
-    a, b = a[*stack, *rest[:inputs]], b[*stack, :, *rest[inputs:]]
-    held = jnp.asarray(w.fetch(index))
-    return np.asarray(held + (factor * _product(a, b, stacked)).astype(held.dtype))
+    flat = flatten_dict(base)
+    return unflatten_dict({path: Unread(w.shape, dtype, functools.partial(fetch, path, w)) for path, w in flat.items()})
 
 
 def _product(a: np.ndarray, b: np.ndarray, stacked: bool) -> jax.Array:

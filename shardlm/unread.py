@@ -16,7 +16,7 @@ class Unread:
     """An array somewhere.
 
     shape, dtype  as an array's
-    fetch         reads the part that slices say, with a start and a stop for each dimension, as an array of its own
+    fetch         reads the part that slices say, with a start and a stop for each dimension
     """
 
     shape: tuple[int, ...]
