@@ -99,13 +99,13 @@ def all_at_once(opened):
     return unflatten_dict(made)
 
 
-@pytest.mark.parametrize("name", ["gpt2 of PEFT", "deepseek_v2 on int4", "llama on a file's bits"])
+@pytest.mark.parametrize("name", ["gpt2 of PEFT", "mixtral on int4", "llama on a file's bits"])
 def test_adapters_are_merged_as_in_whole_stacks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(HF.parent.parent)
     if name.endswith("PEFT"):
         source = HF / "adapters" / "gpt2"
     elif name.endswith("int4"):
-        source = run_of_adapters(tmp_path / "run", HF / "references" / "deepseek_v2", "int4")
+        source = run_of_adapters(tmp_path / "run", HF / "references" / "mixtral", "int4")
     else:
         source = run_of_adapters(tmp_path / "run", in_few_bits(tmp_path, "llama")[1].path, "checkpoint")
     opened = shardlm.load(source)
