@@ -1,6 +1,6 @@
 """Checkpoints of a run: asynchronous, sharded, kept by recency and by validation loss, restored onto any
-mesh. The one place that knows Orbax. When to save, and what a state is made of, is for the training loop;
-`run_files` owns the files beside the checkpoints.
+mesh. The one place that knows Orbax, whose files `checkpoint_slices` knows. When to save, and what a state is
+made of, is for the training loop; `run_files` owns the files beside the checkpoints.
 
 A checkpoint is DIRECTORY/<step>/ and appears in one rename when it is whole, so that a killed save leaves
 only a temporary directory. In it:
@@ -13,17 +13,16 @@ only a temporary directory. In it:
 import contextlib
 import dataclasses
 import errno
-import logging
+import functools
 import math
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
-from absl import logging as absl_logging
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from shardlm.checkpoint_files import (
@@ -35,8 +34,11 @@ from shardlm.checkpoint_files import (
     read_data_state,
     write_manifest,
 )
+from shardlm.checkpoint_messages import quiet_orbax, reason, save_failed
+from shardlm.checkpoint_slices import StoredArray, first_chunk
 from shardlm.errors import ShardlmError
-from shardlm.files import cannot_write, format_bytes, free_space
+from shardlm.files import cannot_write
+from shardlm.unread import Unread
 
 BEST_METRIC = "validation_loss"
 TEMPORARY = ".orbax-checkpoint-tmp"  # follows the step in the name of a directory that is being written
@@ -105,10 +107,8 @@ class Checkpoints:
         except OSError as error:
             raise cannot_write(self.directory, error) from error
         self.removed = tuple(sorted(path.name for path in self.directory.glob(f"*{TEMPORARY}*")))
-        self._log_filter.enter_context(_quiet_orbax())
-        context = ocp.Context()
-        context.array.saving.use_compression = False  # saves in a third of the time
-        context.array.saving.use_replica_parallel = False  # would block for seconds on replicated arrays
+        self._log_filter.enter_context(quiet_orbax())
+        context = _saving()
         # A lambda because Orbax copies its context deeply, and a bound method would take this object along.
         context.asynchronous.post_finalization_callback = lambda: self._write_manifest()
         self._writer = ocp.training.Checkpointer(
@@ -190,7 +190,7 @@ class Checkpoints:
         except Exception as error:
             save, self._saving, self._step = self._saving, None, None
             self._writer.reload()
-            raise _save_failed(self.directory / str(save.step), self.steps(), save.nbytes, error) from error
+            raise save_failed(self.directory / str(save.step), self.steps(), save.nbytes, error) from error
 
     def _retained(self) -> set[int]:
         metrics = {step: manifest(self.directory / str(step)).get("metrics", {}) for step in self.steps()}
@@ -254,6 +254,20 @@ class Checkpoints:
         """Some of the parameters of a step that `check_params` has found whole."""
         return self._read(step, lambda: ocp.load(self.directory / str(step), {name: abstract_params}))[name]
 
+    def unread_params(
+        self, abstract_params: Tree, step: int | None = None, name: str = "params", optional: Collection[str] = ()
+    ) -> Tree:
+        """What `restore_params` loads as `Unread`, where it rests left aside. Raises as it does, also where it is
+        read."""
+        found = self.check_params(abstract_params, step, name, optional)
+
+        def unread(path: tuple, a: jax.ShapeDtypeStruct) -> Unread:
+            stored = StoredArray(self.directory / str(found) / "state", _dotted((jax.tree_util.DictKey(name), *path)))
+            read = functools.partial(self._read, found)
+            return Unread(a.shape, a.dtype, lambda index: read(lambda: stored.read(index)).astype(a.dtype))
+
+        return jax.tree_util.tree_map_with_path(unread, abstract_params)
+
     def check_params(
         self, abstract_params: Tree, step: int | None = None, name: str = "params", optional: Collection[str] = ()
     ) -> int:
@@ -299,12 +313,12 @@ class Checkpoints:
         context = ocp.Context()
         context.pytree.loading.partial_load = True  # `check_fit` has said what may be left out
         try:
-            with _quiet_orbax(), context:
+            with quiet_orbax(), context:
                 return read()
         except (ShardlmError, jax.errors.JaxRuntimeError):  # the latter: out of memory, a lost device
             raise
         except Exception as error:
-            raise self._damaged(step, [_reason(error)]) from error
+            raise self._damaged(step, [reason(error)]) from error
 
     def _damaged(self, step: int, damage: list[str]) -> ShardlmError:
         path = self.directory / str(step)
@@ -317,6 +331,52 @@ class Checkpoints:
                 f"move or delete {path}, then run the same command again."
             )
         return ShardlmError(f"Checkpoint {path} is damaged: {damage[0]}{more}. {remedy}")
+
+
+def save_unread(
+    directory: pathlib.Path,
+    step: int,
+    state: Tree,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Saves a state of `Unread` arrays as a checkpoint in `directory`, without a position in data; a part of one array
+    at a time is in memory, and the first chunk of each. `progress` is called with (bytes written, bytes to write).
+
+    Raises ShardlmError where it cannot be written; there is no such checkpoint then.
+    """
+    path = directory.absolute() / str(step)
+    draft = path.with_name(f"{step}.unfinished")
+    leaves = {_dotted(keys): a for keys, a in jax.tree_util.tree_flatten_with_path(state)[0]}
+    done, total = 0, sum(a.nbytes for a in leaves.values())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(directory).free < total:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # rather than after gigabytes
+        first = jax.tree.map(lambda a: jnp.asarray(first_chunk(a)), state)
+        with quiet_orbax(), _saving():
+            ocp.save_checkpointables(draft, {"state": first, "data": DataState({})}, overwrite=True)
+        del first
+        for name, a in leaves.items():
+            for written in StoredArray(draft / "state", name).grow(a):
+                progress(done := done + written, total)
+        write_manifest(draft, {})
+        draft.rename(path)
+    except (ShardlmError, jax.errors.JaxRuntimeError):  # of what was to be saved
+        raise
+    except Exception as error:
+        raise save_failed(path, [], total, error) from error
+
+
+def _saving() -> ocp.Context:
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # saves in a third of the time
+    context.array.saving.use_replica_parallel = False  # would block for seconds on replicated arrays
+    return context
+
+
+def _dotted(path: tuple) -> str:
+    """The name of an array by its place in a tree, as Orbax makes it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,47 +397,3 @@ class _Retention:
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         kept = self.keep()
         return [checkpoint.step in kept for checkpoint in checkpoints]
-
-
-def _save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Exception) -> ShardlmError:
-    why = _reason(error)
-    if any(os.strerror(code) in why for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
-        limit = " (or files may not become so large: ulimit -f)" if os.strerror(errno.EFBIG) in why else ""
-        why = f"the disk is full: it needs {format_bytes(nbytes)}, and there are {free_space(path)}{limit}"
-    steps = ", ".join(map(str, intact))
-    earlier = f"The checkpoints at step {steps} are intact" if intact else "It was the first"
-    return ShardlmError(
-        f"Checkpoint {path} could not be written: {why}. {earlier}. Free some space or lower "
-        "checkpoint.keep, then run the same command again."
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """The message of the first error of a chain, which says more than what Orbax makes of it."""
-    earlier = error.__cause__ or error.__context__
-    return (earlier and _reason(earlier)) or str(error)
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keeps what Orbax and TensorStore write to the terminal for ``--verbosity=1``: dozens of lines a save,
-    and tracebacks of the tasks that a failure abandons. The failure itself is raised all the same."""
-
-    def wanted(record: logging.LogRecord) -> bool:
-        abandoned = record.name == "asyncio" and record.getMessage().startswith("Task exception was never")
-        return absl_logging.level_debug() or not (abandoned or f"{os.sep}orbax{os.sep}" in record.pathname)
-
-    def report(info: "sys.UnraisableHookArgs") -> None:
-        if absl_logging.level_debug() or str(info.exc_value) != "Event loop is closed":
-            reporter(info)
-
-    loggers = absl_logging.get_absl_logger(), logging.getLogger("asyncio")
-    reporter, sys.unraisablehook = sys.unraisablehook, report
-    for logger in loggers:
-        logger.addFilter(wanted)
-    try:
-        yield
-    finally:
-        sys.unraisablehook = reporter
-        for logger in loggers:
-            logger.removeFilter(wanted)

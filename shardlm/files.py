@@ -42,8 +42,20 @@ def cannot_write(path: pathlib.Path, error: OSError) -> ShardlmError:
 
 def free_space(path: pathlib.Path) -> str:
     """The room on the file system of `path`, for messages: "1.2 GiB free on its file system"."""
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return f"{format_bytes(shutil.disk_usage(existing).free)} free on its file system"
+    return f"{format_bytes(shutil.disk_usage(_existing(path)).free)} free on its file system"
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def check_room(path: pathlib.Path, nbytes: int) -> None:
+    """Refuses to write so many bytes below `path` before the first of them, where they cannot all be there."""
+    if shutil.disk_usage(_existing(path)).free < nbytes:
+        raise ShardlmError(
+            f"{path} needs {format_bytes(nbytes)} and there are {free_space(path)}; free some space or write it to "
+            "another disk"
+        )
 
 
 def format_bytes(count: float) -> str:

@@ -15,7 +15,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.ops import dynamic_matmul
-from shardlm.ops.grouped_weights import Groups, as_published, grouped_axis, quantised
+from shardlm.ops.grouped_weights import Grouped, Groups, as_published, dequantised, grouped_axis, quantised
 from shardlm.ops.weight_format import WeightFormat
 
 Tree = Any
@@ -228,6 +228,20 @@ def made_of(path: tuple, held: "Held", w: np.ndarray, flat: Mapping[tuple, jax.S
     shapes = {own: flat[own] for own in paths_of(path, flat)}
     parts = held.parts(path, functools.partial(scales_of, held, w))
     return assembled(shapes, parts, lambda part: [w[part.index].astype(held.whole.dtype)])
+
+
+def numbers_of(
+    held: Plain | InGroups, part: Part, index: Index, read: Callable[[Index], Sequence[np.ndarray]], dtype: jnp.dtype
+) -> np.ndarray:
+    """A slice of the numbers, in `dtype`, that a weight stands for, of which `part` is all; read as for `assembled`."""
+    if isinstance(held, Plain):
+        return part.make(*read(index)).popitem()[1]
+    axis, cut = held.axis, index[held.axis]
+    group = held.whole.shape[axis] // held.scale.shape[axis]
+    first, last = cut.start // group * group, -(-cut.stop // group) * group  # whole groups
+    made = part.make(*read((*index[:axis], slice(first, last), *index[axis + 1 :])))
+    numbers = np.asarray(dequantised(Grouped(*made.values()), axis, held.how, dtype))
+    return numbers[(slice(None),) * axis + (slice(cut.start - first, cut.stop - first),)]
 
 
 def paths_of(path: tuple, flat: Mapping[tuple, Any]) -> list[tuple]:

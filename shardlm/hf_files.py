@@ -17,10 +17,12 @@ import ml_dtypes
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.files import check_room
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import meant
 from shardlm.gguf_files.header import Block
 from shardlm.gguf_files.place import place
+from shardlm.unread import BLOCK_BYTES, blocks
 
 DTYPES = {
     "F64": np.dtype("float64"),
@@ -302,26 +304,26 @@ def write_folder(
     path: str | os.PathLike,
     tensors: Iterable[Planned],
     config: Mapping[str, Any],
-    beside: pathlib.Path | None = None,
+    finish: Callable[[pathlib.Path], None] = lambda folder: None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """A checkpoint folder as transformers opens it, one tensor in memory at a time. Tokenizer and the like are copied
-    from the folder `beside`. It appears under its name when it is whole. `progress` is called with (bytes
-    written, bytes to write).
+    """A checkpoint folder as transformers opens it, one tensor in memory at a time. `finish` adds what else belongs in
+    it. It appears under its name when it is whole. `progress` is called with (bytes written, bytes to write).
 
-    Raises ShardlmError where there is something already.
+    Raises ShardlmError where there is something already, or no room.
     """
     path = pathlib.Path(path)
     if path.exists():
         raise ShardlmError(f"{path} exists; choose another output folder or remove it")
-    unfinished = path.with_name(path.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     shards = _shards(tensors, shard_bytes)
     width = len(shards)
     files = [f"model-{i + 1:05d}-of-{width:05d}.safetensors" if width > 1 else ONE for i in range(width)]
     total, done = sum(tensor.nbytes for shard in shards for tensor in shard), 0
+    unfinished = path.with_name(path.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    check_room(path, total)
+    unfinished.mkdir(parents=True)
     for file, shard in zip(files, shards, strict=True):
         for tensor in write_file(unfinished / file, shard):
             done += tensor.nbytes
@@ -331,8 +333,7 @@ def write_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         (unfinished / INDEX).write_text(json.dumps(index, indent=2))
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if beside:
-        copy_beside(beside, unfinished)
+    finish(unfinished)
     unfinished.rename(path)
 
 
@@ -372,5 +373,6 @@ def write_file(file: pathlib.Path, tensors: list[Planned]) -> Iterator[Planned]:
         for tensor in tensors:
             array = tensor.make()
             assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
-            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            for part in blocks(array.shape, BLOCK_BYTES // array.itemsize):  # one that is turned is copied
+                stream.write(np.ascontiguousarray(array[part]).reshape(-1).view(np.uint8).data)
             yield tensor

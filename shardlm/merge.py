@@ -1,51 +1,51 @@
 """Adapters added into the weights that they stand on: W + alpha / rank * A B, for a model without adapters."""
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from shardlm.held_weights import of_scale, paths_of
-from shardlm.layers.lora import LoraConfig, beside
-from shardlm.ops.grouped_weights import Grouped, dequantised, grouped_axis
+from shardlm.layers.lora import beside
 from shardlm.state import ModelDef
+from shardlm.unread import Index, Unread
 
 Tree = Any
 
 
-def merged(model: ModelDef, params: Tree) -> tuple[ModelDef, Tree]:
-    """(the model without adapters, its weights in the compute dtype) of a model with adapters and all its parameters;
-    under its mesh. Weights in few bits are those that the adapters were trained on, not those they came from."""
-    execution = model.execution
-    plain = ModelDef.make(model.config, dataclasses.replace(execution, lora=LoraConfig(), weights="dtype"))
-    flat, made = flatten_dict(params), {}
-    for path, shape in flatten_dict(plain.shapes).items():
-        w = flat[path]
-        if of_scale(path) in flat:
-            held = [flat[own] for own in paths_of(path, flat)]
-            axis = grouped_axis(w.shape, held[1].shape)
-            whole = [None if i == axis else part for i, part in enumerate(_spec(w))]
-            held = Grouped(*(jax.reshard(a, jax.sharding.PartitionSpec(*whole)) for a in held))
-            w = dequantised(held, axis, model.groups[path], execution.dtype)
-            w = jax.reshard(w, shape.sharding.spec)
-        if beside(path)[0] in flat:
-            a, b = (flat[own] for own in beside(path))
-            w = w + (execution.lora.alpha / execution.lora.rank * _product(a, b, path[0] == "segments")).astype(w.dtype)
-        made[path] = w.astype(execution.dtype)
-    return plain, unflatten_dict(made)
+def merged(model: ModelDef, base: Tree, adapters: Tree) -> Tree:
+    """The weights of a model without adapters, in the compute dtype, as `Unread`: of what the adapters stand on, as
+    `Unread`, and them. Weights in few bits are those that the adapters were trained on, not those they came from."""
+    added, dtype = flatten_dict(adapters), jnp.dtype(model.execution.dtype)
+    factor = model.execution.lora.alpha / model.execution.lora.rank
+
+    @functools.lru_cache(maxsize=1)  # a layer's blocks are read one after the other
+    def product(path: tuple, layer: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        a, b = (np.asarray(added[own]) for own in beside(path))
+        for i in layer:  # a stack of one, as it was of all: XLA's sums are the same then
+            a, b = a[i : i + 1], b[i : i + 1]
+        return np.asarray((factor * _product(a, b, bool(layer))).astype(dtype))
+
+    def fetch(path: tuple, w: Unread, index: Index) -> np.ndarray:
+        found = w.fetch(index)
+        if beside(path)[0] in added and path[0] == "segments":
+            first, *rest = index
+            layers = range(first.start, first.stop)
+            found = found + np.concatenate([product(path, (i,), found.dtype)[:, *rest] for i in layers])
+        elif beside(path)[0] in added:
+            found = found + product(path, (), found.dtype)[index]
+        return found.astype(dtype)
+
+    flat = flatten_dict(base)
+    return unflatten_dict({path: Unread(w.shape, dtype, functools.partial(fetch, path, w)) for path, w in flat.items()})
 
 
-def _product(a: jax.Array, b: jax.Array, stacked: bool) -> jax.Array:
+def _product(a: np.ndarray, b: np.ndarray, stacked: bool) -> jax.Array:
     """[*stack, *inputs, rank] times [*stack, rank, *outputs]."""
     letters = iter("ijkmnop")
     stack = "l" if stacked else ""
     inputs = "".join(next(letters) for _ in range(a.ndim - 1 - stacked))
     outputs = "".join(next(letters) for _ in range(b.ndim - 1 - stacked))
     return jnp.einsum(f"{stack}{inputs}z,{stack}z{outputs}->{stack}{inputs}{outputs}", a, b, precision="highest")
-
-
-def _spec(a: jax.Array) -> tuple:
-    spec = jax.typeof(a).sharding.spec
-    return (*spec, *(None,) * (a.ndim - len(spec)))

@@ -108,6 +108,15 @@ class Found:
         return max(rows, options.get("max_position_embeddings") or options.get("n_positions") or 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A model that is to be opened, and the mesh that it will be called under."""
+
+    found: Found
+    model: ModelDef
+    mesh: Mesh
+
+
 def _stretched(source: Pretrained) -> bool:
     return any(a.rope and a.rope.kind in STRETCHED for a in source.transformer().attentions())
 
@@ -168,6 +177,27 @@ def load(
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
+    ready = prepare(
+        path, mesh=mesh, rules=rules, dtype=dtype, length=length, decoding=decoding, quantization=quantization, mtp=mtp
+    )
+    with jax.set_mesh(ready.mesh):
+        check(ready.model)
+        params = _parameters(ready.found, ready.model, ready.mesh, step, "ema" if ema else "params")
+    return Opened(ready.model, params, ready.mesh, ready.found.source, ready.found.folder)
+
+
+def prepare(
+    path: str | os.PathLike,
+    *,
+    mesh: MeshSpec | None = None,
+    rules: Preset = "zero3",
+    dtype: str | None = None,
+    length: int = 0,
+    decoding: bool = False,
+    quantization: str | AsPublished | None = None,
+    mtp: bool = False,
+) -> Prepared:
+    """What `load` opens, before its weights are read. Raises as it does for what can be told then."""
     found = describe(path, length)
     if quantization not in (None, "dtype") and found.lora.rank:
         raise ShardlmError(
@@ -191,9 +221,7 @@ def load(
         name = dtype or _published(found, built)
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)
-        check(model)
-        params = _parameters(found, model, built, step, "ema" if ema else "params")
-    return Opened(model, params, built, found.source, found.folder)
+    return Prepared(found, model, built)
 
 
 def _parameters(found: Found, model: ModelDef, mesh: Mesh, step: int | None, name: str) -> Any:

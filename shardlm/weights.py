@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -20,11 +21,13 @@ from shardlm.held_weights import (
     Index,
     InGroups,
     Part,
+    Plain,
     View,
     as_read,
     assembled,
     check_kept,
     held_weights,
+    numbers_of,
     paths_of,
     scales_of,
 )
@@ -35,6 +38,7 @@ from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of, stacked
 from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
+from shardlm.unread import Unread
 from shardlm.weight_copies import Readable, check_copies, copies
 
 Tree = Any
@@ -101,30 +105,22 @@ def load(
     missing, left over, of another shape, or copies that differ from what they repeat, all named, and for one that is
     not held as it is to be served.
     """
-    stored = own_tensors(folder)
-    if not model.config.mtp:
-        for name in _further(model.config, folder.config, stored):
-            del stored[name]
-    held = held_weights(shapes, model.execution.weights, model.groups)
-    whole = as_read(held)
-    named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
-    originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
-    known = registry.names(folder.config, model.config, next(model.config.blocks()))
-    repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
-    _check(model.config, named, whole, {name: a for name, a in stored.items() if name not in repeated})
-    check_copies(repeated, stored)
-    reader, work = _Reader(stored, progress), []
-    for leaf in named:
-        one = held[leaf.path]
-        if isinstance(one, InGroups) and one.how.published:
-            check_kept(one.how, {name: stored[name] for name in leaf.names(one.whole.shape)})
-        parts = one.parts(leaf.path, functools.cache(functools.partial(reader.scales, leaf, one)))
-        work.append((leaf, one, parts))
-        indices = [part.index for part in parts] + [(slice(None),) * one.whole.ndim] * one.reads_twice
-        reader.total += _bytes(stored, leaf, one.whole.shape, indices)
+    reader = _Reader.of(model, folder, shapes, progress)
     flat, made = flatten_dict(shapes), {}
-    for leaf, one, parts in work:
+    for leaf, one, parts in reader.work:
         made |= reader.arrays(leaf, one, {path: flat[path] for path in paths_of(leaf.path, flat)}, parts)
+    return unflatten_dict(made)
+
+
+def unread(model: ModelDef, folder: Folder, shapes: Tree) -> Tree:
+    """The same as `Unread`, for `shapes` on one device: weights in few bits as the numbers that they stand for, in the
+    compute dtype. Raises as `load`."""
+    reader, made = _Reader.of(model, folder, shapes, lambda done, total: None), {}
+    for leaf, one, (part,) in reader.work:
+        dtype = one.whole.dtype if isinstance(one, Plain) else model.execution.dtype
+        read = functools.partial(reader.read, leaf, one)
+        fetch = functools.partial(numbers_of, one, part, read=read, dtype=dtype)
+        made[leaf.path] = Unread(one.whole.shape, jnp.dtype(dtype), fetch)
     return unflatten_dict(made)
 
 
@@ -227,17 +223,49 @@ def _each(stored: Mapping[str, Stored], leaf: Leaf) -> float:
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads parameters slice by slice, and tells how many bytes of the files are done."""
+    """Reads parameters slice by slice, and tells how many bytes of the files are done. `work`: all of them, how they
+    are held, and of what parts."""
 
     stored: Mapping[str, Stored]
     progress: Callable[[int, int], None]
+    work: list[tuple[Leaf, Held, list[Part]]] = dataclasses.field(default_factory=list)
     total: float = 0.0
     done: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelDef, folder: Folder, shapes: Tree, progress: Callable[[int, int], None]) -> "_Reader":
+        """Raises ShardlmError for a folder that does not fit (`load`)."""
+        stored = own_tensors(folder)
+        if not model.config.mtp:
+            for name in _further(model.config, folder.config, stored):
+                del stored[name]
+        held = held_weights(shapes, model.execution.weights, model.groups)
+        whole = as_read(held)
+        named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
+        originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
+        known = registry.names(folder.config, model.config, next(model.config.blocks()))
+        repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
+        _check(model.config, named, whole, {name: a for name, a in stored.items() if name not in repeated})
+        check_copies(repeated, stored)
+        reader = cls(stored, progress)
+        for leaf in named:
+            one = held[leaf.path]
+            if isinstance(one, InGroups) and one.how.published:
+                check_kept(one.how, {name: stored[name] for name in leaf.names(one.whole.shape)})
+            parts = one.parts(leaf.path, functools.cache(functools.partial(reader.scales, leaf, one)))
+            reader.work.append((leaf, one, parts))
+            indices = [part.index for part in parts] + [(slice(None),) * one.whole.ndim] * one.reads_twice
+            reader.total += _bytes(stored, leaf, one.whole.shape, indices)
+        return reader
 
     def arrays(self, leaf: Leaf, held: Held, shapes: Mapping[tuple, jax.ShapeDtypeStruct], parts: list[Part]):
         """{path: an array} of one parameter: the host holds one slice at a time, and devices that hold the same share
         one reading."""
-        return assembled(shapes, parts, lambda part: [self._slice(leaf, view) for view in held.views(part.index)])
+        return assembled(shapes, parts, lambda part: self.read(leaf, held, part.index))
+
+    def read(self, leaf: Leaf, held: Held, index: Index) -> list[np.ndarray]:
+        """What a slice of a parameter is made of."""
+        return [self._slice(leaf, view) for view in held.views(index)]
 
     def scales(self, leaf: Leaf, held: ByResult) -> np.ndarray:
         """Of all results, read layer by layer: [L, *made]."""
@@ -275,7 +303,8 @@ class _Reader:
 def planned(
     config: TransformerConfig, params: Tree, names: Callable[[BlockConfig], Names], dtype: np.dtype
 ) -> Iterator[Planned]:
-    """The tensors of a checkpoint of these parameters, in `dtype`; each is brought to the host when it is written."""
+    """The tensors of a checkpoint of these parameters, arrays or `Unread`, in `dtype`; each is brought to the host when
+    it is written."""
     flat = jax.tree.leaves(params)
     named = leaves(config, params, names)
     arrays = {leaf.path: a for leaf, a in zip(named, flat, strict=True)}
@@ -288,10 +317,8 @@ def planned(
                 def make(group=group, place=place, expert=expert) -> np.ndarray:
                     parts = []
                     for leaf, _ in group:
-                        a = arrays[leaf.path]
-                        a = a[place] if leaf.layers else a
-                        a = a[expert] if leaf.tensor.per_expert() else a
-                        parts.append((_without_experts(leaf.tensor), np.asarray(a).astype(dtype)))
+                        at = (place,) * bool(leaf.layers) + (expert,) * leaf.tensor.per_expert()
+                        parts.append((_without_experts(leaf.tensor), _on_host(arrays[leaf.path], at, dtype)))
                     return join(parts)
 
                 name = first.tensor.name.format(layer=layer, expert=expert)
@@ -301,6 +328,10 @@ def planned(
         leaf, a = of_all[ours,], arrays[ours,]
 
         def repeat(leaf=leaf, a=a) -> np.ndarray:
-            return join([(leaf.tensor, np.asarray(a).astype(dtype))])
+            return join([(leaf.tensor, _on_host(a, (), dtype))])
 
         yield Planned(name, dtype, shape_of([(leaf.tensor, a.shape)]), repeat)
+
+
+def _on_host(a: jax.Array | np.ndarray | Unread, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return a.part(at, dtype) if isinstance(a, Unread) else np.asarray(a[at]).astype(dtype)

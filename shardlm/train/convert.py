@@ -1,25 +1,26 @@
-"""Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates."""
+"""Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates.
+A model may be larger than memory: what is read of it is written before more is read."""
 
-import dataclasses
 import json
 import os
 import pathlib
+import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm import chat, hf_files, peft, weights
-from shardlm.checkpoint import CheckpointConfig, Checkpoints
+from shardlm.checkpoint import Checkpoints, save_unread
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
 from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.opened import DTYPES, Opened, describe, load
-from shardlm.progress_bar import bytes_bar, waiting
-from shardlm.run_files import CHECKPOINTS, find_run, save_run_files
-from shardlm.state import is_adapter
+from shardlm.opened import DTYPES, Prepared, prepare, trained
+from shardlm.progress_bar import bytes_bar
+from shardlm.run_files import CHECKPOINTS, save_run_files
+from shardlm.state import at_rest
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig, TrainConfig
 
@@ -40,44 +41,61 @@ def to_hf(
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
     # Sums of weights and adapters are rounded as weights are held: in full where that is asked for.
     held = "float32" if merge and dtype == "float32" else None
-    opened = load(checkpoint, dtype=held, ema=ema, mtp=True)
-    if opened.model.execution.lora.rank:
-        if not merge:
-            _adapters_to_hf(opened, pathlib.Path(output))
-            return
-        with jax.set_mesh(opened.mesh):
-            model, params = merged(opened.model, opened.params)
-        opened = dataclasses.replace(opened, model=model, params=params)
-    if not hasattr(opened.source, "to_hf"):
-        raise ShardlmError(f"a {type(opened.source).__name__} has no architecture on Hugging Face")
-    config = {**opened.source.to_hf(), "dtype": dtype}
-    beside = opened.folder
-    if isinstance(opened.source, Pretrained):
-        if (folder := hf_files.home(pathlib.Path(opened.source.folder))).is_dir():
-            beside = folder  # templates and the like, beside the same tokenizer
+    opened = prepare(checkpoint, dtype=held, mtp=True)
+    name, source = "ema" if ema else "params", opened.found.source
+    if opened.found.lora.rank and not merge:
+        _adapters_to_hf(opened, name, pathlib.Path(output))
+        return
+    if not hasattr(source, "to_hf"):
+        raise ShardlmError(f"a {type(source).__name__} has no architecture on Hugging Face")
+    config, folder = {**source.to_hf(), "dtype": dtype}, opened.found.folder
+    beside = folder
+    if isinstance(source, Pretrained):
+        if (own := hf_files.home(pathlib.Path(source.folder))).is_dir():
+            beside = own  # templates and the like, beside the same tokenizer
     else:
-        config |= _end_of_document(opened.folder)
-        config["max_position_embeddings"] = find_run(opened.folder).config_json["train"]["seq_len"]
+        config |= _end_of_document(folder)
+        config["max_position_embeddings"] = opened.found.run.config_json["train"]["seq_len"]
 
     def names(block):
         return registry.names(config, opened.model.config, block)
 
-    planned = list(weights.planned(opened.model.config, opened.params, names, jnp.dtype(DTYPES[dtype])))
-    with jax.set_mesh(opened.mesh), bytes_bar("writing weights") as progress:
-        hf_files.write_folder(output, planned, config, beside, shard_bytes, progress)
-    if (opened.folder / chat.FILE).exists():  # of a run that trained on chats
-        chat.ChatTemplate.load(opened.folder).save(output)
-    described = pathlib.Path(output) / "tokenizer_config.json"
-    if (opened.folder / "tokenizer.json").exists() and not described.exists():
-        described.write_text(json.dumps(_tokenizer_config(opened.folder), indent=2) + "\n")
+    def finish(written: pathlib.Path) -> None:
+        hf_files.copy_beside(beside, written)
+        if (folder / chat.FILE).exists():  # of a run that trained on chats
+            chat.ChatTemplate.load(folder).save(written)
+        described = written / "tokenizer_config.json"
+        if (folder / "tokenizer.json").exists() and not described.exists():
+            described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
+
+    planned = list(weights.planned(opened.model.config, _unread(opened, name), names, jnp.dtype(DTYPES[dtype])))
+    with bytes_bar("writing weights") as progress:
+        hf_files.write_folder(output, planned, config, finish, shard_bytes, progress)
 
 
-def _adapters_to_hf(opened: Opened, output: pathlib.Path) -> None:
-    adapters = {path: a for path, a in flatten_dict(opened.params).items() if is_adapter(path)}
-    peft.save(output, opened.model, unflatten_dict(adapters), opened.source)
-    hf_files.copy_beside(hf_files.home(pathlib.Path(opened.source.folder)), output)
-    if (opened.folder / chat.FILE).exists():
-        chat.ChatTemplate.load(opened.folder).save(output)
+def _unread(opened: Prepared, name: str) -> Any:
+    """The weights of a model, with its adapters in them where it has any: a slice at a time is in memory, and all of
+    the adapters."""
+    found, model = opened.found, opened.model
+    if found.run and not found.lora.rank:
+        with Checkpoints(found.run.checkpoints_dir) as reader:
+            # Of modules that predict further tokens as many are read as the model has.
+            return reader.unread_params(model.shapes, found.run.step, name, optional=("mtp",))
+    base = weights.unread(model, hf_files.Folder.open(found.source.folder), model.held_at_rest(opened.mesh))
+    return merged(model, base, _adapters(opened, name)) if found.lora.rank else base
+
+
+def _adapters(opened: Prepared, name: str) -> Any:
+    shapes = jax.tree.map(lambda s: at_rest(s, opened.mesh), opened.model.shapes)
+    return trained(opened.found, opened.model, shapes, opened.mesh, name=name)
+
+
+def _adapters_to_hf(opened: Prepared, name: str, output: pathlib.Path) -> None:
+    found = opened.found
+    peft.save(output, opened.model, _adapters(opened, name), found.source)
+    hf_files.copy_beside(hf_files.home(pathlib.Path(found.source.folder)), output)
+    if (found.folder / chat.FILE).exists():
+        chat.ChatTemplate.load(found.folder).save(output)
 
 
 def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
@@ -86,16 +104,19 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
     run_dir = pathlib.Path(output)
     if run_dir.exists():
         raise ShardlmError(f"{run_dir} exists; choose another output folder or remove it")
-    opened = load(checkpoint, dtype="float32", mtp=True)
-    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(opened.source.options.get("dtype"), "fp32")
-    tokenizer = opened.folder / "tokenizer.json"
-    checkpointing = Checkpoints(run_dir / CHECKPOINTS, CheckpointConfig())
-    with jax.set_mesh(opened.mesh), waiting("writing the checkpoint"), checkpointing as checkpoints:
-        checkpoints.save(0, {"params": opened.params}, {}, {})
-    rows = min(TrainConfig().seq_len, describe(checkpoint).longest or TrainConfig().seq_len)
-    config = RunConfig(opened.source, precision=precision, train=TrainConfig(seq_len=rows), run_dir=str(run_dir))
-    save_run_files(run_dir, to_json(config), tokenizer if tokenizer.exists() else None)
-    hf_files.copy_beside(opened.folder, run_dir)
+    opened = prepare(checkpoint, dtype="float32", mtp=True)
+    found, params = opened.found, _unread(opened, "params")
+    unfinished = run_dir.with_name(f"{run_dir.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with bytes_bar("writing the checkpoint") as progress:
+        save_unread(unfinished / CHECKPOINTS, 0, {"params": params}, progress)
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(found.source.options.get("dtype"), "fp32")
+    rows = min(TrainConfig().seq_len, found.longest or TrainConfig().seq_len)
+    config = RunConfig(found.source, precision=precision, train=TrainConfig(seq_len=rows), run_dir=str(run_dir))
+    tokenizer = found.folder / "tokenizer.json"
+    save_run_files(unfinished, to_json(config), tokenizer if tokenizer.exists() else None)
+    hf_files.copy_beside(found.folder, unfinished)
+    unfinished.rename(run_dir)
 
 
 def _end_of_document(folder: pathlib.Path) -> dict[str, int]:

@@ -17,7 +17,7 @@ from engines import CONFIG, folder_of
 
 import shardlm
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Folder, Planned, write_folder
+from shardlm.hf_files import Folder, Planned, copy_beside, write_folder
 from shardlm.layers.context import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
@@ -89,7 +89,12 @@ def test_the_numbers_of_a_published_checkpoint_are_multiplied(folder, tmp_path):
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     told_of = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
     planned = [Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in told.items()]
-    write_folder(tmp_path / "fp8", planned, {**plain.config, "quantization_config": told_of}, folder)
+    write_folder(
+        tmp_path / "fp8",
+        planned,
+        {**plain.config, "quantization_config": told_of},
+        functools.partial(copy_beside, folder),
+    )
     found = load(tmp_path / "fp8", decoding=True, quantization="fp8_dynamic", mesh=MeshSpec(tensor=2)).params
     for layer in range(DENSE.num_layers):
         block = jax.tree.map(lambda a, layer=layer: np.asarray(a[layer]), found["segments"][0]["blocks"][0])
