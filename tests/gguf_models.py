@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from shardlm.gguf_files.config import READERS
 from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.hf_quantised import dequantised
 
@@ -301,6 +302,12 @@ AS_TOLD: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [], "num_hidden_layers": 2},
 }
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
+
+
+def known() -> list[str]:
+    """The references whose architecture is read of such files too."""
+    kinds = {path.name: Folder.open(path).config["model_type"] for path in sorted(REFERENCES.iterdir())}
+    return [name for name, kind in kinds.items() if ARCHITECTURES.get(kind, kind) in READERS]
 
 
 def as_told(name: str, path: pathlib.Path) -> pathlib.Path:

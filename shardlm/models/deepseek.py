@@ -2,8 +2,10 @@
 dense layers, then many small experts with shared ones beside them."""
 
 import dataclasses
+from collections.abc import Callable
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
@@ -141,14 +143,19 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("attention_bias", False)
     options.only("rope_interleave", True)
     attention = hf_decoder.attention(options, length) if kind == "deepseek" else _latent(options, length)
-    dense, sparse = MlpConfig(options("intermediate_size"), options.activation()), _experts(options, kind)
-    first = options("first_k_dense_replace", 0)
-
-    def block(layer: int) -> BlockConfig:
-        return BlockConfig(attention, sparse if layer >= first else dense)
-
     options("mlp_bias", False), options("qk_head_dim", 0), options("head_dim", 0)  # repeated from other options
     options("num_key_value_heads", 0)
+    return decoder(options, lambda layer: attention, experts_of(options, kind == "deepseek_v3"))
+
+
+def decoder(options: Options, attention: Callable[[int], AttentionConfig | MlaConfig], sparse: MoeConfig):
+    """A few dense layers, then such experts, and the modules that predict further tokens, whose layers are as the last;
+    `attention` is each layer's."""
+    dense, first = MlpConfig(options("intermediate_size"), options.activation()), options("first_k_dense_replace", 0)
+
+    def block(layer: int) -> BlockConfig:
+        return BlockConfig(attention(layer), sparse if layer >= first else dense)
+
     further = options("num_nextn_predict_layers", 0)
     mtp = MtpConfig(block(options("num_hidden_layers")), further) if further else None
     return hf_decoder.decoder(options, block, hf_decoder.rms(options), mtp=mtp)
@@ -172,8 +179,9 @@ def _latent(options: Options, length: int) -> MlaConfig:
     )
 
 
-def _experts(options: Options, kind: str) -> MoeConfig:
-    third = kind == "deepseek_v3"
+def experts_of(options: Options, third: bool, normalize: bool = False) -> MoeConfig:
+    """Experts by DeepSeek's option names, chosen as V3 does (`third`) or as those before; `normalize` is the family's
+    default."""
     options.only("scoring_func", "sigmoid" if third else "softmax")
     method = options("topk_method", "noaux_tc" if third else "greedy")
     if method not in ("noaux_tc", "greedy", "group_limited_greedy") or third != (method == "noaux_tc"):
@@ -182,7 +190,7 @@ def _experts(options: Options, kind: str) -> MoeConfig:
     width = options("moe_intermediate_size")
     router = Router(
         "sigmoid" if third else "softmax",
-        bool(options("norm_topk_prob", False)),
+        bool(options("norm_topk_prob", normalize)),
         options("n_group", 1) if grouped else 1,
         options("topk_group", 1) if grouped else 1,
         float(options("routed_scaling_factor", 1.0)),

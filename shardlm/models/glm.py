@@ -13,8 +13,7 @@ from shardlm.models.transformer import TransformerConfig
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` glm4."""
-    options("partial_rotary_factor", 0.5)
-    attention = hf_decoder.attention(options, length, out_bias=False)
+    attention = hf_decoder.attention(options, length, partial=0.5, out_bias=False)
     block = BlockConfig(attention, hf_decoder.mlp(options), norms="both")
     return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))
 

@@ -13,8 +13,9 @@ from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.transformer import TransformerConfig
 
 
-def attention(options: Options, length: int = 0, **changes: Any) -> AttentionConfig:
-    """Grouped-query attention with rotary embedding, by Llama's option names. `changes` are fields set otherwise."""
+def attention(options: Options, length: int = 0, partial: float = 1.0, **changes: Any) -> AttentionConfig:
+    """Grouped-query attention with rotary embedding, by Llama's option names. `partial` is the part of each head that
+    the family usually rotates; `changes` are fields set otherwise."""
     heads = options("num_attention_heads")
     head_dim = options("head_dim", 0) or options("hidden_size") // heads
     bias = bool(options("attention_bias", False))
@@ -26,7 +27,7 @@ def attention(options: Options, length: int = 0, **changes: Any) -> AttentionCon
         "out_bias": bias,
     }
     if "rope" not in changes:
-        fields["rope"] = rope_of(options, head_dim, length=length)
+        fields["rope"] = rope_of(options, head_dim, length=length, partial=partial)
     return AttentionConfig(**fields | changes)
 
 

@@ -136,14 +136,15 @@ class Options:
             )
 
 
-def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0) -> Rope:
+def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0, partial: float = 1.0) -> Rope:
     """The rotary embedding of the published options `rope_theta` and `rope_scaling`, or of their newer form
-    `rope_parameters`; `group` is the kind of layer, where each has its own. `length` is the longest row of this use."""
+    `rope_parameters`; `group` is the kind of layer, where each has its own. `length` is the longest row of this use,
+    `partial` the part of each head that the family usually rotates."""
     new = options("rope_parameters", {})
     scaling = new.get(group, new) if new else options("rope_scaling", {})
     theta = scaling.get("rope_theta") or options("rope_theta", 10_000.0)
     options("rope_scaling", None)
-    partial = scaling.get("partial_rotary_factor") or options("partial_rotary_factor", 1.0)
+    partial = scaling.get("partial_rotary_factor") or options("partial_rotary_factor", partial)
     options("partial_rotary_factor", None), options("rope_theta", None)
     longest = options.values.get("max_position_embeddings") or 0
     common = {"theta": float(theta), "dim": 0 if partial == 1 else int(head_dim * partial), "length": length}

@@ -33,18 +33,21 @@ SIZES = {
 LONG = {"factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, **LONG}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MLA = {
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
+ROUTED = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
     "routed_scaling_factor": 1.5,
+}
+MLA = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    **ROUTED,
 }
 
 
@@ -112,6 +115,15 @@ CASES = {
         },
     ),
     "glm4": ("glm4", {"head_dim": 8, "attention_bias": True}),
+    "glm4_moe": (
+        "glm4_moe",
+        {**ROUTED, "head_dim": 12, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True},
+    ),
+    "dots1": (
+        "dots1",
+        {**ROUTED, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "minimax_m2": ("minimax_m2", {**MOE, "head_dim": 12, "rotary_dim": 6}),
     "gpt2": ("gpt2", {}),
     "gpt_oss": (
         "gpt_oss",

@@ -27,7 +27,7 @@ from shardlm.hf_quantised.gguf_kinds import KINDS
 from shardlm.weights import own_tensors
 
 # The converter leaves out how a rotation is stretched that depends on each row's length.
-NAMES = [path.name for path in sorted(gguf_models.REFERENCES.iterdir()) if path.name != "llama_dynamic"]
+NAMES = [name for name in gguf_models.known() if name != "llama_dynamic"]
 
 
 @pytest.fixture(autouse=True)

@@ -143,3 +143,15 @@ def test_a_config_alone_is_believed_about_further_modules(tmp_path):
     assert Pretrained(str(tmp_path), mtp=False).transformer().mtp is None
     reference = pathlib.Path(HERE / "references" / "deepseek_v3")
     assert Pretrained(str(reference)).transformer().mtp is None  # its weights have none
+
+
+def test_glm_publishes_its_modules_as_deepseek_does():
+    """GLM-4.5: one more layer with the tensors of any, and those of the module."""
+    options = {**hf_files.Folder.open(HERE / "references" / "glm4_moe").config, "num_nextn_predict_layers": 1}
+    config = registry.transformer(options)
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        shapes = ModelDef.make(config, Execution(Rules.make("replicated", MeshSpec()))).shapes
+    found = {t.name for t in weights.planned(config, shapes, partial(registry.names, options, config), np.float32)}
+    layers = [{name.split(f"layers.{n}.")[1] for name in found if f".{n}." in name} for n in (2, 3)]
+    own = {"eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"}
+    assert layers[1] - layers[0] == {f"{name}.weight" for name in own} and layers[0] < layers[1]
