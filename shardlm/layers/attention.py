@@ -10,7 +10,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
-from shardlm.ops.rope import Rope, rope
+from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class AttentionConfig:
                all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
     scale      of the scores; 0: head_dim ** -0.5
     softcap    scores are softcap * tanh(scores / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: as they are
+    query_growth  of queries by their position, after the rotation (ops/rope.py)
     sinks      each head has a learned score that takes weight from the tokens (GPT-OSS,
                https://arxiv.org/abs/2309.17453)
     gate       each head's output is multiplied by the sigmoid of a projection (Qwen3-Next,
@@ -41,6 +42,7 @@ class AttentionConfig:
     norm: NormConfig = NormConfig()
     scale: float = 0.0
     softcap: float = 0.0
+    query_growth: QueryGrowth | None = None
     sinks: bool = False
     gate: bool = False
 
@@ -108,6 +110,8 @@ class Attention(nnx.Module):
             k = self._normalised(k, self.k_norm, self.kv_name, execution)
         if config.rope:
             q, k = rope(q, positions, config.rope), rope(k, positions, config.rope)
+        if config.query_growth:
+            q = grown(q, positions, config.query_growth)
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,

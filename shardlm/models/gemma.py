@@ -1,6 +1,9 @@
-"""Gemma 2 and 3, text (https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786): norms before and after
-each layer, a GELU gate, a scaled embedding, sliding windows between layers that see everything; 2 has soft-capped
-scores and logits, 3 norms on queries and keys and its own rotation for each kind of layer."""
+"""Gemma (https://arxiv.org/abs/2403.08295): a GELU gate and a scaled embedding. Gemma 2 and 3, text
+(https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786): norms before and after each layer too, and sliding
+windows between layers that see everything; 2 has soft-capped scores and logits, 3 norms on queries and keys and its own
+rotation for each kind of layer."""
+
+import dataclasses
 
 from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
@@ -12,7 +15,9 @@ from shardlm.ops.rope import Rope
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` gemma2 and gemma3_text."""
+    """`model_type` gemma, gemma2 and gemma3_text."""
+    if options("model_type") == "gemma":
+        return _first(options, length)
     third = options("model_type") == "gemma3_text"
     options.only("use_bidirectional_attention", False)
     options("hidden_act", None), options("sliding_window_size", None)  # repeat hidden_activation and sliding_window
@@ -37,7 +42,19 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     return hf_decoder.decoder(options, block, norm, True, embed_scale=scale, logits=LogitsConfig(softcap=cap))
 
 
+def _first(options: Options, length: int) -> TransformerConfig:
+    options.only("use_bidirectional_attention", None, False)
+    options.only("hidden_act", "gelu_pytorch_tanh", "gelu")  # the first checkpoints say gelu and mean the other
+    options.only("hidden_activation", None, "gelu_pytorch_tanh")
+    feed_forward = dataclasses.replace(hf_decoder.mlp(options), activation="gelu_tanh")
+    block = BlockConfig(hf_decoder.attention(options, length), feed_forward)
+    scale = float(options("hidden_size")) ** 0.5
+    return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options, offset=1.0), True, embed_scale=scale)
+
+
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
+    if block.norms == "pre":
+        return standard()
     return standard(
         attention_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",

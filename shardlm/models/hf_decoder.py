@@ -11,6 +11,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.rope import Rope
 
 
 def attention(options: Options, length: int = 0, partial: float = 1.0, **changes: Any) -> AttentionConfig:
@@ -29,6 +30,15 @@ def attention(options: Options, length: int = 0, partial: float = 1.0, **changes
     if "rope" not in changes:
         fields["rope"] = rope_of(options, head_dim, length=length, partial=partial)
     return AttentionConfig(**fields | changes)
+
+
+def rope_of_kind(options: Options, windowed: bool, length: int) -> Rope:
+    """Of the layers with a window, or of those without, where each kind has its own in `rope_parameters`. By the older
+    options layers with a window are not stretched."""
+    head_dim = options("head_dim", 0) or options("hidden_size") // options("num_attention_heads")
+    if windowed and not options("rope_parameters", None):
+        return Rope(float(options("rope_theta", 10_000.0)))
+    return rope_of(options, head_dim, "sliding_attention" if windowed else "full_attention", length)
 
 
 def mlp(options: Options, activation: str = "hidden_act", **changes: Any) -> MlpConfig:

@@ -88,6 +88,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 

@@ -47,8 +47,10 @@ class LlamaConfig:
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` llama: Llama 2, 3 and later text models, DeepSeek LLM, and whoever shares their architecture."""
-    block = BlockConfig(hf_decoder.attention(options, length), hf_decoder.mlp(options))
+    """`model_type` llama: Llama 2, 3 and later text models, DeepSeek LLM, and whoever shares their architecture; arcee
+    (AFM 4.5B, https://huggingface.co/arcee-ai/AFM-4.5B), whose feed-forward layers have no gate."""
+    feed_forward = hf_decoder.mlp(options, gated=options("model_type") != "arcee")
+    block = BlockConfig(hf_decoder.attention(options, length), feed_forward)
     return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))
 
 

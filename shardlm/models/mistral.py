@@ -1,21 +1,32 @@
-"""Mistral (https://arxiv.org/abs/2310.06825): Llama's decoder with a sliding window."""
+"""Mistral (https://arxiv.org/abs/2310.06825): Llama's decoder with a sliding window; Ministral 3
+(https://arxiv.org/abs/2601.08584): without one, with queries that grow with their position."""
 
 from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, standard
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.rope import QueryGrowth
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` mistral."""
+    """`model_type` mistral and ministral3."""
     windows = hf_decoder.sliding(options, lambda layer: True)
-    feed_forward = hf_decoder.mlp(options)
+    feed_forward, growth = hf_decoder.mlp(options), _growth(options)
 
     def block(layer: int) -> BlockConfig:
-        return BlockConfig(hf_decoder.attention(options, length, window=windows[layer]), feed_forward)
+        own = {"window": windows[layer], "query_growth": growth}
+        return BlockConfig(hf_decoder.attention(options, length, **own), feed_forward)
 
     return hf_decoder.decoder(options, block, hf_decoder.rms(options))
+
+
+def _growth(options: Options) -> QueryGrowth | None:
+    rope = options("rope_parameters", {})
+    if options("model_type") != "ministral3" or not rope.get("llama_4_scaling_beta"):
+        return None
+    original = "original_max_position_embeddings"
+    return QueryGrowth(float(rope["llama_4_scaling_beta"]), rope.get(original) or options(original))
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:

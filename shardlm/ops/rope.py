@@ -100,6 +100,21 @@ class Rope:
         return np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class QueryGrowth:
+    """Queries grow with their position by 1 + weight * log(1 + floor(position / length)), so that scores over long
+    texts stay apart (Llama 4's way, after https://arxiv.org/abs/2501.19399)."""
+
+    weight: float
+    length: int
+
+
+def grown(q: jax.Array, positions: jax.Array, config: QueryGrowth) -> jax.Array:
+    """q [B, T, N, H], positions int32 [B, T]; returns q's shape and dtype."""
+    factor = 1 + config.weight * jnp.log1p((positions // config.length).astype(jnp.float32))
+    return q * factor[:, :, None, None].astype(q.dtype)
+
+
 def rope(x: jax.Array, positions: jax.Array, config: Rope) -> jax.Array:
     """Rotates the two halves of each head's rotated dimensions by position (https://arxiv.org/abs/2104.09864, eq. 34,
     in the half-split order that Llama checkpoints of Hugging Face use). Angles and products are float32.

@@ -5,7 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped"]
 ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
 
 
@@ -15,6 +15,8 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
         return jax.nn.gelu(x, approximate=True)
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=False)
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
     return {"silu": jax.nn.silu, "relu": jax.nn.relu}[activation](x)
 
 

@@ -152,6 +152,6 @@ def test_glm_publishes_its_modules_as_deepseek_does():
     with jax.set_mesh(mesh_of(MeshSpec())):
         shapes = ModelDef.make(config, Execution(Rules.make("replicated", MeshSpec()))).shapes
     found = {t.name for t in weights.planned(config, shapes, partial(registry.names, options, config), np.float32)}
-    layers = [{name.split(f"layers.{n}.")[1] for name in found if f".{n}." in name} for n in (2, 3)]
+    layers = [{name.split(f"layers.{n}.")[1] for name in found if f"layers.{n}." in name} for n in (2, 3)]
     own = {"eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"}
     assert layers[1] - layers[0] == {f"{name}.weight" for name in own} and layers[0] < layers[1]
