@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import pytest
@@ -17,6 +18,8 @@ from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
 from shardlm.rules import Rules
 from shardlm.state import ModelDef
+
+REFERENCES = pathlib.Path(__file__).parent / "references"
 
 
 def common(layers, hidden, heads, kv, mlp, vocab, **more):
@@ -139,6 +142,109 @@ def test_published_options_give_the_stated_size(name):
     assert parameters(shape.without_mtp()) == stated
     if name == "DeepSeek V3":  # "11.5B unique parameters", say its publishers (README_WEIGHTS.md)
         assert parameters(shape) - stated == pytest.approx(11.5e9, rel=0.01)
+
+
+GLM = dict(
+    model_type="glm4_moe", attention_bias=True, head_dim=128, partial_rotary_factor=0.5, norm_topk_prob=True, n_group=1,
+    topk_group=1, n_shared_experts=1, num_experts_per_tok=8, num_nextn_predict_layers=1, rope_scaling=None,
+    rope_theta=1_000_000,
+)  # fmt: skip
+NEWER = {  # name -> (config.json in the words of its publishers, billions of parameters that they state)
+    "GLM 4.5": (
+        common(92, 5120, 96, 8, 12288, 151552, **GLM, first_k_dense_replace=3, moe_intermediate_size=1536,
+               n_routed_experts=160, routed_scaling_factor=2.5, use_qk_norm=True),
+        355,
+    ),
+    "GLM 4.5 Air": (
+        common(46, 4096, 96, 8, 10944, 151552, **GLM, first_k_dense_replace=1, moe_intermediate_size=1408,
+               n_routed_experts=128, routed_scaling_factor=1.0, use_qk_norm=False),
+        106,
+    ),
+    "MiniMax M2": (
+        common(62, 3072, 48, 8, 1536, 200064, model_type="minimax_m2", attn_type_list=[1] * 62, head_dim=128,
+               layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0, layernorm_mlp_beta=1.0,
+               mlp_intermediate_size=8192, mtp_transformer_layers=1, num_experts_per_tok=8, num_local_experts=256,
+               num_mtp_modules=3, output_router_logits=False, qk_norm_type="per_layer", rotary_dim=64,
+               rope_theta=5_000_000, router_aux_loss_coef=0.001, router_jitter_noise=0.0, scoring_func="sigmoid",
+               shared_intermediate_size=0, shared_moe_mode="sigmoid", sliding_window=None, use_mtp=True,
+               use_qk_norm=True, use_routing_bias=True),
+        229,
+    ),
+    "dots.llm1": (
+        common(62, 4096, 32, 32, 10944, 152064, model_type="dots1", attention_bias=False, first_k_dense_replace=1,
+               max_window_layers=62, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=128,
+               n_shared_experts=2, norm_topk_prob=True, num_experts_per_tok=6, routed_scaling_factor=2.5,
+               scoring_func="sigmoid", sliding_window=None, topk_group=1, topk_method="noaux_tc", rope_scaling=None),
+        142,
+    ),
+    "OLMo 3 32B": (
+        common(64, 5120, 40, 8, 27648, 100278, model_type="olmo3", attention_bias=False, sliding_window=4096,
+               layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+               rope_theta=500_000, rope_scaling={"attention_factor": 1.2079441541679836, "beta_fast": 32, "factor": 8.0,
+               "beta_slow": 1, "original_max_position_embeddings": 8192, "rope_type": "yarn"}),
+        32,
+    ),
+    "OLMoE 7B": (
+        common(16, 2048, 16, 16, 1024, 50304, model_type="olmoe", attention_bias=False, clip_qkv=None,
+               norm_topk_prob=False, num_experts=64, num_experts_per_tok=8, output_router_logits=False,
+               rope_scaling=None, router_aux_loss_coef=0.01),
+        6.9,
+    ),
+    "Seed-OSS 36B": (
+        common(64, 5120, 80, 8, 27648, 155136, model_type="seed_oss", attention_bias=True, attention_out_bias=False,
+               head_dim=128, mlp_bias=False, residual_dropout=0.1, rope_scaling={"rope_type": "default"}),
+        36,
+    ),
+    "EXAONE 4 32B": (
+        common(64, 5120, 40, 8, 27392, 102400, model_type="exaone4", head_dim=128, sliding_window=4096,
+               layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+               sliding_window_pattern="LLLG", rope_theta=1_000_000, rope_scaling={"factor": 16.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}),
+        32,
+    ),
+    "Gemma 2B": (
+        common(18, 2048, 8, 1, 16384, 256000, model_type="gemma", head_dim=256, hidden_act="gelu",
+               hidden_activation=None, tie_word_embeddings=True, attention_bias=False, rope_scaling=None),
+        2.5,
+    ),
+    "StarCoder 2 3B": (
+        common(30, 3072, 24, 2, 12288, 49152, model_type="starcoder2", rms_norm_eps=None, norm_epsilon=1e-5,
+               norm_type="layer_norm", mlp_type="default", residual_dropout=0.1, embedding_dropout=0.1, use_bias=True,
+               hidden_act="gelu_pytorch_tanh", sliding_window=4096, tie_word_embeddings=True),
+        3,
+    ),
+    "AFM 4.5B": (
+        common(36, 2560, 20, 4, 18432, 128004, model_type="arcee", head_dim=128, hidden_act="relu2", mlp_bias=False,
+               attention_bias=False, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+               "original_max_position_embeddings": 4096, "rope_type": "yarn"}),
+        4.6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_published_options_give_about_the_stated_size(name):
+    config, billions = NEWER[name]
+    shape = registry.transformer(json.loads(json.dumps(config)))
+    assert parameters(shape.without_mtp()) == pytest.approx(billions * 1e9, rel=0.02)
+
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FORMS = {  # a reference -> its options of a rotation in the older form
+    "glm4_moe": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "minimax_m2": {"rope_theta": 5000000.0, "rotary_dim": 6},
+    "olmo3": {"rope_theta": 10000.0, "rope_scaling": ROPE, "layer_types": None},
+    "exaone4": {"rope_theta": 10000.0, "sliding_window_pattern": "LG", "layer_types": None},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_older_and_newer_options_are_the_same_model(name):
+    newer = json.loads((REFERENCES / name / "config.json").read_text())
+    if name == "olmo3":  # transformers gives layers with a window the family's own base, whatever is asked for
+        newer["rope_parameters"]["sliding_attention"]["rope_theta"] = 10000.0
+    older = {option: value for option, value in newer.items() if option != "rope_parameters"} | FORMS[name]
+    assert registry.transformer(older) == registry.transformer(newer)
 
 
 def parameters(shape) -> int:
