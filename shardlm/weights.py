@@ -36,6 +36,7 @@ from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.naming import Names, Tensor, join, read, shape_of, stacked
+from shardlm.models.text_parts import as_published
 from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
 from shardlm.unread import Unread
@@ -44,7 +45,8 @@ from shardlm.weight_copies import Readable, check_copies, copies
 Tree = Any
 # In published checkpoints, and not part of the language model: buffers, and the halves of what also sees.
 NOT_OURS = re.compile(
-    r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|(^|\.)(vision_tower|multi_modal_projector)\."
+    r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
+    r"(^|\.)(vision_tower|multi_modal_projector|visual)\."
 )
 
 
@@ -135,13 +137,13 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
     for name, stored in dequantised(folder.tensors, folder.config).items():
         if NOT_OURS.search(name):
             continue
-        name = re.sub(r"^(model\.)?language_model\.(?=model\.)|^model\.language_model\.", "", name)
+        name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
         if name.startswith(("layers.", "embed_tokens.", "norm.")):
             name = f"model.{name}"
         if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
             name = f"transformer.{name}"
         found[name] = stored
-    return found
+    return as_published(folder.config, found)
 
 
 def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored]) -> None:

@@ -48,8 +48,8 @@ def _first(options: Options, length: int) -> TransformerConfig:
     options.only("hidden_activation", None, "gelu_pytorch_tanh")
     feed_forward = dataclasses.replace(hf_decoder.mlp(options), activation="gelu_tanh")
     block = BlockConfig(hf_decoder.attention(options, length), feed_forward)
-    scale = float(options("hidden_size")) ** 0.5
-    return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options, offset=1.0), True, embed_scale=scale)
+    norm, scale = hf_decoder.rms(options, offset=1.0), float(options("hidden_size")) ** 0.5
+    return hf_decoder.decoder(options, lambda layer: block, norm, True, embed_scale=scale)
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:

@@ -8,6 +8,7 @@ import pathlib
 from shardlm.hf_files import Folder, holds_weights, read_config
 from shardlm.hf_quantised import OPTIONS
 from shardlm.models import registry
+from shardlm.models.text_parts import alone
 from shardlm.models.transformer import TransformerConfig
 
 
@@ -46,8 +47,9 @@ class Pretrained:
         return registry.transformer(self.options, self.length)
 
     def to_hf(self) -> dict:
-        """config.json, for writing a checkpoint of the same architecture; not quantised."""
-        return {name: value for name, value in self.options.items() if name not in OPTIONS}
+        """config.json, for writing a checkpoint of the same architecture, or of the language model in one that also
+        sees; not quantised."""
+        return {name: value for name, value in alone(self.options).items() if name not in OPTIONS}
 
     def pinned(self) -> "Pretrained":
         """With its options inside."""

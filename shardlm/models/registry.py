@@ -11,6 +11,7 @@ from shardlm.hf_quantised import OPTIONS, supported
 from shardlm.layers.block import BlockConfig
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names
+from shardlm.models.text_parts import SEEING, own_names, text_config
 from shardlm.models.transformer import TransformerConfig
 
 FAMILIES = {
@@ -47,20 +48,6 @@ FAMILIES = {
     "qwen3_5_text": "qwen_hybrid",
     "qwen3_5_moe_text": "qwen_hybrid",
 }
-# What the published text_config of Gemma 3's larger checkpoints leaves to the defaults of transformers.
-GEMMA3 = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "max_position_embeddings": 131_072,
-}
 
 
 def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig:
@@ -79,25 +66,17 @@ def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig
 
 def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfig) -> Names:
     """Where each weight of the model, and of such a block, is in the checkpoint."""
-    return _family(text_config(config)["model_type"]).names(shape, block)
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's options; those of Gemma 3's larger checkpoints are inside those of one that also sees."""
-    if config.get("model_type") == "gemma3" and "text_config" in config:
-        return GEMMA3 | {name: value for name, value in config["text_config"].items() if value is not None}
-    if config.get("model_type") in ("qwen3_5", "qwen3_5_moe") and "text_config" in config:
-        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
-        return tied | config["text_config"]
-    return config
+    found = _family(text_config(config)["model_type"]).names(shape, block)
+    return {**found, **own_names(config, block)}
 
 
 def _family(model_type: str):
     if model_type not in FAMILIES:
-        near = difflib.get_close_matches(model_type, FAMILIES, 1)
+        known = [*FAMILIES, *SEEING]
+        near = difflib.get_close_matches(model_type, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ShardlmError(
             f"config.json has model_type={json.dumps(model_type)}, an architecture that shardlm does not have; {hint}"
-            f"it has {', '.join(FAMILIES)}"
+            f"it has {', '.join(known)}"
         )
     return importlib.import_module(f"shardlm.models.{FAMILIES[model_type]}")

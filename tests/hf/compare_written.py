@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 def logits(folder: pathlib.Path, tokens: torch.Tensor) -> torch.Tensor:
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)(tokens, use_cache=False).logits
+    seeing = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, **options)(input_ids=tokens, use_cache=False).logits
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import test_mtp_reference
+import test_text_parts
 from test_families import NAMES, Reference, check
 
 from shardlm.mesh import MeshSpec
@@ -54,3 +55,14 @@ def test_transformers_opens_what_was_written(made):
     known = [name for name in NAMES if name != "deepseek"]  # whose code is not part of transformers
     found = json.loads(run("compare_written.py", str(made / "originals"), str(made / "written"), *known))
     assert found == dict.fromkeys(known, 0.0)
+
+
+def test_what_sees_is_opened_without_its_sight(tmp_path):
+    """What we write of it is a language model to transformers."""
+    names = test_text_parts.NAMES
+    run("make_seeing_references.py", str(tmp_path / "originals"), *names)
+    (tmp_path / "written").mkdir()
+    for name in names:
+        test_text_parts.check(tmp_path / "originals" / name, tmp_path / "written" / name)
+    found = json.loads(run("compare_written.py", str(tmp_path / "originals"), str(tmp_path / "written"), *names))
+    assert max(found.values()) < 1e-5

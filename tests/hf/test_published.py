@@ -144,11 +144,11 @@ def test_published_options_give_the_stated_size(name):
         assert parameters(shape) - stated == pytest.approx(11.5e9, rel=0.01)
 
 
-GLM = dict(
-    model_type="glm4_moe", attention_bias=True, head_dim=128, partial_rotary_factor=0.5, norm_topk_prob=True, n_group=1,
-    topk_group=1, n_shared_experts=1, num_experts_per_tok=8, num_nextn_predict_layers=1, rope_scaling=None,
-    rope_theta=1_000_000,
-)  # fmt: skip
+GLM = {
+    "model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 8, "rope_scaling": None,
+    "num_nextn_predict_layers": 1, "rope_theta": 1_000_000,
+}  # fmt: skip
 NEWER = {  # name -> (config.json in the words of its publishers, billions of parameters that they state)
     "GLM 4.5": (
         common(92, 5120, 96, 8, 12288, 151552, **GLM, first_k_dense_replace=3, moe_intermediate_size=1536,
@@ -198,8 +198,9 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
     "EXAONE 4 32B": (
         common(64, 5120, 40, 8, 27392, 102400, model_type="exaone4", head_dim=128, sliding_window=4096,
                layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
-               sliding_window_pattern="LLLG", rope_theta=1_000_000, rope_scaling={"factor": 16.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}),
+               sliding_window_pattern="LLLG", rope_theta=1_000_000,
+               rope_scaling={"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192, "rope_type": "llama3"}),
         32,
     ),
     "Gemma 2B": (

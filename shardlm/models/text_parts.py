@@ -1,0 +1,148 @@
+"""The language models inside checkpoints that also see: which of their options are the text's, where its experts are,
+and what it is called where it is written alone."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.moe import MoeConfig
+from shardlm.models.naming import LAYER, Names, Tensor
+
+Config = Mapping[str, Any]
+# model_type of all -> that of the text, as which it is read; "": what text_config says.
+SEEING = {
+    "gemma3": "gemma3_text",
+    "mistral3": "",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+# What the published text_config of Gemma 3's larger checkpoints leaves to the defaults of transformers.
+GEMMA3 = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "max_position_embeddings": 131_072,
+}
+OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
+TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "vision", "vision_start", "vision_end"))
+OF_PICTURES = frozenset(["vision_config", "text_config", *TOKENS])
+
+
+def text_config(config: Config) -> Config:
+    """The language model's options, as those of one alone: `config` itself, or inside one that also sees."""
+    kind = config.get("model_type")
+    if kind not in SEEING or (kind == "gemma3" and "text_config" not in config):
+        return config
+    inner = config.get("text_config") or config  # Qwen 2's first checkpoints have all side by side
+    found = GEMMA3 if kind == "gemma3" else {}
+    found = found | {name: config[name] for name in OF_BOTH if config.get(name) is not None}
+    found |= {name: value for name, value in inner.items() if value is not None and name not in OF_PICTURES}
+    found["model_type"] = SEEING[kind] or found.get("model_type", "mistral")
+    for name in ("rope_scaling", "rope_parameters"):
+        if found.get(name):
+            found[name] = _on_one_axis(found[name])
+    if kind == "qwen3_vl_moe":
+        found["norm_topk_prob"] = True  # in transformers always, said or not
+    if (tied := _tied(kind, config, inner)) is not None:
+        found["tie_word_embeddings"] = tied
+    found.pop("architectures", None)
+    return found
+
+
+def alone(config: Config) -> Config:
+    """config.json of the language model where it is written without what sees: one that transformers opens."""
+    if config.get("model_type") not in SEEING:
+        return config
+    found = text_config(config)
+    return {"architectures": [ARCHITECTURES[found["model_type"]]], **found}
+
+
+def own_names(config: Config, block: BlockConfig) -> Names:
+    """Where weights are otherwise than in a checkpoint of the language model alone: all experts of a layer are in two
+    tensors, gate before up."""
+    if config.get("model_type") != "qwen3_vl_moe" or not isinstance(block.mlp, MoeConfig):
+        return {}
+    F, experts = block.mlp.expert_dim, f"{LAYER}mlp.experts."
+    halves = {"mlp.gate": (2, 0, F, 1), "mlp.up": (2, F, 2 * F, 1)}
+    found = {path: Tensor(f"{experts}gate_up_proj", part=part) for path, part in halves.items()}
+    return found | {"mlp.down": Tensor(f"{experts}down_proj")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """A tensor of a file (hf_files.Stored) with its last two dimensions the other way round."""
+
+    of: Any
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.of.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.of.nbytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rest, last, first = self.of.shape
+        return (*rest, first, last)
+
+    def read(self, index) -> np.ndarray:
+        """A slice of it."""
+        if index is not ...:
+            *rest, last, first = index
+            index = (*rest, first, last)
+        return self.of.read(index).swapaxes(-1, -2)
+
+
+def as_published(config: Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's tensors by name, turned where transformers writes them otherwise than they were published: since
+    its version 5 experts of Qwen 3 VL have results before inputs."""
+    found = dict(tensors)
+    if config.get("model_type") == "qwen3_vl_moe":
+        width, inputs = (text_config(config).get(name) for name in ("moe_intermediate_size", "hidden_size"))
+        turned = {"gate_up_proj": (2 * width, inputs), "down_proj": (inputs, width)}
+        for name, stored in tensors.items():
+            if ".experts." in name and stored.shape[1:] == turned.get(name.rpartition(".")[2]):
+                found[name] = Turned(stored)
+    return found
+
+
+def _on_one_axis(rope: Config) -> Config:
+    """Rotations of several axes (https://arxiv.org/abs/2409.12191, section 2.1) without pictures, where positions are
+    the same on all of them: the usual one."""
+    found = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    return found | {name: "default" for name in ("type", "rope_type") if found.get(name) == "mrope"}
+
+
+def _tied(kind: str, config: Config, inner: Config) -> bool | None:
+    """Whether the output head repeats the embedding, which is said of all, of the text, or of neither (None), and not
+    always alike: as transformers decides, but for Mistral, whose default for all is not what its checkpoints are."""
+    whole, text = config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
+    if kind in ("qwen2_vl", "qwen2_5_vl"):
+        return bool(whole or text)
+    first, second = (text, whole) if kind in ("mistral3", "gemma3") else (whole, text)
+    return second if first is None else first

@@ -1,0 +1,88 @@
+"""The language models in checkpoints that also see, against transformers (make_seeing_references.py): logits of text,
+and what is written of them, which is a checkpoint of the language model alone."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import logits_of
+from test_opening import change_tensors
+
+import shardlm
+from shardlm import hf_files
+from shardlm.mesh import MeshSpec
+from shardlm.models import registry
+from shardlm.models.text_parts import alone
+from shardlm.train import convert
+
+SEEING = pathlib.Path(__file__).parent / "seeing"
+NAMES = sorted(path.name for path in SEEING.iterdir())
+LOGITS = 1e-4  # test_families.py's
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_sees_is_read_and_written_without_its_sight(name, tmp_path):
+    check(SEEING / name, tmp_path / "written")
+
+
+def check(home: pathlib.Path, written: pathlib.Path) -> None:
+    stored = hf_files.header(home / "expected.safetensors.reference")
+    tokens, logits = (stored[key].read(...) for key in ("tokens", "logits"))
+    opened = shardlm.load(home, dtype="float32")
+    with jax.set_mesh(opened.mesh):
+        run = jax.jit(lambda params, tokens: logits_of(opened.model, params, tokens))
+        assert np.abs(np.asarray(run(opened.params, jnp.asarray(tokens))) - logits).max() < LOGITS
+    convert.to_hf(home, written)
+    back = shardlm.load(written, dtype="float32")
+    assert not any("vis" in name for name in back.source.options)
+    assert back.model.config == opened.model.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, back.params, opened.params))
+
+
+def test_experts_as_published_and_as_transformers_writes_them(tmp_path):
+    """Inputs before results, of which a mesh reads parts."""
+    home = SEEING / "qwen3_vl_moe"
+    turned = {
+        name: np.ascontiguousarray(stored.read(...).swapaxes(1, 2))
+        for name, stored in hf_files.Folder.open(home).tensors.items()
+        if ".experts." in name
+    }
+    assert {a.shape for a in turned.values()} == {(4, 32, 48), (4, 24, 32)}
+    folder = shutil.copytree(home, tmp_path / "published")
+    change_tensors(folder, **turned)
+    mesh = MeshSpec(fsdp=2, expert=2)
+    params = [shardlm.load(path, mesh=mesh, dtype="float32").params for path in (home, folder)]
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(*map(np.asarray, (a, b))), *params))
+
+
+def test_qwens_first_form_has_text_and_pictures_side_by_side():
+    for name in ("qwen2_vl", "qwen2_5_vl"):
+        config = json.loads((SEEING / name / "config.json").read_text())
+        text = {option: value for option, value in config["text_config"].items() if option != "rope_parameters"}
+        older = {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+        flat = {**text, **config, **older, "text_config": None}
+        assert registry.transformer(flat) == registry.transformer(config)
+        assert alone(flat)["architectures"] == ["Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "text", "tied"),
+    [
+        ("qwen3_vl", True, None, True),
+        ("qwen3_vl_moe", False, True, False),
+        ("qwen2_5_vl", False, True, True),
+        ("mistral3", True, False, False),
+        ("mistral3", True, None, True),
+        ("mistral3", None, None, False),
+        ("gemma3", None, None, True),
+    ],
+)
+def test_whether_the_head_repeats_the_embedding(kind, whole, text, tied):
+    config = json.loads((SEEING / kind / "config.json").read_text())
+    config = config | {"tie_word_embeddings": whole}
+    config["text_config"] = config["text_config"] | {"tie_word_embeddings": text}
+    assert registry.transformer(config).tie_embeddings == tied
