@@ -43,10 +43,11 @@ from shardlm.unread import Unread
 from shardlm.weight_copies import Readable, check_copies, copies
 
 Tree = Any
-# In published checkpoints, and not part of the language model: buffers, and the halves of what also sees.
+# In published checkpoints, and not part of the language model: buffers, the halves of what also sees, and ERNIE's
+# modules that predict further tokens.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|multi_modal_projector|visual)\."
+    r"(^|\.)(vision_tower|multi_modal_projector|visual|mtp_\w+)\."
 )
 
 

@@ -22,6 +22,7 @@ class AttentionConfig:
     bias       of queries, keys and values; out_bias of the output
     qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), or of
                all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
+    norm_rotated  that norm comes after the rotation (Hunyuan)
     scale      of the scores; 0: head_dim ** -0.5
     softcap    scores are softcap * tanh(scores / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: as they are
     query_growth  of queries by their position, after the rotation (ops/rope.py)
@@ -40,6 +41,7 @@ class AttentionConfig:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
     norm: NormConfig = NormConfig()
+    norm_rotated: bool = False
     scale: float = 0.0
     softcap: float = 0.0
     query_growth: QueryGrowth | None = None
@@ -105,11 +107,12 @@ class Attention(nnx.Module):
         config, rules = self.config, execution.rules
         x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
         q, k, v = self._projected(x, execution)
-        if config.qk_norm != "none":
-            q = self._normalised(q, self.q_norm, "heads", execution)
-            k = self._normalised(k, self.k_norm, self.kv_name, execution)
+        if not config.norm_rotated:
+            q, k = self._normalised(q, k, execution)
         if config.rope:
             q, k = rope(q, positions, config.rope), rope(k, positions, config.rope)
+        if config.norm_rotated:
+            q, k = self._normalised(q, k, execution)
         if config.query_growth:
             q = grown(q, positions, config.query_growth)
         options = {
@@ -135,7 +138,14 @@ class Attention(nnx.Module):
             made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}
         return made["q"], made["k"], made["v"]
 
-    def _normalised(self, a: jax.Array, norm: Norm, heads: str, execution: Execution) -> jax.Array:
+    def _normalised(self, q: jax.Array, k: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+        """q [B, T, N, H] and k [B, T, K, H] after their norms, where they have any."""
+        if self.config.qk_norm == "none":
+            return q, k
+        norms = ((q, self.q_norm, "heads"), (k, self.k_norm, self.kv_name))
+        return tuple(self._of_one(a, norm, heads, execution) for a, norm, heads in norms)
+
+    def _of_one(self, a: jax.Array, norm: Norm, heads: str, execution: Execution) -> jax.Array:
         """a [B, T, K, H], each head's or all heads' mean square 1."""
         if self.config.qk_norm == "head":
             return norm(a, execution)

@@ -1,12 +1,10 @@
 """GLM-4 0414 (https://arxiv.org/abs/2406.12793): norms before and after each layer, half of each head rotated in
 adjacent pairs, a fused gate."""
 
-import dataclasses
-
 from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import Names, standard
+from shardlm.models.naming import Names, in_pairs, standard
 from shardlm.models.phi import fused_gate
 from shardlm.models.transformer import TransformerConfig
 
@@ -24,7 +22,5 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         mlp_norm="post_attention_layernorm",
         mlp_post_norm="post_mlp_layernorm",
     )
-    rotated = ("H", 0, block.attention.rope.dim or block.attention.head_dim)
-    for path in ("attention.wq", "attention.wk", "attention.bq", "attention.bk"):
-        found[path] = dataclasses.replace(found[path], pairs=rotated)
-    return found | fused_gate(found, block.mlp.mlp_dim)
+    rotated = block.attention.rope.dim or block.attention.head_dim
+    return found | in_pairs(found, rotated) | fused_gate(found, block.mlp.mlp_dim)

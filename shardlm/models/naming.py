@@ -239,6 +239,14 @@ def experts(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str 
     }
 
 
+def in_pairs(names: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The weights of queries and keys where checkpoints keep the rotated dimensions, so many of each head, in adjacent
+    pairs."""
+    rotated = ("H", 0, size)
+    paths = ("attention.wq", "attention.wk", "attention.bq", "attention.bk")
+    return {path: dataclasses.replace(names[path], pairs=rotated) for path in paths}
+
+
 def fused(names: Mapping[str, Tensor], name: str, sizes: Mapping[str, int], dim: int = 0) -> dict[str, Tensor]:
     """The same weights as parts of one tensor, one after the other along a dimension of theirs; sizes by our path."""
     first, found = 0, {}

@@ -122,6 +122,13 @@ CASES = {
             "logits_scaling": 8.0,
         },
     ),
+    "granitemoe": (
+        "granitemoe",
+        {**MOE, "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.2},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 12, **rope("dynamic", alpha=50.0, factor=1.0)}),
     "glm4": ("glm4", {"head_dim": 8, "attention_bias": True}),
     "glm4_moe": (
         "glm4_moe",
