@@ -22,6 +22,7 @@ from shardlm.layers.lora import MLP, TARGETS, LoraConfig, beside
 from shardlm.models import registry
 from shardlm.models.naming import Tensor, join, read, write
 from shardlm.models.pretrained import Pretrained
+from shardlm.models.text_parts import SEEING
 from shardlm.state import ModelDef
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -217,6 +218,7 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
     """Writes adapters (a tree like model.shapes) on the checkpoint `source` as a new folder that PEFT opens. Raises
     ShardlmError where `output` exists."""
     output, lora = pathlib.Path(output), model.execution.lora
+    seeing = source.options.get("model_type") in SEEING  # where PEFT finds modules of these names elsewhere too
     experts = any(block.mlp.num_experts for block in model.config.blocks())
     if experts and set(lora.of_model(experts).targets) & set(MLP):
         # peft 0.21 (convert_peft_config_for_transformers) maps the names to the experts' fused tensors.
@@ -236,7 +238,8 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
             a.append(write(one.a, of_a))
             others = [(g.b, own if g is one else np.zeros((lora.rank, *g.out), np.float32)) for g in group]
             b.append(join(others))
-        tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"] = np.concatenate(a), np.hstack(b)
+        where = module.replace("model.layers.", "model.language_model.layers.") if seeing else module
+        tensors[f"{where}.lora_A.weight"], tensors[f"{where}.lora_B.weight"] = np.concatenate(a), np.hstack(b)
         ranks[_module(f"{module}.")[1]] = lora.rank * len(a)
     fused = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     described = {
@@ -247,7 +250,7 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
         "lora_alpha": lora.alpha,
         "rank_pattern": fused,
         "alpha_pattern": {module: lora.alpha * rank / lora.rank for module, rank in fused.items()},
-        "target_modules": sorted(ranks),
+        "target_modules": rf".*\blanguage_model\..*\.({'|'.join(sorted(ranks))})" if seeing else sorted(ranks),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": any("c_attn" in module or "c_fc" in module or "c_proj" in module for module in ranks),

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardlm.models.naming import Tensor, read, stacked
+from shardlm.models.naming import Tensor, read, shape_of, stacked, write
 
 
 @pytest.mark.parametrize("shape", [(150, 130), (3, 150, 130), (2, 3, 70, 90), (5, 4)])
@@ -15,6 +15,12 @@ def test_stacked_arrays_in_any_order(shape):
         whole = rng.integers(0, 1 << 16, [2 * n for n in shape]).astype(np.uint16).transpose(order)
         some = [whole[tuple(slice(i, n, 2) for n in whole.shape)] for i in (0, 1)]
         np.testing.assert_array_equal(stacked(2, iter(some)), np.stack(some))
+
+
+def test_a_dimension_of_theirs_that_ours_lacks():
+    tensor, theirs = Tensor("bias", "1 E -> E"), np.arange(6.0)[None]
+    np.testing.assert_array_equal(read(tensor, (6,), (slice(2, 5),), theirs.__getitem__), theirs[0, 2:5])
+    assert shape_of([(tensor, (6,))]) == write(tensor, theirs[0]).shape == (1, 6)
 
 
 def test_stacked_heads():

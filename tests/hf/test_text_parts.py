@@ -3,20 +3,23 @@ and what is written of them, which is a checkpoint of the language model alone."
 
 import json
 import pathlib
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from small import logits_of
 from test_opening import change_tensors
 
 import shardlm
-from shardlm import hf_files
+from shardlm import hf_files, peft
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.text_parts import alone
+from shardlm.state import is_adapter
 from shardlm.train import convert
 
 SEEING = pathlib.Path(__file__).parent / "seeing"
@@ -57,6 +60,36 @@ def test_experts_as_published_and_as_transformers_writes_them(tmp_path):
     mesh = MeshSpec(fsdp=2, expert=2)
     params = [shardlm.load(path, mesh=mesh, dtype="float32").params for path in (home, folder)]
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(*map(np.asarray, (a, b))), *params))
+
+
+def test_adapters_are_where_peft_looks_for_them(tmp_path):
+    """Beside what sees, which has modules of the same names."""
+    rng, module = (
+        np.random.default_rng(0),
+        "base_model.model.model.language_model.layers.{}.self_attn.{}.lora_{}.weight",
+    )
+    shapes = {"A": (2, 32), "B": (48, 2)}
+    made = {
+        module.format(layer, "q_proj", part): rng.normal(size=shape).astype(np.float32)
+        for layer in range(2)
+        for part, shape in shapes.items()
+    }
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    planned = [hf_files.Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in made.items()]
+    assert len(list(hf_files.write_file(folder / peft.WEIGHTS, planned))) == len(made)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(SEEING / "mistral3"), "r": 2, "lora_alpha": 4}
+    (folder / peft.CONFIG).write_text(json.dumps(config | {"target_modules": r".*language_model.*\.q_proj"}))
+    opened = shardlm.load(folder, dtype="float32")
+    adapters = unflatten_dict({path: a for path, a in flatten_dict(opened.params).items() if is_adapter(path)})
+    peft.save(tmp_path / "written", opened.model, adapters, opened.source)
+    written = hf_files.header(tmp_path / "written" / peft.WEIGHTS)
+    assert written.keys() == made.keys()
+    assert all(np.array_equal(written[name].read(...), a) for name, a in made.items())
+    named = json.loads((tmp_path / "written" / peft.CONFIG).read_text())["target_modules"]
+    found = ["model.language_model.layers.0.self_attn.q_proj", "model.vision_tower.layers.0.self_attn.q_proj"]
+    assert [bool(re.fullmatch(named, name)) for name in found] == [True, False]
+    assert shardlm.load(tmp_path / "written").model.execution.lora.targets == ("wq",)
 
 
 def test_qwens_first_form_has_text_and_pictures_side_by_side():
