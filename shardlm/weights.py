@@ -35,8 +35,8 @@ from shardlm.hf_files import Folder, Planned, Stored
 from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
+from shardlm.models.expert_tensors import one_by_one
 from shardlm.models.naming import Names, Tensor, join, read, shape_of, stacked
-from shardlm.models.text_parts import as_published
 from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
 from shardlm.unread import Unread
@@ -47,7 +47,7 @@ Tree = Any
 # modules that predict further tokens.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|multi_modal_projector|visual|mtp_\w+)\."
+    r"(^|\.)(vision_tower|multi_modal_projector|visual|mtp(_\w+)?)\."
 )
 
 
@@ -144,7 +144,7 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
         if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
             name = f"transformer.{name}"
         found[name] = stored
-    return as_published(folder.config, found)
+    return one_by_one(registry.text_config(folder.config), found)
 
 
 def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored]) -> None:

@@ -11,7 +11,7 @@ from shardlm.hf_quantised import OPTIONS, supported
 from shardlm.layers.block import BlockConfig
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names
-from shardlm.models.text_parts import SEEING, own_names, text_config
+from shardlm.models.text_parts import SEEING, text_config
 from shardlm.models.transformer import TransformerConfig
 
 FAMILIES = {
@@ -70,8 +70,7 @@ def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig
 
 def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfig) -> Names:
     """Where each weight of the model, and of such a block, is in the checkpoint."""
-    found = _family(text_config(config)["model_type"]).names(shape, block)
-    return {**found, **own_names(config, block)}
+    return _family(text_config(config)["model_type"]).names(shape, block)
 
 
 def _family(model_type: str):

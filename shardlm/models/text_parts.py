@@ -1,15 +1,8 @@
-"""The language models inside checkpoints that also see: which of their options are the text's, where its experts are,
-and what it is called where it is written alone."""
+"""The language models inside checkpoints that also see: which of their options are the text's, and what it is called
+where it is written alone."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-
-from shardlm.layers.block import BlockConfig
-from shardlm.layers.moe import MoeConfig
-from shardlm.models.naming import LAYER, Names, Tensor
 
 Config = Mapping[str, Any]
 # model_type of all -> that of the text, as which it is read; "": what text_config says.
@@ -78,57 +71,6 @@ def alone(config: Config) -> Config:
         return config
     found = text_config(config)
     return {"architectures": [ARCHITECTURES[found["model_type"]]], **found}
-
-
-def own_names(config: Config, block: BlockConfig) -> Names:
-    """Where weights are otherwise than in a checkpoint of the language model alone: all experts of a layer are in two
-    tensors, gate before up."""
-    if config.get("model_type") != "qwen3_vl_moe" or not isinstance(block.mlp, MoeConfig):
-        return {}
-    F, experts = block.mlp.expert_dim, f"{LAYER}mlp.experts."
-    halves = {"mlp.gate": (2, 0, F, 1), "mlp.up": (2, F, 2 * F, 1)}
-    found = {path: Tensor(f"{experts}gate_up_proj", part=part) for path, part in halves.items()}
-    return found | {"mlp.down": Tensor(f"{experts}down_proj")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Turned:
-    """A tensor of a file (hf_files.Stored) with its last two dimensions the other way round."""
-
-    of: Any
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.of.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.of.nbytes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        *rest, last, first = self.of.shape
-        return (*rest, first, last)
-
-    def read(self, index) -> np.ndarray:
-        """A slice of it."""
-        if index is not ...:
-            *rest, last, first = index
-            index = (*rest, first, last)
-        return self.of.read(index).swapaxes(-1, -2)
-
-
-def as_published(config: Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's tensors by name, turned where transformers writes them otherwise than they were published: since
-    its version 5 experts of Qwen 3 VL have results before inputs."""
-    found = dict(tensors)
-    if config.get("model_type") == "qwen3_vl_moe":
-        width, inputs = (text_config(config).get(name) for name in ("moe_intermediate_size", "hidden_size"))
-        turned = {"gate_up_proj": (2 * width, inputs), "down_proj": (inputs, width)}
-        for name, stored in tensors.items():
-            if ".experts." in name and stored.shape[1:] == turned.get(name.rpartition(".")[2]):
-                found[name] = Turned(stored)
-    return found
 
 
 def _on_one_axis(rope: Config) -> Config:

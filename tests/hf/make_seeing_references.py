@@ -10,7 +10,7 @@ import sys
 
 import torch
 import transformers
-from make_references import LENGTH, MOE, ROWS, SIZES, YARN, saved
+from make_references import HYBRID, LENGTH, MOE, ROWS, SIZES, YARN, saved
 from safetensors.torch import save_file
 
 TEXT = {**SIZES, "num_hidden_layers": 2, "head_dim": 12}
@@ -28,6 +28,10 @@ TOWER = {
     "image_size": 4,
     "patch_size": 2,
 }
+QWEN5 = {**QWEN, "num_position_embeddings": 4}
+LINEAR = {**SIZES, **HYBRID}
+LINEAR["rope_parameters"] = {**SECTIONS, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
+OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
 GROWING = {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}, "model_type": "ministral3"}
 # name -> (options of the text, of what sees, of both)
 CASES = {
@@ -35,6 +39,8 @@ CASES = {
     "mistral3": ({**TEXT, **GROWING}, TOWER, {"tie_word_embeddings": False}),
     "qwen2_vl": (QWEN2, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2}, {}),
     "qwen2_5_vl": (QWEN2, {**QWEN, "fullatt_block_indexes": [0]}, {"tie_word_embeddings": True}),
+    "qwen3_5": (LINEAR, QWEN5, {}),
+    "qwen3_5_moe": ({**LINEAR, "num_experts": 4, **OF_EXPERTS}, QWEN5, {}),
     "qwen3_vl": ({**TEXT, "rope_parameters": SECTIONS}, QWEN3, {}),
     "qwen3_vl_moe": ({**TEXT, **EXPERTS, "rope_parameters": SECTIONS}, QWEN3, {}),
 }

@@ -16,6 +16,7 @@ from test_opening import change_tensors
 
 import shardlm
 from shardlm import hf_files, peft
+from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.text_parts import alone
@@ -46,20 +47,39 @@ def check(home: pathlib.Path, written: pathlib.Path) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, back.params, opened.params))
 
 
-def test_experts_as_published_and_as_transformers_writes_them(tmp_path):
-    """Inputs before results, of which a mesh reads parts."""
-    home = SEEING / "qwen3_vl_moe"
-    turned = {
-        name: np.ascontiguousarray(stored.read(...).swapaxes(1, 2))
-        for name, stored in hf_files.Folder.open(home).tensors.items()
-        if ".experts." in name
-    }
-    assert {a.shape for a in turned.values()} == {(4, 32, 48), (4, 24, 32)}
-    folder = shutil.copytree(home, tmp_path / "published")
-    change_tensors(folder, **turned)
+EXPERTS = "model.language_model.layers.{}.mlp.experts."
+
+
+def together(folder: pathlib.Path, inputs_first: bool) -> dict[str, np.ndarray | None]:
+    """The changes of a checkpoint by which experts of a layer are in two tensors, [E, results, inputs] or turned."""
+    stored, found = hf_files.Folder.open(folder).tensors, {}
+    for layer in range(3):
+        where = EXPERTS.format(layer)
+        each = {
+            part: np.stack([stored[f"{where}{expert}.{part}_proj.weight"].read(...) for expert in range(4)])
+            for part in ("gate", "up", "down")
+        }
+        whole = {"gate_up_proj": np.concatenate([each["gate"], each["up"]], axis=1), "down_proj": each["down"]}
+        for name, a in whole.items():
+            found[where + name] = np.ascontiguousarray(a.swapaxes(1, 2)) if inputs_first else a
+    return found | {name: None for name in stored if ".experts." in name}
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_experts_together_and_one_by_one(inputs_first, tmp_path):
+    """Results first as transformers writes them, and inputs first as Qwen 3 VL was published: a mesh reads its parts."""
+    home = SEEING / "qwen3_5_moe"
+    folder = shutil.copytree(home, tmp_path / "together")
+    change_tensors(folder, **together(home, inputs_first))
+    assert hf_files.Folder.open(folder).tensors[f"{EXPERTS.format(1)}gate_up_proj"].shape[1:] == (
+        (32, 48) if inputs_first else (48, 32)
+    )
     mesh = MeshSpec(fsdp=2, expert=2)
     params = [shardlm.load(path, mesh=mesh, dtype="float32").params for path in (home, folder)]
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(*map(np.asarray, (a, b))), *params))
+    change_tensors(folder, **{f"{EXPERTS.format(1)}down_proj": np.zeros((4, 32, 32), np.float32)})
+    with pytest.raises(ShardlmError, match=r"experts.down_proj is \[4, 32, 32\]: whether its matrices have results"):
+        shardlm.load(folder)
 
 
 def test_adapters_are_where_peft_looks_for_them(tmp_path):
