@@ -158,7 +158,7 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         query = f"{LAYER}self_attn.q_proj"
         for path, first in (("attention.wq", 0), ("attention.wg", H)):
             found[path] = Tensor(f"{query}.weight", "(N H) D -> D N H", inner=("H", first, 2 * H))
-    return found | (_expert_names() if isinstance(block.mlp, MoeConfig) else {})
+    return found | (expert_names() if isinstance(block.mlp, MoeConfig) else {})
 
 
 def _memory_names(memory: DeltaNetConfig) -> Names:
@@ -181,7 +181,8 @@ def _memory_names(memory: DeltaNetConfig) -> Names:
     }
 
 
-def _expert_names() -> Names:
+def expert_names() -> Names:
+    """Experts beside a shared one with a gate."""
     found = experts("mlp")
     found["mlp.shared_gate"] = Tensor(f"{LAYER}mlp.shared_expert_gate.weight", "1 D -> D")
     for name, kind in (("gate", "into"), ("up", "into"), ("down", "out")):

@@ -21,6 +21,7 @@ FAMILIES = {
     "ministral3": "mistral",
     "mixtral": "mixtral",
     "qwen2": "qwen",
+    "qwen2_moe": "qwen",
     "qwen3": "qwen",
     "qwen3_moe": "qwen",
     "deepseek": "deepseek",

@@ -76,6 +76,11 @@ CASES = {
     "mistral": ("mistral", {"sliding_window": 7}),
     "mixtral": ("mixtral", {**MOE, "sliding_window": None}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}
+        | {"moe_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3},
+    ),
     "qwen3": ("qwen3", {"head_dim": 12}),
     "qwen3_moe": (
         "qwen3_moe",

@@ -67,7 +67,7 @@ def together(folder: pathlib.Path, inputs_first: bool) -> dict[str, np.ndarray |
 
 @pytest.mark.parametrize("inputs_first", [False, True])
 def test_experts_together_and_one_by_one(inputs_first, tmp_path):
-    """Results first as transformers writes them, and inputs first as Qwen 3 VL was published: a mesh reads its parts."""
+    """Results first, as transformers writes them, or inputs, as Qwen 3 VL was published: a mesh reads its parts."""
     home = SEEING / "qwen3_5_moe"
     folder = shutil.copytree(home, tmp_path / "together")
     change_tensors(folder, **together(home, inputs_first))
