@@ -152,7 +152,7 @@ class Attention(nnx.Module):
         act = execution.rules.act
         flat, split = act.spec("batch", "whole_seq", heads), act.spec("batch", "whole_seq", heads, "head_dim")
         a, shape = jax.lax.reshape(a, (*a.shape[:2], a.shape[2] * a.shape[3]), out_sharding=flat), a.shape
-        return jax.lax.reshape(norm(a, execution), shape, out_sharding=split)
+        return jax.lax.reshape(norm(a, execution, heads), shape, out_sharding=split)
 
 
 def kv_heads_name(num_kv_heads: int, num_heads: int, tensor: int) -> str:

@@ -21,6 +21,7 @@ from shardlm.layers.param import Execution, Params
 class BlockConfig:
     """norms      before each layer (pre; Llama, https://arxiv.org/abs/2302.13971), after it (post; OLMo 2,
                https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118)
+    parallel   both layers read the stream after the same norm, and are added together (GPT-J; Cohere)
     residual_scale  factor on what is added to the stream (Granite)
     """
 
@@ -28,6 +29,7 @@ class BlockConfig:
     mlp: MlpConfig | MoeConfig
     norms: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
+    parallel: bool = False
 
 
 class Block(nnx.Module):
@@ -39,7 +41,7 @@ class Block(nnx.Module):
         attention = {AttentionConfig: Attention, MlaConfig: Mla, DeltaNetConfig: DeltaNet}[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         for name in ("attention", "mlp"):
-            if config.norms != "post":
+            if config.norms != "post" and not (config.parallel and name == "mlp"):
                 setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
             if name == "attention":
                 self.attention = attention(config.attention, embed_dim, out_scale, params)
@@ -53,9 +55,10 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: none for a dense block)."""
         x = checkpoint_name(x, "block_input")
-        h, pages = self.attention(self._before(x, "attention", execution), positions, ctx, pages, layer, execution)
+        first = self._before(x, "attention", execution)
+        h, pages = self.attention(first, positions, ctx, pages, layer, execution)
         x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
-        h, aux = self.mlp(self._before(x, "mlp", execution), ctx, execution)
+        h, aux = self.mlp(first if self.config.parallel else self._before(x, "mlp", execution), ctx, execution)
         return x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out"), pages, aux
 
     def _before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.param import Execution, Params, constant, in_use
@@ -12,12 +13,14 @@ from shardlm.ops.norm import layer_norm, rms_norm
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """kind "rms" (https://arxiv.org/abs/1910.07467) or "layer" (https://arxiv.org/abs/1607.06450), which has a bias;
-    `offset` is added to the scale: 1 where checkpoints store its distance from 1 (Gemma)."""
+    """kind "rms" (https://arxiv.org/abs/1910.07467) or "layer" (https://arxiv.org/abs/1607.06450), which has a
+    bias unless `bias` is False (Cohere); `offset` is added to the scale: 1 where checkpoints store its distance from 1
+    (Gemma)."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
+    bias: bool = True
 
 
 class Norm(nnx.Module):
@@ -26,13 +29,17 @@ class Norm(nnx.Module):
     def __init__(self, config: NormConfig, dim: int, params: Params):
         self.config = config
         self.scale = params((dim,), ("norm",), constant(1.0 - config.offset))
-        if config.kind == "layer":
+        if config.kind == "layer" and config.bias:
             self.bias = params((dim,), ("norm",), constant(0.0))
 
-    def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
+    def __call__(self, x: jax.Array, execution: Execution, name: str = "") -> jax.Array:
+        """`name` is that of x's last dimension where devices may have a part of it each."""
         scale = in_use(self.scale, execution)
+        if name:  # as x, for the sake of its gradient
+            scale = jax.reshard(scale, execution.rules.act.spec(name))
         if self.config.offset:
             scale = scale + self.config.offset
         if self.config.kind == "layer":
-            return layer_norm(x, scale, in_use(self.bias, execution), self.config.eps)
+            bias = in_use(self.bias, execution) if self.config.bias else jnp.zeros_like(scale)
+            return layer_norm(x, scale, bias, self.config.eps)
         return rms_norm(x, scale, self.config.eps)

@@ -44,6 +44,7 @@ FAMILIES = {
     "seed_oss": "seed",
     "exaone4": "exaone",
     "starcoder2": "starcoder",
+    "cohere2": "cohere",
     "ernie4_5": "ernie",
     "ernie4_5_moe": "ernie",
     "hunyuan_v1_dense": "hunyuan",

@@ -117,6 +117,10 @@ CASES = {
     "exaone4": ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
     "starcoder2": ("starcoder2", {"sliding_window": 6, "rms_norm_eps": None}),
     "arcee": ("arcee", {}),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 6, "sliding_window_pattern": 2, "logit_scale": 0.25, "rms_norm_eps": None},
+    ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "granite": (
         "granite",

@@ -37,6 +37,7 @@ def loss_and_gradients(family: str, spec: MeshSpec):
     [
         ("qwen3_moe", MeshSpec(fsdp=2, expert=2, tensor=2)),
         ("gemma3", MeshSpec(fsdp=2, context=2, tensor=2)),
+        ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
     ],
 )
 def test_a_mesh_gives_the_numbers_of_one_device(family, spec):

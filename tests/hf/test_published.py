@@ -214,6 +214,15 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
                hidden_act="gelu_pytorch_tanh", sliding_window=4096, tie_word_embeddings=True),
         3,
     ),
+    "Command R7B": (
+        common(32, 4096, 32, 8, 14336, 256000, model_type="cohere2", rms_norm_eps=None, attention_bias=False,
+               cache_implementation="hybrid", head_dim=128, layer_norm_eps=1e-5, layer_switch=4, logit_scale=0.25,
+               order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj", rope_scaling=None,
+               rope_theta=50000, rotary_pct=1.0, sliding_window=4096, sliding_window_pattern=4,
+               tie_word_embeddings=True, use_embedding_sharing=True, use_gated_activation=True,
+               use_parallel_block=True, use_parallel_embedding=True),
+        8.03,
+    ),
     "AFM 4.5B": (
         common(36, 2560, 20, 4, 18432, 128004, model_type="arcee", head_dim=128, hidden_act="relu2", mlp_bias=False,
                attention_bias=False, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
