@@ -41,7 +41,10 @@ except ModuleNotFoundError as error:
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or name, *.gguf, adapters, or a run.")
 _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the model; the first is the usual one.")
 _TOOL_STYLE = flags.DEFINE_enum(
-    "tool_style", "auto", ["auto", "hermes", "llama"], "How the model writes calls of tools; auto: see its template."
+    "tool_style",
+    "auto",
+    ["auto", "hermes", "llama", "qwen3_coder", "glm45", "minimax_m2"],
+    "How the model writes calls of tools; auto: see its template.",
 )
 _REASONING = flags.DEFINE_enum(
     "reasoning_parser",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from shardlm.errors import ShardlmError
 
-ToolStyle = Literal["auto", "hermes", "llama"]
+ToolStyle = Literal["auto", "hermes", "llama", "qwen3_coder", "glm45", "minimax_m2"]
 
 
 @dataclasses.dataclass(frozen=True)

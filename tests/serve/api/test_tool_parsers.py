@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from shardlm.serve.api.chat import joined
 from shardlm.serve.api.errors import ApiError
-from shardlm.serve.api.tools.choose import choose, style_of
+from shardlm.serve.api.tools.choose import TOLD, choose, style_of
 from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema
 from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
+from shardlm.serve.api.tools.marked import STYLES, MarkedParser, typed
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.grammar import GrammarCompiler
 from shardlm.tokenizer import train_bpe
@@ -70,7 +71,48 @@ LLAMA = {
     "<|python": ("<|python", []),
     "<|python_tag|>print(1)": ("<|python_tag|>print(1)", []),
 }
+SCHEMAS = {
+    "f": {"properties": {"n": {"type": "integer"}, "x": {"type": ["number", "null"]}, "o": {"$ref": "#/$defs/o"}}},
+    "get_weather": {"properties": {"city": {"type": "string"}, "ok": {"anyOf": [{"type": "boolean"}]}}},
+}
+QWEN = {
+    "plain <tool": ("plain <tool", []),
+    "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=x>\nNone\n</parameter>\n"
+    "<parameter=o>\n{'a': [1]}\n</parameter>\n</function>\n</tool_call>": (
+        "",
+        [("f", '{"n": 3, "x": null, "o": {"a": [1]}}')],
+    ),
+    "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n\n </tool_call> é\n</parameter>\n"
+    "<parameter=ok>\nTrue\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call> so": (
+        "I look.\n so",
+        [("get_weather", '{"city": "12\\n\\n </tool_call> é", "ok": true}'), ("f", "{}")],
+    ),
+    "<tool_call>\n<function=f>\n<parameter=n>\nthree\n</parameter>\n<parameter=y>\n1\n</parameter>\n<parameter=x": (
+        "",
+        [("f", '{"n": "three", "y": "1"}')],
+    ),
+    "<tool_call>\nno function": ("<tool_call>\nno function", []),
+}
+GLM = {
+    "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n<arg_key>x</arg_key>\n<arg_value>0.5</arg_value>\n</tool_call>\n"
+    "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a </tool_call> b</arg_value></tool_call>": (
+        "",
+        [("f", '{"n": 3, "x": 0.5}'), ("get_weather", '{"city": "a </tool_call> b"}')],
+    ),
+    "<tool_call>f\n</tool_call>.": (".", [("f", "{}")]),
+    "<tool_call>word</tool_call>": ("<tool_call>word</tool_call>", []),
+    "<tool_call>f": ("", [("f", "{}")]),
+}
+MINIMAX = {
+    'a<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">1</parameter>\n</invoke>\n'
+    '<invoke name="get_weather">\n<parameter name="city">\nB\n</parameter>\n</invoke>\n</minimax:tool_call>': (
+        "a",
+        [("f", '{"n": 1}'), ("get_weather", '{"city": "B"}')],
+    ),
+}
 PARSERS = {"hermes": (HermesParser, HERMES), "llama": (lambda: LlamaParser(NAMES), LLAMA)}
+for name, cases in (("qwen3_coder", QWEN), ("glm45", GLM), ("minimax_m2", MINIMAX)):
+    PARSERS[name] = (lambda marks=STYLES[name]: MarkedParser(marks, SCHEMAS), cases)
 CASES = [(style, text) for style, (_, cases) in PARSERS.items() for text in cases]
 
 
@@ -109,6 +151,27 @@ def test_any_arguments_come_back(calls, style, key_first, indent, size):
     parser = ListParser() if style == "list" else PARSERS[style][0]()
     content, found = read(parser, [text[i : i + size] for i in range(0, len(text), size)])
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("12", {"type": "string"}, "12"),
+        ("12", {"type": ["string", "integer"]}, 12),
+        ("1.5", {"type": "integer"}, "1.5"),
+        ("2.0", {"type": "integer"}, 2.0),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("{1, 2}", {"type": "object"}, "{1, 2}"),
+        ("[" * 9999, {"type": "array"}, "[" * 9999),
+        ("true", {"enum": [True, "auto"]}, True),
+        ("auto", {"enum": [True, "auto"]}, "auto"),
+        ("1", None, "1"),
+    ],
+)
+def test_values_by_their_schema(text, schema, value):
+    found = typed(text, schema)
+    assert found == value and type(found) is type(value)
 
 
 def test_a_long_call_takes_no_quadratic_time():
@@ -189,3 +252,5 @@ def test_the_style_that_a_template_tells():
     assert style_of("... <tool_call> ...", "auto") == "hermes" and style_of("", "auto") == "hermes"
     assert style_of('{"name": ..., "parameters": ...}', "auto") == "llama"
     assert style_of("<tool_call>", "llama") == "llama"
+    for mark, style in TOLD:
+        assert style_of(f"<tool_call> {mark}", "auto") == style and style in STYLES

@@ -11,10 +11,17 @@ from shardlm.serve.api.tools import hermes, llama
 from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema, one_schema
 from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
+from shardlm.serve.api.tools.marked import STYLES, MarkedParser
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.sampling_params import StructuredOutputs
 
 Tool = Mapping[str, Any]
+# What a chat template that shows how calls are written has in it, and no template of another style.
+TOLD: tuple[tuple[str, ToolStyle], ...] = (
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+)
 
 
 class Parser(Protocol):
@@ -71,6 +78,9 @@ def choose(
     if choice == "auto":
         if style == "hermes":
             return Tools(tools, parser=HermesParser, most=most, begins=(hermes.BEGIN,))
+        if style in STYLES:
+            marks, schemas = STYLES[style], {one["name"]: one.get("parameters") or {} for one in functions}
+            return Tools(tools, parser=lambda: MarkedParser(marks, schemas), most=most, begins=(marks.begin,))
         names = {function["name"] for function in functions}
         return Tools(tools, parser=lambda: LlamaParser(names), most=most, begins=llama.begins(names))
     if choice == "required":
@@ -87,6 +97,9 @@ def style_of(template_source: str, asked: ToolStyle) -> ToolStyle:
     """How a model writes its calls: what was asked for, else what its chat template tells."""
     if asked != "auto":
         return asked
+    for mark, style in TOLD:
+        if mark in template_source:
+            return style
     llama = "<tool_call>" not in template_source and (
         "python_tag" in template_source or '"parameters"' in template_source
     )
