@@ -83,7 +83,8 @@ QWEN = {
         [("f", '{"n": 3, "x": null, "o": {"a": [1]}}')],
     ),
     "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n\n </tool_call> é\n</parameter>\n"
-    "<parameter=ok>\nTrue\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call> so": (
+    "<parameter=ok>\nTrue\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=f>\n</function>\n</tool_call> so": (
         "I look.\n so",
         [("get_weather", '{"city": "12\\n\\n </tool_call> é", "ok": true}'), ("f", "{}")],
     ),
