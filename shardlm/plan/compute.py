@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from shardlm.flops import attention_pairs
 from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.lora import A as ADAPTER
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
@@ -15,7 +16,7 @@ from shardlm.layers.param import SCALE
 from shardlm.ops.blocked_attention import LEAST_BLOCK
 from shardlm.ops.cudnn_heads import LATENT
 from shardlm.ops.expert_dispatch import choose as choose_exchange
-from shardlm.plan import program_memory
+from shardlm.plan import linear_attention, program_memory
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
@@ -44,7 +45,7 @@ def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
 def frozen(ops: Iterable[Op]) -> Iterator[Op]:
     """The same with weights that are not trained: a gradient's product, worth a forward one, is left out."""
     for op in ops:
-        yield changed(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" else op
+        yield changed(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" and not op.both else op
 
 
 def adapters(sketch: Sketch, rank: int) -> Iterator[Op]:
@@ -152,17 +153,19 @@ class _Run:
     def __call__(self, op: Op) -> Op:
         """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
         remat = self.sketch.config.remat
-        again = {"none": 0, "dots": 0 if op.unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
+        kept = op.unit == "matmul" and (op.constant or not op.both)  # by "dots": what is no batch of products
+        again = {"none": 0, "dots": 0 if kept else 1, "names": 1, "full": 1, "offload": 1}[remat]
         last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
         if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
             again = 0  # nothing in the backward pass asks for the result, or it was kept
         again += self.twice
-        gradients = 2.5 if op.unit == "attention" else 2
-        count = self.passes * (1 + again + gradients)
+        gradients = 2.5 if op.unit == "attention" else 1 if op.constant else 2
+        passes = self.passes * op.count
+        count = passes * (1 + again + gradients)
         executed = self.idle
         if op.unit == "attention":
             executed *= _attended(op, 1 + again, gradients, self.sketch)
-        return changed(op, count=count, forward=self.passes, again=self.passes * again, executed=executed)
+        return changed(op, count=count, forward=passes, again=passes * again, executed=executed)
 
 
 def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float:
@@ -205,12 +208,12 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     """Forward, once."""
     D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
     matmul = functools.partial(_matmul, sketch)
-    for what, n, k in _projections(block.attention, D, tensor):
-        yield matmul("attention", what, tokens, n, k)
-    scores = _scores(sketch, block.attention)
-    yield changed(scores, seen=_seen(sketch)) if ours else scores
-    if ours and (turned := _turned(sketch, block.attention)):
-        yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
+    if isinstance(block.attention, DeltaNetConfig):
+        for what, n, k in linear_attention.projections(block.attention, D, tensor):
+            yield matmul("linear attention", what, tokens, n, k)
+        yield from linear_attention.products(linear_attention.Rule.of(block.attention, sketch))
+    else:
+        yield from _attention(sketch, block.attention, matmul, ours)
     if isinstance(block.mlp, MlpConfig):
         F = block.mlp.mlp_dim / tensor
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
@@ -220,6 +223,15 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         yield from _experts(sketch, block.mlp, matmul, ours)
     norms = 4 if block.norms == "both" else 2
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
+
+
+def _attention(sketch: Sketch, attention: AttentionConfig | MlaConfig, matmul, ours: bool) -> Iterator[Op]:
+    for what, n, k in _projections(attention, sketch.shape.embed_dim, sketch.mesh.tensor):
+        yield matmul("attention", what, sketch.tokens, n, k)
+    scores = _scores(sketch, attention)
+    yield changed(scores, seen=_seen(sketch)) if ours else scores
+    if ours and (turned := _turned(sketch, attention)):
+        yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
 
 
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
@@ -249,7 +261,8 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
         yield "output", D, N * attention.value_dim
         return
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
-    yield "queries, keys and values", (N + 2 * K) * attention.head_dim, D
+    of_queries = 2 if attention.gate else 1
+    yield "queries, keys and values", (of_queries * N + 2 * K) * attention.head_dim, D
     yield "output", D, N * attention.head_dim
 
 
