@@ -70,6 +70,18 @@ class Rule:
         return WIDE * self.squares * self.H * self.V
 
 
+def held(rule: Rule, narrow: float) -> float:
+    """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of `narrow`
+    bytes: each level of the inverse, decays and products, what the loop over chunks reads and writes."""
+    return 21 * rule.square + 10 * rule.wide + 6 * rule.keys + rule.states + 7 * narrow
+
+
+def at_work(rule: Rule) -> float:
+    """Bytes in float32 while a layer is made again and done backwards, at the fullest: some of the layer before it are
+    there already."""
+    return 34 * rule.square + 22 * rule.wide + 8 * rule.keys + 2 * rule.states
+
+
 def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
     """(name, columns, summed) on one device."""
     N, K = attention.num_heads / tensor, attention.num_kv_heads / tensor
