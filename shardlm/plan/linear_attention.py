@@ -71,8 +71,8 @@ class Rule:
 
 
 def held(rule: Rule, narrow: float) -> float:
-    """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of `narrow`
-    bytes: each level of the inverse, decays and products, what the loop over chunks reads and writes."""
+    """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
+    `narrow` bytes: each level of the inverse, decays and products, what the loop over chunks reads and writes."""
     return 21 * rule.square + 10 * rule.wide + 6 * rule.keys + rule.states + 7 * narrow
 
 
