@@ -14,13 +14,18 @@ The convention, for one training step (a multiply and an add are two FLOPs):
   ``2 x heads x (qk_dim + v_dim)`` forward a layer, that is 4 x heads x head_dim where the two widths are
   one, and three times that with the backward. Causal attention therefore counts the unmasked half only, a
   packed document only its own tokens, a sliding window only what it sees.
+- Linear attention by the gated delta rule (ops/gated_delta.py): for each token a head's state [qk_dim, v_dim] is read
+  by the key, changed by key and new value, and read by the query: ``3 x 2 x heads x qk_dim x v_dim`` forward a layer,
+  and three times that with the backward, however long the text is. That is the rule as it is written for one token;
+  what chunks of tokens multiply besides is how it is executed, and the convolution before it is elementwise.
 - Padding tokens are not counted. Recomputation (rematerialisation, flash attention's second q . k) is not
   counted: the ratio to the peak is model FLOP utilisation (MFU), not hardware FLOP utilisation (HFU).
 
 The 6N rule and MFU are those of PaLM (Chowdhery et al. 2022, appendix B), whose attention term 12 L H Q T
 counts the masked half as well: for an 8B Llama its MFU reads 3% higher than ours at 2k tokens, 13% at 8k,
 36% at 32k. Megatron (Narayanan et al. 2021, appendix) also counts the full square and adds the recomputed
-forward. Halving for the causal mask follows FlashAttention-2 (Dao 2023, section 4.1).
+forward. Halving for the causal mask follows FlashAttention-2 (Dao 2023, section 4.1). Of the gated delta rule Megatron
+and MaxText (2026) count four products of a state's size a token, k k^T as one by itself, and the convolution.
 """
 
 
@@ -40,6 +45,11 @@ def attention_width(heads: int, qk_dim: int, v_dim: int | None = None) -> int:
     return heads * (qk_dim + (qk_dim if v_dim is None else v_dim))
 
 
+def memory_width(heads: int, qk_dim: int, v_dim: int) -> int:
+    """Multiply-adds of one layer of linear attention for one token: of `heads` heads of values."""
+    return 3 * heads * qk_dim * v_dim
+
+
 def forward_flops(matmul_params: int, tokens: float, attention_macs: float = 0) -> float:
     """Model FLOPs of one forward pass; the arguments are those of `training_flops`."""
     return 2 * matmul_params * tokens + 2 * attention_macs
@@ -50,7 +60,8 @@ def training_flops(matmul_params: int, tokens: float, attention_macs: float = 0,
 
     `tokens` are those of the whole global batch, without padding. `attention_macs` is the sum over the layers
     of ``pairs * attention_width(...)``, where pairs are those of the whole batch: `attention_pairs` of its
-    document lengths, or the sum of ``position + 1`` over its tokens. `frozen`: only adapters are trained.
+    document lengths, or the sum of ``position + 1`` over its tokens; and over those of linear attention of
+    ``tokens * memory_width(...)``. `frozen`: only adapters are trained.
     """
     of_weights = 0 if frozen else forward_flops(matmul_params, tokens)
     return 2 * forward_flops(matmul_params, tokens) + of_weights + 3 * forward_flops(0, tokens, attention_macs)

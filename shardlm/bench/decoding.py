@@ -131,7 +131,7 @@ def prefill(engine: Engine, served: Served, gpu: Gpu | None) -> dict[str, Any]:
     model, tokens = served.model.transformer(), rows * length
     head = model.vocab_size * model.embed_dim
     flops = forward_flops(
-        model.parameters_per_token() - head, tokens, rows * attention_pairs([length]) * model.attention_width()
+        model.parameters_per_token() - head, tokens, model.attention_macs(rows * attention_pairs([length]), tokens)
     ) + forward_flops(head, rows)
     return {
         "rows": rows,

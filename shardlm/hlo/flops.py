@@ -108,7 +108,7 @@ def _dot(at: Instruction, computation: Computation, contracted: re.Match) -> Mat
     # Of a batch the rows of all are one: products = batch * rows * columns, right = batch * summed * columns.
     batch = round(math.prod(left.dims) * math.prod(right.dims) / summed**2 / products) if products else 1
     columns = math.prod(right.dims) / summed / max(batch, 1)
-    dtype = _peak(left.dtype, exact="highest" in at.attributes)
+    dtype = _peak(left.dtype, exact="highest" in at.attributes.lower())  # cuBLAS calls have it in capitals
     return Matmul(2.0 * products * summed, (products / columns, columns, summed), dtype)
 
 

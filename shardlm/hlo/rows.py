@@ -7,9 +7,10 @@ from typing import Literal, get_args
 
 from shardlm.hlo.text import Frame
 
-Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
+Layer = Literal["attention", "linear attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
 LAYERS: tuple[str, ...] = get_args(Layer)
 """attention  projections, positions, the op itself, latents
+linear attention  the same of layers that remember a text by a state: projections, convolutions, the rule
 mlp        dense feed-forward
 moe        router, exchange of tokens, experts, shared experts
 norm       all norms
@@ -37,6 +38,7 @@ def exposed(row: str) -> str:
 # A file, below the folder of the package, of a kind. What is not listed says nothing (param.py, stack.py, step.py), so
 # that the next frame outwards decides.
 _FILES = {
+    "linear attention": r"layers/delta_net|ops/(gated_delta|short_conv)",
     "attention": r"layers/(attention|mla|context)|ops/(attention|attention_pair|\w+_attention|ulysses|rope)",
     "mlp": r"layers/mlp|ops/swiglu",
     "moe": r"layers/moe|ops/(expert_dispatch|grouped_matmul|grouped_weights|routing|row_search)",
@@ -48,6 +50,7 @@ _KNOWN = [(re.compile(rf"(^|/)shardlm/({files})\.py$"), kind) for kind, files in
 _KNOWN.append((re.compile(r"/optax/"), "optimizer"))
 # Functions of files that hold several kinds.
 _FUNCTIONS = {
+    r"\b(Packed|Paged)\.recur\b": "linear attention",
     r"Transformer\.embed\b": "embedding",
     r"Transformer\.logits\b|\btoken_losses\b": "head",
     r"make_train_step.*\.(update|keep_finite)\b": "optimizer",
@@ -65,6 +68,6 @@ def layer_of(frames: Sequence[Frame]) -> str:
 
 
 def _kind(frame: Frame) -> str:
-    found = (kind for pattern, kind in _KNOWN if pattern.search(frame.file))
     named = (kind for pattern, kind in _NAMED if pattern.search(frame.function))
-    return next(found, "") or next(named, "")
+    found = (kind for pattern, kind in _KNOWN if pattern.search(frame.file))
+    return next(named, "") or next(found, "")

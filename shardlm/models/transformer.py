@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
-from shardlm.flops import attention_width
+from shardlm.flops import attention_width, memory_width
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNetConfig
@@ -117,6 +117,13 @@ class TransformerConfig:
     def attention_width(self) -> int:
         """Multiply-adds of one (query, key) pair in all layers together (flops.py)."""
         return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in self.attentions())
+
+    def attention_macs(self, pairs: float, tokens: float) -> float:
+        """Multiply-adds of all layers for so many tokens and the (query, key) pairs among them (flops.py)."""
+        linear = [b.attention for b in self.all_blocks() if isinstance(b.attention, DeltaNetConfig)]
+        return pairs * self.attention_width() + tokens * sum(
+            memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear
+        )
 
 
 class Transformer(nnx.Module):

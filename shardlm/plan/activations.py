@@ -6,11 +6,14 @@ import math
 
 import jax.numpy as jnp
 
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
+from shardlm.plan import linear_attention
 from shardlm.plan.sketch import Sketch
 
 Kinds = dict[str, float]
@@ -35,6 +38,9 @@ class Layer:
     pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
     zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
     mask     that keeps documents apart; of XLA's attention the scores of a block
+    gate     of attention's output
+    rule     of linear attention in float32, at its fullest; rule_wide: one array as wide as values; rule_kept: what is
+             kept without recomputation, and rule_product the one product of this that "dots" keeps
     """
 
     stream: float
@@ -52,6 +58,11 @@ class Layer:
     pairs: float
     zeros: float
     mask: float
+    gate: float = 0.0
+    rule: float = 0.0
+    rule_wide: float = 0.0
+    rule_kept: float = 0.0
+    rule_product: float = 0.0
 
 
 def layer(block: BlockConfig, sketch: Sketch) -> Layer:
@@ -69,9 +80,9 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     return Layer(
         stream=nbytes * D / tensor,
         whole=nbytes * D,
-        queries=nbytes * heads * attention.head_dim,
+        queries=nbytes * (kv if isinstance(attention, DeltaNetConfig) else heads) * attention.head_dim,
         keys=nbytes * kv * attention.head_dim,
-        values=nbytes * kv * attention.value_dim,
+        values=nbytes * (heads if isinstance(attention, DeltaNetConfig) else kv) * attention.value_dim,
         output=nbytes * heads * attention.value_dim,
         exchanged=nbytes * twice if ulysses else 0,
         latents=nbytes * _latent_dims(attention) / tensor if latent else 0,
@@ -81,8 +92,25 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         rows=rows * D,
         pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
-        mask=_mask(sketch, heads),
+        mask=0.0 if isinstance(attention, DeltaNetConfig) else _mask(sketch, heads),
+        **_gated(attention, sketch),
     )
+
+
+def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sketch) -> Kinds:
+    """The sizes that only linear attention and gated attention have."""
+    each = sketch.tokens * itemsize(sketch) / sketch.mesh.tensor
+    if not isinstance(attention, DeltaNetConfig):
+        gated = isinstance(attention, AttentionConfig) and attention.gate
+        return {"gate": each * attention.num_heads * attention.head_dim} if gated else {}
+    rule = linear_attention.Rule.of(attention, sketch)
+    return {
+        "gate": each * attention.num_heads * attention.value_dim,
+        "rule": linear_attention.at_work(rule),
+        "rule_wide": rule.wide,
+        "rule_kept": linear_attention.held(rule, each * linear_attention.convolved(attention)),
+        "rule_product": rule.square,
+    }
 
 
 def _latent_dims(attention: MlaConfig) -> int:
@@ -145,7 +173,7 @@ def _mask(sketch: Sketch, heads: float) -> float:
 def kept(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes on the device that the forward pass keeps of a layer (layers/stack.py), by what they are."""
     remat = sketch.config.remat
-    projections = one.queries + one.keys + one.values + one.latents
+    projections = one.queries + one.keys + one.values + one.latents + one.gate
     if remat == "offload":
         return {}
     if remat == "full":
@@ -153,12 +181,12 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     if remat == "names":  # its input and the attention's part; the MLP's is not needed
         return {"streams kept": 2 * one.stream}
     if remat == "dots":
-        products = projections - one.rotated
+        products = projections - one.rotated + one.rule_product
         return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": 2 * one.hidden}
     return {
         # The inputs of the norms; what the projections read.
         "streams kept": 2 * one.stream + 2 * one.whole,
-        "attention kept": projections + one.output + one.exchanged,
+        "attention kept": projections + one.output + one.exchanged + one.gate + one.rule_kept,
         "mlp kept": 3 * one.hidden,
         "experts kept": 3 * one.expert_hidden + 2 * one.rows + one.pairs,
     }

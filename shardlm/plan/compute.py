@@ -5,17 +5,13 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 
-from shardlm.flops import attention_pairs
-from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.lora import A as ADAPTER
-from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE
-from shardlm.ops.blocked_attention import LEAST_BLOCK
-from shardlm.ops.cudnn_heads import LATENT
 from shardlm.ops.expert_dispatch import choose as choose_exchange
-from shardlm.plan import program_memory
+from shardlm.plan import attention, linear_attention, program_memory
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
@@ -44,7 +40,7 @@ def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
 def frozen(ops: Iterable[Op]) -> Iterator[Op]:
     """The same with weights that are not trained: a gradient's product, worth a forward one, is left out."""
     for op in ops:
-        yield changed(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" else op
+        yield changed(op, count=op.count - op.forward, frozen=True) if op.unit == "matmul" and not op.both else op
 
 
 def adapters(sketch: Sketch, rank: int) -> Iterator[Op]:
@@ -152,45 +148,19 @@ class _Run:
     def __call__(self, op: Op) -> Op:
         """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
         remat = self.sketch.config.remat
-        again = {"none": 0, "dots": 0 if op.unit == "matmul" else 1, "names": 1, "full": 1, "offload": 1}[remat]
+        kept = op.unit == "matmul" and (op.constant or not op.both)  # by "dots": what is no batch of products
+        again = {"none": 0, "dots": 0 if kept else 1, "names": 1, "full": 1, "offload": 1}[remat]
         last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
         if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
             again = 0  # nothing in the backward pass asks for the result, or it was kept
         again += self.twice
-        gradients = 2.5 if op.unit == "attention" else 2
-        count = self.passes * (1 + again + gradients)
+        gradients = 2.5 if op.unit == "attention" else 1 if op.constant else 2
+        passes = self.passes * op.count
+        count = passes * (1 + again + gradients)
         executed = self.idle
         if op.unit == "attention":
-            executed *= _attended(op, 1 + again, gradients, self.sketch)
-        return changed(op, count=count, forward=self.passes, again=self.passes * again, executed=executed)
-
-
-def _attended(op: Op, forward: float, gradients: float, sketch: Sketch) -> float:
-    """What attention computes for each of its FLOPs.
-
-    cuDNN skips what the mask hides, and multiplies values as wide as keys where it has no kernel for their own size;
-    of its five matmuls for gradients three are as wide as keys. XLA's own (ops/blocked_attention.py) goes in
-    blocks of queries, an eighth of a row, over all keys before their end, in a ring (ops/attention_pair.py) over all
-    keys, and makes gradients in five matmuls, three as wide as keys; one of them makes the scores again, which XLA
-    takes from the layer's own repetition where there is one.
-    """
-    keys, mean = op.dims[1:]
-    wide = op.wide / mean
-    if sketch.execution.attention == "cudnn":
-        if (op.wide, 2 * mean - op.wide) != LATENT:
-            return wide
-        return (forward + (4 + wide) / 5 * gradients) / (forward + gradients)
-    worth = (4 + wide) / 5 if sketch.config.remat == "none" else 4 / 5
-    return _seen(sketch) / keys * (forward + worth * gradients) / (forward + gradients)
-
-
-def _seen(sketch: Sketch) -> float:
-    """Keys that XLA's own attention computes for a query, on average."""
-    T, parts = sketch.config.train.seq_len, sketch.mesh.context
-    if parts > 1 and sketch.execution.context_attention == "ring":
-        return T / parts * (1 + parts) / 2
-    blocks = next((n for n in (8, 4, 2) if T % n == 0 and T // n >= LEAST_BLOCK), 1)
-    return T * (1 + 1 / blocks) / 2
+            executed *= attention.attended(op, 1 + again, gradients, self.sketch)
+        return changed(op, count=count, forward=passes, again=passes * again, executed=executed)
 
 
 def _all_of(sketch: Sketch, block, ours: bool) -> list[Op]:
@@ -205,12 +175,12 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     """Forward, once."""
     D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
     matmul = functools.partial(_matmul, sketch)
-    for what, n, k in _projections(block.attention, D, tensor):
-        yield matmul("attention", what, tokens, n, k)
-    scores = _scores(sketch, block.attention)
-    yield changed(scores, seen=_seen(sketch)) if ours else scores
-    if ours and (turned := _turned(sketch, block.attention)):
-        yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
+    if isinstance(block.attention, DeltaNetConfig):
+        for what, n, k in linear_attention.projections(block.attention, D, tensor):
+            yield matmul("linear attention", what, tokens, n, k)
+        yield from linear_attention.products(linear_attention.Rule.of(block.attention, sketch))
+    else:
+        yield from attention.operations(sketch, block.attention, matmul, ours)
     if isinstance(block.mlp, MlpConfig):
         F = block.mlp.mlp_dim / tensor
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
@@ -223,57 +193,10 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
 
 
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
-    dtype = _dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
+    dtype = attention.dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
     moved = sketch.itemsize * (rows * n + rows * k + n * k)
-    weights = _dtype(sketch) if dtype == "int8" else ""  # ops/quantized_matmul.py
+    weights = attention.dtype(sketch) if dtype == "int8" else ""  # ops/quantized_matmul.py
     return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype, weight_dtype=weights)
-
-
-def _dtype(sketch: Sketch) -> str:
-    """Of products whose operands are not made 8-bit."""
-    return "fp32" if sketch.config.precision == "fp32" else "bf16"
-
-
-def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
-    """(name, columns, summed) on one device."""
-    N = attention.num_heads / tensor
-    if isinstance(attention, MlaConfig):
-        Q, R, H = attention.q_latent_dim, attention.kv_latent_dim, attention.head_dim
-        if Q:
-            yield "query latent", Q, D
-            yield "queries", N * H, Q
-        else:
-            yield "queries", N * H, D
-        yield "latent", R + attention.rope_dim, D
-        yield "keys and values", N * (attention.nope_dim + attention.value_dim), R
-        yield "output", D, N * attention.value_dim
-        return
-    K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
-    yield "queries, keys and values", (N + 2 * K) * attention.head_dim, D
-    yield "output", D, N * attention.head_dim
-
-
-def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
-    """Softmax attention over whole rows: of one device's rows and heads, its part of the sequence."""
-    T, N = sketch.config.train.seq_len, attention.num_heads / sketch.mesh.tensor
-    pairs = sketch.rows * attention_pairs([T], attention.window or None) / sketch.mesh.context
-    width = N * (attention.head_dim + attention.value_dim)
-    moved = sketch.itemsize * sketch.tokens * 2 * width
-    keys = attention_pairs([T], attention.window or None) / T
-    how = {"dims": (T, keys, (attention.head_dim + attention.value_dim) / 2), "wide": attention.head_dim}
-    return Op("attention", "scores", "attention", 2.0 * pairs * width, moved, 1, dtype=_dtype(sketch), **how)
-
-
-def _turned(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> float:
-    """Bytes read and written, forward or for gradients, of what our program does to queries, keys and values besides:
-    latent attention puts the parts of a head together, and Ulysses' exchange takes them, and the output, head by
-    head."""
-    tokens, tensor, size = sketch.tokens, sketch.mesh.tensor, sketch.itemsize
-    heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
-    width = heads * attention.head_dim + kv * (attention.head_dim + attention.value_dim)
-    joined = width if isinstance(attention, MlaConfig) else 0
-    exchanged = sketch.mesh.context > 1 and sketch.execution.context_attention == "ulysses"
-    return 2 * size * tokens * (joined + (width + heads * attention.value_dim if exchanged else 0))
 
 
 def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]:
@@ -352,7 +275,7 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
         run.passes,
         0,
         (tokens, V, D),
-        dtype=_dtype(sketch),
+        dtype=attention.dtype(sketch),
         in_stages=run.idle > 1,
         executed=run.idle,
     )

@@ -289,8 +289,8 @@ def kernel_seconds(ops: Iterable[Op], kernels: Kernels) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _model_flops(shape, rows: int, length: int, frozen: bool) -> float:
-    pairs = rows * attention_pairs([length]) * shape.attention_width()
-    return training_flops(shape.parameters_per_token(), rows * length, pairs, frozen=frozen)
+    macs = shape.attention_macs(rows * attention_pairs([length]), rows * length)
+    return training_flops(shape.parameters_per_token(), rows * length, macs, frozen=frozen)
 
 
 def _in_stages(sent: Sent) -> bool:

@@ -77,12 +77,13 @@ class Kernels:
             rows, n, k = op.dims
             added = {"hbm_bytes": op.hbm_bytes + op.added_bytes, "dtype": op.weight_dtype or op.dtype}
             weight = changed(op, **added, drawn=False)
-            products = self._product(op, rows, k, n) + (0.0 if op.frozen else self._product(weight, k, n, rows))
+            products = self._product(op, rows, k, n)
+            products += 0.0 if op.frozen or op.constant else self._product(weight, k, n, rows)
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)
         if op.gradient_bytes is not None:
-            return self._moving(changed(op, hbm_bytes=op.gradient_bytes))
+            return self._moving(changed(op, hbm_bytes=op.gradient_bytes, host=op.gradient_host or op.host))
         return 2 * self._moving(op)
 
     def one_seconds(self, op: Op, backward: bool = False) -> float:

@@ -56,8 +56,8 @@ class Ladder:
         """How many GPUs' peak rates the target takes: no number below can reach it."""
         config = self._config
         shape, length = config.model.transformer(), config.train.seq_len
-        pairs = attention_pairs([length]) / length * shape.attention_width()
-        flops = training_flops(shape.parameters_per_token(), 1, pairs, frozen=config.lora.rank > 0)
+        macs = shape.attention_macs(attention_pairs([length]) / length, 1)
+        flops = training_flops(shape.parameters_per_token(), 1, macs, frozen=config.lora.rank > 0)
         products = self._constraints.choices("matmul", [config.matmul])
         peaks = [self._gpu.peak.of(name) or 0.0 for name in products if name != "dtype"]
         return self._rate * flops / max([self._gpu.peak.bf16, *peaks])

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-Layer = Literal["attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
+Layer = Literal["attention", "linear attention", "mlp", "moe", "norm", "embedding", "head", "optimizer", "other"]
 Unit = Literal["matmul", "attention", "memory"]
 
 
@@ -25,7 +25,10 @@ class Op:
     wide       of attention: width of queries and keys of a head
     seen       of attention that is not fused: keys that it computes for a query, on average; 0: all
     grouped    a matmul of experts: kernels whose operations no compiled program shows, since tokens decide them
-    host       seconds that the device waits for its host: other systems' (systems_experts.py)
+    host       seconds that the device waits for its host, as other systems' does (systems_experts.py), or between small
+               kernels; gradient_host: the same for its gradient, where that is another
+    both       a matmul of two activations, as of linear attention: each has a gradient, whatever is trained
+    constant   of these, one whose other operand is a constant: it has one gradient
     split      a matmul so narrow that XLA cuts what is summed into parts, so that more cores have work
     weight_dtype  of the product that makes a weight's gradient, where it is another; "": the same
     frozen     a matmul with a weight that is not trained: no gradient of it is made
@@ -54,6 +57,9 @@ class Op:
     wide: float = 0.0
     seen: float = 0.0
     host: float = 0.0
+    gradient_host: float = 0.0
+    both: bool = False
+    constant: bool = False
     split: bool = False
     weight_dtype: str = ""
     frozen: bool = False

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import GATHER, PERMUTE, RAGGED, REDUCE, SCATTER, Sent, idling, ordered, share
+from shardlm.plan.traffic import GATHER, PERMUTE, RAGGED, REDUCE, SCATTER, Sent, idling, ordered, rows_for_heads, share
 from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
@@ -237,10 +238,15 @@ def buffers_filled(sketch: Sketch) -> float:
     return min((filled(moe, sketch.mesh.expert, sketch.tokens) for moe in mixtures), default=1.0)
 
 
-def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, runs: Runs) -> Iterator[Sent]:
+def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetConfig, runs: Runs) -> Iterator[Sent]:
     mesh, tokens, item = sketch.mesh, sketch.tokens, sketch.itemsize
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
+    if isinstance(attention, DeltaNetConfig):
+        one = rows_for_heads(attention, sketch) * share(mesh.context)
+        times = (runs.forward + 1 + runs.again) * runs.layers
+        yield Sent(("context",), "heads for tokens", one * times, EXCHANGE, 6 * times)
+        return
     if sketch.execution.context_attention == "ring":
         moves = len(stops(mesh.context, sketch.config.train.seq_len // (2 * mesh.context), attention.window))
         if not moves:

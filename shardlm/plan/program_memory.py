@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.ring_attention import stops
+from shardlm.plan import linear_attention
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
@@ -27,7 +29,10 @@ def of_block(sketch: Sketch, block: BlockConfig, ops: int) -> Iterator[Op]:
         heads, kv = attention.num_heads / sketch.mesh.tensor, max(1, attention.num_kv_heads / sketch.mesh.tensor)
         turned = 2 * sketch.itemsize * sketch.tokens * (heads + kv) * attention.head_dim
         yield Op("attention", "positions", "memory", 0, turned, 1, gradient_bytes=turned)
-    if sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
+    if isinstance(attention, DeltaNetConfig):
+        narrow = sketch.itemsize * sketch.tokens * linear_attention.convolved(attention) / sketch.mesh.tensor
+        yield from linear_attention.moved(linear_attention.Rule.of(attention, sketch), narrow)
+    elif sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
         yield _ring(sketch, attention)
     kernels = (KERNELS_OF_EXPERTS if isinstance(block.mlp, MoeConfig) else KERNELS) - ops
     yield Op("other", "small kernels", "memory", 0, 0, 1, host=(kernels - 1) * GAP)

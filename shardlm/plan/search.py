@@ -16,7 +16,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, variants_of
+from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, linear_heads, variants_of
 from shardlm.rules import BATCH_AXES
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
@@ -347,10 +347,14 @@ def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
     """What an axis has to divide."""
     shape, gpus = config.model.transformer(), f", which divides the {cluster.num_gpus} GPUs"
     heads = ", ".join(map(str, sorted({block.attention.num_heads for block in shape.kinds})))
+    linear = linear_heads(shape)
+    keys = f"{linear} heads of the queries and keys of linear attention"
     routed = sorted({block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts})
     experts = f"{', '.join(map(str, routed))} experts" if routed else "experts, of which a dense model has none"
     return gpus + {
-        "mesh.tensor": f" and the {heads} attention heads",
+        "mesh.tensor": f" and the {heads} attention heads"
+        + (f", and mesh.tensor x mesh.context the {keys}" if linear else ""),
+        "mesh.context": f"; mesh.tensor x mesh.context divides the {keys}" if linear else "",
         "mesh.expert": f" and the {experts}",
         "mesh.pipeline": f" and is no more than the {shape.segments[shape.pipelined_segment()].repeats} layers",
     }.get(field, "")

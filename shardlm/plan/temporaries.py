@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
-from shardlm.plan import adapted
+from shardlm.plan import adapted, linear_memory
 from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept, working
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
@@ -41,11 +41,21 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     if adapted.applies(sketch, parts):
         during = (_at_head_of_adapted, _between_layers_of_adapted)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
+    if linear := linear_memory.at_work(sketch, parts):
+        moments.append(_joined(always, linear, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     fullest = max(moments, key=_total)
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or _zeros_later(sketch):
         return fullest, 0
     return fullest, min(parts.resting, _total(fullest) - max(map(_total, moments[1:])))
+
+
+def _around(sketch: Sketch, parts: Parts) -> Kinds:
+    """While layers are done backwards whose next ones' weights come: the head's gradient waits whole; of stages, their
+    own gradients."""
+    whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
+    return _waiting(sketch, whole) | ({"gradients": parts.resting} if stages else {})
 
 
 def _joined(*parts: Kinds) -> Kinds:

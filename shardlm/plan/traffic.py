@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.mesh import AXES, MeshSpec
@@ -167,10 +168,29 @@ def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, laye
     return Sent(("expert",), "tokens sent", sent, RAGGED, times * layers)
 
 
-def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig, layers: float, again: int) -> Iterator[Sent]:
+def rows_for_heads(attention: DeltaNetConfig, sketch: Sketch) -> float:
+    """Bytes that a device of `context` has of what linear attention exchanges by heads and back, whatever the heads:
+    queries, keys, values and its output; decays and rates in float32."""
+    wide = 2 * attention.num_kv_heads * attention.head_dim + 2 * attention.num_heads * attention.value_dim
+    return sketch.tokens / sketch.mesh.tensor * (sketch.itemsize * wide + 2 * MASTER * attention.num_heads)
+
+
+def _context(
+    sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetConfig, layers: float, again: int
+) -> Iterator[Sent]:
     mesh, tokens = sketch.mesh, sketch.tokens
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
+    if isinstance(attention, DeltaNetConfig):
+        runs = (2 + again) * layers
+        yield Sent(
+            ("context",),
+            "heads for tokens",
+            runs * rows_for_heads(attention, sketch) * share(mesh.context),
+            "all-to-all",
+            runs,
+        )
+        return
     if sketch.execution.context_attention == "ring":
         keys_values = tokens * kv * width * sketch.itemsize
         moves = mesh.context - 1

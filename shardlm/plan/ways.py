@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.plan.changed import changed
@@ -40,20 +41,27 @@ def _inner(
     """(tensor, pipeline, context, expert) that the model divides over."""
     experts = [block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts]
     repeats = shape.segments[shape.pipelined_segment()].repeats
-    heads = math.gcd(*(block.attention.num_heads for block in shape.kinds))
+    heads, linear = math.gcd(*(block.attention.num_heads for block in shape.kinds)), linear_heads(shape)
     longest = max(1, seq_len // SHORTEST_CHUNK)
     for tensor in divisors(cluster.num_gpus):
-        if heads % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
+        if heads % tensor or linear % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
             continue
         for pipeline in divisors(cluster.num_gpus // tensor):
             if pipeline > repeats:
                 continue
             for context in divisors(cluster.num_gpus // tensor // pipeline):
+                if linear % (tensor * context):
+                    continue
                 if context > longest and not constraints.names("mesh.context"):
                     continue
                 for expert in divisors(cluster.num_gpus // tensor // pipeline // context):
                     if expert == 1 or (experts and math.gcd(*experts) % expert == 0):
                         yield tensor, pipeline, context, expert
+
+
+def linear_heads(shape: TransformerConfig) -> int:
+    """What tensor and context together have to divide: heads of queries and keys of linear attention; 0 without any."""
+    return math.gcd(*(b.attention.num_kv_heads for b in shape.kinds if isinstance(b.attention, DeltaNetConfig)))
 
 
 def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:

@@ -80,7 +80,7 @@ def _speed(program: Program, seconds: list[float], attention_pairs: float) -> di
     """Rates from the median step (measured); FLOPs by the convention of shardlm/flops.py."""
     config, model = program.config, program.model.config
     tokens = config.train.global_batch * config.train.seq_len
-    macs, frozen = attention_pairs * model.attention_width(), config.lora.rank > 0
+    macs, frozen = model.attention_macs(attention_pairs, tokens), config.lora.rank > 0
     flops = training_flops(model.parameters_per_token(), tokens, macs, frozen=frozen)
     median = float(np.median(seconds))
     gpu = hardware.lookup(program.mesh.devices.flat[0].device_kind)

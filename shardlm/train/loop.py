@@ -238,7 +238,7 @@ class Run:
 
     def _flops(self, values: dict[str, float]) -> float:
         model = self.program.model.config
-        macs = values["attention_pairs"] * model.attention_width()
+        macs = model.attention_macs(values["attention_pairs"], values["tokens"])
         args, config = (model.parameters_per_token(), values["tokens"], macs), self.program.config
         reference = forward_flops(*args) if config.preference.beta else 0
         return training_flops(*args, frozen=config.lora.rank > 0) + reference

@@ -14,10 +14,11 @@ import random
 
 import jaxlib
 
-from shardlm.config import resolve
+from shardlm.config import override, resolve
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.models.pretrained import Pretrained
+from shardlm.models.qwen_hybrid import QwenHybridConfig
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
 from shardlm.topology import topology
@@ -27,6 +28,7 @@ from shardlm.train.program import Program
 RECORD = pathlib.Path(__file__).parent / "compiled_memory.json"
 GPU = "h100"
 SEEDS = (*range(20), 44, *range(47, 78))
+MODELS = {"qwen_hybrid": QwenHybridConfig()}  # without a configuration of their own: in llama3_8b's
 FAMILIES = {"dense": "llama3_8b", "experts": "mixtral_8x7b", "latent": "deepseek_v3"}
 VARIANTS = (
     "deepseek_v3 mesh.fsdp=8 mesh.expert=4 mesh.context=1 model.num_layers=12 model.num_experts=64 "
@@ -174,12 +176,23 @@ VARIANTS = (
     "llama3_8b lora.rank=8 lora.base=int4 mesh.data=4 mesh.fsdp=1 rules=zero3 train.seq_len=2048 "
     "train.global_batch=8 train.accumulation=2 model.num_layers=32 model.embed_dim=2048 model.num_heads=16 "
     "model.mlp_dim=8192 model.vocab_size=32000",
+    "qwen_hybrid",
+    "qwen_hybrid model.num_layers=16 mesh.fsdp=4 mesh.tensor=2",
+    "qwen_hybrid model.num_layers=16 mesh.fsdp=4 mesh.context=2 train.global_batch=4",
+    "qwen_hybrid model.num_layers=16 remat=none train.seq_len=2048",
+    "qwen_hybrid model.num_layers=16 remat=dots train.seq_len=4096",
+    "qwen_hybrid model.num_layers=16 remat=names train.seq_len=4096",
+    "qwen_hybrid model.num_layers=8 mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 "
+    "model.vocab_size=32000 model.embed_dim=2048 model.mlp_dim=6144",
+    "qwen_hybrid model.num_layers=16 train.seq_len=4096 train.global_batch=16",
+    "qwen_hybrid model.num_layers=16 train.seq_len=4096 train.accumulation=4 train.global_batch=32",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A shipped configuration with `overrides`, as a command line gives them; adapters stand on a checkpoint of it."""
+    """A shipped configuration, or one of MODELS, with `overrides`, as a command line gives them; adapters stand on a
+    checkpoint of it."""
 
     name: str
     overrides: tuple[tuple[str, str], ...] = ()
@@ -194,7 +207,11 @@ class Run:
         return " ".join([self.name, *map("=".join, self.overrides)])
 
     def config(self) -> RunConfig:
-        config = resolve(f"configs/{self.name}.py", self.overrides).config
+        if self.name in MODELS:
+            config = dataclasses.replace(resolve("configs/llama3_8b.py", []).config, model=MODELS[self.name])
+            config = override(config, self.overrides)
+        else:
+            config = resolve(f"configs/{self.name}.py", self.overrides).config
         if not config.lora.rank:
             return config
         return dataclasses.replace(config, model=Pretrained("unread", config=json.dumps(config.model.to_hf())))

@@ -162,10 +162,15 @@ class ServingCase:
         lengths = f"prompt_len={self.prompt_len} and output_len={self.output_len}{spread}"
         return f"{lengths} are {f'up to {both}' if spread else both} tokens, {raised}"
 
+    @property
+    def caches(self) -> bool:
+        """Whether prompts share what they begin with: not with layers that remember a text from its start alone."""
+        return self.engine.enable_prefix_caching and not self.model.shape.memories
+
     @functools.cached_property
     def mix(self) -> Mix:
         """What its requests are like, as far as this engine shares what they have in common."""
-        caching, page = self.engine.enable_prefix_caching, self.engine.block_size
+        caching, page = self.caches, self.engine.block_size
         if self.listed:
             return self.listed if caching else self.listed.unshared
         shared = self.shared_prefix if caching else 0

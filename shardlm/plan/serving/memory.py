@@ -20,6 +20,8 @@ from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer,
 from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import few_bits_of
+from shardlm.serve.memories import refuse
+from shardlm.serve.memories import slot_bytes as memory_bytes
 from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
@@ -48,6 +50,7 @@ class StageMemory:
     """Bytes of one device of a pipeline stage.
 
     weights, pages, slots  exactly what the engine allocates, with what is kept for drafts
+    memories      the same of what layers of linear attention remember texts by
     draft         of the weights, those of layers that draft
     decode        temporaries of its largest decode program, estimated
     prefill       the same of the program of prompts that needs most
@@ -63,12 +66,13 @@ class StageMemory:
     prefill: float
     prefill_key: tuple[str, tuple[int, int]]
     page: int
+    memories: int = 0
     draft: int = 0
 
     @property
     def held(self) -> int:
         """Between programs."""
-        return self.weights + self.pages + self.slots
+        return self.weights + self.pages + self.memories + self.slots
 
     @property
     def temporaries(self) -> float:
@@ -140,6 +144,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
     as the engine does."""
     engine, shape = case.engine, case.model.shape
+    refuse(shape, dataclasses.replace(engine, enable_prefix_caching=False))  # which `caches` leaves out, untold
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
@@ -159,13 +164,14 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{max(held) / 2**30:.1f} GiB of weights a GPU leave no room for pages: gpu_memory_utilization="
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
-    sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data)
+    memories = [part_of_layout(layout, run).memories * memory_bytes(model) for run in runs]
+    sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
     sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)
     check_longest(sizes, engine.decoded)
     stages = [
-        _stage(case, sizes, rules, run, stage, page // devices, i == len(runs) - 1)
-        for i, (run, page, stage) in enumerate(zip(runs, each, own, strict=True))
+        _stage(case, sizes, rules, run, stage, page // devices, one // devices, i == len(runs) - 1)
+        for i, (run, page, one, stage) in enumerate(zip(runs, each, memories, own, strict=True))
     ]
     kept = _kept_for_drafts(case, sizes)
     draft = drafter.weight_bytes if drafter else 0
@@ -185,7 +191,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
 
 def _prefill(case: ServingCase, model: ModelDef) -> str:
     """How prompts attend that nothing stands before (serve/prefill.py), on the cluster's GPUs."""
-    layers = [block.attention for block in case.model.shape.all_blocks()]
+    layers = list(case.model.shape.attentions())
     heads, capped = {(one.head_dim, one.value_dim) for one in layers}, any(one.softcap for one in layers)
     device = Described.of(case.cluster.gpu)
     how = attention.choose("auto", device, model.execution.dtype, heads, capped, trained=False)
@@ -223,7 +229,14 @@ def _kept_for_drafts(case: ServingCase, sizes: RunnerConfig) -> int:
 
 
 def _stage(
-    case: ServingCase, sizes: RunnerConfig, rules: Rules, run: slice, weights: list[Held], page: int, last: bool
+    case: ServingCase,
+    sizes: RunnerConfig,
+    rules: Rules,
+    run: slice,
+    weights: list[Held],
+    page: int,
+    memory: int,
+    last: bool,
 ) -> StageMemory:
     """Temporaries are what the fullest moments of a program hold: a layer's activations and what it dequantises, logits
     of prompts that are scored, the sampler."""
@@ -265,6 +278,7 @@ def _stage(
         needs(*largest),
         largest,
         page,
+        (rows + 1) * memory,
     )
 
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.ops.grouped_weights import splits_of, step_of
-from shardlm.plan.op import Op
+from shardlm.plan.op import Layer, Op
+from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 
@@ -75,14 +77,19 @@ def layer_work(
     """Of one layer. cache_bytes: of one position in the layer, on this device."""
     plain = [held for held in weights if held.summed and not held.of_experts]
     scales = _beside(weights)
-    ops = [op for held in plain for op in _projection(held, scales, one.tokens, one.itemsize)]
+    kind = "linear attention" if isinstance(block.attention, DeltaNetConfig) else "attention"
+    ops = [op for held in plain for op in _projection(held, _layer_of(held, kind), scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
-    seen, pairs = attended(block.attention, one)
-    kv = one.rows * seen * cache_bytes
-    ops.append(_attention(block.attention, rules, one, pairs, kv))
+    if isinstance(block.attention, DeltaNetConfig):
+        kv = 2 * one.rows * linear.state_bytes(block.attention, rules, one.itemsize)  # read, and written
+        ops += linear.operations(block.attention, rules, one.rows, one.each, one.itemsize)
+    else:
+        seen, pairs = attended(block.attention, one)
+        kv = one.rows * seen * cache_bytes
+        ops.append(_attention(block.attention, rules, one, pairs, kv))
     small = one.tokens * D * 3 * one.itemsize
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
-    ops += [op for held in plain for op in _in_eight_bits(held, plain, one)]
+    ops += [op for held in plain for op in _in_eight_bits(held, _layer_of(held, kind), plain, one)]
     exchanged = [*_reduced(block, rules, one, D)]
     exchanged += [
         Exchanged("all-reduce", held.over, _all_reduced(4 * one.tokens, held.over, rules), 1)
@@ -112,10 +119,14 @@ def attended(attention: AttentionConfig | MlaConfig, one: Pass) -> tuple[float, 
     return min(s + c, window + c - 1), one.rows * pairs
 
 
-def _projection(held: InUse, scales: Mapping[str, int], tokens: float, itemsize: int) -> Iterator[Op]:
+def _layer_of(held: InUse, attention: Layer) -> Layer:
+    return attention if held.name.startswith("w") or held.name in ("decay", "beta") else "mlp"
+
+
+def _projection(held: InUse, layer: Layer, scales: Mapping[str, int], tokens: float, itemsize: int) -> Iterator[Op]:
     """The matmul and, where a weight in few bits is not multiplied as it is held, its numbers made and written first
     (compiled: XLA makes them anew for each use). The kernel's parts are written and read in float32."""
-    k, layer = held.summed, "attention" if held.name.startswith("w") else "mlp"
+    k = held.summed
     weight, n = held.nbytes, held.numbers / k
     if made_anew(held, tokens):
         weight = held.numbers * itemsize
@@ -138,12 +149,11 @@ def _beside(weights: Sequence[InUse]) -> dict[str, int]:
     return found
 
 
-def _in_eight_bits(held: InUse, others: Sequence[InUse], one: Pass) -> Iterator[Op]:
+def _in_eight_bits(held: InUse, layer: Layer, others: Sequence[InUse], one: Pass) -> Iterator[Op]:
     """What a projection multiplies is read for each token's largest number, and again for the 8-bit ones (compiled: a
     kernel each). Scales multiply in the kernels that take the results anyway."""
     if not held.product or BESIDE.get(held.name) in {other.name for other in others}:
         return
-    layer = "attention" if held.name.startswith("w") else "mlp"
     yield Op(layer, f"{held.name}: 8 bits", "memory", 0, one.tokens * held.summed * (2 * one.itemsize + 1) / 2, 2)
 
 

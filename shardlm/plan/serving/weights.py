@@ -186,11 +186,12 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
 
 @functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    """A model of the first layer alone on the mesh of a stage: it has the cache entries of all (serve/pool_size.py's
-    page_bytes)."""
+    """A model of one layer that attends and one that does not, where there are such, on the mesh of a stage: they keep
+    of a text what all do (serve/pool_size.py's page_bytes, serve/memories.py's slot_bytes)."""
     execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
-    whole = apart(shape)
-    small = dataclasses.replace(whole, segments=whole.segments[:1])
+    whole, linear = apart(shape), set(shape.memories)
+    kinds = {layer in linear: segment for layer, segment in reversed(list(enumerate(whole.segments)))}
+    small = dataclasses.replace(whole, segments=tuple(kinds.values()))
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         return ModelDef.make(small, execution)
 

@@ -67,7 +67,7 @@ def _engine(plan: ServingPlan) -> dict[str, Any]:
         "max_model_len": case.length,
         "gpu_memory_utilization": case.engine.gpu_memory_utilization,
         "block_size": sizes.page_size,
-        "enable_prefix_caching": case.engine.enable_prefix_caching,
+        "enable_prefix_caching": case.caches,
         "max_num_seqs": sizes.max_rows,
         "max_num_batched_tokens": sizes.max_batch_tokens,
         "prefill_attention": sizes.prefill,
@@ -104,7 +104,8 @@ def _plan(one: RankedServing) -> dict[str, Any]:
         "num_gpus": plan.num_gpus,
         "estimated": {
             "memory": {
-                f"{name}_bytes": getattr(most, name) for name in ("weights", "pages", "slots", "temporaries", "total")
+                f"{name}_bytes": getattr(most, name)
+                for name in ("weights", "pages", "memories", "slots", "temporaries", "total")
             },
             "memory_limit_bytes": memory.limit,
             "draft_weight_bytes": most.draft,

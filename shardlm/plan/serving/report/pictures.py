@@ -6,7 +6,7 @@ from shardlm.plan.report.figures import figure, gib
 from shardlm.plan.report.pictures import BARS, Point, memory_bar, plot
 
 Data = dict[str, Any]
-LOOKS = {"weights": "c0", "pages": "c2", "slots": "c4", "temporaries": "c1"}
+LOOKS = {"weights": "c0", "pages": "c2", "memories": "c3", "slots": "c4", "temporaries": "c1"}
 PROGRAM = {"arguments": "rests", "temporaries": "besides"}
 
 

@@ -122,12 +122,13 @@ def memory(answer: Data) -> Table:
         "weights": f"{gib(draft)} of layers that draft" if draft else "",
         "pages": f"{plan['estimated']['num_pages']:,} of {engine['block_size']} tokens"
         + (windows if groups["with_window"] else ""),
+        "memories": f"of {engine['max_num_seqs']:,} requests (max_num_seqs), in layers of linear attention",
         "slots": f"{engine['max_num_seqs']:,} requests (max_num_seqs)",
         "temporaries": "of the program that needs most",
         "total": f"of {gib(plan['estimated']['memory_limit_bytes'])} GiB that jax may take",
     }
     names = {"pages": "KV cache (pages)", "total": "all"}
-    kinds = {key.removesuffix("_bytes"): nbytes for key, nbytes in held.items()}
+    kinds = {key.removesuffix("_bytes"): n for key, n in held.items() if n or key != "memories_bytes"}
     rows = [(names.get(kind, kind), gib(nbytes), notes.get(kind, "")) for kind, nbytes in kinds.items()]
     columns = (Column("kind", words=True), Column("GiB", GUESS), Column("", words=True))
     return Table("memory", "Memory of a GPU, the first plan", columns, tuple(rows), sums=1)

@@ -1,0 +1,33 @@
+"""Layers of linear attention in a served model: what a request is remembered by, and what a pass through a layer
+computes and moves (serve/programs.py, layers/context.py's Paged.recur)."""
+
+import math
+from collections.abc import Iterator
+
+from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.plan import linear_attention
+from shardlm.plan.linear_attention import WIDE, Rule
+from shardlm.plan.op import Op
+from shardlm.rules import Rules
+
+# Of a row's state, how often a decode program reads or writes it, and the layer's kernels (compiled for an H100, 256
+# rows: it is read for the key, read and written for what changes, read for the query, read and put back).
+PASSES, KERNELS = 6, 12
+
+
+def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int) -> float:
+    """Of one layer and request on one device: its state, and the tokens that convolutions go on from."""
+    N, H, V = attention.num_heads, attention.head_dim, attention.value_dim
+    tokens = (attention.conv_width - 1) * (2 * attention.num_kv_heads * H + N * V)
+    return (WIDE * N * H * V + itemsize * tokens) / rules.mesh.size(*rules.use.axes("heads"))
+
+
+def operations(attention: DeltaNetConfig, rules: Rules, rows: float, each: float, itemsize: int) -> Iterator[Op]:
+    """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks."""
+    own = rows * state_bytes(attention, rules, itemsize)
+    yield Op("linear attention", "states", "memory", 0, PASSES * own / KERNELS, KERNELS)
+    if each > 1:
+        ways = rules.mesh.size(*rules.use.axes("heads"))
+        rule = Rule.of_rows(attention, math.ceil(each), rows, ways)
+        yield from linear_attention.products(rule)
+        yield from linear_attention.moved(rule, rows * each * itemsize * linear_attention.convolved(attention) / ways)

@@ -1,0 +1,152 @@
+"""Plans of models some of whose layers are linear attention: their FLOPs, bytes and memory by hand, what a search lays
+out for them, and what serving them takes. Compiled programs are the other files' (random_runs.py, record_memory.py)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardlm import flops
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.hlo.flops import matmul_flops
+from shardlm.hlo.rows import layer_of
+from shardlm.hlo.text import Frame
+from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.mesh import MeshSpec
+from shardlm.models.qwen_hybrid import QwenHybridConfig
+from shardlm.ops.gated_delta import gated_delta
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import operations
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.linear_attention import Rule, products
+from shardlm.plan.search import search
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.linear_attention import state_bytes
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.serving.ops import Pass, layer_work
+from shardlm.plan.serving.time import Speed
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.ways import laid_out
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.train.config import RunConfig, TrainConfig
+
+H100 = GPUS["h100"]
+SMALL = QwenHybridConfig(1024, 256, 8, 4, 8, 4, 64, 512, 12, 6, 64, 128)  # heads by which 4 ways do not go
+
+
+def run(model: QwenHybridConfig = SMALL, **how) -> RunConfig:
+    train = TrainConfig(global_batch=8, seq_len=4096)
+    return RunConfig(model, train=train, precision="bf16", mesh=MeshSpec(), **how)
+
+
+def test_model_flops_by_hand():
+    """Of each of 24 layers and tokens 32 heads' states of [128, 128], three times forward."""
+    shape = QwenHybridConfig().transformer()
+    once = flops.memory_width(32, 128, 128)
+    assert once == 3 * 32 * 128 * 128
+    assert shape.attention_macs(0, 1000) == 24 * 1000 * once
+    assert shape.attention_macs(500, 0) == 500 * shape.attention_width() == 500 * 8 * 16 * 2 * 256
+
+
+def test_products_of_the_rule_are_those_of_its_program():
+    """On a CPU, with gradients, of heads of keys that are fewer and of another size than those of values;
+    100 tokens are two chunks."""
+    B, T, K, N, H, V = 2, 100, 2, 4, 32, 64
+    shapes = [(B, T, K, H), (B, T, K, H), (B, T, N, V), (B, T, N), (B, T, N), (B, N, H, V)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def loss(*arrays):
+        return jnp.sum(gated_delta(*arrays)[0] ** 2)
+
+    ops = list(products(Rule.of_rows(DeltaNetConfig(N, K, H, V), T, B, 1)))
+    forward = sum(op.flops * op.count for op in ops)
+    gradients = sum(op.flops * op.count * (1 if op.constant else 2) for op in ops)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5))).lower(*arrays, text).compile().as_text()
+    assert matmul_flops(compiled).flops == pytest.approx(forward + gradients, rel=1e-6)
+
+
+def test_projections_of_linear_and_gated_attention_are_all_there():
+    """Each weight of a layer multiplies each token once, forward."""
+    sketch = Sketch.of(run(), H100)
+    mine = [op for op in operations(sketch) if op.layer in ("attention", "linear attention", "mlp") and not op.both]
+    forward = sum(op.flops * op.forward for op in mine if op.unit == "matmul")
+    head = SMALL.vocab_size * SMALL.embed_dim
+    assert forward == 2 * sketch.tokens * (sketch.shape.parameters_per_token() - head)
+
+
+@pytest.mark.parametrize("remat,again", [("none", 0), ("dots", 1), ("names", 1), ("full", 1)])
+def test_what_is_made_again(remat, again):
+    """Products of the rule are batches, of which "dots" keeps only the one with a constant, which has one
+    gradient."""
+    ops = operations(Sketch.of(run(remat=remat), H100))
+
+    def sums(what: str) -> tuple[float, ...]:
+        mine = [op for op in ops if op.what == what]
+        return tuple(sum(getattr(op, name) for op in mine) for name in ("forward", "again", "count"))
+
+    layers, halvings = 6, 10
+    assert sums("inverse") == (layers * halvings, layers * halvings * again, layers * halvings * (3 + again))
+    assert sums("decays between tokens")[2] == layers * (2 + (again and remat != "dots"))
+
+
+def test_a_search_lays_out_what_the_heads_allow():
+    """Six heads of keys do not go over four ways of tensor and context together."""
+    found = {(laid.mesh.tensor, laid.mesh.context) for laid in laid_out(run(), Cluster.of(H100, 8), Constraints())}
+    assert found == {(1, 1), (2, 1), (1, 2)}
+    for laid in laid_out(run(), Cluster.of(H100, 8), Constraints()):
+        if laid.mesh.pipeline == 1 and 8 % laid.mesh.size("data", "fsdp") == 0:
+            Sketch.of(laid, H100)  # which refuses what does not divide
+    with pytest.raises(ShardlmError, match=r"tensor=4.*6 heads of the queries and keys of linear attention"):
+        search(run(), Cluster.of(H100, 8), Constraints.parse(["mesh.tensor=4"]))
+
+
+def test_profiles_and_plans_have_one_name_for_such_layers():
+    def frames(*places):
+        return [Frame(f"/src/shardlm/{file}.py", 1, function) for file, function in places]
+
+    recurring = ("layers/context", "Packed.recur.<locals>.local")
+    assert layer_of(frames(("ops/gated_delta", "_within"), recurring)) == "linear attention"
+    assert layer_of(frames(("ops/ulysses", "by_heads"), recurring)) == "attention"  # a collective's, told by its kind
+    assert layer_of(frames(recurring, ("layers/delta_net", "DeltaNet.__call__"))) == "linear attention"
+    assert layer_of(frames(("layers/context", "Packed.attend"))) == "attention"
+
+
+def served(**engine) -> ServingCase:
+    config = RunConfig(QwenHybridConfig(), precision="bf16", train=TrainConfig(global_batch=8, seq_len=8192))
+    return ServingCase(ServedModel.of_config(config), Cluster.of(H100, 1), EngineConfig(**engine), 512, 128)
+
+
+def test_memory_of_a_request_by_hand():
+    case = served(max_num_seqs=64)
+    found = serving_memory(case).stages[0]
+    state, tokens = 4 * 32 * 128 * 128, 2 * 3 * (2 * 16 + 32) * 128  # float32; three tokens of q, k and v
+    assert found.memories == (64 + 1) * 24 * (state + tokens)
+    assert found.page == 8 * 16 * 2 * 4 * 256 * 2  # of the eight layers that attend
+    assert found.held == found.weights + found.pages + found.memories + found.slots
+    halved = dataclasses.replace(case, cluster=Cluster.of(H100, 2)).on(mesh=MeshSpec(tensor=2))
+    assert serving_memory(halved).stages[0].memories == found.memories // 2
+
+
+def test_decoding_reads_and_writes_what_requests_are_remembered_by():
+    case = served(max_num_seqs=64)
+    speed = Speed.of(case, serving_memory(case))
+    memory, D = QwenHybridConfig().transformer().segments[0].pattern[0], 4096
+    own = state_bytes(memory.attention, speed.rules, 2)
+    few, many = (layer_work(memory, [], speed.rules, 0.0, Pass(n, n, 4096, 2), D).least_bytes for n in (1, 64))
+    assert (few, many) == (2 * own, 64 * 2 * own)
+    assert speed.decode(64, 4096).parts["linear attention"] > 2 * speed.decode(8, 4096).parts["linear attention"]
+    # Of a layer that does not look back, a chunk takes as long wherever it stands.
+    (near, far) = (layer_work(memory, [], speed.rules, 0.0, Pass(2048, 1, at, 2), D).ops for at in (0, 30_000))
+    assert near == far and {op.unit for op in near} == {"matmul", "memory"}
+
+
+def test_what_such_models_cannot_be_asked_for():
+    assert not served(enable_prefix_caching=True).caches
+    engine = dataclasses.replace(served().engine, speculative_config=SpeculativeConfig(2, "ngram"))
+    case = dataclasses.replace(served(), engine=engine, acceptance_rate=0.5)
+    with pytest.raises(ShardlmError, match="cannot go back to before a draft"):
+        serving_memory(case)
