@@ -179,7 +179,9 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     # where each device sums its own of weights.
     apart_in_stages = runs.again and runs.idle and runs.whole and not sketch.schedule.both_ways
     apart_in_stages = apart_in_stages and not summed_once(sketch)
-    gathers += (4 if apart_in_stages else 2) * D * item
+    # So too where a microbatch is a single row, of which XLA does not see that both gathers are the same.
+    alone = sketch.config.train.global_batch == sketch.passes and mesh.pipeline == 1
+    gathers += (4 if apart_in_stages or alone else 2) * D * item
     scatters += (2 * back + repeated) * D * item
     if isinstance(attention, MlaConfig):
         narrow = attention.kv_latent_dim + attention.rope_dim

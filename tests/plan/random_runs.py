@@ -6,10 +6,8 @@ what it lacks is drawn or taken from PICKED, compiled and added by
 
 where a name is a seed or one of PICKED: one or two minutes each on two cores, ten where there are experts.
 
-Compiled runs that are not foreseen and not in the record: remat=dots with tensor=2 alone or with context=2, dense or
-with linear attention, where XLA gathers twice what it gathers once elsewhere, a third more bytes over tensor; latent
-attention with heads of 192 in a ring over context=2, with tensor=2: 3% in FLOPs, 4% in the bytes that tensor scatters,
-2.4% in those of the ring."""
+One compiled run is not foreseen and not in the record: latent attention with heads of 192 in a ring over context=2,
+with tensor=2: 3% in FLOPs, 4% in the bytes that tensor scatters, 2.4% in those of the ring."""
 
 import json
 import math

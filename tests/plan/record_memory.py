@@ -186,6 +186,14 @@ VARIANTS = (
     "model.vocab_size=32000 model.embed_dim=2048 model.mlp_dim=6144",
     "qwen_hybrid model.num_layers=16 train.seq_len=4096 train.global_batch=16",
     "qwen_hybrid model.num_layers=16 train.seq_len=4096 train.accumulation=4 train.global_batch=32",
+    "qwen_hybrid mesh.fsdp=2 mesh.pipeline=4 train.accumulation=8 train.global_batch=16 train.seq_len=4096 "
+    "pipeline.schedule=gpipe pipeline.rounds=1",
+    "qwen_hybrid train.seq_len=2048",
+    "qwen_hybrid model.num_layers=16 mesh.fsdp=4 mesh.tensor=2 train.global_batch=4 train.seq_len=4096",
+    "qwen_hybrid model.num_layers=8 remat=none train.seq_len=4096 mesh.fsdp=4 train.global_batch=4 "
+    "model.vocab_size=64000",
+    "qwen_hybrid model.num_layers=16 mesh.fsdp=2 mesh.context=4 train.global_batch=2 train.seq_len=16384 "
+    "model.vocab_size=64000",
 )
 
 

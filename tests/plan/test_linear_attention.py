@@ -2,6 +2,7 @@
 out for them, and what serving them takes. Compiled programs are the other files' (random_runs.py, record_memory.py)."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,16 @@ from shardlm.hlo.flops import matmul_flops
 from shardlm.hlo.rows import layer_of
 from shardlm.hlo.text import Frame
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.models.qwen_hybrid import QwenHybridConfig
 from shardlm.ops.gated_delta import gated_delta
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.linear_attention import Rule, products
+from shardlm.plan.memory import memory
 from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.linear_attention import state_bytes
@@ -37,9 +41,9 @@ H100 = GPUS["h100"]
 SMALL = QwenHybridConfig(1024, 256, 8, 4, 8, 4, 64, 512, 12, 6, 64, 128)  # heads by which 4 ways do not go
 
 
-def run(model: QwenHybridConfig = SMALL, **how) -> RunConfig:
+def run(model: QwenHybridConfig | Pretrained = SMALL, **how) -> RunConfig:
     train = TrainConfig(global_batch=8, seq_len=4096)
-    return RunConfig(model, train=train, precision="bf16", mesh=MeshSpec(), **how)
+    return RunConfig(model, train=train, precision="bf16", **{"mesh": MeshSpec()} | how)
 
 
 def test_model_flops_by_hand():
@@ -102,6 +106,20 @@ def test_a_search_lays_out_what_the_heads_allow():
             Sketch.of(laid, H100)  # which refuses what does not divide
     with pytest.raises(ShardlmError, match=r"tensor=4.*6 heads of the queries and keys of linear attention"):
         search(run(), Cluster.of(H100, 8), Constraints.parse(["mesh.tensor=4"]))
+
+
+def test_what_is_not_known_of_its_memory_is_said():
+    assert not memory(Sketch.of(run(), H100)).doubt
+    beside = "dense models that are trained whole"
+    cases = (
+        ({"model": Pretrained("unread", config=json.dumps(SMALL.to_hf())), "lora": LoraConfig(rank=8)}, beside),
+        ({"remat": "none"}, "two repeats of a pattern"),
+        ({"mesh": MeshSpec(context=3)}, "over context=4"),
+    )
+    for how, words in cases:
+        length = 4098 if "mesh" in how else 4096
+        config = dataclasses.replace(run(**how), train=TrainConfig(global_batch=8, seq_len=length))
+        assert words in memory(Sketch.of(config, H100)).doubt
 
 
 def test_profiles_and_plans_have_one_name_for_such_layers():
