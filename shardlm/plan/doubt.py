@@ -51,6 +51,9 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "linear attention over context=4 needed 7% less (1 compiled program)": (
             bool(shape.memories) and sketch.mesh.context > 2
         ),
+        "linear attention over several hosts needed 9% more (1 compiled program)": (
+            bool(shape.memories) and sketch.num_gpus > sketch.gpus_per_host
+        ),
         "linear attention with remat=none in two repeats of a pattern needed 5% less (1 compiled program)": (
             bool(shape.memories) and config.remat == "none" and max(one.repeats for one in shape.segments) < 3
         ),

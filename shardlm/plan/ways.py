@@ -11,6 +11,7 @@ from typing import Any
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.ulysses import fits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
@@ -50,7 +51,7 @@ def _inner(
             if pipeline > repeats:
                 continue
             for context in divisors(cluster.num_gpus // tensor // pipeline):
-                if linear % (tensor * context):
+                if linear and not _by_heads(shape, linear, tensor, context):
                     continue
                 if context > longest and not constraints.names("mesh.context"):
                     continue
@@ -62,6 +63,12 @@ def _inner(
 def linear_heads(shape: TransformerConfig) -> int:
     """What tensor and context together have to divide: heads of queries and keys of linear attention; 0 without any."""
     return math.gcd(*(b.attention.num_kv_heads for b in shape.kinds if isinstance(b.attention, DeltaNetConfig)))
+
+
+def _by_heads(shape: TransformerConfig, linear: int, tensor: int, context: int) -> bool:
+    """Whether rows that context splits can be exchanged by heads, as beside linear attention all are."""
+    attending = {(a.num_heads // tensor, max(1, a.num_kv_heads // tensor)) for a in shape.attentions()}
+    return linear % (tensor * context) == 0 and all(fits(*heads, context) for heads in attending)
 
 
 def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:

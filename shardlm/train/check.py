@@ -51,8 +51,9 @@ def check_positions(seq_len: int, model: TransformerConfig) -> None:
         )
 
 
-def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec) -> None:
-    """Refuses Ulysses where a device's heads do not divide over the context axis."""
+def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec, ring: bool = True) -> None:
+    """Refuses Ulysses where a device's heads do not divide over the context axis; `ring`: whether that may be chosen
+    instead."""
     if choice != "ulysses" or mesh.context == 1:
         return
     local = num_heads // mesh.tensor, max(1, num_kv_heads // mesh.tensor)
@@ -60,8 +61,8 @@ def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec
         works = [c for c in range(1, local[0] + 1) if fits(*local, c)]
         raise ShardlmError(
             f"context_attention=ulysses splits heads={local[0]} and kv_heads={local[1]} of each device (tensor="
-            f"{mesh.tensor}) over context={mesh.context}; choose context from {', '.join(map(str, works))}, or "
-            "context_attention=ring"
+            f"{mesh.tensor}) over context={mesh.context}; choose context from {', '.join(map(str, works))}"
+            + (", or context_attention=ring" if ring else "; linear attention takes no ring")
         )
 
 
@@ -140,7 +141,8 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             check_memory(heads[1], rules.mesh, context_attention)
         else:
             kv_heads_name(heads[1], heads[0], rules.mesh.tensor)
-            check_context("ulysses" if model.memories else context_attention, *heads, rules.mesh)
+            linear = bool(model.memories)
+            check_context("ulysses" if linear else context_attention, *heads, rules.mesh, ring=not linear)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)
         if block.mlp.num_experts:

@@ -194,6 +194,7 @@ VARIANTS = (
     "model.vocab_size=64000",
     "qwen_hybrid model.num_layers=16 mesh.fsdp=2 mesh.context=4 train.global_batch=2 train.seq_len=16384 "
     "model.vocab_size=64000",
+    "qwen_hybrid model.embed_dim=2560 model.mlp_dim=9216 model.vocab_size=100000 mesh.fsdp=16 train.global_batch=16",
 )
 
 

@@ -33,8 +33,10 @@ from shardlm.plan.serving.ops import Pass, layer_work
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import laid_out
+from shardlm.rules import Rules
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.train.check import check_model
 from shardlm.train.config import RunConfig, TrainConfig
 
 H100 = GPUS["h100"]
@@ -104,6 +106,8 @@ def test_a_search_lays_out_what_the_heads_allow():
     for laid in laid_out(run(), Cluster.of(H100, 8), Constraints()):
         if laid.mesh.pipeline == 1 and 8 % laid.mesh.size("data", "fsdp") == 0:
             Sketch.of(laid, H100)  # which refuses what does not divide
+    with pytest.raises(ShardlmError, match=r"heads=8.* over context=3.*; linear attention takes no ring"):
+        check_model(SMALL.transformer(), Rules.make("zero3", MeshSpec(context=3)))
     with pytest.raises(ShardlmError, match=r"tensor=4.*6 heads of the queries and keys of linear attention"):
         search(run(), Cluster.of(H100, 8), Constraints.parse(["mesh.tensor=4"]))
 
@@ -114,12 +118,10 @@ def test_what_is_not_known_of_its_memory_is_said():
     cases = (
         ({"model": Pretrained("unread", config=json.dumps(SMALL.to_hf())), "lora": LoraConfig(rank=8)}, beside),
         ({"remat": "none"}, "two repeats of a pattern"),
-        ({"mesh": MeshSpec(context=3)}, "over context=4"),
+        ({"model": QwenHybridConfig(), "mesh": MeshSpec(context=4)}, "over context=4"),
     )
     for how, words in cases:
-        length = 4098 if "mesh" in how else 4096
-        config = dataclasses.replace(run(**how), train=TrainConfig(global_batch=8, seq_len=length))
-        assert words in memory(Sketch.of(config, H100)).doubt
+        assert words in memory(Sketch.of(run(**how), H100)).doubt
 
 
 def test_profiles_and_plans_have_one_name_for_such_layers():
