@@ -2,6 +2,7 @@
 in the prompt as the model wrote them. Templates are as short as they can be; calls in them are as in published ones."""
 
 import dataclasses
+import functools
 import json
 
 import anthropic
@@ -94,8 +95,13 @@ def made(style):
     return Client(llm)
 
 
+@functools.cache
+def _adapter(kind):
+    return pydantic.TypeAdapter(kind)
+
+
 def check(kind, value):
-    pydantic.TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
 def test_every_style_that_a_template_tells_is_here():
