@@ -104,15 +104,22 @@ def check(kind, value):
     _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
+@pytest.fixture(scope="module")
+def theirs():
+    with anthropic.Anthropic(api_key="x", max_retries=0) as client:
+        yield client
+
+
 def test_every_style_that_a_template_tells_is_here():
     assert {style for _, style in TOLD} == STYLES.keys()
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_messages_of_an_agents_round(style):
+def test_messages_of_an_agents_round(theirs, style):
     client = made(style)
     ask = {"model": "fake", "max_tokens": 900, "tools": [{"name": "edit", "input_schema": FUNCTION["parameters"]}]}
-    with listens(client.app) as (_, address), anthropic.Anthropic(base_url=address, api_key="x", max_retries=0) as own:
+    with listens(client.app) as (_, address):
+        own = theirs.with_options(base_url=address)
         with own.messages.stream(**ask, messages=ASK) as stream:
             reply = stream.get_final_message()
         thought, said, used = reply.content
