@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import get_args
 
 from absl import flags
 
@@ -34,7 +35,7 @@ try:
     from launch.http_flags import http_settings, listen
     from shardlm.serve.api.reasoning.choose import NAMES as REASONING_PARSERS
     from shardlm.serve.api.server import run, try_to_listen
-    from shardlm.serve.api.settings import Settings
+    from shardlm.serve.api.settings import Settings, ToolStyle
 except ModuleNotFoundError as error:
     sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
 
@@ -43,7 +44,7 @@ _MODEL_NAMES = flags.DEFINE_list("model_names", [], "What clients may call the m
 _TOOL_STYLE = flags.DEFINE_enum(
     "tool_style",
     "auto",
-    ["auto", "hermes", "llama", "qwen3_coder", "glm45", "minimax_m2"],
+    get_args(ToolStyle),
     "How the model writes calls of tools; auto: see its template.",
 )
 _REASONING = flags.DEFINE_enum(

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
+from shardlm.serve import past_calls
 
 Message = Mapping[str, Any]
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type of part -> field
@@ -41,7 +42,13 @@ def rendered(
     developer = "developer" in template.source
     plain = [_message(one, f"messages[{i}]", developer) for i, one in enumerate(messages)]
     form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    return template.render(plain, tools or None, **form, **options)
+    wrong = None
+    for one in past_calls.forms(past_calls.named(plain, template.source)):
+        try:
+            return template.render(one, tools or None, **form, **options)
+        except ShardlmError as error:
+            wrong = wrong or error  # of the usual form, about which the others say less
+    raise wrong
 
 
 def _message(message: Message, param: str, developer: bool) -> dict[str, Any]:

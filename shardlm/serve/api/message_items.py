@@ -7,6 +7,7 @@ from typing import Any
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.message_tools import chat_choice, functions, parallel
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, CountTokensRequest, is_billing
+from shardlm.serve.past_calls import INVALID_JSON
 
 Block = Mapping[str, Any]
 Chat = list[dict[str, Any]]
@@ -16,7 +17,6 @@ NAMES = {
     "response_format": "output_config.format",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-INVALID_JSON = "INVALID_JSON"  # of an input: arguments that are no JSON object, as Anthropic's guide has them sent back
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
 _THINKING = ("enable_thinking", "thinking")  # of templates, which know one of these
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}

@@ -18,6 +18,7 @@ from shardlm.serve.api.service import Call
 from shardlm.serve.api.turns import Asked, Turn, begin, prompt_length
 from shardlm.serve.messages import read_arguments
 from shardlm.serve.outputs import CompletionOutput, RequestOutput
+from shardlm.serve.past_calls import INVALID_JSON
 
 Event = dict[str, Any]
 _PING: Event = {"type": "ping"}
@@ -175,4 +176,4 @@ def _delta(kind: Kind, new: str) -> dict[str, Any]:
 def _input(arguments: str) -> dict[str, Any]:
     """Of a call, which may have been cut off."""
     found = read_arguments(arguments or "{}")
-    return found if isinstance(found, dict) else {items.INVALID_JSON: arguments}
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}

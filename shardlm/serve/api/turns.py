@@ -143,7 +143,8 @@ def _tools(call: Call, request: ChatRequest) -> Tools:
     style = style_of(llm.template.source if llm.template else "", service.settings.tool_style)
     tools = choose(request.tools, request.tool_choice, style, request.parallel_tool_calls)
     if service.reasoning is not None and service.reasoning.style is HARMONY and tools.structured is None:
-        return dataclasses.replace(tools, parser=PlainParser, begins=())  # calls are on a channel of their own
+        # Calls are on a channel of their own.
+        return dataclasses.replace(tools, parser=PlainParser, begins=(), marks=())
     return tools
 
 
@@ -174,7 +175,7 @@ def _check(request: ChatRequest) -> None:
 def _params(call: Call, request: ChatRequest, tools: Tools) -> SamplingParams:
     given = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     most = getattr(request, given)
-    return sampling_params(
+    params = sampling_params(
         request,
         call.service.llm.max_model_len,
         call.service.settings.sampling,
@@ -184,6 +185,8 @@ def _params(call: Call, request: ChatRequest, tools: Tools) -> SamplingParams:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         max_tokens=most,
     )
+    sees = any(map(call.service.llm.tokenizer.is_special, tools.marks))  # which texts leave out unless told
+    return dataclasses.replace(params, skip_special_tokens=False) if sees else params
 
 
 def _options(request: ChatRequest) -> dict:

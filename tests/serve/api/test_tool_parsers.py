@@ -1,10 +1,12 @@
 """Calls of tools, read from what models write: the same however the text was cut into parts."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_calls import DEEPSEEK_CALLS, GLM, KIMI_CALLS, MINIMAX, MISTRAL, QWEN, qwen
 
 from shardlm.serve.api.chat import joined
 from shardlm.serve.api.errors import ApiError
@@ -12,8 +14,11 @@ from shardlm.serve.api.tools.choose import TOLD, choose, style_of
 from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema
 from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
-from shardlm.serve.api.tools.marked import STYLES, MarkedParser, typed
+from shardlm.serve.api.tools.marked import STYLES, MarkedParser
+from shardlm.serve.api.tools.mistral import BEGIN, MistralParser
 from shardlm.serve.api.tools.reader import CallDelta
+from shardlm.serve.api.tools.sections import DEEPSEEK, KIMI, SectionParser
+from shardlm.serve.api.tools.values import kinds, typed
 from shardlm.serve.grammar import GrammarCompiler
 from shardlm.tokenizer import train_bpe
 
@@ -75,45 +80,13 @@ SCHEMAS = {
     "f": {"properties": {"n": {"type": "integer"}, "x": {"type": ["number", "null"]}, "o": {"$ref": "#/$defs/o"}}},
     "get_weather": {"properties": {"city": {"type": "string"}, "ok": {"anyOf": [{"type": "boolean"}]}}},
 }
-QWEN = {
-    "plain <tool": ("plain <tool", []),
-    "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=x>\nNone\n</parameter>\n"
-    "<parameter=o>\n{'a': [1]}\n</parameter>\n</function>\n</tool_call>": (
-        "",
-        [("f", '{"n": 3, "x": null, "o": {"a": [1]}}')],
-    ),
-    "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n\n </tool_call> é\n</parameter>\n"
-    "<parameter=ok>\nTrue\n</parameter>\n</function>\n</tool_call>\n"
-    "<tool_call>\n<function=f>\n</function>\n</tool_call> so": (
-        "I look.\n so",
-        [("get_weather", '{"city": "12\\n\\n </tool_call> é", "ok": true}'), ("f", "{}")],
-    ),
-    "<tool_call>\n<function=f>\n<parameter=n>\nthree\n</parameter>\n<parameter=y>\n1\n</parameter>\n<parameter=x": (
-        "",
-        [("f", '{"n": "three", "y": "1"}')],
-    ),
-    "<tool_call>\nno function": ("<tool_call>\nno function", []),
-}
-GLM = {
-    "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n<arg_key>x</arg_key>\n<arg_value>0.5</arg_value>\n</tool_call>\n"
-    "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a </tool_call> b</arg_value></tool_call>": (
-        "",
-        [("f", '{"n": 3, "x": 0.5}'), ("get_weather", '{"city": "a </tool_call> b"}')],
-    ),
-    "<tool_call>f\n</tool_call>.": (".", [("f", "{}")]),
-    "<tool_call>word</tool_call>": ("<tool_call>word</tool_call>", []),
-    "<tool_call>f": ("", [("f", "{}")]),
-}
-MINIMAX = {
-    'a<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">1</parameter>\n</invoke>\n'
-    '<invoke name="get_weather">\n<parameter name="city">\nB\n</parameter>\n</invoke>\n</minimax:tool_call>': (
-        "a",
-        [("f", '{"n": 1}'), ("get_weather", '{"city": "B"}')],
-    ),
-}
+
 PARSERS = {"hermes": (HermesParser, HERMES), "llama": (lambda: LlamaParser(NAMES), LLAMA)}
 for name, cases in (("qwen3_coder", QWEN), ("glm45", GLM), ("minimax_m2", MINIMAX)):
     PARSERS[name] = (lambda marks=STYLES[name]: MarkedParser(marks, SCHEMAS), cases)
+for name, section, cases in (("deepseek_v3", DEEPSEEK, DEEPSEEK_CALLS), ("kimi_k2", KIMI, KIMI_CALLS)):
+    PARSERS[name] = (lambda section=section: SectionParser(section), cases)
+PARSERS["mistral"] = (MistralParser, MISTRAL)
 CASES = [(style, text) for style, (_, cases) in PARSERS.items() for text in cases]
 
 
@@ -134,7 +107,7 @@ JSON = st.recursive(
 @settings(deadline=None, max_examples=60)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(), JSON, max_size=3)), max_size=3),
-    style=st.sampled_from(["hermes", "llama", "list"]),
+    style=st.sampled_from(["hermes", "llama", "list", "mistral"]),
     key_first=st.booleans(),
     indent=st.sampled_from([None, 1]),
     size=st.integers(1, 20),
@@ -149,9 +122,24 @@ def test_any_arguments_come_back(calls, style, key_first, indent, size):
         text = "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in texts)
     else:
         text = ";".join(texts) if style == "llama" else f"[{','.join(texts)}]"
+        text = f"{BEGIN}{text}" * bool(calls) if style == "mistral" else text
     parser = ListParser() if style == "list" else PARSERS[style][0]()
     content, found = read(parser, [text[i : i + size] for i in range(0, len(text), size)])
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+PIECES = ["\n", " ", "</parameter>", "<parameter=city>", "<", "</function>", "</tool_call>", "a", '"', "é", "null"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(pieces=st.lists(st.sampled_from(PIECES)), size=st.integers(1, 20))
+def test_any_text_comes_back(pieces, size):
+    """But for one that looks like the end of a call."""
+    city = re.sub(r"(</parameter>|</function>)\s*(?=<)", r"\1.", "".join(pieces))
+    text = qwen("get_weather", city=city, ok="true")
+    parts = [text[i : i + size] for i in range(0, len(text), size)]
+    content, [(_, arguments)] = read(MarkedParser(STYLES["qwen3_coder"], SCHEMAS), parts)
+    assert content == "" and json.loads(arguments) == {"city": city, "ok": True}
 
 
 @pytest.mark.parametrize(
@@ -168,16 +156,27 @@ def test_any_arguments_come_back(calls, style, key_first, indent, size):
         ("true", {"enum": [True, "auto"]}, True),
         ("auto", {"enum": [True, "auto"]}, "auto"),
         ("1", None, "1"),
+        ("1", {"$ref": "#/properties/x"}, "1"),
+        ("[1]", {"$ref": "#/$defs/list"}, [1]),
+        ("[1]", {"$ref": "#/$defs/loop"}, [1]),
+        ("1", {"$ref": "http://x/list"}, "1"),
+        ("2", {"const": 2}, 2),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("3", {"type": [{}], "anyOf": 3, "enum": 4}, 3),
     ],
 )
 def test_values_by_their_schema(text, schema, value):
-    found = typed(text, schema)
+    root = {"properties": {"x": schema}, "$defs": {"list": {"items": {}}, "loop": {"$ref": "#/$defs/loop"}}}
+    found = typed(text, kinds(root, "x"))
     assert found == value and type(found) is type(value)
 
 
 def test_a_long_call_takes_no_quadratic_time():
     text = json.dumps({"name": "f", "arguments": {"text": "x" * 200_000}})
     assert len(read(HermesParser(), ["<tool_call>", text, "</tool_call>"])[1][0][1]) > 200_000
+    text = qwen("get_weather", city="</parameter> \n" * 9_000, ok="true")
+    parts = [text[i : i + 100] for i in range(0, len(text), 100)]
+    assert len(read(MarkedParser(STYLES["qwen3_coder"], SCHEMAS), parts)[1][0][1]) > 9_000 * 14
 
 
 def tool(name="f", parameters=None, **fields):
@@ -254,4 +253,4 @@ def test_the_style_that_a_template_tells():
     assert style_of('{"name": ..., "parameters": ...}', "auto") == "llama"
     assert style_of("<tool_call>", "llama") == "llama"
     for mark, style in TOLD:
-        assert style_of(f"<tool_call> {mark}", "auto") == style and style in STYLES
+        assert style_of(f"<tool_call> {mark}", "auto") == style and style in PARSERS

@@ -7,12 +7,14 @@ from typing import Any, Protocol
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.settings import ToolStyle
-from shardlm.serve.api.tools import hermes, llama
+from shardlm.serve.api.tools import hermes, llama, marked, mistral, sections
 from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema, one_schema
 from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
-from shardlm.serve.api.tools.marked import STYLES, MarkedParser
+from shardlm.serve.api.tools.marked import MarkedParser
+from shardlm.serve.api.tools.mistral import MistralParser
 from shardlm.serve.api.tools.reader import CallDelta
+from shardlm.serve.api.tools.sections import SectionParser
 from shardlm.serve.sampling_params import StructuredOutputs
 
 Tool = Mapping[str, Any]
@@ -21,6 +23,9 @@ TOLD: tuple[tuple[str, ToolStyle], ...] = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
+    (sections.DEEPSEEK.call, "deepseek_v3"),
+    (sections.KIMI.call, "kimi_k2"),
+    (mistral.BEGIN, "mistral"),
 )
 
 
@@ -50,7 +55,7 @@ class PlainParser:
 class Tools:
     """shown: the tools that the template is given. structured: what the reply is held to. parser: makes one for each
     reply. named: the reply is the arguments of a function that the client chose. most: calls in one reply. begins: how
-    a reply does that calls and does not answer."""
+    a reply does that calls and does not answer. marks: what the parser must see of a reply, special tokens too."""
 
     shown: Sequence[Tool] = ()
     structured: StructuredOutputs | None = None
@@ -58,6 +63,7 @@ class Tools:
     named: bool = False
     most: int | None = None
     begins: Sequence[str] = ()
+    marks: Sequence[str] = ()
 
 
 def choose(
@@ -76,13 +82,7 @@ def choose(
         raise ApiError(f"tool_choice={choice!r} needs tools", param="tool_choice")
     most = 1 if parallel is False else None
     if choice == "auto":
-        if style == "hermes":
-            return Tools(tools, parser=HermesParser, most=most, begins=(hermes.BEGIN,))
-        if style in STYLES:
-            marks, schemas = STYLES[style], {one["name"]: one.get("parameters") or {} for one in functions}
-            return Tools(tools, parser=lambda: MarkedParser(marks, schemas), most=most, begins=(marks.begin,))
-        names = {function["name"] for function in functions}
-        return Tools(tools, parser=lambda: LlamaParser(names), most=most, begins=llama.begins(names))
+        return dataclasses.replace(_free(functions, style), shown=tools, most=most)
     if choice == "required":
         return Tools(tools, _schema(any_schema(functions, most)), ListParser, most=most)
     name = _chosen(choice)
@@ -104,6 +104,27 @@ def style_of(template_source: str, asked: ToolStyle) -> ToolStyle:
         "python_tag" in template_source or '"parameters"' in template_source
     )
     return "llama" if llama else "hermes"
+
+
+def _free(functions: Sequence[Mapping[str, Any]], style: ToolStyle) -> Tools:
+    """Of replies that may call: who reads them, and how calls begin."""
+    names = {function["name"] for function in functions}
+    if style == "llama":
+        return Tools(parser=lambda: LlamaParser(names), begins=llama.begins(names))
+    if style in marked.STYLES:
+        marks, schemas = marked.STYLES[style], {one["name"]: one.get("parameters") or {} for one in functions}
+        return _marked(lambda: MarkedParser(marks, schemas), marks.begin, marks.end, marks.key, marks.valued)
+    if style in sections.STYLES:
+        section = sections.STYLES[style]
+        return _marked(lambda: SectionParser(section), section.begin, section.call, section.to, section.over)
+    if style == "mistral":
+        return _marked(MistralParser, mistral.BEGIN, mistral.TO)
+    return _marked(HermesParser, hermes.BEGIN, hermes.END)
+
+
+def _marked(parser: Callable[[], Parser], *marks: str) -> Tools:
+    """`marks`: the first one begins calls."""
+    return Tools(parser=parser, begins=marks[:1], marks=marks)
 
 
 def _schema(schema: Mapping[str, Any]) -> StructuredOutputs:

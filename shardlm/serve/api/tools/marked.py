@@ -1,178 +1,231 @@
 """Calls whose arguments stand between marks and not in JSON, as Qwen3-Coder and Qwen 3.5, GLM-4.5 and MiniMax-M2 write
-them. Values are text; the tool's schema tells which of them are numbers or JSON. A call comes when it is whole."""
+them. Texts come as they are written, other values when they are whole (values.py)."""
 
-import ast
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from shardlm.serve.api.reasoning.marks import until
+from shardlm.serve.api.tools import values
 from shardlm.serve.api.tools.reader import CallDelta
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the tools' parameters, by the name of the function
-Written = tuple[str, list[tuple[str, str]]]  # a call: its name, and its arguments by name as they are written
-
-LONGEST_END = 256  # characters of what closes calls, or of a name before it
-_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_SPACE = re.compile(r"\s*")
+_LONGEST = 64  # characters of a mark
+_NAME = re.compile(r"""["']?([^\s<>"']+)["']?""")
 
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """begin   what opens calls
-    end     an expression for what closes them, that no value holds
-    read    what is between, as calls of functions with these names or, where marks say that it is one, others; none
-            where it is no call
+    """begin, end    around calls
+    call, named      around a function's name; "": it stands right behind `begin`, and ends before what follows
+    over             behind a call
+    key, keyed       around an argument's name
+    value, valued    around its value
+    lines            a value may stand on lines of its own, between line ends that are not its
     """
 
     begin: str
-    end: re.Pattern
-    read: Callable[[str, Collection[str]], list[Written]]
+    end: str
+    call: str
+    named: str
+    over: str
+    key: str
+    keyed: str
+    value: str
+    valued: str
+    lines: bool
+
+
+QWEN = Marks(
+    *("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", ">", "", "</parameter>"),
+    lines=True,
+)
+GLM = Marks(
+    *("<tool_call>", "</tool_call>", "", "", "</tool_call>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    lines=False,
+)
+MINIMAX = Marks(
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", ">", "</invoke>"),
+    *("<parameter name=", ">", "", "</parameter>"),
+    lines=True,
+)
+STYLES = {"qwen3_coder": QWEN, "glm45": GLM, "minimax_m2": MINIMAX}  # by vLLM's names of its parsers
 
 
 class MarkedParser:
-    """Push the text of a reply; contents (texts) and calls come out in order. What is between marks and is no call is
-    content; a call that was cut off has the arguments that are whole."""
+    """Push the text of a reply; contents (texts) and parts of calls come out in order. What is between marks and has no
+    name is content, and where no marks say that it is a name, another than a function's too."""
 
     def __init__(self, marks: Marks, schemas: Schemas):
         self.calls = 0
         self._marks, self._schemas = marks, schemas
-        self._held = ""  # text that may be the beginning of a mark, or all since the mark
-        self._inside = self._after_call = False
-        self._searched = 0  # so much of what is held is known to have no end
+        self._held = ""  # text that may be the beginning of a mark
+        self._step: Callable[[list], bool] = self._content
+        self._said = ""  # marks whose call is not known yet to be one
+        self._inside = False  # between the marks around calls
+        self._after_mark = False  # and no text since
+        self._argument = Argument(marks, set(), "")
+        self._schema: Mapping[str, Any] = {}  # of the function's parameters
+        self._key: str | None = None
+        self._first = True  # the argument is the call's first one
 
     def push(self, text: str) -> list[str | CallDelta]:
         found: list[str | CallDelta] = []
         self._held += text
-        while self._call(found) if self._inside else self._content(found):
+        while self._held and self._step(found):
             pass
         return found
 
     def finish(self) -> list[str | CallDelta]:
         """The rest, when no text follows."""
-        rest, self._held = self._held, ""
-        if not self._inside:
-            return [rest] if rest else []
-        self._inside = False
-        return self._deltas(rest) or [self._marks.begin + rest]
+        found: list[str | CallDelta] = []
+        if self._step == self._value and self._value(found, last=True):
+            found += self.push("")
+        if self._step in (self._content, self._to_call, self._to_name):
+            rest = self._said + self._held
+            found += [rest] if rest else []
+        self._held = self._said = ""
+        return found
 
-    def _content(self, found: list[str | CallDelta]) -> bool:
-        """Up to the next calls. Returns whether they begin here."""
-        if self._after_call:
-            self._held = self._held.lstrip("\n")
-        before, mark, rest = self._held.partition(self._marks.begin)
-        keep = 0 if mark else _begun(before, self._marks.begin)
-        self._held = rest if mark else before[len(before) - keep :]
-        if content := before[: len(before) - keep]:
-            found.append(content)
-            self._after_call = False
-        self._inside = bool(mark)
-        return self._inside
+    def _content(self, found: list) -> bool:
+        """Up to the next call. Models may leave out the marks around it, or the last one."""
+        if self._after_mark:
+            self._held = self._held.lstrip(None if self._inside else "\n")
+        marks = [self._marks.begin, self._marks.call, self._marks.end if self._inside else ""]
+        text, mark, self._held = until(self._held, [mark for mark in marks if mark])
+        if text:
+            found.append(text)
+        self._after_mark = bool(mark) or (self._after_mark and not text)
+        if mark == self._marks.end:
+            self._inside = False
+        elif mark:
+            self._inside = self._inside or mark == self._marks.begin
+            self._said = mark
+            self._step = self._to_call if mark == self._marks.begin else self._to_name
+        return bool(mark)
 
-    def _call(self, found: list[str | CallDelta]) -> bool:
-        """Whether the end of calls is here."""
-        end = self._marks.end.search(self._held, max(0, self._searched - LONGEST_END))
-        self._searched = 0 if end else len(self._held)
-        if end is None:
+    def _to_call(self, found: list) -> bool:
+        """Between the mark and that of the name there is space alone."""
+        words = self._held.lstrip()
+        if words.startswith(self._marks.call):
+            self._said += self._held.removesuffix(words) + self._marks.call
+            self._held, self._step = words[len(self._marks.call) :], self._to_name
+        elif not self._marks.call.startswith(words):
+            self._is_text(found)
+        return words.startswith(self._marks.call) or self._step == self._content
+
+    def _to_name(self, found: list) -> bool:
+        marks = self._marks
+        ends = (marks.named, "\n") if marks.named else ("\n", marks.key, marks.over)
+        text, mark, rest = until(self._held.lstrip(), ends)
+        if not mark:
             return False
-        inside, self._held = self._held[: end.end()], self._held[end.end() :]
-        found.extend(self._deltas(inside) or [self._marks.begin + inside])
-        self._inside, self._after_call = False, True
+        name = _NAME.fullmatch(text.strip())
+        sure = self._inside and marks.named and mark == marks.named
+        if not name or not (sure or name[1] in self._schemas):
+            self._is_text(found)
+            return True
+        self._held = rest if mark == marks.named else mark + rest
+        self._said, self._step, self._first = "", self._between, True
+        self._schema = self._schemas.get(name[1], {})
+        found.append(CallDelta(self.calls, name[1], ""))
+        self.calls += 1
         return True
 
-    def _deltas(self, inside: str) -> list[CallDelta]:
-        made = []
-        for name, arguments in self._marks.read(inside, self._schemas):
-            properties = self._schemas.get(name, {}).get("properties") or {}
-            values = {key: typed(value, properties.get(key)) for key, value in arguments}
-            made.append(CallDelta(self.calls, name, json.dumps(values, ensure_ascii=False)))
-            self.calls += 1
-        return made
+    def _is_text(self, found: list) -> None:
+        found.append(self._said)
+        self._said, self._step, self._inside, self._after_mark = "", self._content, False, False
+
+    def _between(self, found: list) -> bool:
+        """Up to the next argument, or the end of the call."""
+        marks = self._marks
+        _, mark, self._held = until(self._held, (marks.key, marks.over, marks.end))
+        if mark == marks.key:
+            self._key, self._said, self._step = None, "", self._to_value
+        elif mark:
+            self._grows(found, "{}" if self._first else "}")
+            self._step, self._inside, self._after_mark = self._content, mark != marks.end, True
+        return bool(mark)
+
+    def _to_value(self, found: list) -> bool:
+        """The argument's name, and what stands before its value."""
+        marks = self._marks
+        text, mark, self._held = until(self._held, (marks.keyed if self._key is None else marks.value, marks.over))
+        self._said += text
+        if mark == marks.over:
+            self._held, self._said, self._step = mark + self._held, "", self._between
+        elif mark:
+            if self._key is None:
+                self._key = self._said.strip().strip("\"'")
+            if mark == (marks.value or marks.keyed):
+                opening = f"{'{' if self._first else ', '}{json.dumps(self._key, ensure_ascii=False)}: "
+                self._argument = Argument(marks, values.kinds(self._schema, self._key), opening)
+                self._first, self._step = False, self._value
+            self._said = ""
+        return bool(mark)
+
+    def _value(self, found: list, last: bool = False) -> bool:
+        """Up to the end of a value. Returns whether it is here."""
+        written, self._held, ended = self._argument.read(self._held, last)
+        self._grows(found, written)
+        if ended:
+            self._step = self._between
+        return ended
+
+    def _grows(self, found: list, arguments: str) -> None:
+        if arguments:
+            found.append(CallDelta(self.calls - 1, None, arguments))
 
 
-def _begun(text: str, mark: str) -> int:
-    """How much of the text's end may be the beginning of the mark."""
-    return next(n for n in range(min(len(mark) - 1, len(text)), -1, -1) if mark.startswith(text[len(text) - n :]))
+class Argument:
+    """One value, as JSON: a text while it is written, others when they are whole."""
 
+    def __init__(self, marks: Marks, kinds: Set[str], opening: str):
+        """`kinds`: types that it may have. `opening`: of the JSON, before the value."""
+        self._marks, self._kinds = marks, kinds
+        self._is_text = not kinds - values.TEXT
+        self._opening = opening + '"' * self._is_text
+        self._lines: bool | None = None  # it stands on lines of its own; None: not known yet
+        self._written = ""  # of what is no text
+        # What ends a value, by what follows: in values that speak of calls other things do, or nothing. A call may end
+        # without the mark behind its last value, where it has a mark of its own.
+        self._ends = {marks.valued: (marks.key, marks.over, marks.end)}
+        if marks.over != marks.end:
+            self._ends[marks.over] = (marks.end, marks.call)
 
-def typed(text: str, schema: Any) -> Any:
-    """A value that is written as text, by its schema: text where it may be no other, else the JSON that it is, if that
-    is of a kind that may be; text where it is neither."""
-    kinds = _kinds(schema)
-    if not kinds - {"string"}:
-        return text
-    word = text.strip()
-    try:
-        value = _WORDS[word.lower()] if word.lower() in _WORDS else _json(word)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return text
-    return value if _kind(value) & kinds else text
+    def read(self, held: str, last: bool) -> tuple[str, str, bool]:
+        """(what is new of the JSON, the rest of what was held, whether the value ended). `last`: no text follows."""
+        if self._lines is None:
+            self._lines = self._marks.lines and held.startswith("\n")
+            held = held[self._lines :]
+        at, end = self._end(held, last)
+        rest = held[at:].removeprefix(self._marks.valued) if end else held[at:]
+        at -= self._lines and (bool(end) or not last) and held.endswith("\n", 0, at)
+        return self._as_json(held[:at], bool(end), last), rest if end else held[at:], bool(end)
 
+    def _as_json(self, text: str, ended: bool, last: bool) -> str:
+        opening, self._opening = self._opening, ""
+        if self._is_text:
+            return opening + json.dumps(text, ensure_ascii=False)[1:-1] + '"' * ended
+        self._written += text
+        if ended:
+            return opening + json.dumps(values.typed(self._written, self._kinds), ensure_ascii=False)
+        return opening + self._written * last
 
-def _json(text: str) -> Any:
-    """Or what Python writes of it, as models do. Raises ValueError, or what ast.literal_eval does."""
-
-    def refused(constant: str):
-        raise ValueError(f"{constant} is no JSON")
-
-    try:
-        return json.loads(text, parse_constant=refused)
-    except ValueError:
-        value = ast.literal_eval(text)
-        json.dumps(value, allow_nan=False)  # which refuses sets and bytes with a TypeError
-        return value
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, in its alternatives too; none: not said."""
-    if not isinstance(schema, Mapping):
-        return set()
-    own = schema.get("type")
-    found = {own} if isinstance(own, str) else set(own) if isinstance(own, Sequence) else set()
-    for value in (schema.get("enum") or []) if not found else []:
-        found |= _kind(value)
-    for name in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(name) or ():
-            found |= _kinds(one)
-    return found or ({"object"} if "properties" in schema or "$ref" in schema else set())
-
-
-def _kind(value: Any) -> set[str]:
-    """The names of a value's type."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    names = {float: "number", str: "string", list: "array", tuple: "array", dict: "object", type(None): "null"}
-    return {names.get(type(value), "")} | ({"integer"} if isinstance(value, float) and value.is_integer() else set())
-
-
-def _qwen(inside: str, names: Collection[str]) -> list[Written]:
-    call = re.search(r"<function=([^>\n]+)>(.*)", inside, re.DOTALL)
-    if call is None:
-        return []
-    given = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", call[2], re.DOTALL)
-    return [(call[1].strip(), [(key.strip(), value) for key, value in given])]
-
-
-def _glm(inside: str, names: Collection[str]) -> list[Written]:
-    call = re.match(r"\s*([^\s<]+)\s*(?=<arg_key>|</tool_call>|\Z)", inside)
-    if call is None or call[1] not in names:
-        return []
-    given = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-    return [(call[1], [(key.strip(), value) for key, value in re.findall(given, inside, re.DOTALL)])]
-
-
-def _minimax(inside: str, names: Collection[str]) -> list[Written]:
-    found = []
-    for call in re.split(r"(?=<invoke name=)", inside):
-        if name := re.match(r"<invoke name=\"?([^\">]+)\"?>", call):
-            given = re.findall(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", call, re.DOTALL)
-            found.append((name[1], given))
-    return found
-
-
-QWEN = Marks("<tool_call>", re.compile(r"</function>\s*</tool_call>"), _qwen)
-GLM = Marks("<tool_call>", re.compile(r"(?:</arg_value>|\A[^<]*)\s*</tool_call>"), _glm)
-MINIMAX = Marks("<minimax:tool_call>", re.compile(r"</invoke>\s*</minimax:tool_call>"), _minimax)
-STYLES = {"qwen3_coder": QWEN, "glm45": GLM, "minimax_m2": MINIMAX}  # by vLLM's names of its parsers
+    def _end(self, held: str, last: bool) -> tuple[int, str]:
+        """(where the value ends, the mark there); without one (up to where it is known that it does not, "")."""
+        searched = 0
+        for found in re.finditer("|".join(map(re.escape, self._ends)), held):
+            behind, searched = self._ends[found[0]], found.end()
+            after = _SPACE.match(held, searched).end()
+            follows = held[after : after + _LONGEST]
+            comes = any(mark.startswith(follows) for mark in behind)
+            if follows.startswith(behind) or (comes and last):
+                return found.start(), found[0]
+            if comes:
+                return found.start(), ""
+        return len(held) if last else len(held) - len(until(held[searched:], self._ends)[2]), ""

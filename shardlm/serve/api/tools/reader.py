@@ -44,6 +44,10 @@ class JsonEnd:
             self._bare = True
         return True
 
+    def take(self, text: str) -> str:
+        """As much of the text as belongs to the value."""
+        return text[: next((i for i, char in enumerate(text) if self.done or not self.push(char)), len(text))]
+
     def _inside_text(self, char: str) -> None:
         if self._escaped:
             self._escaped = False
