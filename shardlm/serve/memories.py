@@ -65,5 +65,14 @@ def rows_beside(slots: Sequence[int], rooms: Sequence[int], most: int) -> int:
 
 
 def left_beside(slots: Sequence[int], rows: int, rooms: Sequence[int]) -> list[int]:
-    """Of the room of each stage, what the memories of so many requests, and of padding, leave to pages."""
-    return [room - (rows + 1) * own for room, own in zip(rooms, itertools.cycle(slots), strict=False)]
+    """Of the room of each stage, what the memories of so many requests, and of padding, leave to pages. Raises
+    ShardlmError where they take it all."""
+    pairs = [(room, (rows + 1) * own) for room, own in zip(rooms, itertools.cycle(slots), strict=False)]
+    for room, taken in pairs:
+        if taken and taken >= room:
+            raise ShardlmError(
+                f"max_num_seqs={rows}: their memories in layers of linear attention take {taken / 2**30:.2f} GiB of the "
+                f"{room / 2**30:.2f} that there are for them and for pages; lower it, or raise kv_cache_bytes "
+                "(--kv_cache_gib) or gpu_memory_utilization"
+            )
+    return [room - taken for room, taken in pairs]
