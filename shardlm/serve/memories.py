@@ -71,7 +71,7 @@ def left_beside(slots: Sequence[int], rows: int, rooms: Sequence[int]) -> list[i
     for room, taken in pairs:
         if taken and taken >= room:
             raise ShardlmError(
-                f"max_num_seqs={rows}: their memories in layers of linear attention take {taken / 2**30:.2f} GiB of the "
+                f"max_num_seqs={rows}: memories in layers of linear attention take {taken / 2**30:.2f} GiB of the "
                 f"{room / 2**30:.2f} that there are for them and for pages; lower it, or raise kv_cache_bytes "
                 "(--kv_cache_gib) or gpu_memory_utilization"
             )
