@@ -136,11 +136,12 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         )
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
-        rules.act.check("heads", heads[0])
         if isinstance(block.attention, DeltaNetConfig):
+            rules.act.check("heads", heads[0])
             check_memory(heads[1], rules.mesh, context_attention)
         else:
-            kv_heads_name(heads[1], heads[0], rules.mesh.tensor)
+            kv_heads_name(heads[1], heads[0], rules.mesh.tensor)  # which tells the sizes that suit both kinds of heads
+            rules.act.check("heads", heads[0])
             linear = bool(model.memories)
             check_context("ulysses" if linear else context_attention, *heads, rules.mesh, ring=not linear)
         for width in block.mlp.widths:
