@@ -10,9 +10,9 @@ from shardlm.plan.linear_attention import WIDE, Rule
 from shardlm.plan.op import Op
 from shardlm.rules import Rules
 
-# Of a row's state, how often a decode program reads or writes it, and the layer's kernels (compiled for an H100, 256
-# rows: it is read for the key, read and written for what changes, read for the query, read and put back).
-PASSES, KERNELS = 6, 12
+# Of a row's state, how often a decode program reads or writes it, and the layer's kernels beside its projections
+# (compiled for an H100, 64 rows: it is read for key and query at once, and read again where it is written).
+PASSES, KERNELS = 3, 12
 
 
 def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int) -> float:

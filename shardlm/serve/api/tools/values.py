@@ -40,10 +40,8 @@ def _kinds(schema: Any, root: Any, depth: int) -> set[str]:
         for one in _listed(schema.get(name)):
             found |= _kinds(one, root, depth - 1)
     if isinstance(schema.get("$ref"), str):
-        found |= _kinds(_referred(schema["$ref"], root), root, depth - 1) or {
-            "object",
-            "array",
-        }  # what references are of
+        # Of what is not here, references are mostly of these.
+        found |= _kinds(_referred(schema["$ref"], root), root, depth - 1) or {"object", "array"}
     return found or {kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema}
 
 
