@@ -9,22 +9,13 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_parameters import ARCHITECTURES, LINEAR, PERMUTED, parameters
 
 from shardlm.gguf_files.config import READERS
 from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.hf_quantised import dequantised
 
 Kinds = Callable[[str, tuple[int, ...]], str]
-ARCHITECTURES = {
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "gpt_oss": "gpt-oss",
-}
-PERMUTED = ("llama", "granite", "smollm3", "deepseek")
 
 
 def convert(folder: pathlib.Path, file: pathlib.Path, kinds: Kinds | str = "F32", **changes: Any) -> pathlib.Path:
@@ -79,117 +70,6 @@ def k_blocks(a: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return blocks.reshape(*a.shape[:-1], -1)
 
 
-def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    """TextModel.set_gguf_parameters of conversion/base.py."""
-    get = config.get
-    rope = get("rope_parameters") or {}
-    of_all = rope.get("full_attention", rope)
-    heads = get("num_attention_heads") or get("n_head")
-    hidden = get("hidden_size") or get("n_embd")
-    head_dim = get("head_dim") or hidden // heads
-    experts = get("num_local_experts") or get("num_experts") or get("n_routed_experts")
-    latent = arch == "deepseek2"
-    found = {
-        "block_count": get("num_hidden_layers") or get("n_layer"),
-        "context_length": get("max_position_embeddings") or get("n_positions"),
-        "embedding_length": hidden,
-        "feed_forward_length": get("intermediate_size") or 4 * hidden,
-        "attention.head_count": heads,
-        "attention.head_count_kv": 1 if latent else get("num_key_value_heads"),
-        "rope.freq_base": None if arch in ("gemma2", "gpt2") else of_all.get("rope_theta"),
-        "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta") if arch == "gemma3" else None,
-        "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": get("layer_norm_epsilon"),
-        "expert_count": experts,
-        "expert_used_count": get("num_experts_per_tok"),
-        "expert_group_count": get("n_group"),
-        "expert_group_used_count": get("topk_group"),
-        "expert_feed_forward_length": get("moe_intermediate_size"),
-        "expert_shared_count": get("n_shared_experts"),
-        "leading_dense_block_count": get("first_k_dense_replace"),
-        "attention.key_length": get("head_dim"),
-        "attention.value_length": get("head_dim"),
-    }
-    own = _latent(config, of_all) if latent else _own(config, arch, of_all)
-    scoring = {"softmax": 1, "sigmoid": 2}.get(get("scoring_func"))
-    found["expert_gating_func"] = 2 if config["model_type"] == "deepseek_v3" else scoring
-    found |= _stretched(of_all)
-    if arch in PERMUTED:
-        found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
-    return {f"{arch}.{name}": value for name, value in (found | own).items() if value is not None}
-
-
-def _own(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What architectures add."""
-    get, found = config.get, {}
-    if arch == "gemma3":
-        found |= {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": 10000.0}
-    if arch == "gemma2":
-        found |= {
-            "attn_logit_softcapping": config["attn_logit_softcapping"],
-            "final_logit_softcapping": config["final_logit_softcapping"],
-            "attention.sliding_window": config["sliding_window"],
-        }
-    if arch == "phi3":
-        original = config["original_max_position_embeddings"]
-        partial = rope.get("partial_rotary_factor", 1.0)
-        found["rope.scaling.original_context_length"] = original
-        found["rope.dimension_count"] = int(partial * config["hidden_size"]) // config["num_attention_heads"]
-        found["attention.sliding_window"] = get("sliding_window") or 0
-        if rope.get("long_factor"):
-            scale = config["max_position_embeddings"] / original
-            found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
-    if arch == "granite":
-        found |= {
-            "attention.scale": config["attention_multiplier"],
-            "embedding_scale": config["embedding_multiplier"],
-            "residual_scale": config["residual_multiplier"],
-            "logit_scale": config["logits_scaling"],
-        }
-    if arch == "glm4":
-        found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
-    if arch == "deepseek":
-        found |= {"rope.scaling.type": "none", "expert_weights_scale": 1.0}
-    if arch == "gpt-oss":
-        found["attention.sliding_window"] = config["sliding_window"]
-        found["expert_feed_forward_length"] = config["intermediate_size"]
-    return found
-
-
-def _latent(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    rotated, latent_dim = config["qk_rope_head_dim"], config["kv_lora_rank"]
-    return {
-        "vocab_size": config["vocab_size"],
-        "attention.q_lora_rank": config.get("q_lora_rank"),
-        "attention.kv_lora_rank": latent_dim,
-        "attention.key_length": latent_dim + rotated,
-        "attention.value_length": latent_dim,
-        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
-        "attention.value_length_mla": config["v_head_dim"],
-        "expert_weights_scale": config["routed_scaling_factor"],
-        "expert_weights_norm": config["norm_topk_prob"] or None,
-        "rope.dimension_count": rotated,
-        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"] if "mscale_all_dim" in rope else None,
-    }
-
-
-def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
-    kind, factor = rope.get("rope_type"), rope.get("factor")
-    if kind == "linear":
-        return {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-    if kind == "longrope":
-        return {"rope.scaling.type": "longrope"}
-    if kind != "yarn":
-        return {}
-    names = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
-    return {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": factor,
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        **{f"rope.scaling.yarn_{theirs}": rope[name] for name, theirs in names.items() if name in rope},
-    }
-
-
 def vocabulary(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of as many tokens as the model has: three marks, a merge, and bytes as GPT-2's vocabulary writes them."""
     size = config["vocab_size"]
@@ -223,6 +103,8 @@ def converted(
             continue
         if arch in PERMUTED and (part := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
             a = permuted(a, heads if part[1] == "q" else keys)
+        if arch in LINEAR:
+            name, a = _of_memory(name, a, config, tiled=arch != "qwen3next")
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             a = a + 1
         if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
@@ -231,8 +113,38 @@ def converted(
             yield _mapped(names, own), np.ascontiguousarray(part)
     for name, of_all in experts.items():
         stacked = np.stack([of_all[i] for i in range(len(of_all))])
-        where = re.sub(r"model\.layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", name)
+        where = name
+        if arch == "llama":
+            where = re.sub(r"model\.layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", name)
         yield _mapped(names, f"{where}.weight"), stacked
+
+
+def _of_memory(name: str, a: np.ndarray, config: Mapping[str, Any], tiled: bool) -> tuple[str, np.ndarray]:
+    """Of Qwen3NextModel and _LinearAttentionVReorderBase of conversion/qwen.py."""
+    K, V, size = (config[f"linear_{part}"] for part in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    first = 2 * K * config["linear_key_head_dim"]
+
+    def tile(a: np.ndarray, size: int) -> np.ndarray:
+        return a.reshape(K, V // K, size, -1).swapaxes(0, 1).reshape(a.shape)
+
+    if tiled and ".linear_attn." in name:
+        if ".in_proj_qkv." in name or ".conv1d" in name:
+            a = np.concatenate([a[:first], tile(a[first:], size)])
+        elif ".in_proj_z." in name:
+            a = tile(a, size)
+        elif ".out_proj." in name:
+            a = tile(a.T.copy(), size).T
+        elif not name.endswith("norm.weight"):
+            a = tile(a, 1)
+    if name.endswith(".A_log"):
+        a = -np.exp(a)
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    elif "conv1d" in name:
+        a = a.squeeze()
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        a = a + 1
+    return name, a
 
 
 def permuted(a: np.ndarray, heads: int) -> np.ndarray:
@@ -255,6 +167,18 @@ def _split(name: str, a: np.ndarray, config: Mapping[str, Any]) -> Iterator[tupl
         heads = a.reshape(config["num_attention_heads"], nope + config["v_head_dim"], -1)
         yield name.replace("kv_b_proj", "k_b_proj"), heads[:, :nope].swapaxes(1, 2)
         yield name.replace("kv_b_proj", "v_b_proj"), heads[:, nope:]
+    elif name.endswith("in_proj_qkvz.weight"):
+        K, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        of_values = config["linear_num_value_heads"] // K * config["linear_value_head_dim"]
+        parts = np.split(a.reshape(K, -1, a.shape[1]), np.cumsum([size, size, of_values]), axis=1)
+        q, k, v, z = (part.reshape(-1, a.shape[1]) for part in parts)
+        layer = name.split(".")[2]
+        yield f"blk.{layer}.attn_qkv.weight", np.concatenate([q, k, v])
+        yield f"blk.{layer}.attn_gate.weight", z
+    elif name.endswith("block_sparse_moe.input_linear.weight"):
+        layer = name.split(".")[2]
+        for part, half in zip(("gate", "up"), np.split(a, 2, axis=1), strict=True):
+            yield f"blk.{layer}.ffn_{part}_exps.weight", half
     elif name.endswith("sinks"):
         yield f"{name}.weight", a
     elif ".experts.gate_up_proj" in name:
@@ -300,7 +224,13 @@ AS_TOLD: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3": {"query_pre_attn_scalar": 12, "sliding_window_pattern": 6, "layer_types": ["sliding_attention"] * 3},
     "qwen3_moe": {"mlp_only_layers": [], "num_hidden_layers": 2},
+    "qwen2_moe": {"mlp_only_layers": [], "use_sliding_window": False},
+    "qwen3_next": {"mlp_only_layers": []},
+    "cohere2": {"layer_types": ["sliding_attention"] * 3},
+    "starcoder2": {"sliding_window": None},
+    "dots1": {"sliding_window": None, "layer_types": None},
 }
+DENSE = {"qwen2_moe": (0, 1), "qwen3_next": (1, 0)}
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
 
 
@@ -314,11 +244,18 @@ def as_told(name: str, path: pathlib.Path) -> pathlib.Path:
     """A reference's folder with a configuration that a file in GGUF can say, and its weights in float32."""
     folder = Folder.open(REFERENCES / name)
     config = {**folder.config, **AS_TOLD.get(name, {})}
+    if name == "ministral3":
+        config["rope_parameters"] = {**config["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0}
     if name == "deepseek_v3":
         config["rope_parameters"] = {**config["rope_parameters"], "mscale": 1.0}
     arrays = {own: stored.read(...).astype(np.float32) for own, stored in folder.tensors.items()}
     if name == "qwen3_moe":  # the dense layer, which llama.cpp does not have, left out
         arrays = {own.replace("layers.2.", "layers.1."): a for own, a in arrays.items() if ".layers.1." not in own}
+    if name in DENSE:  # a dense layer, which llama.cpp does not have, with the experts of another
+        dense, other = DENSE[name]
+        arrays = {own: a for own, a in arrays.items() if f".layers.{dense}.mlp." not in own}
+        beside = {own: a for own, a in arrays.items() if f".layers.{other}.mlp." in own}
+        arrays |= {own.replace(f".{other}.mlp.", f".{dense}.mlp."): a for own, a in beside.items()}
     write_folder(path, [Planned(own, a.dtype, a.shape, lambda a=a: a) for own, a in arrays.items()], config)
     return path
 

@@ -1,38 +1,21 @@
 """Tensors of a GGUF file by their names in Hugging Face's form, with what llama.cpp's converter
 (https://github.com/ggml-org/llama.cpp/tree/master/conversion, gguf-py/gguf/tensor_mapping.py) did to each."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
 
-from shardlm.gguf_files.config import check_architecture, heads
+from shardlm.gguf_files import linear_attention
+from shardlm.gguf_files.config import check_architecture
+from shardlm.gguf_files.decoder import heads
+from shardlm.gguf_files.forms import Place, halves
 from shardlm.gguf_files.header import Block, Gguf
 from shardlm.gguf_files.rotation import FREQUENCIES, LONG, SHORT
 
-Form = Literal["plain", "heads", "less_one", "turned", "gate_up", "kv_b"]
-
-
-class Place(NamedTuple):
-    """Where a tensor of Hugging Face's is.
-
-    form    plain     as it is
-            heads     rows of a head's two halves are in turn: its first, its middle, its second, ...
-            less_one  one more than it is: what norms multiply with
-            turned    its last two dimensions are exchanged
-            gate_up   of two tensors: columns in turn, each turned
-            kv_b      of two tensors: a head's keys, turned, and then its values
-    blocks  tensors of the file
-    size    rows of a head where they are in turn
-    """
-
-    form: Form
-    blocks: tuple[Block, ...]
-    size: int = 0
-
-
 LAYER = "model.layers."
+LESS_ONE = ("gemma", *linear_attention.ARCHITECTURES)
 LEFT = (FREQUENCIES, LONG, SHORT)  # the configuration has them
-PERMUTED = ("llama", "mistral3", "granite", "smollm3", "deepseek")
+PERMUTED = ("llama", "arcee", "mistral3", "granite", "granitemoe", "smollm3", "deepseek")
 COMMON = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -61,15 +44,30 @@ _LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj",
 }
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_NUMBERED = {"ffn_gate_inp": "block_sparse_moe.gate"} | {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{theirs}"
+    for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+_GATED_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+_GATED_SHARED |= {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_AFTER = {"post_attention_norm": "post_attention_layernorm"}
 OWN: dict[str, dict[str, str]] = {
-    "llama": {
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        **{
-            f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{theirs}"
-            for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-        },
-    },
+    "llama": _NUMBERED,
+    "minimax-m2": _NUMBERED,
+    "qwen2moe": EXPERTS | _GATED_SHARED,
     "qwen3moe": EXPERTS,
+    "qwen3next": EXPERTS | _GATED_SHARED | _AFTER,
+    "qwen35": _AFTER,
+    "qwen35moe": EXPERTS | _GATED_SHARED | _AFTER,
+    "olmoe": EXPERTS,
+    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+    "glm4moe": EXPERTS | _SHARED | _AFTER,
+    "dots1": EXPERTS | _SHARED,
+    "ernie4_5-moe": EXPERTS | _SHARED,
+    "seed_oss": _AFTER,
+    "exaone4": {name: _BEFORE_AND_AFTER[name] for name in ("post_attention_norm", "post_ffw_norm")},
+    "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     "gemma2": _BEFORE_AND_AFTER,
     "gemma3": _BEFORE_AND_AFTER,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -92,9 +90,15 @@ OWN: dict[str, dict[str, str]] = {
     },
     "deepseek": EXPERTS | _SHARED,
     "deepseek2": EXPERTS | _SHARED | _LATENT,
-    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "gpt-oss": _AFTER | {"ffn_gate_inp": "mlp.router"},
 }
-WHOLE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+WHOLE = {"attn_sinks.weight": "self_attn.sinks"}
+BIASES = {  # of routers
+    "minimax-m2": "block_sparse_moe.e_score_correction_bias",
+    "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
+}
+# Hugging Face's have one row, and the converter leaves out dimensions of one, in some versions.
+ONE_ROW = ("mlp.moe_statics.e_score_correction_bias", "mlp.shared_expert_gate")
 
 
 def places(gguf: Gguf) -> dict[str, Place]:
@@ -107,6 +111,10 @@ def places(gguf: Gguf) -> dict[str, Place]:
         before = "" if layer is None else f"{'transformer.h.' if architecture == 'gpt2' else LAYER}{layer}."
         if architecture == "gpt-oss":
             found |= {before + name: place for name, place in _fused_experts(own)}
+        if architecture == "granitemoe":
+            found |= {before + name: place for name, place in _granite_experts(own)}
+        if architecture in linear_attention.ARCHITECTURES:
+            found |= {before + name: place for name, place in linear_attention.memory(gguf, architecture, own)}
         if architecture == "deepseek2" and {"attn_k_b.weight", "attn_v_b.weight"} <= own.keys():
             parts = own.pop("attn_k_b.weight"), own.pop("attn_v_b.weight")
             found[f"{before}self_attn.kv_b_proj.weight"] = Place("kv_b", parts)
@@ -135,6 +143,10 @@ def _one(
     metadata: Mapping[str, object], architecture: str, names: Mapping[str, str], name: str, block: Block
 ) -> Iterator[tuple[str, Place]]:
     """(name, "" where there is none; where it is) of what one tensor holds."""
+    if name == "exp_probs_b.bias":
+        theirs = BIASES.get(architecture, "mlp.gate.e_score_correction_bias")
+        yield theirs, Place("plain", (_as_row(theirs, block),))
+        return
     if name in WHOLE:
         yield WHOLE[name], Place("plain", (block,))
         return
@@ -150,13 +162,17 @@ def _one(
             yield f"{theirs.format(expert=i)}.{kind}", Place("plain", (block.item(i),))
     elif architecture in PERMUTED and part in ("attn_q", "attn_k"):
         size, left = divmod(block.shape[0], heads(metadata)[part == "attn_k"])
-        yield f"{theirs}.{kind}", Place("plain", (block,)) if left or size % 2 else Place("heads", (block,), size)
-    elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+        yield f"{theirs}.{kind}", Place("plain", (block,), None if left or size % 2 else halves(size))
+    elif architecture.startswith(LESS_ONE) and name.endswith("norm.weight"):
         yield f"{theirs}.{kind}", Place("less_one", (block,))
     elif architecture == "gpt2" and kind == "weight" and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
         yield f"{theirs}.{kind}", Place("turned", (block,))
     else:
-        yield f"{theirs}.{kind}", Place("plain", (block,))
+        yield f"{theirs}.{kind}", Place("plain", (_as_row(theirs, block),))
+
+
+def _as_row(theirs: str, block: Block) -> Block:
+    return dataclasses.replace(block, shape=(1, *block.shape[-1:])) if theirs in ONE_ROW else block
 
 
 def _split(gguf: Gguf, architecture: str, names: Mapping[str, str]) -> dict[str, Block]:
@@ -165,7 +181,8 @@ def _split(gguf: Gguf, architecture: str, names: Mapping[str, str]) -> dict[str,
     found = {}
     for name, block in gguf.tensors.items():
         match = re.fullmatch(r"(blk\.\d+\.)(attn_qkv|ffn_gate_up_exps)\.(weight|bias)", name)
-        if not match or match[2] in names:
+        linear = match and f"{match[1]}ssm_out.weight" in gguf.tensors
+        if not match or match[2] in names or linear:
             found[name] = block
         elif match[2] == "attn_qkv":
             queries, keys, size = heads(gguf.metadata)
@@ -191,6 +208,15 @@ def _fused_experts(own: dict[str, Block]) -> Iterator[tuple[str, Place]]:
             yield f"mlp.experts.gate_up_proj{name}", Place("gate_up", (own.pop(gate), own.pop(up)))
         if down in own:
             yield f"mlp.experts.down_proj{name}", Place("turned" if kind == "weight" else "plain", (own.pop(down),))
+
+
+def _granite_experts(own: dict[str, Block]) -> Iterator[tuple[str, Place]]:
+    """All experts in one tensor, [E, gate and what it lets through, D]. Takes them out."""
+    if {"ffn_gate_exps.weight", "ffn_up_exps.weight"} <= own.keys():
+        both = own.pop("ffn_gate_exps.weight"), own.pop("ffn_up_exps.weight")
+        yield "block_sparse_moe.input_linear.weight", Place("stacked", both)
+    if "ffn_down_exps.weight" in own:
+        yield "block_sparse_moe.output_linear.weight", Place("plain", (own.pop("ffn_down_exps.weight"),))
 
 
 def _last_layers(found: dict[str, Place], gguf: Gguf) -> dict[str, Place]:

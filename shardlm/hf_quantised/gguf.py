@@ -13,8 +13,9 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
+from shardlm.gguf_files.forms import Order, Place
 from shardlm.gguf_files.header import BLOCKS, Block
-from shardlm.gguf_files.keys import Place, places
+from shardlm.gguf_files.keys import places
 from shardlm.hf_files import Stored
 from shardlm.hf_quantised.codes import full
 from shardlm.hf_quantised.gguf_kinds import KINDS, codes_of, factors_of, numbers, zeros_of
@@ -28,10 +29,10 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks:
-    """A tensor of blocks, [*, rows, inputs], of which `size` rows are in turn those of two halves, 0: in order."""
+    """A tensor of blocks, [*, rows, inputs], whose rows are in another order where there is one."""
 
     block: Block
-    size: int = 0
+    order: Order | None = None
 
     dtype = np.dtype("float32")
     few = True
@@ -87,22 +88,29 @@ class Blocks:
 
     def _raw(self, outer: Index) -> np.ndarray:
         whole = self.block.raw()
-        return whole[outer] if not self.size else whole[(_order(outer[0], self.shape[0], self.size), *outer[1:])]
+        return (
+            whole[outer] if not self.order else whole[(self.order.theirs(_some(outer[0], self.shape[0])), *outer[1:])]
+        )
 
 
-def _order(part: slice, rows: int, size: int) -> np.ndarray:
-    """Which of their rows ours are: those of each head's first half are the even ones."""
-    ours = np.arange(rows)[part]
-    head, row = ours // size, ours % size
-    return head * size + row % (size // 2) * 2 + row // (size // 2)
+def _some(part: slice, size: int) -> np.ndarray:
+    return np.arange(size)[part]
+
+
+def _picked(wanted: np.ndarray, fetch: Callable[[slice], np.ndarray], axis: int = 0) -> np.ndarray:
+    """Those of a dimension in any order: all between the first and the last are fetched."""
+    if not len(wanted):
+        return fetch(slice(0, 0))
+    first = int(wanted.min())
+    return fetch(slice(first, int(wanted.max()) + 1)).take(wanted - first, axis)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class InHeads:
+class Ordered:
     """A tensor of plain numbers whose rows are as those of `Blocks`."""
 
     stored: Stored
-    size: int
+    order: Order
 
     few = False
 
@@ -119,16 +127,11 @@ class InHeads:
         return self.stored.nbytes
 
     def read(self, index: Index) -> np.ndarray:
-        """Whole heads are read, and their rows ordered."""
         rows, *rest = full(index, len(self.shape))
-        order = _order(rows, self.shape[0], self.size)
-        if not len(order):
-            return self.stored.read((slice(0, 0), *rest))
-        first = int(order.min())
-        return self.stored.read((slice(first, int(order.max()) + 1), *rest))[order - first]
+        return _picked(self.order.theirs(_some(rows, self.shape[0])), lambda some: self.stored.read((some, *rest)))
 
 
-Source = Stored | Blocks | InHeads
+Source = Stored | Blocks | Ordered
 
 
 Fetch = Callable[[Source, Index], np.ndarray]
@@ -139,7 +142,7 @@ class Made:
     """A tensor made of one or two, of which as much is read as is needed.
 
     make    its slice, by what fetches one of a part
-    inside  whether it is [E, inputs, *], as their [E, *, inputs] are, so that it may be held as it is
+    inside  whether it has groups of inputs as they are in the file, so that it may be held as it is
     """
 
     parts: tuple[Source, ...]
@@ -175,6 +178,51 @@ class Made:
         return self.make(full(index, len(self.shape)), lambda part, own: part.zeros_of(own, every))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class InColumns:
+    """A matrix whose columns, its inputs, are in another order."""
+
+    part: Stored | Blocks
+    order: Order
+
+    dtype = np.dtype("float32")
+
+    @property
+    def few(self) -> bool:
+        return isinstance(self.part, Blocks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.nbytes
+
+    @property
+    def kept(self) -> Kept | None:
+        """As it is held, if groups of inputs stay together."""
+        found = self.part.kept if isinstance(self.part, Blocks) else None
+        return found if found and found.group and self.order.each % found.group == 0 else None
+
+    def read(self, index: Index) -> np.ndarray:
+        return self._each(index, self.part.read).astype(np.float32, copy=False)
+
+    def codes(self, index: Index) -> np.ndarray:
+        return self._each(index, self.part.codes)
+
+    def factors_of(self, index: Index, every: int) -> np.ndarray:
+        return self._each(index, lambda own: self.part.factors_of(own, every), every)
+
+    def zeros_of(self, index: Index, every: int) -> np.ndarray:
+        return self._each(index, lambda own: self.part.zeros_of(own, every), every)
+
+    def _each(self, index: Index, fetch: Callable[[Index], np.ndarray], every: int = 1) -> np.ndarray:
+        rows, columns = full(index, 2)
+        wanted = self.order.counted_by(every).theirs(_some(columns, self.shape[1] // every))
+        return _picked(wanted, lambda some: fetch((rows, some)), axis=1)
+
+
 def check(options: Mapping[str, Any]) -> None:
     """Raises ShardlmError where it is not said which file holds the weights."""
     if not isinstance(options.get("file"), str):
@@ -191,24 +239,30 @@ def read(tensors: Mapping[str, Block], options: Mapping[str, Any]) -> dict[str, 
 
 def _opened(name: str, place: Place) -> Any:
     """Raises ShardlmError for tensors whose shapes do not go together."""
-    form, blocks, size = place
-    one = _source(blocks[0], size)
-    if form in ("plain", "heads"):
+    form, blocks, order, groups = place
+    if form == "columns" and order:
+        return InColumns(_source(blocks[0]), order)
+    one = _source(blocks[0], order)
+    if form in ("plain", "columns"):
         return one
     if form == "less_one":
         return Made((one,), one.shape, lambda index, fetch: fetch(one, index) - 1)
+    if form == "rate":
+        return Made((one,), one.shape, lambda index, fetch: np.log(-fetch(one, index)))
     if form == "turned":
         shape = (*one.shape[:-2], one.shape[-1], one.shape[-2]) if len(one.shape) > 1 else ()
         return Made((one,), _known(name, shape, one), functools.partial(_turned, one), inside=len(shape) == 3)
     two = _source(blocks[1])
-    return _gate_up(name, one, two) if form == "gate_up" else _kv_b(name, one, two)
+    if form == "by_groups":
+        return _by_groups(name, one, two, *groups)
+    return {"gate_up": _gate_up, "kv_b": _kv_b, "stacked": _stacked}[form](name, one, two)
 
 
-def _source(block: Block, size: int = 0) -> Source:
+def _source(block: Block, order: Order | None = None) -> Source:
     if block.kind not in PLAIN:
-        return Blocks(block, size)
+        return Blocks(block, order)
     stored = Stored(block.file, np.dtype(PLAIN[block.kind]), block.shape, block.begin)
-    return InHeads(stored, size) if size else stored
+    return Ordered(stored, order) if order else stored
 
 
 def _known(name: str, shape: tuple[int, ...], *parts: Source) -> tuple[int, ...]:
@@ -222,7 +276,7 @@ def _known(name: str, shape: tuple[int, ...], *parts: Source) -> tuple[int, ...]
 
 
 def _file(part: Source) -> pathlib.Path:
-    return part.block.file if isinstance(part, Blocks) else part.stored.file if isinstance(part, InHeads) else part.file
+    return part.block.file if isinstance(part, Blocks) else part.stored.file if isinstance(part, Ordered) else part.file
 
 
 def _turned(part: Source, index: Index, fetch: Fetch) -> np.ndarray:
@@ -276,3 +330,42 @@ def _kv_b(name: str, keys: Source, values: Source) -> Made:
         return whole[wanted - first * (K + V)]
 
     return Made((keys, values), shape, make)
+
+
+def _stacked(name: str, gate: Source, up: Source) -> Made:
+    """[E, F, D] twice as [E, 2 F, D]."""
+    alike = gate.shape == up.shape and len(gate.shape) == 3
+    E, F, D = gate.shape if alike else (0, 0, 0)
+    shape = _known(name, (E, 2 * F, D) if alike else (), gate, up)
+
+    def make(index: Index, fetch: Fetch) -> np.ndarray:
+        experts, rows, inputs = index
+        wanted = _some(rows, 2 * F)
+        parts = ((gate, wanted[wanted < F]), (up, wanted[wanted >= F] - F))
+        found = [_picked(own, lambda some, p=part: fetch(p, (experts, some, inputs)), 1) for part, own in parts]
+        return np.concatenate(found, axis=1)
+
+    return Made((gate, up), shape, make, inside=True)
+
+
+def _by_groups(name: str, several: Source, last: Source, count: int, *sizes: int) -> Made:
+    """Parts [count size, D], all but the last one after the other in one tensor, as [count (all sizes), D]."""
+    fit = several.shape[1:] == last.shape[1:] and len(last.shape) == 2 and last.shape[0] == count * sizes[-1]
+    fit = fit and several.shape[0] == count * sum(sizes[:-1])
+    shape = _known(name, (count * sum(sizes), last.shape[1]) if fit else (), several, last)
+    first = np.cumsum([0, *sizes])  # of each part, in a group
+
+    def make(index: Index, fetch: Fetch) -> np.ndarray:
+        rows, inputs = index
+        group, row = np.divmod(_some(rows, shape[0]), first[-1])
+        out = None
+        for part, size in enumerate(sizes):
+            mine = (first[part] <= row) & (row < first[part + 1])
+            source, before = (last, 0) if part == len(sizes) - 1 else (several, count * first[part])
+            wanted = before + group[mine] * size + row[mine] - first[part]
+            found = _picked(wanted, lambda some, s=source: fetch(s, (some, inputs)))
+            out = np.empty((len(row), *found.shape[1:]), found.dtype) if out is None else out
+            out[mine] = found
+        return out
+
+    return Made((several, last), shape, make, inside=True)
