@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, inverse_of_unit, reference, unit
+from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, reference, unit
 from shardlm.ops.short_conv import short_conv, texts
+from shardlm.ops.unit_inverse import inverse_of_unit
 
 B, K, N, H, V, W = 2, 2, 4, 16, 8, 4
 
