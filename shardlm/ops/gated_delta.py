@@ -45,7 +45,7 @@ def delta_net(
     how = (jnp.where(counts, log_decay, 0.0), jnp.where(counts, beta, 0.0), memory["state"], text)
     out, state = gated_delta(q, k, made["v"], *how)
     kept = {f"conv_{name}": last_of(a, memory[f"conv_{name}"], text, valid) for name, a in x.items()}
-    return out.astype(x["v"].dtype), {"state": state} | kept
+    return out, {"state": state} | kept
 
 
 def unit(a: jax.Array) -> jax.Array:
@@ -88,9 +88,9 @@ def gated_delta(
     text: jax.Array,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, log_decay and beta [B, T, N], state [B, N, H, V]
-    that text 0 goes on from, all float32; text int32 [B, T] counts up where another one begins. Returns (out
-    [B, T, N, V], the last text's state)."""
+    """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, in one dtype, by which chunks are multiplied;
+    log_decay and beta [B, T, N], state [B, N, H, V] that text 0 goes on from, float32; text int32 [B, T] counts up
+    where another one begins. Returns (out [B, T, N, V] in v's dtype, the last text's state)."""
     B, T, K, H = q.shape
     N, V = v.shape[2:]
     if T == 1:
@@ -117,13 +117,14 @@ def gated_delta(
 def _one_token(q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:
     """Of which the state is read for key and query at once, and once more to be written: S^T q after the change is what
     it was before, decayed, and (k . q) of the change."""
-    group = v.shape[2] // q.shape[2]
+    group, dtype = v.shape[2] // q.shape[2], v.dtype
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     q, k = (jnp.repeat(a[:, 0], group, axis=1) for a in (q, k))  # [B, N, H]
     kept = jnp.where(text == 0, jnp.exp(log_decay[:, 0]), 0.0)[..., None]  # [B, N, 1]
     read = jnp.sum(state[..., None] * jnp.stack([k, q], axis=-1)[:, :, :, None], axis=2) * kept[..., None]
     delta = beta[:, 0, :, None] * (v[:, 0] - read[..., 0])
     out = read[..., 1] + jnp.sum(k * q, axis=-1, keepdims=True) * delta
-    return out[:, None], state * kept[..., None] + k[..., None] * delta[..., None, :]
+    return out[:, None].astype(dtype), state * kept[..., None] + k[..., None] * delta[..., None, :]
 
 
 def _last_before(text: jax.Array, C: int, count: int) -> jax.Array:

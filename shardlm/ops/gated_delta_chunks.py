@@ -15,10 +15,12 @@ flash-linear-attention has it (github.com/fla-org/flash-linear-attention, ops/ga
 the state that is carried are float32.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from shardlm.ops.unit_inverse import inverse_of_unit
 
@@ -68,7 +70,7 @@ def _forward(chunks: Chunks, state: jax.Array):
     U, W = _changes(inverse, decays, chunks)
     into = _product("nbgch,nbgcv->nbghv", k, _scaled(decays.e, U))
     P = _product("nbgch,nbgcj->nbghj", k, _scaled(-decays.e, W))
-    states, state = through(decays.left, P.astype(k.dtype), into.astype(k.dtype), state)
+    states, state = _carried(decays.left, P.astype(k.dtype), into.astype(k.dtype), state)
     seen = (_each(_product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * decays.D).astype(v.dtype)
     out = _product("nbgch,nbghv->nbgcv", _scaled(decays.h, q), states)
     out += _product("nbgcs,nbgsv->nbgcv", seen, _delta(U, W, states))
@@ -88,9 +90,8 @@ def _backward(kept, gradients):
     # From chunk to chunk, the last first: what S before each is asked for.
     P = _product("nbgch,nbgcj->nbghj", k, _scaled(-e, W)).astype(k.dtype)
     by_seen = _product("nbgcs,nbgcv->nbgsv", seen.astype(v.dtype), d_out)
-    asked = _product("nbgch,nbgcv->nbghv", _scaled(h, q), d_out)
-    asked -= _product("nbgch,nbgcv->nbghv", W, by_seen.astype(v.dtype))
-    after, d_state = through(left, P, asked.astype(k.dtype), d_state, back=True)
+    asks = jnp.concatenate([_scaled(h, q), -W], axis=-2), jnp.concatenate([d_out, by_seen.astype(v.dtype)], axis=-2)
+    after, d_state = _carried(left, P, _product("nbgch,nbgcv->nbghv", *asks).astype(k.dtype), d_state, back=True)
     # Inside chunks.
     dU = (by_seen + _product("nbgch,nbghv->nbgcv", _scaled(e, k), after)).astype(v.dtype)
     dW = -_product("nbgcv,nbghv->nbgch", dU, states)
@@ -194,3 +195,15 @@ def through(left: jax.Array, P: jax.Array, into: jax.Array, state: jax.Array, ba
 
     state, states = jax.lax.scan(step, state, (left, P, into), reverse=back)
     return states, state
+
+
+def _carried(left: jax.Array, P: jax.Array, into: jax.Array, state: jax.Array, back: bool = False):
+    """`through`, on NVIDIA GPUs by a kernel where there is one."""
+    from shardlm.ops import states_kernel  # Pallas takes a while to import
+
+    here = functools.partial(through, back=back)
+    if not states_kernel.fits(P, into):
+        logging.vlog(1, "states from chunk to chunk: XLA's loop, for %s of %s", P.dtype, into.shape)
+        return here(left, P, into, state)
+    kernel = functools.partial(states_kernel.pallas, back=back)
+    return jax.lax.platform_dependent(left, P, into, state, cuda=kernel, default=here)
