@@ -91,8 +91,7 @@ def gated_delta(
     """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, in one dtype, by which chunks are multiplied;
     log_decay and beta [B, T, N], state [B, N, H, V] that text 0 goes on from, float32; text int32 [B, T] counts up
     where another one begins. Returns (out [B, T, N, V] in v's dtype, the last text's state)."""
-    B, T, K, H = q.shape
-    N, V = v.shape[2:]
+    (B, T, K, _), (N, V) = q.shape, v.shape[2:]
     if T == 1:
         return _one_token(q, k, v, log_decay, beta, state, text)
     C = min(chunk, 1 << (T - 1).bit_length())

@@ -1,4 +1,5 @@
-"""Inverses of many small triangular matrices at once, as chunks of linear attention need them (gated_delta_chunks.py)."""
+"""Inverses of many small triangular matrices at once, of which linear attention has one for each chunk and head
+(gated_delta_chunks.py)."""
 
 import math
 
