@@ -87,7 +87,7 @@ class Mla(nnx.Module):
         return {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, {})."""
         config, act = self.config, execution.rules.act
         q, q_rope = self._queries(x, positions, execution)
         latent, k_rope = self._latents(x, positions, execution)
@@ -109,7 +109,7 @@ class Mla(nnx.Module):
             q = jnp.concatenate([q, q_rope], axis=-1)
             out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
         stream = act.spec("batch", "seq", "embed")
-        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages
+        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}
 
     def _queries(self, x, positions, execution: Execution):
         """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""

@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "gemma4_text": "gemma4",
     "phi3": "phi",
     "olmo2": "olmo",
     "olmo3": "olmo",

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -63,6 +64,15 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "final_logit_softcapping": 5.0,
+}
+UNTRAINED = re.compile("e_score_correction_bias|layer_scalar")
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
@@ -103,6 +113,16 @@ CASES = {
     ),
     "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "gemma3": ("gemma3_text", {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "gemma4": (
+        "gemma4_text",
+        {**GEMMA4, "layer_types": GEMMA4["layer_types"] * 2, "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6}
+        | {"vocab_size_per_layer_input": 96, "num_hidden_layers": 8},
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "phi3": ("phi3", {"sliding_window": 9}),
     "phi3_long": (
         "phi3",
@@ -260,7 +280,7 @@ def gradients(model) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         saved(model, pathlib.Path(folder), torch.float32)
         tensors = load_file(f"{folder}/model.safetensors")
-    trained = {path: a.double().flatten() for path, a in tensors.items() if "e_score_correction_bias" not in path}
+    trained = {path: a.double().flatten() for path, a in tensors.items() if not UNTRAINED.search(path)}
     wave = {path: torch.cos(torch.arange(a.numel(), dtype=torch.float64)) for path, a in trained.items()}
     return {path: [a.norm().item(), (a @ wave[path]).item()] for path, a in trained.items()}
 

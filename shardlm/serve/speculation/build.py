@@ -88,6 +88,11 @@ def open_draft_model(
             f"to {longest}, or choose another draft model"
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
+    if draft.model.config.reads:
+        raise ShardlmError(
+            f"the draft model {config.model} has layers that read others' keys and values, which no draft model may; "
+            "choose another, or method 'ngram'"
+        )
     with jax.set_mesh(draft.mesh):
         return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
 
@@ -97,19 +102,20 @@ def layouts_of(
 ) -> tuple[PageLayout, ...]:
     """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
     number of pages left to be set."""
-    return layouts_for(_windows(model.config.blocks()), draft and draft.windows, length, page_size, steps)
+    return layouts_for(model.config, draft and draft.windows, length, page_size, steps)
 
 
 def layouts_for(
-    windows: Sequence[int], drafting: Sequence[int] | None, length: int, page_size: int, steps: int
+    shape: TransformerConfig, drafting: Sequence[int] | None, length: int, page_size: int, steps: int
 ) -> tuple[PageLayout, ...]:
-    """The same from the windows of the layers, and of those that draft, where there are any."""
-    layout = layout_of(windows, 0, length, page_size, steps)
+    """The same from the shape of the model, and the windows of the layers that draft, where there are any."""
+    windows, sources = _windows(shape.blocks()), shape.sources[: shape.num_layers]
+    layout = layout_of(windows, 0, length, page_size, steps, shape.sharing[: shape.num_layers], sources)
     if drafting is None:
         return (layout,)
     beside = layout.beside(drafting)
     if beside is None:  # layers that draft see farther than any of the model's
-        layout = PageLayout.whole(len(windows), 0)
+        layout = PageLayout.whole(len(set(sources)), 0).reading(sources)
         beside = layout.beside(drafting)
     return layout, beside
 
