@@ -31,7 +31,7 @@ ROPES = {
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` gemma4_text."""
+    """`model_type` gemma4_text, and gemma4_unified_text, which has neither inputs of layers nor experts."""
     options.only("use_bidirectional_attention", None, False, "vision")  # of pictures' tokens, which text has none of
     layers, reading = options("num_hidden_layers"), options("num_kv_shared_layers", 0)
     kinds = _kinds(options)
@@ -44,7 +44,8 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     last = {kind: layer for layer, kind in enumerate(owners)} if reading else {}
     norm, width = hf_decoder.rms(options), options("intermediate_size")
     attentions = {kind: _attention(options, kind, norm, length) for kind in dict.fromkeys(kinds)}
-    dim, vocab = options("hidden_size_per_layer_input", 0), options("vocab_size_per_layer_input", 0)
+    has_inputs = options("model_type") == "gemma4_text"
+    dim, vocab = options("hidden_size_per_layer_input", 256 * has_inputs), options("vocab_size_per_layer_input", 262_144)
     activation = options.activation("hidden_activation")
     inputs = LayerInputsConfig(dim, activation, vocab) if dim else None
     mixed, wide = bool(options("enable_moe_block", False)), 2 if options("use_double_wide_mlp", False) else 1

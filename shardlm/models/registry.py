@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ FAMILIES = {
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "phi3": "phi",
     "olmo2": "olmo",
     "olmo3": "olmo",
@@ -74,6 +76,13 @@ def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig
 def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfig) -> Names:
     """Where each weight of the model, and of such a block, is in the checkpoint."""
     return _family(text_config(config)["model_type"]).names(shape, block)
+
+
+def unused(config: Mapping[str, Any]) -> re.Pattern | None:
+    """The names of tensors that published checkpoints have, as those of a language model alone, and no layer uses."""
+    text = text_config(config)
+    of_family = getattr(_family(text["model_type"]), "unused", None)
+    return of_family(text) if of_family else None
 
 
 def _family(model_type: str):

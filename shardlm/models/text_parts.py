@@ -8,6 +8,8 @@ Config = Mapping[str, Any]
 # model_type of all -> that of the text, as which it is read; "": what text_config says.
 SEEING = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "mistral3": "",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -18,6 +20,8 @@ SEEING = {
 }
 ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

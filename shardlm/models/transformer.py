@@ -123,6 +123,15 @@ class TransformerConfig:
         """The same, each layer a segment of its own."""
         return dataclasses.replace(self, segments=tuple(Segment((block,), 1) for block in self.blocks()))
 
+    def check_stages(self, count: int) -> None:
+        """Refuses pipelines of models whose layers need more than the stream of the one before."""
+        what = "read the keys and values of others" if self.reads else "have inputs of their own, made of the embedding"
+        if count > 1 and (self.reads or self.inputs):
+            raise ShardlmError(
+                f"pipeline={count}: layers of the model {what}, which stages do not send on; set pipeline to 1 and "
+                "give its devices to tensor, fsdp or data"
+            )
+
     def without_mtp(self) -> "TransformerConfig":
         """The decoder alone."""
         return dataclasses.replace(self, mtp=None)
@@ -137,7 +146,8 @@ class TransformerConfig:
         """Sizes of the dimensions by which weights are spread over devices that see other tokens (rules.py)."""
         attentions = {block.attention for block in self.kinds}
         latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
-        return {"embed": {self.embed_dim}, "expert_embed": {self.embed_dim}, "latent": latents}
+        beside = {self.inputs.dim} if self.inputs else set()
+        return {"embed": {self.embed_dim} | beside, "expert_embed": {self.embed_dim}, "latent": latents}
 
     def parameters_per_token(self) -> int:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and

@@ -64,6 +64,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
@@ -115,8 +116,8 @@ CASES = {
     "gemma3": ("gemma3_text", {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 2}),
     "gemma4": (
         "gemma4_text",
-        {**GEMMA4, "layer_types": GEMMA4["layer_types"] * 2, "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6}
-        | {"vocab_size_per_layer_input": 96, "num_hidden_layers": 8},
+        {**GEMMA4, "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 96, "num_hidden_layers": 7, "layer_types": WINDOWED + GEMMA4["layer_types"]},
     ),
     "gemma4_moe": (
         "gemma4_text",

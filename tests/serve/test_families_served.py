@@ -25,6 +25,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("deepseek_v3", ONE),
     ("qwen3_moe", EXPERT),
     ("gpt_oss", DATA),
+    ("gemma4", TENSOR),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
 ]
 MEMORIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # which begin at the start of a text, so that no pages are shared
