@@ -220,7 +220,9 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
         return dict(kinds[0]) if kinds else {}
     of_names, sizes = {name for kind in kinds for _, (_, name) in kind}, model.config.kept_numbers
     if len(of_names) > 1:
-        heads = " and ".join(str(shape[0]) for shape in dict.fromkeys(shape for kind in kinds for _, (shape, _) in kind))
+        heads = " and ".join(
+            str(shape[0]) for shape in dict.fromkeys(shape for kind in kinds for _, (shape, _) in kind)
+        )
         raise ShardlmError(
             f"tensor={model.execution.rules.mesh.tensor} splits the kv heads of some layers, and others have too few "
             f"({heads}); choose tensor so that it divides both"

@@ -21,6 +21,7 @@ class AttentionConfig:
 
     rope       None: no rotary embedding
     window     how many positions a token sees, itself included; 0: all before it
+    chunk      a token sees the positions of its own chunk of so many, into which a text is cut (Llama 4); 0: of all
     bias       of queries, keys and values; out_bias of the output
     qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), or of
                all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
@@ -43,6 +44,7 @@ class AttentionConfig:
     head_dim: int
     rope: Rope | None = Rope()
     window: int = 0
+    chunk: int = 0
     bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
@@ -67,6 +69,11 @@ class AttentionConfig:
             raise ShardlmError(f"num_heads={N} is not a multiple of num_kv_heads={K}; choose kv heads from {divisors}")
         if self.rope:
             self.rope.check(self.head_dim)
+
+    @property
+    def reach(self) -> int:
+        """How many positions a token sees at most, itself included; 0: all before it."""
+        return self.window or self.chunk
 
     @property
     def value_dim(self) -> int:
@@ -135,6 +142,7 @@ class Attention(nnx.Module):
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,
+            "chunk": config.chunk,
             "softcap": config.softcap,
             "sinks": in_use(self.sinks, execution) if config.sinks else None,
             "kv_name": self.kv_name,

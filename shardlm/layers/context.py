@@ -62,11 +62,13 @@ class Context(Protocol):
         sinks: jax.Array | None = None,
         value_dim: int = 0,
         kv_heads: int = 0,
+        chunk: int = 0,
     ) -> tuple[jax.Array, Pages | None]:
         """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar. A token sees `window`
-        positions, 0 for all before it; `softcap` and `sinks` [N] are ops/attention.py's; `kv_name` names how the K
-        dimension is split. Where v is None, values are the first `value_dim` of keys; where k is too, the `kv_heads`
-        of another layer are in its pages. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
+        positions, 0 for all before it, or those of its own `chunk`; `softcap` and `sinks` [N] are ops/attention.py's;
+        `kv_name` names how the K dimension is split. Where v is None, values are the first `value_dim` of keys; where k
+        is too, the `kv_heads` of another layer are in its pages. Returns the heads' output [B, T, N, H] and the pages
+        with k and v written."""
 
     def recur(
         self,
@@ -117,15 +119,17 @@ class Packed:
     def kept_by(self, name):
         return self.kept[name]["k"], self.kept[name]["v"]
 
-    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, kv_heads=0):
-        del positions, layer, kv_heads  # rows are in order, so the index is the position
+    def attend(
+        self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, kv_heads=0, chunk=0
+    ):
+        del layer, kv_heads  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
             k, v = (self._one_per_device(a) for a in (k, v))
         out = packed_attention(
             q,
             k,
             v,
-            self.segment_ids,
+            self._chunked(positions, chunk) if chunk else self.segment_ids,
             scale=scale,
             rules=self.rules,
             implementation=self.implementation,
@@ -155,6 +159,14 @@ class Packed:
         specs = (heads["x"], heads["taps"], heads["each"], heads["each"], rows)
         run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
         return run(x, taps, log_decay, beta, self.segment_ids), pages
+
+    def _chunked(self, positions: jax.Array, chunk: int) -> jax.Array:
+        """Segments of which each chunk is one of its own, int32 [B, T]."""
+        count = -(-positions.shape[1] // chunk)
+        numbered = (
+            self.segment_ids * count + jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec) // chunk
+        )
+        return jnp.where(self.segment_ids > 0, numbered, 0)
 
     def _one_per_device(self, kv: jax.Array) -> jax.Array:
         """Whole kv heads [B, T, K, H], fewer than the tensor axis, repeated so that each device holds its own one."""
@@ -231,6 +243,7 @@ class Paged:
         sinks=None,
         value_dim=0,
         kv_heads=0,
+        chunk=0,
     ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
@@ -252,7 +265,7 @@ class Paged:
             page_table, first = page_table * parts, place * self.layout.num_pages * parts + part
             where = (page_table, positions, valid, first)
             pages = paged_attention.write(pages, new, *where, implementation=self.implementation)
-            if self.whole:
+            if self.whole and (not chunk or q.shape[1] <= chunk):
                 assert not softcap and not value_dim, "checked before (serve/prefill.py)"
                 if kv_name == "kv_heads_whole":
                     head = self._own_head(new["k"].shape[2], q.shape[2])
@@ -260,6 +273,7 @@ class Paged:
                 pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
                 return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
+            options |= {"chunk": chunk}
             options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
                 options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])

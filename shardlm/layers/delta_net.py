@@ -83,7 +83,8 @@ class DeltaNet(nnx.Module):
         return {name: (shape, jnp.dtype(jnp.float32 if name == "state" else dtype)) for name, shape in shapes.items()}
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, {})."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
+        {})."""
         rules = execution.rules
         x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
         letters = {"q": "btd,dkh->btkh", "k": "btd,dkh->btkh", "v": "btd,dnv->btnv"}

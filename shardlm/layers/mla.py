@@ -87,7 +87,8 @@ class Mla(nnx.Module):
         return {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, {})."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
+        {})."""
         config, act = self.config, execution.rules.act
         q, q_rope = self._queries(x, positions, execution)
         latent, k_rope = self._latents(x, positions, execution)

@@ -55,6 +55,7 @@ class MoeConfig:
                         shared one make has a norm too, before it is added; each expert has a factor on its weight
                         (Gemma 4)
     norm                those norms
+    weighs_inputs       a token is multiplied by its expert's weight before the expert, not after it (Llama 4)
     load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
     capacity_factor     limit on the pairs that one device takes from the others (ops/expert_dispatch.py); 0: none, no
                         token is dropped
@@ -73,10 +74,16 @@ class MoeConfig:
     apart: bool = False
     norm: NormConfig = NormConfig()
     load_bias: bool = False
+    weighs_inputs: bool = False
     capacity_factor: float = 0.0
 
     def __post_init__(self):
         routing.check_router(self.router, self.num_experts, self.top_k)
+        if self.weighs_inputs and self.top_k > 1:
+            raise ShardlmError(
+                f"top_k={self.top_k}: tokens are multiplied by their expert's weight before it, which is there for one "
+                "expert a token (num_experts_per_tok=1, as in Llama 4's published checkpoints)"
+            )
         if self.capacity_factor and self.capacity_factor < 1:
             raise ShardlmError(
                 f"capacity_factor={self.capacity_factor} drops tokens even under an even load; choose at least 1, or 0 "
@@ -97,8 +104,8 @@ class MoeConfig:
 class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
-    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,); where both are
-    apart "router_norm", "before_norm", "after_norm", "shared_norm" and "expert_scale" (E,)."""
+    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,);
+    where both are apart "router_norm", "before_norm", "after_norm", "shared_norm" and "expert_scale" (E,)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
@@ -207,8 +214,9 @@ def _local(
     routed,
     experts,
 ):
-    """One device: x and what the router reads [B, T, D], its part of them, real bool and weights float32 [B, T]. By name the
-    Groups of the experts' weights that the kernel reads as they are held, `few`, and of those that are made `anew`."""
+    """One device: x and what the router reads [B, T, D], its part of them, real bool and weights float32 [B, T]. By
+    name the Groups of the experts' weights that the kernel reads as they are held, `few`, and of those that are made
+    `anew`."""
     act = execution.rules.act
     B, T, D = x.shape
     k, E = config.top_k, config.num_experts
@@ -225,7 +233,10 @@ def _local(
         mix = routing.with_load(mix, routed["bias"], picked.sum(axis=(0, 1)))
     aux = _losses(config, logits, scores, picked, real, weights, act)
     shared_by = tuple(axis for axis in act.axes("seq") if axis not in act.axes("whole_seq"))
-    tokens = (x.reshape(-1, D), mix, chosen)
+    rows = x.reshape(-1, D)
+    if config.weighs_inputs:
+        rows, mix = rows * mix.astype(x.dtype), jnp.ones_like(mix)
+    tokens = (rows, mix, chosen)
     if shared_by:
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 

@@ -62,7 +62,9 @@ class PageLayout:
         if len(sources) == len(self.places):
             return self
         own = {layer: place for place, layer in enumerate(sorted(set(sources)))}
-        spread = {name: tuple(of[own[s]] for s in sources) for name in ("places", "parts") if (of := getattr(self, name))}
+        spread = {
+            name: tuple(of[own[s]] for s in sources) for name in ("places", "parts") if (of := getattr(self, name))
+        }
         return dataclasses.replace(self, **spread)
 
     @functools.cached_property

@@ -45,7 +45,10 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     norm, width = hf_decoder.rms(options), options("intermediate_size")
     attentions = {kind: _attention(options, kind, norm, length) for kind in dict.fromkeys(kinds)}
     has_inputs = options("model_type") == "gemma4_text"
-    dim, vocab = options("hidden_size_per_layer_input", 256 * has_inputs), options("vocab_size_per_layer_input", 262_144)
+    dim, vocab = (
+        options("hidden_size_per_layer_input", 256 * has_inputs),
+        options("vocab_size_per_layer_input", 262_144),
+    )
     activation = options.activation("hidden_activation")
     inputs = LayerInputsConfig(dim, activation, vocab) if dim else None
     mixed, wide = bool(options("enable_moe_block", False)), 2 if options("use_double_wide_mlp", False) else 1

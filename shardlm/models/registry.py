@@ -18,6 +18,7 @@ from shardlm.models.transformer import TransformerConfig
 FAMILIES = {
     "llama": "llama",
     "arcee": "llama",
+    "llama4_text": "llama4",
     "mistral": "mistral",
     "ministral3": "mistral",
     "mixtral": "mixtral",

@@ -108,15 +108,16 @@ class Rope:
 @dataclasses.dataclass(frozen=True)
 class QueryGrowth:
     """Queries grow with their position by 1 + weight * log(1 + floor(position / length)), so that scores over long
-    texts stay apart (Llama 4's way, after https://arxiv.org/abs/2501.19399)."""
+    texts stay apart (Llama 4's way, after https://arxiv.org/abs/2501.19399). `first`: the number of the first one."""
 
     weight: float
     length: int
+    first: int = 0
 
 
 def grown(q: jax.Array, positions: jax.Array, config: QueryGrowth) -> jax.Array:
     """q [B, T, N, H], positions int32 [B, T]; returns q's shape and dtype."""
-    factor = 1 + config.weight * jnp.log1p((positions // config.length).astype(jnp.float32))
+    factor = 1 + config.weight * jnp.log1p(((positions + config.first) // config.length).astype(jnp.float32))
     return q * factor[:, :, None, None].astype(q.dtype)
 
 

@@ -78,6 +78,12 @@ FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 
 # name -> (model_type, options besides SIZES)
 CASES = {
     "llama": ("llama", {}),
+    "llama4": (
+        "llama4_text",
+        {"intermediate_size": 24, "intermediate_size_mlp": 48, "head_dim": 8, "num_hidden_layers": 4, "floor_scale": 8}
+        | {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 7}
+        | {"no_rope_layer_interval": 4, "attn_scale": 0.5},
+    ),
     "llama_tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 10}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "llama_linear": ("llama", rope("linear", factor=4.0)),

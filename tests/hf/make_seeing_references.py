@@ -37,11 +37,20 @@ OWN_INPUTS = {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input"
 # name -> (options of the text, of what sees, of both)
 CASES = {
     "gemma3": ({**TEXT, "sliding_window": 6}, {**TOWER, "vision_use_head": False}, {"mm_tokens_per_image": 1}),
-    "gemma4": ({**TEXT, **OWN_INPUTS}, {**TOWER, "pooling_kernel_size": 1, "position_embedding_size": 4}, {"audio_config": None}),
+    "gemma4": (
+        {**TEXT, **OWN_INPUTS},
+        {**TOWER, "pooling_kernel_size": 1, "position_embedding_size": 4},
+        {"audio_config": None},
+    ),
     "gemma4_unified": (
         {**TEXT, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
         {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 8, "mm_posemb_size": 4, "output_proj_dims": 8},
         {"audio_config": {"audio_embed_dim": 4}},
+    ),
+    "llama4": (
+        {**TEXT, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 7},
+        {**TOWER, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {"tie_word_embeddings": False},
     ),
     "mistral3": ({**TEXT, **GROWING}, TOWER, {"tie_word_embeddings": False}),
     "qwen2_vl": (QWEN2, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2}, {}),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
@@ -121,7 +122,8 @@ def layouts_for(
 
 
 def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:
-    return [block.attention.window for block in blocks]
+    kept = lambda own: own.reach if isinstance(own, AttentionConfig) else own.window  # noqa: E731
+    return [kept(block.attention) for block in blocks]
 
 
 def make_proposer(
