@@ -10,7 +10,7 @@ import sys
 
 import torch
 import transformers
-from make_references import GEMMA4, HYBRID, LENGTH, MOE, ROWS, SIZES, YARN, saved
+from make_references import DENSE_MLA, GEMMA4, HYBRID, LENGTH, MOE, ROWS, SIZES, YARN, saved
 from safetensors.torch import save_file
 
 TEXT = {**SIZES, "num_hidden_layers": 2, "head_dim": 12}
@@ -46,6 +46,13 @@ CASES = {
         {**TEXT, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
         {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 8, "mm_posemb_size": 4, "output_proj_dims": 8},
         {"audio_config": {"audio_embed_dim": 4}},
+    ),
+    "kimi_k25": (
+        {**SIZES, **DENSE_MLA, "num_hidden_layers": 2, "first_k_dense_replace": 2, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        {"patch_size": 2, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"pos_emb_height": 2, "pos_emb_width": 2},
+        {"tie_word_embeddings": False},
     ),
     "llama4": (
         {**TEXT, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 7},
