@@ -28,9 +28,6 @@ def serving_rules(
         "mlp": all(_width_divides(width, devices, held) for width in _dense_widths(shape)),
         "vocab": shape.vocab_size % devices == 0,
     }
-    # Layers whose pages are of one pool split their kv heads alike, or none does (state.py, cache_entries).
-    kv_heads = {b.attention.num_kv_heads for b in shape.all_blocks() if isinstance(b.attention, AttentionConfig)}
-    divides["heads"] &= len({count % devices == 0 for count in kv_heads}) < 2
     divides["kv_heads"] = divides["heads"]
     spread = tuple(name for name, does in divides.items() if does)
     return Rules.make(preset, mesh).fitting(shape.widths()).for_serving(spread)

@@ -212,28 +212,25 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
     """What there is room for of each token in a layer's place in the pages: {name: ((K, H), name of the K dimension)}.
     Of layers whose heads differ as many numbers as each goes into without rest (layers/page_layout.py, parts).
 
-    Raises ShardlmError where the mesh splits the kv heads of some layers and not of others, and for heads that differ
-    in int8, which has a scale for each.
+    Raises ShardlmError for heads of different sizes in int8, which has a scale for each.
     """
     kinds = list(dict.fromkeys(tuple(entries.items()) for a in _attentions(model) if (entries := a.cache_entries())))
     if len(kinds) < 2:
         return dict(kinds[0]) if kinds else {}
-    of_names, sizes = {name for kind in kinds for _, (_, name) in kind}, model.config.kept_numbers
-    if len(of_names) > 1:
-        heads = " and ".join(
-            str(shape[0]) for shape in dict.fromkeys(shape for kind in kinds for _, (shape, _) in kind)
-        )
-        raise ShardlmError(
-            f"tensor={model.execution.rules.mesh.tensor} splits the kv heads of some layers, and others have too few "
-            f"({heads}); choose tensor so that it divides both"
-        )
-    if model.execution.kv_cache == "int8":
+    if model.execution.kv_cache == "int8" and len({width for _, width in model.config.kept_heads}) > 1:
         raise ShardlmError(
             "kv_cache_dtype=int8: layers of the model have heads of different sizes, and int8 a scale for each head; "
             "choose auto or fp8"
         )
-    most = math.lcm(*sizes)
-    return {name: ((most // shape[1], shape[1]), of) for name, (shape, of) in kinds[0]}
+    most = math.lcm(*model.config.kept_numbers(kv_ways(model)).values())
+    split = [kind for kind in kinds if all(name == "kv_heads" for _, (_, name) in kind)]
+    return {name: ((most // width, width), of) for name, ((_, width), of) in (split or kinds)[0]}
+
+
+def kv_ways(model: ModelDef) -> int:
+    """Over how many devices kv heads are split, where they divide."""
+    rules = model.execution.rules
+    return rules.mesh.size(*rules.act.axes("kv_heads"))
 
 
 def memory_entries(model: ModelDef) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:

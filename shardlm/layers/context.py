@@ -124,7 +124,7 @@ class Packed:
     ):
         del layer, kv_heads  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
-            k, v = (self._one_per_device(a) for a in (k, v))
+            k, v = (one_per_device(a, self.rules) for a in (k, v))
         out = packed_attention(
             q,
             k,
@@ -167,11 +167,6 @@ class Packed:
             self.segment_ids * count + jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec) // chunk
         )
         return jnp.where(self.segment_ids > 0, numbered, 0)
-
-    def _one_per_device(self, kv: jax.Array) -> jax.Array:
-        """Whole kv heads [B, T, K, H], fewer than the tensor axis, repeated so that each device holds its own one."""
-        split = self.rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
-        return jax.reshard(jnp.repeat(kv, self.rules.mesh.tensor // kv.shape[2], axis=2), split)
 
 
 @jax.tree_util.register_dataclass
@@ -247,13 +242,17 @@ class Paged:
     ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
-        kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
         memory = {name: a for name, a in pages.items() if name in MEMORIES}
         pages = {name: a for name, a in pages.items() if name not in MEMORIES}
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
-        pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
         new = {name: a for name, a in (("k", k), ("v", v)) if a is not None}
+        over = jax.typeof(pages["k"]).sharding.spec[orders["k"].index("k")]
+        if kv_name == "kv_heads_whole" and kv_heads and over:  # other layers' heads are split, and so are the pages
+            new = {name: one_per_device(a, self.rules) for name, a in new.items()}
+            kv_name, kv_heads = "kv_heads", self.rules.mesh.size(*act.axes("kv_heads"))
+        kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
+        pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         page_table, place, part = self._of_layer(layer)
         heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
 
@@ -336,6 +335,13 @@ class Paged:
         axes = self.rules.act.axes("heads") or ("tensor",)
         group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
         return jax.lax.axis_index(axes) * local_heads // group
+
+
+def one_per_device(kv: jax.Array, rules: Rules) -> jax.Array:
+    """Whole kv heads [B, T, K, H], fewer than the devices that split heads, repeated so that each holds its own one."""
+    ways = rules.mesh.size(*rules.act.axes("kv_heads"))
+    split = rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
+    return jax.reshard(jnp.repeat(kv, ways // kv.shape[2], axis=2), split)
 
 
 def _heads_of(act: Table) -> dict[str, Any]:

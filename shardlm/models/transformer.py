@@ -100,19 +100,25 @@ class TransformerConfig:
         return self.sources != tuple(range(len(self.sources)))
 
     @functools.cached_property
-    def kept_numbers(self) -> frozenset[int]:
-        """Numbers of the keys of a token, in the layers that keep keys and values of heads."""
+    def kept_heads(self) -> frozenset[tuple[int, int]]:
+        """(kv heads, numbers of one) of the layers that keep keys and values of heads."""
         kinds = (block.attention for block in self.kinds)
-        return frozenset(a.num_kv_heads * a.head_dim for a in kinds if isinstance(a, AttentionConfig))
+        return frozenset((a.num_kv_heads, a.head_dim) for a in kinds if isinstance(a, AttentionConfig))
 
-    @functools.cached_property
-    def sharing(self) -> tuple[int, ...]:
+    def kept_numbers(self, ways: int) -> dict[tuple[int, int], int]:
+        """By those, numbers of a token's keys over `ways` devices that split heads: where some layers have too few to
+        split and others not, each device keeps the one that its queries read."""
+        split = any(heads % ways == 0 for heads, _ in self.kept_heads)
+        return {(heads, width): (ways if split and heads % ways else heads) * width for heads, width in self.kept_heads}
+
+    def sharing(self, ways: int) -> tuple[int, ...]:
         """Of each layer, how many like it have room in one place of a page (layers/page_layout.py); (): one."""
-        if len(self.kept_numbers) < 2:
+        if len(self.kept_heads) < 2:
             return ()
-        most, attentions = math.lcm(*self.kept_numbers), [block.attention for block in self.all_blocks()]
-        own = (a.num_kv_heads * a.head_dim if isinstance(a, AttentionConfig) else most for a in attentions)
-        return tuple(most // numbers for numbers in own)
+        numbers, attentions = self.kept_numbers(ways), [block.attention for block in self.all_blocks()]
+        most = math.lcm(*numbers.values())
+        own = (numbers[a.num_kv_heads, a.head_dim] if isinstance(a, AttentionConfig) else most for a in attentions)
+        return tuple(most // each for each in own)
 
     def all_blocks(self):
         """The same, and then of the modules that predict further tokens."""

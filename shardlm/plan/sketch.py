@@ -83,7 +83,7 @@ def refuse(shape: TransformerConfig, length: int, served: bool = False) -> None:
         f"attention within chunks of {', '.join(map(str, chunks))} tokens in rows of {length}": any(
             length > chunk for chunk in chunks
         ),
-        "heads of different sizes in one pool of pages": served and len(shape.kept_numbers) > 1,
+        "heads of different sizes in one pool of pages": served and len(shape.kept_heads) > 1,
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         raise ShardlmError(

@@ -37,6 +37,7 @@ ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 REST = [case for case in REST if case not in SAMPLE and case != ("gemma4", PIPELINE)]  # which stages refuse
 # Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.

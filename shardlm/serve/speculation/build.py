@@ -23,7 +23,7 @@ from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stages import Stage
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, kv_ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,16 @@ def layouts_of(
 ) -> tuple[PageLayout, ...]:
     """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
     number of pages left to be set."""
-    return layouts_for(model.config, draft and draft.windows, length, page_size, steps)
+    return layouts_for(model.config, draft and draft.windows, length, page_size, steps, kv_ways(model))
 
 
 def layouts_for(
-    shape: TransformerConfig, drafting: Sequence[int] | None, length: int, page_size: int, steps: int
+    shape: TransformerConfig, drafting: Sequence[int] | None, length: int, page_size: int, steps: int, ways: int = 1
 ) -> tuple[PageLayout, ...]:
-    """The same from the shape of the model, and the windows of the layers that draft, where there are any."""
+    """The same from the shape of the model, the windows of the layers that draft, where there are any, and the devices
+    that kv heads are split over."""
     windows, sources = _windows(shape.blocks()), shape.sources[: shape.num_layers]
-    layout = layout_of(windows, 0, length, page_size, steps, shape.sharing[: shape.num_layers], sources)
+    layout = layout_of(windows, 0, length, page_size, steps, shape.sharing(ways)[: shape.num_layers], sources)
     if drafting is None:
         return (layout,)
     beside = layout.beside(drafting)
