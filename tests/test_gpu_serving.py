@@ -14,8 +14,10 @@ import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
 
+from shardlm.generate import make_pages
 from shardlm.hlo.kernels import kernel
 from shardlm.hlo.text import parse
+from shardlm.layers.context import MEMORIES
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
@@ -35,6 +37,7 @@ from shardlm.rules import Rules
 from shardlm.serve import programs
 from shardlm.serve.carry import lowered, of_both
 from shardlm.serve.layers import apart
+from shardlm.serve.memory_copies import COPIES, copy_memories
 from shardlm.serve.prefill import choose as choose_prefill
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.draft_model import DraftModelProposer
@@ -196,6 +199,32 @@ def test_memories_stay_where_they_are(tensor):
     made = re.findall(rf" = f32\[{states[0]},{states[1] // tensor},{states[2]},{states[3]}\]\S* ([\w-]+)\(", text)
     assert set(made) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, set(made)
     assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * HYBRID.num_layers + 1) if tensor > 1 else [])
+
+
+def test_memories_are_copied_from_slot_to_slot_and_nothing_else():
+    """By which prefixes are cached (serve/snapshots.py): of one text at a time, in all layers at once."""
+    spec = MeshSpec(tensor=2)
+    mesh = spec.build(topology("h100", 1, 2))
+    with jax.set_mesh(mesh):
+        shape = apart(HYBRID.transformer())
+        model = ModelDef.make(shape, Execution(serving_rules(shape, spec, "dtype"), jnp.bfloat16))
+        layout = PageLayout.whole(shape.num_layers, PAGES, shape.memories, 2 * ROWS + 1)
+        pages = jax.eval_shape(lambda: make_pages(model, layout, 16))
+        pages = jax.tree.map(lambda s: at_rest(s, mesh), pages)
+        pairs = jax.ShapeDtypeStruct((COPIES, 2), jnp.int32, sharding=NamedSharding(mesh, jax.P()))
+        run = jax.jit(functools.partial(copy_memories, layout, model.execution.rules), donate_argnums=0)
+        compiled = run.lower(pages, pairs).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    own = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(pages)) // 2
+    held = {name: a for name, a in pages.items() if name in MEMORIES}
+    of_text = sum(math.prod(a.shape) * a.dtype.itemsize for a in held.values()) // (2 * layout.slots)
+    assert memory.alias_size_in_bytes >= own
+    assert memory.temp_size_in_bytes < 1.5 * of_text
+    assert not collectives(text)
+    module = parse(text)
+    (loop,) = (at for at in module.computations[module.entry].instructions if at.opcode == "while")
+    step = module.computations[loop.called("body")[0]]
+    assert sum(bool(kernel(module, step, at)) for at in step.instructions) <= 3 * len(held)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _engine(plan: ServingPlan) -> dict[str, Any]:
         "max_model_len": case.length,
         "gpu_memory_utilization": case.engine.gpu_memory_utilization,
         "block_size": sizes.page_size,
-        "enable_prefix_caching": case.caches,
+        "enable_prefix_caching": case.engine.enable_prefix_caching,
         "max_num_seqs": sizes.max_rows,
         "max_num_batched_tokens": sizes.max_batch_tokens,
         "prefill_attention": sizes.prefill,
