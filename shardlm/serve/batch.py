@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from shardlm.serve.request import Request
+from shardlm.serve.snapshots import Copies
 
 
 class Row(NamedTuple):
@@ -45,6 +46,9 @@ class ScheduledBatch:
     rows: tuple[Row, ...]
     # int32 [rows, groups of layers, pages of the longest row], 0 (scrap) beyond a row's pages and behind a window
     page_table: np.ndarray
+    # Of what layers without pages remember, before and after the batch's programs.
+    restored: Copies = ()
+    saved: Copies = ()
 
     @property
     def width(self) -> int:

@@ -71,6 +71,7 @@ def build(
     if speculative:
         speculative.check_room(length)
     refuse(shape, config)
+    shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
@@ -155,7 +156,7 @@ def described(engine: Engine | EngineGroup, name: str) -> str:
     return (
         f"serving {json.dumps(name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
         f"tokens in {layout.layers} layers, for {fit:,.1f} requests of {longest:,} tokens; "
-        f"{f'memories in {layout.memories} others; ' if layout.memories else ''}"
+        f"{f'memories in {layout.memories} others, copies of {config.snapshots}; ' if layout.memories else ''}"
         f"{config.max_rows} requests at once; "
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

@@ -10,6 +10,7 @@ from shardlm.serve.batch import Row
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request
 from shardlm.serve.scheduler_config import SchedulerConfig
+from shardlm.serve.snapshots import Copies
 
 
 class Holdings:
@@ -35,8 +36,13 @@ class Holdings:
     def give(self, request: Request) -> int:
         """A slot, and the pages of all tokens that the request has, both of which are there. Returns how many of its
         tokens were computed before, in pages that it shares."""
-        computed = self.pages.allocate(request.id, len(request.tokens), self._shareable(request))
+        shareable = self._shareable(request)
+        known = self.pages.cached(shareable) if self.pages.snapshots is not None else 0
+        computed = self.pages.allocate(request.id, len(request.tokens), shareable)
         request.slot = self._free_slots.pop()
+        if self.pages.snapshots is not None and request.params.prompt_logprobs is None:
+            found = computed // self.pages.page_size
+            self.pages.snapshots.begin(request.id, request.slot, len(request.tokens), shareable, found, known)
         for group, row in enumerate(self._table[request.slot]):
             pages = self.pages.pages(request.id, group)
             row[: len(pages)] = pages
@@ -72,9 +78,27 @@ class Holdings:
         """Gives the slot and the pages on; full pages of known tokens stay cached."""
         self._remember(request)
         self.pages.free(request.id)
+        if self.pages.snapshots is not None:
+            self.pages.snapshots.end(request.id)
         self._table[request.slot] = 0
         self._free_slots.append(request.slot)
         request.slot = -1
+
+    def until(self, request: Request) -> int:
+        """Where the next chunk of a prompt ends at the latest."""
+        if self.pages.snapshots is None:
+            return request.prefill_end
+        return self.pages.snapshots.until(request.id, request.computed, request.prefill_end)
+
+    def read(self, request: Request, end: int) -> None:
+        """A chunk of a prompt up to `end` is in the batch that is made now: others may share what it leaves."""
+        self.share(request, end)
+        if self.pages.snapshots is not None:
+            self.pages.snapshots.read(request.id, request.slot, end, request.page_hashes)
+
+    def copies(self) -> tuple[Copies, Copies]:
+        """Of what layers without pages remember, to be made before and after the batch that is made now."""
+        return self.pages.snapshots.taken() if self.pages.snapshots is not None else ((), ())
 
     def share(self, request: Request, num_tokens: int) -> None:
         """Lets others share the full pages of the first tokens, whose hashes are known."""

@@ -11,15 +11,16 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES
 from shardlm.models.transformer import TransformerConfig
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.snapshots import LEAST
 from shardlm.state import ModelDef, memory_entries
 
 log = logging.getLogger(__name__)
 MOST_OF_ROOM = 0.5  # of what is free, that memories take where it is not said how many requests run at once
+SNAPSHOTS = 0.2  # of what these leave, that copies take by which prefixes are cached
 
 
 def refuse(shape: TransformerConfig, config: EngineConfig) -> None:
-    """Raises ShardlmError, before weights are read, for what such layers cannot be asked for, and says in the log what
-    they do without."""
+    """Raises ShardlmError, before weights are read, for what such layers cannot be asked for."""
     if not shape.memories:
         return
     if len(shape.memories) == shape.num_layers:
@@ -34,8 +35,6 @@ def refuse(shape: TransformerConfig, config: EngineConfig) -> None:
         raise ShardlmError(
             f"speculative_config: {count}, which cannot go back to before a draft that turns out wrong; leave it out"
         )
-    if config.enable_prefix_caching:
-        log.info("prefix caching is off: %s, which can begin at the start of a text alone", count)
 
 
 def slot_bytes(model: ModelDef) -> int:
@@ -62,6 +61,19 @@ def rows_beside(slots: Sequence[int], rooms: Sequence[int], most: int) -> int:
             "are free: raise gpu_memory_utilization, split the model over more devices, or quantise it"
         )
     return min(most, rows)
+
+
+def snapshots_beside(slots: Sequence[int], rows: int, rooms: Sequence[int], length: int) -> int:
+    """How many copies of memories (snapshots.py) there are beside those of so many requests of `length` tokens at most:
+    as many as SNAPSHOTS of the rest of each stage's room holds, and as may be of use. 0 where there is no room for one,
+    which the log says."""
+    pairs = [(room - (rows + 1) * own, own) for room, own in zip(rooms, itertools.cycle(slots), strict=False) if own]
+    if not pairs or length < LEAST:
+        return 0
+    fitting = min(int(max(0, room) * SNAPSHOTS) // own for room, own in pairs)
+    if not fitting:
+        log.info("prefix caching is off: no memory is left to copy what layers of linear attention remember")
+    return min(fitting, rows * (length // LEAST))
 
 
 def left_beside(slots: Sequence[int], rows: int, rooms: Sequence[int]) -> list[int]:

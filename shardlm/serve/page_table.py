@@ -25,6 +25,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import seen_pages
+from shardlm.serve.snapshots import Snapshots
 
 _DIGEST = 16  # bytes of a page's hash: a collision would show one user another's text
 
@@ -72,10 +73,11 @@ class PageTable:
         windows: Sequence[int] = (0,),
         longest_step: int = 1,
         caching: bool = True,
+        snapshots: Snapshots | None = None,
     ):
         """A pool of `num_pages` pages, scrap page 0 included, for groups that see back as far as their window (0: to
         the start) and owners that grow by at most `longest_step` tokens before `drop` is called. Without `caching` no
-        page is ever shared.
+        page is ever shared; with `snapshots` none behind the last one of them.
 
         Raises:
             ShardlmError: there is no page beside the scrap page, or no token in a page.
@@ -85,7 +87,7 @@ class PageTable:
                 f"a pool of {num_pages} pages of {page_size} tokens holds nothing: page 0 is scrap, so give at least "
                 "2 pages of at least 1 token"
             )
-        self.num_pages, self.page_size, self.caching = num_pages, page_size, caching
+        self.num_pages, self.page_size, self.caching, self.snapshots = num_pages, page_size, caching, snapshots
         self.windows, self.longest_step = tuple(windows), longest_step
         self.statistics = Statistics()
         self._held: dict[Hashable, _Held] = {}
@@ -109,7 +111,8 @@ class PageTable:
     def renewed(self) -> "PageTable":
         """One that is empty in its place, with this one's counts."""
         sizes = {"windows": self.windows, "longest_step": self.longest_step, "caching": self.caching}
-        new = PageTable(self.num_pages, self.page_size, **sizes)
+        snapshots = None if self.snapshots is None else self.snapshots.renewed()
+        new = PageTable(self.num_pages, self.page_size, snapshots=snapshots, **sizes)
         new.statistics = self.statistics
         return new
 
@@ -147,6 +150,15 @@ class PageTable:
         return max(0, position - window + 1) // self.page_size if window else 0
 
     def find(self, hashes: Sequence[bytes]) -> int:
+        """How many leading pages of a sequence with these hashes need not be computed: they are cached, and what layers
+        without pages remember at the end of them."""
+        count = self.cached(hashes)
+        while self.snapshots is not None and count and hashes[count - 1] not in self.snapshots:
+            below = next((end for end in range(count, 0, -1) if hashes[end - 1] in self.snapshots), 0)
+            count = self.cached(hashes[:below])
+        return count
+
+    def cached(self, hashes: Sequence[bytes]) -> int:
         """How many leading pages of a sequence with these hashes are cached, as far as the token after them sees them:
         all in a group without a window, the last ones in the others."""
         count = len(hashes)
@@ -286,6 +298,8 @@ class PageTable:
             raise ValueError(f"{len(self._held)} owners hold pages; free them first")
         for cached in self._page_of:
             cached.clear()
+        if self.snapshots is not None:
+            self.snapshots.forget()
         self._hash_of = [None] * self.num_pages
         self._free.extend(self._idle)
         self._idle.clear()
@@ -319,6 +333,8 @@ class PageTable:
                 for index in range(behind, len(pages)):
                     where = place.setdefault(pages[index], (group, index))
                     assert where == (group, index), f"page {pages[index]} is in two places of sequences"
+        if self.snapshots is not None:
+            self.snapshots.check_invariants()
         assert self._references == [counts[page] for page in range(self.num_pages)], "references do not match owners"
         every = sorted([*counts, *self._free, *self._idle])
         assert every == list(range(1, self.num_pages)), f"pages are lost or in two states: {every}"

@@ -14,10 +14,11 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine_config import PROGRAMS, EngineConfig
-from shardlm.serve.memories import left_beside, rows_beside, slot_bytes
+from shardlm.serve.memories import left_beside, rows_beside, slot_bytes, snapshots_beside
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.serve.snapshots import Snapshots
 from shardlm.serve.speculation.build import DraftModel, layouts_of
 from shardlm.serve.stages import Place
 from shardlm.state import ModelDef, cache_entries
@@ -58,7 +59,8 @@ def sized(
     rows = config.max_num_seqs or rows_beside(slots, rooms, 32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + config.drafts) + 1)
     usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
-    count = min(pages_of(each, left_beside(slots, rows, rooms)), usable)
+    snapshots = snapshots_beside(slots, rows, rooms, length) if config.enable_prefix_caching else 0
+    count = min(pages_of(each, left_beside(slots, rows + snapshots, rooms)), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
     # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): one row's norms and products
     # are reductions, and nothing is merged with them. The weights that are read are the same.
@@ -71,6 +73,7 @@ def sized(
         length,
         config.decode_steps,
         least_rows=least,
+        snapshots=snapshots,
         platform="cpu" if cpu else "gpu",
     )
     return own, *beside
@@ -82,12 +85,17 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     cuts = Cuts() if config.deterministic else sizes.cuts
     how = (sizes.max_model_len, steps, config.drafts, cuts, layout.memories > 0)
     own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, *how)
+    caching, snapshots = config.enable_prefix_caching, None
+    if layout.memories:
+        caching = caching and sizes.snapshots > 0
+        snapshots = Snapshots(sizes.max_rows + 1, sizes.snapshots, sizes.page_size) if caching else None
     table = PageTable(
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
         longest_step=own.longest_step,
-        caching=config.enable_prefix_caching and not layout.memories,
+        caching=caching,
+        snapshots=snapshots,
     )
     return Scheduler(own, table)
 

@@ -5,6 +5,7 @@ A batch becomes at most one call of a decode program and one call of a chunk pro
 handed to a launcher, which starts them in turn, and not waited for.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.penalties import counts_of
@@ -25,14 +27,16 @@ from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.launcher import Later, Launcher, launcher_on
+from shardlm.serve.memory_copies import COPIES, NO_COPIES, copy_memories
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.settings import RequestSettings
+from shardlm.serve.snapshots import Copies
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.started import Call, Started
-from shardlm.serve.state import empty_state, no_edits
+from shardlm.serve.state import ServeState, empty_state, no_edits
 from shardlm.state import ModelDef, adapters_of, at_rest, replaced
 from shardlm.xla_options import resolve_profile
 
@@ -137,7 +141,7 @@ class Runner:
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """Key -> (function, example arguments)."""
-        work = self._own_shapes() | self._edits()
+        work = self._own_shapes() | self._edits() | self._copiers()
         whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
         return whole | self._writers()
 
@@ -172,6 +176,20 @@ class Runner:
         masks = (np.zeros(MASKS, np.int32), np.zeros((MASKS, words), np.int32))
         work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
         return work
+
+    def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
+        """As _own_shapes, of what copies memories."""
+        return {"copies": (self._copier(self.config.layout), NO_COPIES)} if self.config.snapshots else {}
+
+    def _copier(self, layout: PageLayout) -> Callable:
+        copy = functools.partial(copy_memories, layout, self.model.execution.rules)
+
+        def run(_, state: Any, pairs: jax.Array) -> Any:
+            if isinstance(state, ServeState):
+                return dataclasses.replace(state, pages=copy(state.pages, pairs))
+            return copy(state, pairs)
+
+        return run
 
     def _writers(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of the programs that write one of several adapters, one a stage: (function, example arguments)."""
@@ -224,6 +242,7 @@ class Runner:
     ) -> Started:
         """Has the programs of a batch started; `settings` of its requests by id, and what grammars allow next by slot,
         int32 [ceil(V / 32)]. What goes wrong with them is raised where they are waited for."""
+        self._copy(batch.restored)
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)
@@ -237,6 +256,7 @@ class Runner:
             begins = all(row.start == 0 for _, row in group)
             key = "whole" if begins and ("whole", size) in self.config.chunk_programs else "chunk", size
             calls.append(Call(tuple(n for n, _ in group), self._run(key, self._chunk_rows(own, size)), chunk=True))
+        self._copy(batch.saved)
         return Started(batch, tuple(calls))
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
@@ -244,6 +264,14 @@ class Runner:
         rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
         made = self._run(("decode", size), rows, np.int32(batch.steps))
         return [Call(tuple(n for n, _ in decodes), made, chunk=False)]
+
+    def _copy(self, copies: Copies) -> None:
+        """Of what layers without pages remember, from slots to slots."""
+        for first in range(0, len(copies), COPIES):
+            some = copies[first : first + COPIES]
+            pairs = np.full((COPIES, 2), self.config.max_rows, np.int32)
+            pairs[: len(some)] = some
+            self._run("copies", pairs)
 
     def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
         words = -(-self.model.config.vocab_size // 32)

@@ -15,7 +15,8 @@ WHOLE_LEAST = 512
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
     how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
-    platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among what they read.
+    snapshots: slots of memories beside those of requests (snapshots.py). platform, few_bits: what chunks are cut and
+    dealt for, and the weights in few bits among what they read.
     """
 
     layout: PageLayout
@@ -26,12 +27,14 @@ class RunnerConfig:
     decode_steps: int
     prefill: str = "pages"
     least_rows: int = 1
+    snapshots: int = 0
     platform: Literal["cpu", "gpu"] = "gpu"
     few_bits: tuple[FewBits, ...] = ()
 
     def __post_init__(self):
-        if self.layout.memories:  # of each slot, and of the one that padding has
-            object.__setattr__(self, "layout", dataclasses.replace(self.layout, slots=self.max_rows + 1))
+        if self.layout.memories:  # of each slot, of the one that padding has, and copies
+            slots = self.max_rows + 1 + self.snapshots
+            object.__setattr__(self, "layout", dataclasses.replace(self.layout, slots=slots))
 
     @property
     def row_pages(self) -> int:

@@ -180,7 +180,7 @@ class Scheduler:
             for row in rows:
                 if row.tokens is not None or not self.config.drafts:  # else where it ends is known when it lands
                     self._holdings.drop(row.request)
-        batch = ScheduledBatch(kind, self._batches, steps, tuple(rows), table)
+        batch = ScheduledBatch(kind, self._batches, steps, tuple(rows), table, *self._holdings.copies())
         self._batches += 1
         self._in_flight.append(batch)
         return batch
@@ -203,7 +203,7 @@ class Scheduler:
                 if not (first and budget > 0 and self._admit(request)):
                     continue
             if request.computed < request.prefill_end:
-                left = request.prefill_end - request.computed
+                left = self._holdings.until(request) - request.computed
                 count = self.config.cuts.chunk(left, budget, prompts, bool(chunks))
                 if count and self._make_pages(request, request.computed + count):
                     chunks.append(self._chunk_row(request, request.computed + count))
@@ -231,7 +231,7 @@ class Scheduler:
             self._running.remove(request)
             self._turns.settle(request)
             bisect.insort(self._running, request, key=by_turn)
-        self._holdings.share(request, end)  # rows after this one may share the pages already, see ScheduledBatch
+        self._holdings.read(request, end)  # rows after this one may share the pages already, see ScheduledBatch
         return row
 
     def _decode_row(self, request: Request, most: int) -> Row:

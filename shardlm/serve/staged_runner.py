@@ -23,6 +23,7 @@ from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.carry import alone, carry, is_here
 from shardlm.serve.followers import told
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
+from shardlm.serve.memory_copies import NO_COPIES
 from shardlm.serve.programs import ChunkRows
 from shardlm.serve.runner import Runner
 from shardlm.serve.runner_config import RunnerConfig
@@ -152,12 +153,19 @@ class StagedRunner(Runner):
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """The stage is last in each key."""
-        work = self._edits_of_last() | self._writers()
+        work = self._edits_of_last() | self._writers() | self._copiers()
         for rows in self.group_sizes:
             work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
         for key, whole in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, whole)
         return {key: one for key, one in work.items() if self._here[key[-1]]}
+
+    def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
+        return {
+            ("copies", s): (self._copier(stage.layout(self.config.layout)), ((), self._state[s], *NO_COPIES))
+            for s, stage in enumerate(self.stages)
+            if self.config.snapshots and stage.layout(self.config.layout).memories
+        }
 
     def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:
         last, edits = len(self.stages) - 1, self._edits()
@@ -219,6 +227,8 @@ class StagedRunner(Runner):
     def _run(self, key: Any, *arguments) -> Later:
         if key in self.config.chunk_programs:
             return self._chunk(*key, *arguments)
+        if key == "copies":
+            return self._copied(*arguments)
 
         def call() -> list:
             if not self._here[-1]:
@@ -244,6 +254,13 @@ class StagedRunner(Runner):
         for s, launcher in enumerate(self._launchers):
             made = launcher.submit(functools.partial(call, s, made))
         return made
+
+    def _copied(self, pairs: np.ndarray) -> Later:
+        def call(s: int) -> None:
+            if ("copies", s) in self._programs:
+                self._state[s] = self._programs["copies", s]((), self._state[s], pairs)
+
+        return [launcher.submit(functools.partial(call, s)) for s, launcher in enumerate(self._launchers)][-1]
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         count = min(len(self.stages), len(decodes))

@@ -144,7 +144,7 @@ def served(**engine) -> ServingCase:
 
 
 def test_memory_of_a_request_by_hand():
-    case = served(max_num_seqs=64)
+    case = served(max_num_seqs=64, enable_prefix_caching=False)
     found = serving_memory(case).stages[0]
     state, tokens = 4 * 32 * 128 * 128, 2 * 3 * (2 * 16 + 32) * 128  # float32; three tokens of q, k and v
     assert found.memories == (64 + 1) * 24 * (state + tokens)
@@ -152,6 +152,16 @@ def test_memory_of_a_request_by_hand():
     assert found.held == found.weights + found.pages + found.memories + found.slots
     halved = dataclasses.replace(case, cluster=Cluster.of(H100, 2)).on(mesh=MeshSpec(tensor=2))
     assert serving_memory(halved).stages[0].memories == found.memories // 2
+    with_copies = serving_memory(served(max_num_seqs=64))
+    copies, [stage] = with_copies.sizes.snapshots, with_copies.stages
+    assert stage.memories == (64 + 1 + copies) * 24 * (state + tokens) and copies > 64
+
+
+def test_a_beginning_is_shared_where_a_copy_is_worth_it():
+    assert [served().mix.found, dataclasses.replace(served(), shared_prefix=496).mix.found] == [0, 0]
+    case = dataclasses.replace(served(), shared_prefix=640, prompt_len=1024)
+    assert case.mix.found == 640 and serving_memory(case).sizes.snapshots
+    assert dataclasses.replace(case, engine=EngineConfig(enable_prefix_caching=False)).mix.found == 0
 
 
 def test_decoding_reads_and_writes_what_requests_are_remembered_by():
@@ -171,7 +181,6 @@ def test_decoding_reads_and_writes_what_requests_are_remembered_by():
 
 
 def test_what_such_models_cannot_be_asked_for():
-    assert not served(enable_prefix_caching=True).caches
     engine = dataclasses.replace(served().engine, speculative_config=SpeculativeConfig(2, "ngram"))
     case = dataclasses.replace(served(), engine=engine, acceptance_rate=0.5)
     with pytest.raises(ShardlmError, match="cannot go back to before a draft"):

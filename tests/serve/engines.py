@@ -25,6 +25,7 @@ from shardlm.serve.runner import Runner
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import most_decoded
+from shardlm.serve.snapshots import Snapshots
 from shardlm.serve.speculation.build import by_modules, layouts_of, make_proposer
 from shardlm.state import ModelDef
 from shardlm.tokenizer import train_bpe
@@ -51,22 +52,26 @@ def of_model(
     prefill="pages",
     cuts=None,
     least=2,
+    snapshots=0,
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig. `least`: rows
-    of the smallest decode program, two as on GPUs; where there are as many as `rows`, but one is compiled."""
+    of the smallest decode program, two as on GPUs; where there are as many as `rows`, but one is compiled. `snapshots`:
+    of memories, each of which has to save two pages."""
     drafts = speculative.num_speculative_tokens if speculative else 0
     decoded, draft = most_decoded(steps, drafts), draft or by_modules(speculative, model)
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
     )
-    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, platform="cpu")
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, platform="cpu")
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
     memories = layout.memories > 0
     config = SchedulerConfig(rows, tokens, length, (1, steps), drafts, cuts or Cuts(), memories)
-    how = {"windows": layout.windows, "longest_step": config.longest_step, "caching": caching and not memories}
-    table = PageTable(pages, 4, **how)
+    kept = Snapshots(rows + 1, snapshots, 4, least=8, tail=2) if snapshots else None
+    caching = caching and (kept is not None or not memories)
+    how = {"windows": layout.windows, "longest_step": config.longest_step, "caching": caching}
+    table = PageTable(pages, 4, **how, snapshots=kept)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 
 

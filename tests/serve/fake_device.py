@@ -32,12 +32,15 @@ def reply(prompt: list[int], params: SamplingParams, salt: str, max_model_len: i
 
 class FakeDevice:
     """`dispatch` takes what a program would be given; `run` does the work of the oldest one, later and in order. Each
-    step verifies up to `drafts` tokens, of which a random number is right."""
+    step verifies up to `drafts` tokens, of which a random number is right. With `memories` some layers remember, in
+    each slot, what was read last."""
 
-    def __init__(self, pages: PageTable, max_rows: int, drafts: int = 0):
+    def __init__(self, pages: PageTable, max_rows: int, drafts: int = 0, memories: bool = False):
         self.pages, self.drafts, self.rng = pages, drafts, random.Random(0)
         self.pool = np.full((pages.num_pages, pages.page_size), None, object)  # the prefix that each place belongs to
         self.writer = np.full((pages.num_pages, pages.page_size), None, object)
+        copies = pages.snapshots.count if pages.snapshots else 0
+        self.memories: list[tuple] | None = [()] * (max_rows + 1 + copies) if memories else None
         self.slots: list[list[int]] = [[] for _ in range(max_rows)]  # of each slot, the last sampled token included
         self.queue: list = []
 
@@ -74,6 +77,7 @@ class FakeDevice:
         """(batch, tokens, how many of each row count) of the oldest batch dispatched. A step writes what all rows have
         to before any row reads."""
         batch, known, attempts = self.queue.pop(0)
+        self._copy(batch.restored)
         out = np.full((len(batch.rows) + 1, batch.width + 1), -1)  # a padded row, as buckets have
         for index, row in enumerate(batch.rows):
             if row.tokens is not None:
@@ -98,12 +102,19 @@ class FakeDevice:
                 self._write(batch.rows[index], fed, written, batch.page_table[index], attempts[index])
             for index, (fed, written) in work.items():
                 self._read(batch.rows[index], fed, written, batch.page_table[index])
+                self._remember(batch.rows[index], fed, written)
             for index, (fed, written) in work.items():
                 if batch.rows[index].samples:
                     new = self._sample(batch.rows[index], fed, written, batch.page_table[index])
                     out[index, made[index] : made[index] + len(new)] = new
                     made[index] += len(new)
+        self._copy(batch.saved)
         return batch, out, np.array(made)
+
+    def _copy(self, pairs) -> None:
+        for old, new in pairs:
+            assert self.memories[old], "nothing was kept there"
+            self.memories[new] = self.memories[old]
 
     def _fed(self, row, room: int) -> tuple[list[int], range]:
         """The row's tokens with drafts of a step after them, and the positions that the step writes."""
@@ -131,6 +142,14 @@ class FakeDevice:
                 found = self.pool[table[position // self.pages.page_size], position % self.pages.page_size]
                 want = (group, row.request.salt, tuple(fed[: position + 1]))
                 assert found == want, f"{row.request} attends to {found} at position {position}, not to {want}"
+
+    def _remember(self, row, fed, written) -> None:
+        """Goes on from what was read before, as a layer without pages does; from nothing at position 0."""
+        if self.memories is None:
+            return
+        before = row.request.salt, tuple(fed[: written.start])
+        assert not written.start or self.memories[row.slot] == before, f"{row}: its slot remembers another text"
+        self.memories[row.slot] = row.request.salt, tuple(fed[: written.stop])
 
     def _sample(self, row, fed, written, tables) -> list[int]:
         """As far as drafts are right, and one token more; what the others wrote is written anew."""

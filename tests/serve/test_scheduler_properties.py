@@ -15,6 +15,7 @@ from shardlm.serve.request import UNBOUNDED, Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD
+from shardlm.serve.snapshots import Snapshots
 
 MAX_DELAY = 2  # batches that the host may be ahead of the one that lands
 MAX_MODEL_LEN = 20
@@ -52,16 +53,37 @@ class Serving(RuleBasedStateMachine):
         drafts=st.sampled_from((0, 0, 1, 3)),
         least=st.sampled_from((None, 0, 3)),
         seed=st.integers(0, 100),
+        snapshots=st.sampled_from((None, None, 0, 1, 2, 5)),
+        tail=st.integers(0, 3),
     )
-    def start(self, page_size, spare_pages, max_rows, budget, decode_steps, caching, windows, drafts, least, seed):
+    def start(
+        self,
+        page_size,
+        spare_pages,
+        max_rows,
+        budget,
+        decode_steps,
+        caching,
+        windows,
+        drafts,
+        least,
+        seed,
+        snapshots,
+        tail,
+    ):
+        """`snapshots`: None for a model that remembers by pages alone."""
+        memories = snapshots is not None
+        drafts, caching = 0 if memories else drafts, caching and snapshots != 0
         tokens = max_rows * (1 + drafts) + budget
         cuts = Cuts() if least is None else Cuts(tuple(sorted({min(n, tokens) for n in (2, 4, 8, 16, 32)})), least)
-        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts)
+        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories)
         step = config.longest_step
         least = PageLayout(0, windows, ()).pages_of(MAX_MODEL_LEN, page_size, step)
-        self.pages = PageTable(1 + least + spare_pages, page_size, windows=windows, longest_step=step, caching=caching)
+        kept = Snapshots(max_rows + 1, snapshots, page_size, page_size, tail) if snapshots and caching else None
+        sizes = {"windows": windows, "longest_step": step, "caching": caching, "snapshots": kept}
+        self.pages = PageTable(1 + least + spare_pages, page_size, **sizes)
         self.scheduler = Scheduler(config, self.pages)
-        self.device = FakeDevice(self.pages, max_rows, drafts)
+        self.device = FakeDevice(self.pages, max_rows, drafts, memories)
         self.wanted: dict[Request, tuple[list[int], str]] = {}  # of those that nobody ends early
         self.streamed: dict[Request, list[int]] = {}
         self.count, self.rng = 0, random.Random(seed)

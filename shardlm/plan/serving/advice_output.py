@@ -55,7 +55,7 @@ def _uneven(case: ServingCase) -> str:
     if not (case.range_ratio or case.shared_prefix or case.file):
         return ""
     asked = {"shared_prefix": case.shared_prefix, "file": case.file}
-    said = requests(asked, case.mix.told(), case.caches)
+    said = requests(asked, case.mix.told(), case.engine.enable_prefix_caching)
     return f" {said[0].upper()}{said[1:]}."
 
 

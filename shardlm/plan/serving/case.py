@@ -27,6 +27,7 @@ from shardlm.precision import COMPUTE_DTYPE
 from shardlm.published_weights import as_published, kinds_of, not_published
 from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.snapshots import LEAST
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
 from shardlm.train.config import RunConfig
@@ -162,19 +163,16 @@ class ServingCase:
         lengths = f"prompt_len={self.prompt_len} and output_len={self.output_len}{spread}"
         return f"{lengths} are {f'up to {both}' if spread else both} tokens, {raised}"
 
-    @property
-    def caches(self) -> bool:
-        """Whether prompts share what they begin with: not with layers that remember a text from its start alone."""
-        return self.engine.enable_prefix_caching and not self.model.shape.memories
-
     @functools.cached_property
     def mix(self) -> Mix:
         """What its requests are like, as far as this engine shares what they have in common."""
-        caching, page = self.caches, self.engine.block_size
+        caching, page = self.engine.enable_prefix_caching, self.engine.block_size
+        least = LEAST if self.model.shape.memories else 0
         if self.listed:
-            return self.listed if caching else self.listed.unshared
+            return dataclasses.replace(self.listed, least=least) if caching else self.listed.unshared
         shared = self.shared_prefix if caching else 0
-        return made_up(self.prompt_len, self.output_len, self.range_ratio, shared, page)
+        mix = made_up(self.prompt_len, self.output_len, self.range_ratio, shared, page)
+        return dataclasses.replace(mix, least=least)
 
     def _check_drafts(self) -> None:
         asked, rate = self.engine.speculative_config, self.acceptance_rate

@@ -51,15 +51,18 @@ class Mix:
     """kinds  equally likely ones, by which means are taken
     made   that requests are drawn from; None: from the kinds, which are a file's
     page   tokens of a page
+    least  tokens of which a copy has to save (serve/snapshots.py) what layers remember that have no pages; 0: have none
     """
 
     kinds: tuple[Kind, ...]
     made: Made | None
     page: int
+    least: int = 0
 
     def cached(self, kind: Kind) -> int:
         """Tokens of its prompt that the prefix cache has: all that are shared, but the last, which is always run."""
-        return min(len(kind.shared), (kind.prompt - 1) // self.page) * self.page
+        tokens = min(len(kind.shared), (kind.prompt - 1) // self.page) * self.page
+        return tokens if tokens >= self.least else 0
 
     def draw(self, count: int, seed: int) -> list[Kind]:
         """As the benchmark does: a file's in an order of the seed's, from the first again where there are fewer."""

@@ -46,7 +46,7 @@ def _footnote(sweep: ServingSweep) -> str:
         planned = f"Replicas are planned with as many requests, which come at random, as leave {share} of them in time"
     alike = {str(row.asked.case.mix.told()) for row in sweep.rows}
     asked = {"shared_prefix": case.shared_prefix, "file": case.file}
-    what = f", {requests(asked, case.mix.told(), case.caches)}" if len(alike) == 1 else ""
+    what = f", {requests(asked, case.mix.told(), case.engine.enable_prefix_caching)}" if len(alike) == 1 else ""
     return (
         f"All estimated, of {case.model.name}{what}, in {sweep.seconds:.0f} s. {planned}; tokens/s a GPU are of "
         "replies, at the most that a replica sustains, first token and next the means at the rate that is planned."

@@ -1,0 +1,33 @@
+"""The program that copies what layers remember texts by (layers/context.py, MEMORIES) from slots to slots."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardlm.layers.context import MEMORIES, Pages
+from shardlm.layers.page_layout import PageLayout
+from shardlm.mesh import shard_map
+from shardlm.rules import Rules
+
+COPIES = 4  # slots that one call copies
+NO_COPIES = (np.zeros((COPIES, 2), np.int32),)  # an example of a call's arguments
+
+
+def copy_memories(layout: PageLayout, rules: Rules, pages: Pages, pairs: jax.Array) -> Pages:
+    """Pages in which the slots pairs[:, 1] are those of pairs[:, 0], int32 [COPIES, 2], in this order and in all
+    layers."""
+    specs = {name: rules.act.spec(*names) for name, names in MEMORIES.items() if name in pages}
+
+    def local(memory: Pages, pairs: jax.Array) -> Pages:
+        layers = jnp.arange(layout.memories) * layout.slots
+
+        def one(i, memory):
+            old, new = (layers + pairs[i, side] for side in (0, 1))
+            copied = {name: a.at[old].get(mode="promise_in_bounds") for name, a in memory.items()}
+            return {name: a.at[new].set(copied[name], mode="promise_in_bounds") for name, a in memory.items()}
+
+        return jax.lax.fori_loop(0, COPIES, one, memory)
+
+    run = shard_map(local, in_specs=(specs, PartitionSpec()), out_specs=specs)
+    return pages | run({name: pages[name] for name in specs}, pairs)
