@@ -13,6 +13,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops import attention, grouped_weights
+from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.mix import Mix
@@ -263,8 +264,10 @@ def _stage(
             if last
             else 0
         )
-        return max(layer, scored)
+        return max(layer, scored) + joined
 
+    own, D = list(shape.blocks())[run], shape.embed_dim
+    joined = linear.joined_bytes(own, rules, D, itemsize) if case.weights == "dtype" else 0
     rows, each = sizes.max_rows, 1 + case.engine.drafts
     layer = rows * each * itemsize * (3 * shape.embed_dim + widest)
     sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V
