@@ -82,7 +82,8 @@ def generate(
         )
     num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
     table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
-    layout = PageLayout.whole(model.config.cached_layers, num_pages + 1, model.config.memories, slots=1)
+    shape, own = model.config, len(set(model.config.sources))
+    layout = PageLayout.whole(own, num_pages + 1, shape.memories, slots=1).reading(shape.sources)
     pages = jax.jit(partial(make_pages, model, layout))()
     step = jax.jit(partial(_next_token, model, layout, sampling), donate_argnums=1)
     tokens, start = _padded(prompt), 0

@@ -2,6 +2,7 @@
 device and no host ever holds a whole model."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer, TransformerConfig
@@ -207,8 +209,28 @@ def joined(first: Tree, second: Tree | None) -> Tree:
 
 
 def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
-    """What a layer keeps of each token, alike in all that attend: {name: ((K, H), name of the K dimension)}."""
-    return next(filter(None, (layer.cache_entries() for layer in _attentions(model))), {})
+    """What there is room for of each token in a layer's place in the pages: {name: ((K, H), name of the K dimension)}.
+    Of layers whose heads differ as many numbers as each goes into without rest (layers/page_layout.py, parts).
+
+    Raises ShardlmError for heads of different sizes in int8, which has a scale for each.
+    """
+    kinds = list(dict.fromkeys(tuple(entries.items()) for a in _attentions(model) if (entries := a.cache_entries())))
+    if len(kinds) < 2:
+        return dict(kinds[0]) if kinds else {}
+    if model.execution.kv_cache == "int8" and len({width for _, width in model.config.kept_heads}) > 1:
+        raise ShardlmError(
+            "kv_cache_dtype=int8: layers of the model have heads of different sizes, and int8 a scale for each head; "
+            "choose auto or fp8"
+        )
+    most = math.lcm(*model.config.kept_numbers(kv_ways(model)).values())
+    split = [kind for kind in kinds if all(name == "kv_heads" for _, (_, name) in kind)]
+    return {name: ((most // width, width), of) for name, ((_, width), of) in (split or kinds)[0]}
+
+
+def kv_ways(model: ModelDef) -> int:
+    """Over how many devices kv heads are split, where they divide."""
+    rules = model.execution.rules
+    return rules.mesh.size(*rules.act.axes("kv_heads"))
 
 
 def memory_entries(model: ModelDef) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:

@@ -47,7 +47,7 @@ Tree = Any
 # modules that predict further tokens.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|multi_modal_projector|visual|mtp(_\w+)?)\."
+    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|visual|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 )
 
 
@@ -139,11 +139,14 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
         if NOT_OURS.search(name):
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
-        if name.startswith(("layers.", "embed_tokens.", "norm.")):
+        name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
+        if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_")):
             name = f"model.{name}"
         if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
             name = f"transformer.{name}"
         found[name] = stored
+    if unused := registry.unused(folder.config):
+        found = {name: stored for name, stored in found.items() if not unused.match(name)}
     return one_by_one(registry.text_config(folder.config), found)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from shardlm.hlo.text import Computation, Instruction, parse
 from shardlm.hlo.walk import collect
 
+_TRITON = "__gpu$xla.gpu.triton"
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 # Memory and bookkeeping; without operations to count.
 _FREE = re.compile(r"Sharding|SPMD|annotate|AllocateBuffer|MoveTo|TopK|Pin|Unpin|cub\$")
@@ -76,7 +77,17 @@ def matmul(at: Instruction, computation: Computation) -> Matmul | None:
         return _dot(at, computation, re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', at.attributes))
     if target.startswith("__cudnn$fmha"):
         return _attention(at, computation, (3, 2) if "Backward" in target else (1, 1))
+    if target == _TRITON and "chunk_states" in at.attributes:
+        return _states(at, computation)
     return None
+
+
+def _states(at: Instruction, computation: Computation) -> Matmul:
+    """Of the kernel that carries states of linear attention (ops/states_kernel.py): of each chunk and head a product of
+    its second operand [n, rows, H, H] with a state [H, V]."""
+    of_chunks, into = (computation.named[name].arrays[0] for name in at.operands[1:3])
+    (*_, H), V = of_chunks.dims, into.dims[-1]
+    return Matmul(2.0 * math.prod(of_chunks.dims) * V, (H, V, H), _peak(of_chunks.dtype))
 
 
 _FLOATS = ("bf16", "f16", "f32")
@@ -87,7 +98,7 @@ def grouped_matmul(at: Instruction, computation: Computation) -> Matmul | None:
     all on Ampere, in Triton: what all rows of its buffers would take. How many are filled, only the running program
     knows, so that `matmul_flops` does not count it."""
     target = _TARGET.search(at.attributes) if at.opcode == "custom-call" else None
-    written = target and (target[1].startswith("mosaic_gpu") or target[1] == "__gpu$xla.gpu.triton")
+    written = target and (target[1].startswith("mosaic_gpu") or target[1] == _TRITON)
     if not written or "ragged_dot" not in at.attributes:
         return None
     # Rows and weights are its numbers, in this order; sizes of groups stand before them on Hopper, else after them.

@@ -4,12 +4,14 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import Context, Pages
+from shardlm.layers.context import KEPT, Context, Pages
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.ops.norm import rms_norm
 from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
 
 
@@ -19,6 +21,7 @@ class AttentionConfig:
 
     rope       None: no rotary embedding
     window     how many positions a token sees, itself included; 0: all before it
+    chunk      a token sees the positions of its own chunk of so many, into which a text is cut (Llama 4); 0: of all
     bias       of queries, keys and values; out_bias of the output
     qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), or of
                all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
@@ -30,6 +33,10 @@ class AttentionConfig:
                https://arxiv.org/abs/2309.17453)
     gate       each head's output is multiplied by the sigmoid of a projection (Qwen3-Next,
                https://arxiv.org/abs/2505.06708)
+    value_norm  values have a norm too, without a scale; and with keys_are_values they are keys before norm and rotation
+               (Gemma 4)
+    keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
+               some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """
 
     num_heads: int
@@ -37,6 +44,7 @@ class AttentionConfig:
     head_dim: int
     rope: Rope | None = Rope()
     window: int = 0
+    chunk: int = 0
     bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
@@ -47,6 +55,10 @@ class AttentionConfig:
     query_growth: QueryGrowth | None = None
     sinks: bool = False
     gate: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    keeps: str = ""
+    reads: str = ""
 
     def __post_init__(self):
         N, K = self.num_heads, self.num_kv_heads
@@ -59,6 +71,11 @@ class AttentionConfig:
             self.rope.check(self.head_dim)
 
     @property
+    def reach(self) -> int:
+        """How many positions a token sees at most, itself included; 0: all before it."""
+        return self.window or self.chunk
+
+    @property
     def value_dim(self) -> int:
         """Of each head; queries and keys have head_dim."""
         return self.head_dim
@@ -66,7 +83,13 @@ class AttentionConfig:
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
         of_queries = 3 if self.gate else 2
-        return embed_dim * self.head_dim * (of_queries * self.num_heads + 2 * self.num_kv_heads)
+        made = 0 if self.reads else 2 - self.keys_are_values
+        return embed_dim * self.head_dim * (of_queries * self.num_heads + made * self.num_kv_heads)
+
+    @property
+    def made(self) -> str:
+        """Of queries, keys and values, which are made by a projection each."""
+        return "q" if self.reads else "qk" if self.keys_are_values else "qkv"
 
 
 class Attention(nnx.Module):
@@ -79,19 +102,20 @@ class Attention(nnx.Module):
         self.config = config
         self.kv_name = kv_heads_name(K, N, params.rules.mesh.size(*params.rules.use.axes("heads")))
         params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
-        params.projection(self, "wk", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
-        params.projection(self, "wv", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
+        for letter in config.made[1:]:
+            params.projection(self, f"w{letter}", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
         out_init = normal(out_scale * (N * H) ** -0.5)
         params.projection(self, "wo", (N, H, D), ("heads", "head_dim", "embed"), out_init, into=2)
         if config.bias:
             self.bq = params((N, H), ("heads", "head_dim"), constant(0.0))
-            self.bk = params((K, H), (self.kv_name, "head_dim"), constant(0.0))
-            self.bv = params((K, H), (self.kv_name, "head_dim"), constant(0.0))
+            for letter in config.made[1:]:
+                setattr(self, f"b{letter}", params((K, H), (self.kv_name, "head_dim"), constant(0.0)))
         if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
         if config.qk_norm != "none":
             self.q_norm = Norm(config.norm, H if config.qk_norm == "head" else N * H, params)
-            self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
+            if not config.reads:
+                self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
         if config.gate:
             params.projection(self, "wg", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
         if config.sinks:
@@ -103,24 +127,26 @@ class Attention(nnx.Module):
         return {"k": entry, "v": entry}
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, the
+        keys and values that later layers read)."""
         config, rules = self.config, execution.rules
         x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
-        q, k, v = self._projected(x, execution)
-        if not config.norm_rotated:
-            q, k = self._normalised(q, k, execution)
-        if config.rope:
-            q, k = rope(q, positions, config.rope), rope(k, positions, config.rope)
-        if config.norm_rotated:
-            q, k = self._normalised(q, k, execution)
+        made = self._projected(x, execution)
+        v = made.pop("v", made.get("k"))
+        made = {name: self._turned(a, name, positions, execution) for name, a in made.items()}
+        q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
+        if config.value_norm and not config.reads:
+            v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
         if config.query_growth:
             q = grown(q, positions, config.query_growth)
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,
+            "chunk": config.chunk,
             "softcap": config.softcap,
             "sinks": in_use(self.sinks, execution) if config.sinks else None,
             "kv_name": self.kv_name,
+            "kv_heads": config.num_kv_heads,
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         if config.gate:
@@ -128,25 +154,31 @@ class Attention(nnx.Module):
         stream = rules.act.spec("batch", "seq", "embed")
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
         out = project("btnv,nvd->btd", out, self, "wo", execution, stream)
-        return out + in_use(self.bo, execution) if config.out_bias else out, pages
+        kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
+        return out + in_use(self.bo, execution) if config.out_bias else out, pages, kept
 
-    def _projected(self, x: jax.Array, execution: Execution):
-        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+    def _projected(self, x: jax.Array, execution: Execution) -> dict[str, jax.Array]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H], those that it makes."""
         letters = {"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"}
-        made = {name: project(how, x, self, f"w{name}", execution) for name, how in letters.items()}
+        made = {name: project(letters[name], x, self, f"w{name}", execution) for name in self.config.made}
         if self.config.bias:
             made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}
-        return made["q"], made["k"], made["v"]
+        return made
 
-    def _normalised(self, q: jax.Array, k: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
-        """q [B, T, N, H] and k [B, T, K, H] after their norms, where they have any."""
-        if self.config.qk_norm == "none":
-            return q, k
-        norms = ((q, self.q_norm, "heads"), (k, self.k_norm, self.kv_name))
-        return tuple(self._of_one(a, norm, heads, execution) for a, norm, heads in norms)
+    def _turned(self, a: jax.Array, name: str, positions: jax.Array, execution: Execution) -> jax.Array:
+        """Queries or keys [B, T, K, H] after their norm and their rotation, where they have any."""
+        config = self.config
+        if not config.norm_rotated:
+            a = self._normalised(a, name, execution)
+        if config.rope:
+            a = rope(a, positions, config.rope)
+        return self._normalised(a, name, execution) if config.norm_rotated else a
 
-    def _of_one(self, a: jax.Array, norm: Norm, heads: str, execution: Execution) -> jax.Array:
+    def _normalised(self, a: jax.Array, name: str, execution: Execution) -> jax.Array:
         """a [B, T, K, H], each head's or all heads' mean square 1."""
+        if self.config.qk_norm == "none":
+            return a
+        norm, heads = getattr(self, f"{name}_norm"), "heads" if name == "q" else self.kv_name
         if self.config.qk_norm == "head":
             return norm(a, execution)
         act = execution.rules.act

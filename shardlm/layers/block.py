@@ -10,11 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
+from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
 from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig
 from shardlm.layers.moe import Moe, MoeConfig
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import Execution, Params
+from shardlm.layers.param import Execution, Params, constant, in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,8 @@ class BlockConfig:
                https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118)
     parallel   both layers read the stream after the same norm, and are added together (GPT-J; Cohere)
     residual_scale  factor on what is added to the stream (Granite)
+    inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
+    out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
     """
 
     attention: AttentionConfig | MlaConfig | DeltaNetConfig
@@ -30,11 +33,13 @@ class BlockConfig:
     norms: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
     parallel: bool = False
+    inputs: LayerInputsConfig | None = None
+    out_scale: bool = False
 
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm"."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs" and with an out_scale "out_scale" (1,)."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
@@ -49,17 +54,28 @@ class Block(nnx.Module):
                 self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
             if config.norms != "pre":
                 setattr(self, f"{name}_post_norm", Norm(norm, embed_dim, params))
+        if config.inputs:
+            self.inputs = LayerInput(config.inputs, embed_dim, norm, params)
+        if config.out_scale:
+            self.out_scale = params((1,), ("norm",), constant(1.0))
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, layer, execution: Execution
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
-        """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: none for a dense block)."""
+        """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: a mixture's, and keys
+        and values that later layers read)."""
         x = checkpoint_name(x, "block_input")
         first = self._before(x, "attention", execution)
-        h, pages = self.attention(first, positions, ctx, pages, layer, execution)
+        h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
-        h, aux = self.mlp(first if self.config.parallel else self._before(x, "mlp", execution), ctx, execution)
-        return x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out"), pages, aux
+        h, aux = self.mlp(first if self.config.parallel else self._before(x, "mlp", execution), ctx, execution, x)
+        x = x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out")
+        if self.config.inputs:
+            own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
+            x = x + self.inputs(x, own, execution)
+        if self.config.out_scale:
+            x = x * jax.lax.stop_gradient(in_use(self.out_scale, execution))
+        return x, pages, aux | kept
 
     def _before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array:
         return x if self.config.norms == "post" else getattr(self, f"{layer}_norm")(x, execution)

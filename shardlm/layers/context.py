@@ -13,7 +13,7 @@ from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention
 from shardlm.ops.attention import of_rows, packed_attention
 from shardlm.ops.gated_delta import delta_net, empty_memory
-from shardlm.ops.kv_format import SCALE, order_of, pool_names
+from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
 from shardlm.rules import Rules, Table
 
@@ -27,10 +27,13 @@ MEMORIES = {
     "conv_v": (None, None, "heads", "head_dim"),
 }
 
+KEPT = "kept "  # before the names of keys and values that later layers read, among a block's auxiliary values
+
 
 class Context(Protocol):
     absorbs: ClassVar[bool]  # whether attention over latents (layers/mla.py) stays in the space of the latents
     weights: jax.Array | None  # float32 [B, T], of each token in the loss; None outside training
+    inputs: jax.Array | None  # [L, B, T, P], what each layer takes of each token besides the stream
 
     @property
     def real(self) -> jax.Array:
@@ -39,11 +42,15 @@ class Context(Protocol):
     def of_repeat(self, index: jax.Array) -> "Context":
         """As the blocks of one repeat of a scanned pattern see it."""
 
+    def kept_by(self, name: str) -> tuple[jax.Array | None, jax.Array | None]:
+        """The keys and values [B, T, K, H] of the last layer that keeps some under a name; None where they are in
+        pages."""
+
     def attend(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         positions: jax.Array,
         pages: Pages | None,
         layer: jax.Array,
@@ -54,11 +61,14 @@ class Context(Protocol):
         softcap: float = 0.0,
         sinks: jax.Array | None = None,
         value_dim: int = 0,
+        kv_heads: int = 0,
+        chunk: int = 0,
     ) -> tuple[jax.Array, Pages | None]:
         """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar. A token sees `window`
-        positions, 0 for all before it; `softcap` and `sinks` [N] are ops/attention.py's; `kv_name` names how the K
-        dimension is split. Where v is None, values are the first `value_dim` of keys. Returns the heads' output
-        [B, T, N, H] and the pages with k and v written."""
+        positions, 0 for all before it, or those of its own `chunk`; `softcap` and `sinks` [N] are ops/attention.py's;
+        `kv_name` names how the K dimension is split. Where v is None, values are the first `value_dim` of keys; where k
+        is too, the `kv_heads` of another layer are in its pages. Returns the heads' output [B, T, N, H] and the pages
+        with k and v written."""
 
     def recur(
         self,
@@ -88,6 +98,8 @@ class Packed:
     weights: jax.Array | None = None
     context: str = dataclasses.field(default="ring", metadata={"static": True})  # where rows are split
     held: jax.Array | None = None
+    inputs: jax.Array | None = None
+    kept: dict[str, dict[str, jax.Array]] | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
@@ -104,15 +116,20 @@ class Packed:
             return self
         return dataclasses.replace(self, held=jax.lax.dynamic_index_in_dim(self.held, index, keepdims=False))
 
-    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None):
-        del positions, layer  # rows are in order, so the index is the position
+    def kept_by(self, name):
+        return self.kept[name]["k"], self.kept[name]["v"]
+
+    def attend(
+        self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, kv_heads=0, chunk=0
+    ):
+        del layer, kv_heads  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
-            k, v = (self._one_per_device(a) for a in (k, v))
+            k, v = (one_per_device(a, self.rules) for a in (k, v))
         out = packed_attention(
             q,
             k,
             v,
-            self.segment_ids,
+            self._chunked(positions, chunk) if chunk else self.segment_ids,
             scale=scale,
             rules=self.rules,
             implementation=self.implementation,
@@ -143,10 +160,13 @@ class Packed:
         run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
         return run(x, taps, log_decay, beta, self.segment_ids), pages
 
-    def _one_per_device(self, kv: jax.Array) -> jax.Array:
-        """Whole kv heads [B, T, K, H], fewer than the tensor axis, repeated so that each device holds its own one."""
-        split = self.rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
-        return jax.reshard(jnp.repeat(kv, self.rules.mesh.tensor // kv.shape[2], axis=2), split)
+    def _chunked(self, positions: jax.Array, chunk: int) -> jax.Array:
+        """Segments of which each chunk is one of its own, int32 [B, T]."""
+        count = -(-positions.shape[1] // chunk)
+        numbered = (
+            self.segment_ids * count + jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec) // chunk
+        )
+        return jnp.where(self.segment_ids > 0, numbered, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -172,6 +192,7 @@ class Paged:
     weights: None = None
     adapter: jax.Array | None = None
     slot: jax.Array | None = None
+    inputs: jax.Array | None = None
 
     @classmethod
     def make(
@@ -197,35 +218,68 @@ class Paged:
         del index
         return self
 
-    def attend(self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, value_dim=0):
+    def kept_by(self, name):
+        del name
+        return None, None
+
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        positions,
+        pages,
+        layer,
+        *,
+        scale,
+        window,
+        kv_name,
+        softcap=0.0,
+        sinks=None,
+        value_dim=0,
+        kv_heads=0,
+        chunk=0,
+    ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
-        kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
         memory = {name: a for name, a in pages.items() if name in MEMORIES}
         pages = {name: a for name, a in pages.items() if name not in MEMORIES}
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
-        pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
-        new = {"k": k} if v is None else {"k": k, "v": v}
-        page_table, place = self._of_layer(layer)
+        new = {name: a for name, a in (("k", k), ("v", v)) if a is not None}
+        over = jax.typeof(pages["k"]).sharding.spec[orders["k"].index("k")]
+        if kv_name == "kv_heads_whole" and kv_heads and over:  # other layers' heads are split, and so are the pages
+            new = {name: one_per_device(a, self.rules) for name, a in new.items()}
+            kv_name, kv_heads = "kv_heads", self.rules.mesh.size(*act.axes("kv_heads"))
+        kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
+        pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
+        page_table, place, part = self._of_layer(layer)
+        heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
 
-        def local(q, new, pages, page_table, positions, valid, place, sinks):
-            first = place * self.layout.num_pages
+        def local(q, new, pages, page_table, positions, valid, place, part, sinks):
+            shapes, parts = {name: a.shape for name, a in pages.items()}, 1
+            if heads_here:
+                parts = parts_of_page(pages["k"], orders["k"], heads_here, q.shape[3])
+                pages = {name: as_heads(a, orders[name], heads_here, parts) for name, a in pages.items()}
+            page_table, first = page_table * parts, place * self.layout.num_pages * parts + part
             where = (page_table, positions, valid, first)
             pages = paged_attention.write(pages, new, *where, implementation=self.implementation)
-            if self.whole:
+            if self.whole and (not chunk or q.shape[1] <= chunk):
                 assert not softcap and not value_dim, "checked before (serve/prefill.py)"
                 if kv_name == "kv_heads_whole":
                     head = self._own_head(new["k"].shape[2], q.shape[2])
                     new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
+                pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
                 return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
+            options |= {"chunk": chunk}
             options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
                 options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
             where = (page_table, positions, first)
             attend = paged_attention.implementation(self.implementation)
-            return attend(q, pages["k"], pages.get("v"), *where, **options), pages
+            out = attend(q, pages["k"], pages.get("v"), *where, **options)
+            return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
 
         out, pages = shard_map(
             local,
@@ -237,10 +291,11 @@ class Paged:
                 tokens,
                 tokens,
                 scalar,
+                scalar,
                 act.spec("heads"),
             ),
             out_specs=(heads, pools),
-        )(q, new, pages, page_table, positions, self.valid, place, sinks)
+        )(q, new, pages, page_table, positions, self.valid, place, part, sinks)
         return out, pages | memory
 
     def recur(self, x, taps, log_decay, beta, positions, pages, layer):
@@ -264,20 +319,29 @@ class Paged:
         out, held = run(x, taps, log_decay, beta, positions, self.valid, self.slot, place, held)
         return out, pages | held
 
-    def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The page table [B, W] of a layer, and its place among the layers that share it."""
-        groups = len(self.layout.windows)
-        if groups == 1 and not self.layout.memories:  # whose layers are all there are, in order
-            return self.page_table, layer
-        group, place = jnp.asarray(self.layout.places, jnp.int32)[layer]
+    def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The page table [B, W] of a layer, its place among the layers that share it, and its part of that."""
+        layout = self.layout
+        groups = len(layout.windows)
+        if layout.in_order:
+            return self.page_table, layer, jnp.int32(0)
+        group, place = jnp.asarray(layout.places, jnp.int32)[layer]
+        part = jnp.asarray(layout.parts, jnp.int32)[layer] if layout.parts else jnp.int32(0)
         width = self.page_table.shape[1] // groups
-        return jax.lax.dynamic_slice_in_dim(self.page_table, group * width, width, axis=1), place
+        return jax.lax.dynamic_slice_in_dim(self.page_table, group * width, width, axis=1), place, part
 
     def _own_head(self, num_kv_heads: int, local_heads: int) -> jax.Array:
         """Which of the kv heads, held whole, this device's query heads share."""
         axes = self.rules.act.axes("heads") or ("tensor",)
         group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
         return jax.lax.axis_index(axes) * local_heads // group
+
+
+def one_per_device(kv: jax.Array, rules: Rules) -> jax.Array:
+    """Whole kv heads [B, T, K, H], fewer than the devices that split heads, repeated so that each holds its own one."""
+    ways = rules.mesh.size(*rules.act.axes("kv_heads"))
+    split = rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
+    return jax.reshard(jnp.repeat(kv, ways // kv.shape[2], axis=2), split)
 
 
 def _heads_of(act: Table) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class DeltaNet(nnx.Module):
         return {name: (shape, jnp.dtype(jnp.float32 if name == "state" else dtype)) for name, shape in shapes.items()}
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
+        {})."""
         rules = execution.rules
         x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
         letters = {"q": "btd,dkh->btkh", "k": "btd,dkh->btkh", "v": "btd,dnv->btnv"}
@@ -93,7 +94,8 @@ class DeltaNet(nnx.Module):
         out, pages = ctx.recur(made, taps, log_decay, beta, positions, pages, layer)
         gate = project("btd,dnv->btnv", x, self, "wg", execution)
         out = self.out_norm(out, execution) * jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype)
-        return project("btnv,nvd->btd", out, self, "wo", execution, rules.act.spec("batch", "seq", "embed")), pages
+        stream = rules.act.spec("batch", "seq", "embed")
+        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}
 
     def _rates(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N]."""

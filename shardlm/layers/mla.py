@@ -11,7 +11,7 @@ from flax import nnx
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, normal, project
-from shardlm.ops.rope import Rope, rope
+from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class MlaConfig:
     rope_dim      and the part with rotary embedding, whose key all heads share (d_h^R)
     value_dim     of each head
     scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
+    query_growth  of queries by their position (ops/rope.py; Mistral 4)
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class MlaConfig:
     rope: Rope = Rope()
     norm: NormConfig = NormConfig(eps=1e-6)
     scale: float = 0.0
+    query_growth: QueryGrowth | None = None
 
     def __post_init__(self):
         self.rope.check(self.rope_dim)
@@ -87,7 +89,8 @@ class Mla(nnx.Module):
         return {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages)."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
+        {})."""
         config, act = self.config, execution.rules.act
         q, q_rope = self._queries(x, positions, execution)
         latent, k_rope = self._latents(x, positions, execution)
@@ -109,7 +112,7 @@ class Mla(nnx.Module):
             q = jnp.concatenate([q, q_rope], axis=-1)
             out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
         stream = act.spec("batch", "seq", "embed")
-        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages
+        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}
 
     def _queries(self, x, positions, execution: Execution):
         """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""
@@ -118,6 +121,8 @@ class Mla(nnx.Module):
             q = project("btr,rnh->btnh", _whole(q, execution), self, "wq_up", execution)
         else:
             q = project("btd,dnh->btnh", _whole(x, execution), self, "wq", execution)
+        if self.config.query_growth:
+            q = grown(q, positions, self.config.query_growth)
         q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
         return q, rope(q_rope, positions, self.config.rope)
 

@@ -51,9 +51,11 @@ class Mlp(nnx.Module):
         if config.bias:
             self.down_bias = params((D,), ("norm",), constant(0.0))
 
-    def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, ctx: Context, execution: Execution, stream: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks; returns (x's shape and split, no auxiliary values)."""
-        del ctx
+        del ctx, stream
         act = execution.rules.act
         x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
         up = self._into(x, "up", execution)

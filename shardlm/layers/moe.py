@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.mlp import Mlp, MlpConfig
+from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import (
     Execution,
     Params,
@@ -50,6 +51,11 @@ class MoeConfig:
     router_z_loss       weight of the squared log-partition of the router (https://arxiv.org/abs/2202.08906, eq. 5)
     activation          of the experts (ops/swiglu.py)
     bias                experts and router have biases (GPT-OSS)
+    apart               router and experts read the stream after a norm of their own each, and what the experts and the
+                        shared one make has a norm too, before it is added; each expert has a factor on its weight
+                        (Gemma 4)
+    norm                those norms
+    weighs_inputs       a token is multiplied by its expert's weight before the expert, not after it (Llama 4)
     load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
     capacity_factor     limit on the pairs that one device takes from the others (ops/expert_dispatch.py); 0: none, no
                         token is dropped
@@ -65,11 +71,19 @@ class MoeConfig:
     router_z_loss: float = 0.0
     activation: Activation = "silu"
     bias: bool = False
+    apart: bool = False
+    norm: NormConfig = NormConfig()
     load_bias: bool = False
+    weighs_inputs: bool = False
     capacity_factor: float = 0.0
 
     def __post_init__(self):
         routing.check_router(self.router, self.num_experts, self.top_k)
+        if self.weighs_inputs and self.top_k > 1:
+            raise ShardlmError(
+                f"top_k={self.top_k}: tokens are multiplied by their expert's weight before it, which is there for one "
+                "expert a token (num_experts_per_tok=1, as in Llama 4's published checkpoints)"
+            )
         if self.capacity_factor and self.capacity_factor < 1:
             raise ShardlmError(
                 f"capacity_factor={self.capacity_factor} drops tokens even under an even load; choose at least 1, or 0 "
@@ -90,7 +104,8 @@ class MoeConfig:
 class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
-    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,)."""
+    (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,);
+    where both are apart "router_norm", "before_norm", "after_norm", "shared_norm" and "expert_scale" (E,)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
@@ -109,19 +124,36 @@ class Moe(nnx.Module):
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
             inside = dataclasses.replace(params, place=f"{params.place}shared.")
-            self.shared = Mlp(MlpConfig(config.shared_dim), embed_dim, out_scale, inside)
+            self.shared = Mlp(MlpConfig(config.shared_dim, config.activation), embed_dim, out_scale, inside)
         if config.shared_gate:
             self.shared_gate = params((D,), ("norm",), normal(D**-0.5))
+        if config.apart:
+            self.router_norm, self.before_norm, self.after_norm, self.shared_norm = (
+                Norm(config.norm, D, params) for _ in range(4)
+            )
+            self.expert_scale = params((E,), ("router",), constant(1.0))
 
-    def __call__(self, x: jax.Array, ctx: Context, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, ctx: Context, execution: Execution, stream: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks -> (x's shape and split, auxiliary values): the losses
         "balance_loss" and "router_z_loss", weighted by config and tokens (ctx.weights), and the counts "expert_load"
-        [E], pairs of real tokens, and "dropped"."""
+        [E], pairs of real tokens, and "dropped". `stream`: x before its norm, which experts apart read."""
+        if not self.config.apart:
+            return self._mixed(x, x, x, ctx, execution)
+        assert stream is not None, "the block gives it"
+        router_reads = self.router_norm(stream, execution) * jnp.asarray(stream.shape[-1] ** -0.5, stream.dtype)
+        return self._mixed(self.before_norm(stream, execution), router_reads, x, ctx, execution)
+
+    def _mixed(self, x, router_reads, shared_reads, ctx: Context, execution: Execution):
+        """What experts, router and shared expert make of what each reads, [B, T, D]."""
         config, act = self.config, execution.rules.act
-        stream, tokens = act.spec("batch", "seq", "embed"), act.spec("batch", "seq")
+        of_x, tokens = act.spec("batch", "seq", "embed"), act.spec("batch", "seq")
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
         if config.load_bias:
             routed["bias"] = self.router_bias[...]
+        if config.apart:
+            routed["expert_scale"] = jax.reshard(self.expert_scale[...], PartitionSpec(None))
         experts, few, anew = {}, {}, {}
         rows = x.shape[0] * x.shape[1] * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):
@@ -147,13 +179,17 @@ class Moe(nnx.Module):
         aux = dict.fromkeys(("balance_loss", "router_z_loss", "dropped"), PartitionSpec())
         out, aux = shard_map(
             local,
-            in_specs=(stream, tokens, tokens, PartitionSpec(), specs),
-            out_specs=(stream, aux | {"expert_load": PartitionSpec()}),
-        )(x, real, weights, routed, experts)
+            in_specs=(of_x, of_x, tokens, tokens, PartitionSpec(), specs),
+            out_specs=(of_x, aux | {"expert_load": PartitionSpec()}),
+        )(x, router_reads, real, weights, routed, experts)
+        if config.apart:
+            out = self.after_norm(out, execution)
         if config.shared_dim:
-            shared = self.shared(x, ctx, execution)[0]
+            shared = self.shared(shared_reads, ctx, execution)[0]
             if config.shared_gate:
-                shared = shared * jax.nn.sigmoid(x @ in_use(self.shared_gate, execution))[..., None]
+                shared = shared * jax.nn.sigmoid(shared_reads @ in_use(self.shared_gate, execution))[..., None]
+            if config.apart:
+                shared = self.shared_norm(shared, execution)
             out = out + shared
         return out, aux
 
@@ -165,24 +201,42 @@ class Moe(nnx.Module):
         return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
 
 
-def _local(config: MoeConfig, dispatch: Dispatch, execution: Execution, few, anew, x, real, weights, routed, experts):
-    """One device: x [B, T, D] its part of the stream, real bool and weights float32 [B, T]. By name the
-    Groups of the experts' weights that the kernel reads as they are held, `few`, and of those that are made `anew`."""
+def _local(
+    config: MoeConfig,
+    dispatch: Dispatch,
+    execution: Execution,
+    few,
+    anew,
+    x,
+    router_reads,
+    real,
+    weights,
+    routed,
+    experts,
+):
+    """One device: x and what the router reads [B, T, D], its part of them, real bool and weights float32 [B, T]. By
+    name the Groups of the experts' weights that the kernel reads as they are held, `few`, and of those that are made
+    `anew`."""
     act = execution.rules.act
     B, T, D = x.shape
     k, E = config.top_k, config.num_experts
-    logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), routed["router"], precision="highest")
+    logits = jnp.einsum("btd,de->bte", router_reads.astype(jnp.float32), routed["router"], precision="highest")
     if config.bias:
         logits = logits + routed["logit_bias"]
     scores = routing.scores(logits, config.router)
     mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
+    if config.apart:
+        mix = mix * (jax.nn.one_hot(chosen, E, dtype=mix.dtype) @ routed["expert_scale"].astype(mix.dtype))
     chosen = jnp.where(real.reshape(-1, 1), chosen, E)
     picked = jnp.sum(chosen.reshape(B, T, k)[..., None] == jnp.arange(E), axis=2).astype(jnp.float32)
     if config.load_bias:
         mix = routing.with_load(mix, routed["bias"], picked.sum(axis=(0, 1)))
     aux = _losses(config, logits, scores, picked, real, weights, act)
     shared_by = tuple(axis for axis in act.axes("seq") if axis not in act.axes("whole_seq"))
-    tokens = (x.reshape(-1, D), mix, chosen)
+    rows = x.reshape(-1, D)
+    if config.weighs_inputs:
+        rows, mix = rows * mix.astype(x.dtype), jnp.ones_like(mix)
+    tokens = (rows, mix, chosen)
     if shared_by:
         tokens = tuple(jax.lax.all_gather(a, shared_by, tiled=True) for a in tokens)
 

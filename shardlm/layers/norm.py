@@ -15,25 +15,29 @@ from shardlm.ops.norm import layer_norm, rms_norm
 class NormConfig:
     """kind "rms" (https://arxiv.org/abs/1910.07467) or "layer" (https://arxiv.org/abs/1607.06450), which has a
     bias unless `bias` is False (Cohere); `offset` is added to the scale: 1 where checkpoints store its distance from 1
-    (Gemma)."""
+    (Gemma). Without `scaled` there is none (Llama 4's queries and keys)."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
     bias: bool = True
+    scaled: bool = True
 
 
 class Norm(nnx.Module):
-    """x [..., D] -> the same shape; weights "scale" (D,) and, for a layer norm, "bias" (D,)."""
+    """x [..., D] -> the same shape; weights "scale" (D,), unless it has none, and, for a layer norm, "bias" (D,)."""
 
     def __init__(self, config: NormConfig, dim: int, params: Params):
         self.config = config
-        self.scale = params((dim,), ("norm",), constant(1.0 - config.offset))
+        if config.scaled:
+            self.scale = params((dim,), ("norm",), constant(1.0 - config.offset))
         if config.kind == "layer" and config.bias:
             self.bias = params((dim,), ("norm",), constant(0.0))
 
     def __call__(self, x: jax.Array, execution: Execution, name: str = "") -> jax.Array:
         """`name` is that of x's last dimension where devices may have a part of it each."""
+        if not self.config.scaled:
+            return rms_norm(x, jnp.ones(x.shape[-1:], x.dtype), self.config.eps)
         scale = in_use(self.scale, execution)
         if name:  # as x, for the sake of its gradient
             scale = jax.reshard(scale, execution.rules.act.spec(name))

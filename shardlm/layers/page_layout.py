@@ -7,6 +7,7 @@ serve/page_table.py's. No jax.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -19,7 +20,10 @@ class PageLayout:
     """num_pages  of the pool, scrap page 0 included
     windows    of each group, how many positions its layers see; 0: all
     places     of each layer, (group, place among the group's layers). Layers that remember a text by an array of one
-               size (ops/gated_delta.py) have no pages: the group is MEMORY, and the place one among those
+               size (ops/gated_delta.py) have no pages: the group is MEMORY, and the place one among those. A layer
+               that reads what another keeps has its place
+    parts      of each layer, which part of its place is its own, where layers keep less of a token than others do and
+               several share one; (): the first
     slots      texts that such layers remember at once, one that padding writes to included
     """
 
@@ -27,6 +31,7 @@ class PageLayout:
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
     slots: int = 0
+    parts: tuple[int, ...] = ()
 
     @classmethod
     def whole(cls, num_layers: int, num_pages: int, memories: Collection[int] = (), slots: int = 0) -> "PageLayout":
@@ -51,6 +56,22 @@ class PageLayout:
             counts[group] += 1
         return PageLayout(self.num_pages, self.windows, tuple(places))
 
+    def reading(self, sources: Sequence[int]) -> "PageLayout":
+        """For more layers than these, which are some of them in order: each has the place of its source, itself or
+        another."""
+        if len(sources) == len(self.places):
+            return self
+        own = {layer: place for place, layer in enumerate(sorted(set(sources)))}
+        spread = {
+            name: tuple(of[own[s]] for s in sources) for name in ("places", "parts") if (of := getattr(self, name))
+        }
+        return dataclasses.replace(self, **spread)
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether there is one group, whose places are the layers as they come."""
+        return self.places == tuple((0, layer) for layer in range(len(self.places))) and not any(self.parts)
+
     @property
     def layers(self) -> int:
         """That a page has room for."""
@@ -72,32 +93,48 @@ def seen_pages(window: int, length: int, page_size: int, steps: int) -> int:
     return min(every, -(-(window + steps) // page_size) + 1) if window else every
 
 
-def layout_of(windows: Sequence[int | None], num_pages: int, length: int, page_size: int, steps: int) -> PageLayout:
+def layout_of(
+    windows: Sequence[int | None],
+    num_pages: int,
+    length: int,
+    page_size: int,
+    steps: int,
+    sharing: Sequence[int] = (),
+    sources: Sequence[int] = (),
+) -> PageLayout:
     """For layers with these windows, None: that have no pages, the layout in which a request of `length` tokens that
     decodes `steps` tokens at a time needs least memory: few layers a page leave little of it empty, many mean few page
-    tables."""
+    tables. `sharing`: of each layer, how many like it have room in one place; (): one. `sources`: of each layer, that
+    whose keys and values it reads, itself or another; (): itself."""
+    if len(set(sources)) < len(sources):
+        own = sorted(set(sources))
+        some = ([of[layer] for layer in own] if of else () for of in (windows, sharing))
+        windows, sharing = some
+        return layout_of(windows, num_pages, length, page_size, steps, sharing).reading(sources)
     if None in windows:
         paged = layout_of([w for w in windows if w is not None], num_pages, length, page_size, steps)
         places, memories = iter(paged.places), itertools.count()
         of_all = tuple((MEMORY, next(memories)) if w is None else next(places) for w in windows)
         return dataclasses.replace(paged, places=of_all)
     whole = PageLayout.whole(len(windows), num_pages)
-    choices = [_grouped(windows, num_pages, size) for size in range(1, len(windows) + 1)]
-    few = max(MOST_GROUPS, len(set(windows)))
+    kinds = list(zip(windows, sharing or (1,) * len(windows), strict=True))
+    choices = [_grouped(kinds, num_pages, size) for size in range(1, len(windows) + 1)]
+    few = max(MOST_GROUPS, len(set(kinds)))
     return min(
         (layout for layout in (whole, *choices) if len(layout.windows) <= few),
         key=lambda layout: (layout.layers * layout.pages_of(length, page_size, steps), len(layout.windows)),
     )
 
 
-def _grouped(windows: Sequence[int], num_pages: int, size: int) -> PageLayout:
-    """Groups of at most `size` layers."""
+def _grouped(kinds: Sequence[tuple[int, int]], num_pages: int, size: int) -> PageLayout:
+    """Groups of at most `size` places, for layers with these windows, of which so many share a place."""
     groups: list[int] = []
-    places: list[tuple[int, int]] = [(0, 0)] * len(windows)
-    for window in sorted(set(windows)):
-        layers = [layer for layer, own in enumerate(windows) if own == window]
-        count = -(-len(layers) // size)
+    places, parts = [(0, 0)] * len(kinds), [0] * len(kinds)
+    for window, sharing in sorted(set(kinds)):
+        layers = [layer for layer, own in enumerate(kinds) if own == (window, sharing)]
+        count = -(-len(layers) // (size * sharing))
         for index, layer in enumerate(layers):
-            places[layer] = len(groups) + index % count, index // count
+            place, parts[layer] = divmod(index // count, sharing)
+            places[layer] = len(groups) + index % count, place
         groups += [window] * count
-    return PageLayout(num_pages, tuple(groups), tuple(places))
+    return PageLayout(num_pages, tuple(groups), tuple(places), parts=tuple(parts) if any(parts) else ())

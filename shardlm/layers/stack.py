@@ -155,14 +155,14 @@ def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Conte
 def run_repeat(graph, state, x, positions, ctx: Context, pages: Pages | None, first_layer, index, execution: Execution):
     """x through the blocks of repeat `index` of a segment, whose weights `state` is. Returns (x, pages, auxiliary
     values [blocks that have them, ...])."""
-    found: dict[str, list[jax.Array]] = {}
+    found: dict[str, list] = {}
     blocks, own = nnx.merge(graph, state), ctx.of_repeat(index)
     for offset, block in enumerate(blocks):
         number = first_layer + index * len(blocks) + offset
         x, pages, aux = block(x, positions, own, pages, number, execution)
         for name, value in aux.items():
             found.setdefault(name, []).append(value)
-    return x, pages, {name: jnp.stack(values) for name, values in found.items()}
+    return x, pages, {name: jax.tree.map(lambda *a: jnp.stack(a), *values) for name, values in found.items()}
 
 
 def rematerialised(layer, remat: Remat, stacked, prevent_cse: bool | tuple[bool, ...] = False):

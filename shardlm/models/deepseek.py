@@ -14,7 +14,7 @@ from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
 from shardlm.models import hf_decoder
-from shardlm.models.hf_options import Options, mscale, rope_of
+from shardlm.models.hf_options import Options, growth_of, mscale, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import Rope
@@ -137,7 +137,8 @@ class DeepseekConfig:
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` deepseek (MoE 16B), deepseek_v2 and deepseek_v3."""
+    """`model_type` deepseek (MoE 16B), deepseek_v2 and deepseek_v3; as the last kimi_k2, glm4_moe_lite, youtu, which
+    has no experts, and mistral4, whose scores are softmax and whose queries grow with their position."""
     kind = options("model_type")
     options.only("moe_layer_freq", 1)
     options.only("attention_bias", False)
@@ -145,20 +146,48 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     attention = hf_decoder.attention(options, length) if kind == "deepseek" else _latent(options, length)
     options("mlp_bias", False), options("qk_head_dim", 0), options("head_dim", 0)  # repeated from other options
     options("num_key_value_heads", 0)
-    return decoder(options, lambda layer: attention, experts_of(options, kind == "deepseek_v3"))
+    if kind == "youtu":
+        options("embedding_initializer_range", None)
+        return decoder(options, lambda layer: attention, None, tied=True)
+    third = kind in ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
+    later = kind in ("glm4_moe_lite", "mistral4")
+    experts = experts_of(options, third, normalize=later)
+    return decoder(options, lambda layer: attention, experts, first=int(kind == "glm4_moe_lite"))
 
 
-def decoder(options: Options, attention: Callable[[int], AttentionConfig | MlaConfig], sparse: MoeConfig):
+def decoder(
+    options: Options,
+    attention: Callable[[int], AttentionConfig | MlaConfig],
+    sparse: MoeConfig | None,
+    first: int = 0,
+    tied: bool = False,
+):
     """A few dense layers, then such experts, and the modules that predict further tokens, whose layers are as the last;
-    `attention` is each layer's."""
-    dense, first = MlpConfig(options("intermediate_size"), options.activation()), options("first_k_dense_replace", 0)
+    `attention` is each layer's, `first` how many dense ones the family usually has."""
+    mixed = _mixed(options, first) if sparse else [False] * options("num_hidden_layers")
+    width = options("intermediate_size", 0) if all(mixed) else options("intermediate_size")
+    dense = MlpConfig(width, options.activation()) if width else None
+    layers = [sparse if own else dense for own in mixed]
 
     def block(layer: int) -> BlockConfig:
-        return BlockConfig(attention(layer), sparse if layer >= first else dense)
+        return BlockConfig(attention(layer), layers[min(layer, len(layers) - 1)])
 
     further = options("num_nextn_predict_layers", 0)
     mtp = MtpConfig(block(options("num_hidden_layers")), further) if further else None
-    return hf_decoder.decoder(options, block, hf_decoder.rms(options), mtp=mtp)
+    return hf_decoder.decoder(options, block, hf_decoder.rms(options), tied, mtp=mtp)
+
+
+def _mixed(options: Options, first: int) -> list[bool]:
+    """Which layers have experts."""
+    layers, kinds = options("num_hidden_layers"), options("mlp_layer_types", None)
+    first = options("first_k_dense_replace", first)
+    if kinds is None:
+        return [layer >= first for layer in range(layers)]
+    if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+        raise ShardlmError(
+            f"config.json has mlp_layer_types={kinds!r}; it needs num_hidden_layers={layers} of dense, sparse"
+        )
+    return [kind == "sparse" for kind in kinds]
 
 
 def _latent(options: Options, length: int) -> MlaConfig:
@@ -167,6 +196,8 @@ def _latent(options: Options, length: int) -> MlaConfig:
     scale = 0.0
     if scaling.get("mscale_all_dim") and scaling.get("rope_type", scaling.get("type")) != "default":
         scale = (nope + rope) ** -0.5 * mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+    growing = options("model_type") == "mistral4"  # whose rotation is told as part of the whole head
+    head_dim, partial = (nope + rope, rope / (nope + rope)) if growing else (rope, 1.0)
     return MlaConfig(
         num_heads=options("num_attention_heads"),
         q_latent_dim=options("q_lora_rank", 0),
@@ -174,8 +205,9 @@ def _latent(options: Options, length: int) -> MlaConfig:
         nope_dim=nope,
         rope_dim=rope,
         value_dim=options("v_head_dim"),
-        rope=rope_of(options, rope, length=length),
+        rope=rope_of(options, head_dim, length=length, partial=partial),
         scale=scale,
+        query_growth=growth_of(options, scaling) if growing else None,
     )
 
 
@@ -187,20 +219,21 @@ def experts_of(options: Options, third: bool, normalize: bool = False) -> MoeCon
     if method not in ("noaux_tc", "greedy", "group_limited_greedy") or third != (method == "noaux_tc"):
         options.only("topk_method", "noaux_tc" if third else "greedy")
     grouped = method != "greedy"
+    count = next(filter(None, (options(name, 0) for name in ("n_routed_experts", "num_experts"))), 0)
     width = options("moe_intermediate_size")
     router = Router(
         "sigmoid" if third else "softmax",
         bool(options("norm_topk_prob", normalize)),
         options("n_group", 1) if grouped else 1,
         options("topk_group", 1) if grouped else 1,
-        float(options("routed_scaling_factor", 1.0)),
+        float(options("routed_scaling_factor", 0.0) or options("router_scaling_factor", 1.0)),
     )
     options("n_group", 1), options("topk_group", 1)
     return MoeConfig(
-        num_experts=options("n_routed_experts", 0) or options("num_local_experts"),
+        num_experts=count or options("num_local_experts"),
         top_k=options("num_experts_per_tok"),
         expert_dim=width,
-        shared_dim=width * options("n_shared_experts", 0),
+        shared_dim=width * (options("n_shared_experts", 0) or options("num_shared_experts", 0)),
         router=router,
         balance_loss=float(options("aux_loss_alpha", 0.0)),
         activation=options.activation(),

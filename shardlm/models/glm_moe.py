@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7 (https://arxiv.org/abs/2508.06471) and dots.llm1 (https://arxiv.org/abs/2506.05767): grouped-query
-attention, then a few dense layers and experts as DeepSeek V3 has them."""
+"""GLM-4.5 to 4.7 (https://arxiv.org/abs/2508.06471), dots.llm1 (https://arxiv.org/abs/2506.05767), Solar Open:
+grouped-query attention, then a few dense layers and experts as DeepSeek V3 has them."""
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
@@ -10,11 +10,11 @@ from shardlm.models.transformer import TransformerConfig
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` glm4_moe and dots1."""
-    glm = options("model_type") == "glm4_moe"
+    """`model_type` glm4_moe, dots1 and solar_open."""
+    kind = options("model_type")
     options.only("moe_layer_freq", 1)
-    attention = _glm(options, length) if glm else _dots(options, length)
-    experts = deepseek.experts_of(options, third=True, normalize=glm)
+    attention = {"glm4_moe": _glm, "dots1": _dots, "solar_open": _solar}[kind](options, length)
+    experts = deepseek.experts_of(options, third=True, normalize=kind != "dots1")
     return deepseek.decoder(options, attention, experts)
 
 
@@ -35,6 +35,13 @@ def _dots(options: Options, length: int):
         return hf_decoder.attention(options, length, window=windows[layer], **own)
 
     return attention
+
+
+def _solar(options: Options, length: int):
+    options.only("use_qk_norm", False)
+    options.only("first_k_dense_replace", 0)
+    attention = hf_decoder.attention(options, length, out_bias=False)
+    return lambda layer: attention
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.ops.rope import Rope
+from shardlm.ops.rope import QueryGrowth, Rope
 from shardlm.ops.swiglu import Activation
 
 # Of training, of bookkeeping, or of other heads on the same model: they do not change the numbers of this one.
@@ -166,6 +166,14 @@ def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0, p
         return Rope(**common, **known[kind](scaling, longest, options.values))
     except KeyError as missing:
         raise ShardlmError(f"config.json: rope type {kind!r} needs {missing.args[0]!r} in its rope options") from None
+
+
+def growth_of(options: Options, rope: Mapping[str, Any]) -> QueryGrowth | None:
+    """How queries grow with their position, by the options of the rotation."""
+    if not rope.get("llama_4_scaling_beta"):
+        return None
+    original = "original_max_position_embeddings"
+    return QueryGrowth(float(rope["llama_4_scaling_beta"]), rope.get(original) or options(original))
 
 
 def _original(scaling, longest, values) -> int:

@@ -1,16 +1,22 @@
 """Hunyuan dense (https://github.com/Tencent-Hunyuan/Hunyuan-7B): Llama's decoder with norms on the queries and keys of
-each head after the rotation, whose base is stretched once and for all."""
+each head after the rotation, whose base is stretched once and for all. Hy 3: the norms before the
+rotation, a dense layer, then experts as DeepSeek V3's."""
+
+import dataclasses
 
 from shardlm.layers.block import BlockConfig
-from shardlm.models import hf_decoder
+from shardlm.layers.moe import MoeConfig
+from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import Names, standard
+from shardlm.models.naming import LAYER, Names, Tensor, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import Rope
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` hunyuan_v1_dense."""
+    """`model_type` hunyuan_v1_dense and hy_v3."""
+    if options("model_type") == "hy_v3":
+        return _third(options, length)
     options.only("use_qk_norm", True)
     options.only("use_cla", False)
     options("eod_token_id", None), options("attention_head_dim", None)  # a name for head_dim
@@ -20,8 +26,31 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     return hf_decoder.decoder(options, lambda layer: block, norm)
 
 
+def _third(options: Options, length: int) -> TransformerConfig:
+    options("enable_moe_fp32_combine", None)  # of the rounding of one sum
+    options("num_nextn_predict_layers", 0)  # modules that predict further tokens, which are left out
+    attention = hf_decoder.attention(options, length, qk_norm="head", norm=hf_decoder.rms(options))
+    experts = deepseek.experts_of(options, third=True, normalize=True)
+    return deepseek.decoder(options, lambda layer: attention, experts, first=1)
+
+
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
+    if block.attention.qk_norm == "head" and not block.attention.norm_rotated:
+        return _names_of_third(config, block)
     return standard(**{"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"})
+
+
+def _names_of_third(config: TransformerConfig, block: BlockConfig) -> Names:
+    found = deepseek.names(config, block)
+    if not isinstance(block.mlp, MoeConfig):
+        return found
+    shared = {
+        path: dataclasses.replace(tensor, name=tensor.name.replace("shared_experts", "shared_mlp"))
+        for path, tensor in found.items()
+        if path.startswith("mlp.shared.")
+    }
+    router = Tensor(f"{LAYER}mlp.router.gate.weight", "E D -> D E")
+    return found | shared | {"mlp.router": router, "mlp.router_bias": Tensor(f"{LAYER}mlp.expert_bias")}
 
 
 def _rope(options: Options, length: int) -> Rope:

@@ -3,7 +3,7 @@
 
 from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
-from shardlm.models.hf_options import Options
+from shardlm.models.hf_options import Options, growth_of
 from shardlm.models.naming import Names, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import QueryGrowth
@@ -22,11 +22,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 
 def _growth(options: Options) -> QueryGrowth | None:
-    rope = options("rope_parameters", {})
-    if options("model_type") != "ministral3" or not rope.get("llama_4_scaling_beta"):
-        return None
-    original = "original_max_position_embeddings"
-    return QueryGrowth(float(rope["llama_4_scaling_beta"]), rope.get(original) or options(original))
+    return growth_of(options, options("rope_parameters", {})) if options("model_type") == "ministral3" else None
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:

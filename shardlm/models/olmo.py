@@ -12,7 +12,7 @@ from shardlm.ops.routing import Router
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` olmo2, olmo3 and olmoe."""
+    """`model_type` olmo2, olmo3, olmoe and flex_olmo, OLMo 2 with OLMoE's experts (https://arxiv.org/abs/2507.07024)."""
     kind = options("model_type")
     options.only("clip_qkv", None)
     norm = hf_decoder.rms(options)
@@ -20,7 +20,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     if kind == "olmo3":
         windows = hf_decoder.sliding(options, lambda layer: (layer + 1) % 4 != 0)
     ropes = {windowed: hf_decoder.rope_of_kind(options, windowed, length) for windowed in (True, False)}
-    feed_forward = _experts(options) if kind == "olmoe" else hf_decoder.mlp(options)
+    feed_forward = _experts(options) if kind in ("olmoe", "flex_olmo") else hf_decoder.mlp(options)
 
     def block(layer: int) -> BlockConfig:
         own = {"window": windows[layer], "rope": ropes[windows[layer] > 0]}
@@ -33,7 +33,8 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     if block.norms == "pre":
         return standard() | experts("mlp")
-    return standard(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+    found = standard(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+    return found | experts("mlp") if isinstance(block.mlp, MoeConfig) else found
 
 
 def _experts(options: Options) -> MoeConfig:

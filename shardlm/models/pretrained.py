@@ -31,16 +31,19 @@ class Pretrained:
         """config.json, with as many modules that predict further tokens as there are: transformers keeps their number
         and leaves them out. Raises ShardlmError where the folder has none."""
         found = json.loads(self.config) if self.config else dict(read_config(pathlib.Path(self.folder)))
-        if found.get("num_nextn_predict_layers") and not (self.mtp and (self.config or self._holds_further(found))):
-            found["num_nextn_predict_layers"] = 0
+        text = found.get("text_config") or found
+        if text.get("num_nextn_predict_layers") and not (self.mtp and (self.config or self._holds_further(text))):
+            without = {**text, "num_nextn_predict_layers": 0}
+            return without if text is found else {**found, "text_config": without}
         return found
 
     def _holds_further(self, options: dict) -> bool:
         """Whether the folder has a layer after the last; without any weights, as its config.json says."""
         if not holds_weights(pathlib.Path(self.folder)):
             return True
-        prefix = f"model.layers.{options.get('num_hidden_layers')}."
-        return any(name.startswith(prefix) for name in Folder.open(pathlib.Path(self.folder)).tensors)
+        own = f"model.layers.{options.get('num_hidden_layers')}."
+        names = Folder.open(pathlib.Path(self.folder)).tensors
+        return any(name.removeprefix("language_model.").startswith(own) for name in names)
 
     def transformer(self) -> TransformerConfig:
         """The decoder it describes."""

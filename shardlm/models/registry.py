@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardlm.models.transformer import TransformerConfig
 FAMILIES = {
     "llama": "llama",
     "arcee": "llama",
+    "llama4_text": "llama4",
     "mistral": "mistral",
     "ministral3": "mistral",
     "mixtral": "mixtral",
@@ -27,19 +29,28 @@ FAMILIES = {
     "deepseek": "deepseek",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
+    "kimi_k2": "deepseek",
+    "glm4_moe_lite": "deepseek",
+    "youtu": "deepseek",
+    "mistral4": "mistral4",
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "phi3": "phi",
     "olmo2": "olmo",
     "olmo3": "olmo",
     "olmoe": "olmo",
+    "flex_olmo": "olmo",
     "smollm3": "smollm",
     "granite": "granite",
     "granitemoe": "granite",
     "glm4": "glm",
     "glm4_moe": "glm_moe",
     "dots1": "glm_moe",
+    "solar_open": "glm_moe",
+    "exaone_moe": "exaone_moe",
     "minimax_m2": "minimax",
     "seed_oss": "seed",
     "exaone4": "exaone",
@@ -48,6 +59,8 @@ FAMILIES = {
     "ernie4_5": "ernie",
     "ernie4_5_moe": "ernie",
     "hunyuan_v1_dense": "hunyuan",
+    "hy_v3": "hunyuan",
+    "nemotron": "nemotron",
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
     "qwen3_next": "qwen_next",
@@ -73,6 +86,13 @@ def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig
 def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfig) -> Names:
     """Where each weight of the model, and of such a block, is in the checkpoint."""
     return _family(text_config(config)["model_type"]).names(shape, block)
+
+
+def unused(config: Mapping[str, Any]) -> re.Pattern | None:
+    """The names of tensors that published checkpoints have, as those of a language model alone, and no layer uses."""
+    text = text_config(config)
+    of_family = getattr(_family(text["model_type"]), "unused", None)
+    return of_family(text) if of_family else None
 
 
 def _family(model_type: str):

@@ -8,6 +8,10 @@ Config = Mapping[str, Any]
 # model_type of all -> that of the text, as which it is read; "": what text_config says.
 SEEING = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "mistral3": "",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -17,9 +21,14 @@ SEEING = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_width, memory_width
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
-from shardlm.layers.context import Context, Pages
+from shardlm.layers.context import KEPT, Context, Pages
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.layer_inputs import LayerInputs, LayerInputsConfig
 from shardlm.layers.lora import shares
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
@@ -32,6 +35,7 @@ class TransformerConfig:
     logits         what becomes of the output head's products
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
     mtp            modules that predict further tokens (layers/mtp.py)
+    inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     """
 
     vocab_size: int
@@ -43,6 +47,7 @@ class TransformerConfig:
     logits: LogitsConfig = LogitsConfig()
     max_positions: int = 0
     mtp: MtpConfig | None = None
+    inputs: LayerInputsConfig | None = None
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
@@ -78,6 +83,43 @@ class TransformerConfig:
         """The layers that keep none: they remember a text by arrays of one size."""
         return tuple(i for i, b in enumerate(self.blocks()) if isinstance(b.attention, DeltaNetConfig))
 
+    @functools.cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Of each layer, whose keys and values it attends to: its own, or those of one before it. Of modules that
+        predict further tokens too."""
+        keepers, found = {}, []
+        for layer, block in enumerate(self.all_blocks()):
+            own = block.attention
+            found.append(keepers[own.reads] if getattr(own, "reads", "") else layer)
+            keepers |= {own.keeps: layer} if getattr(own, "keeps", "") else {}
+        return tuple(found)
+
+    @property
+    def reads(self) -> bool:
+        """Whether any layer attends to another's."""
+        return self.sources != tuple(range(len(self.sources)))
+
+    @functools.cached_property
+    def kept_heads(self) -> frozenset[tuple[int, int]]:
+        """(kv heads, numbers of one) of the layers that keep keys and values of heads."""
+        kinds = (block.attention for block in self.kinds)
+        return frozenset((a.num_kv_heads, a.head_dim) for a in kinds if isinstance(a, AttentionConfig))
+
+    def kept_numbers(self, ways: int) -> dict[tuple[int, int], int]:
+        """By those, numbers of a token's keys over `ways` devices that split heads: where some layers have too few to
+        split and others not, each device keeps the one that its queries read."""
+        split = any(heads % ways == 0 for heads, _ in self.kept_heads)
+        return {(heads, width): (ways if split and heads % ways else heads) * width for heads, width in self.kept_heads}
+
+    def sharing(self, ways: int) -> tuple[int, ...]:
+        """Of each layer, how many like it have room in one place of a page (layers/page_layout.py); (): one."""
+        if len(self.kept_heads) < 2:
+            return ()
+        numbers, attentions = self.kept_numbers(ways), [block.attention for block in self.all_blocks()]
+        most = math.lcm(*numbers.values())
+        own = (numbers[a.num_kv_heads, a.head_dim] if isinstance(a, AttentionConfig) else most for a in attentions)
+        return tuple(most // each for each in own)
+
     def all_blocks(self):
         """The same, and then of the modules that predict further tokens."""
         yield from self.blocks()
@@ -86,6 +128,15 @@ class TransformerConfig:
     def apart(self) -> "TransformerConfig":
         """The same, each layer a segment of its own."""
         return dataclasses.replace(self, segments=tuple(Segment((block,), 1) for block in self.blocks()))
+
+    def check_stages(self, count: int) -> None:
+        """Refuses pipelines of models whose layers need more than the stream of the one before."""
+        what = "read the keys and values of others" if self.reads else "have inputs of their own, made of the embedding"
+        if count > 1 and (self.reads or self.inputs):
+            raise ShardlmError(
+                f"pipeline={count}: layers of the model {what}, which stages do not send on; set pipeline to 1 and "
+                "give its devices to tensor, fsdp or data"
+            )
 
     def without_mtp(self) -> "TransformerConfig":
         """The decoder alone."""
@@ -101,7 +152,8 @@ class TransformerConfig:
         """Sizes of the dimensions by which weights are spread over devices that see other tokens (rules.py)."""
         attentions = {block.attention for block in self.kinds}
         latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
-        return {"embed": {self.embed_dim}, "expert_embed": {self.embed_dim}, "latent": latents}
+        beside = {self.inputs.dim} if self.inputs else set()
+        return {"embed": {self.embed_dim} | beside, "expert_embed": {self.embed_dim}, "latent": latents}
 
     def parameters_per_token(self) -> int:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and
@@ -111,6 +163,8 @@ class TransformerConfig:
             for b in self.blocks()
         )
         head = self.vocab_size * self.embed_dim
+        if self.inputs:  # made of the embedding, and each layer's gate and projection back
+            layers += 3 * self.num_layers * self.embed_dim * self.inputs.dim
         further = self.mtp.depth * (self.mtp.parameters_per_token(self.embed_dim) + head) if self.mtp else 0
         return layers + head + further
 
@@ -128,7 +182,8 @@ class TransformerConfig:
 
 class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
-    with learned positions "positions" (P, D); "mtp" where there are modules that predict further tokens."""
+    with learned positions "positions" (P, D); "mtp" where there are modules that predict further tokens, and
+    "layer_inputs" where layers have any."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
@@ -155,13 +210,18 @@ class Transformer(nnx.Module):
             params.weight(self, "head", (D, V), ("embed", "vocab"), normal(D**-0.5), into=1)
         if config.mtp:
             self.mtp = Mtp(config.mtp, D, out_scale, config.norm, params)
+        if config.inputs:
+            self.layer_inputs = LayerInputs(config.inputs, config.num_layers, D, config.norm, params)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None = None
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
         values [layers that have them, ...])."""
-        x, pages, aux = self.run(self.embed(tokens, positions), positions, ctx, pages)
+        x = self.embed(tokens, positions)
+        if self.config.inputs:
+            ctx = dataclasses.replace(ctx, inputs=self.layer_inputs(tokens, x, self.execution))
+        x, pages, aux = self.run(x, positions, ctx, pages)
         return self.finish(x), pages, aux
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -190,6 +250,9 @@ class Transformer(nnx.Module):
         first_layers = itertools.accumulate((s.num_layers for s in self.config.segments), initial=0)
         for stack, first_layer in list(zip(self.segments, first_layers, strict=False))[which]:
             x, pages, aux = stack(x, positions, ctx, pages, first_layer, execution)
+            if kept := {name: aux.pop(name) for name in list(aux) if name.startswith(KEPT)}:
+                last = {name.removeprefix(KEPT): jax.tree.map(lambda a: a[-1], kv) for name, kv in kept.items()}
+                ctx = dataclasses.replace(ctx, kept={**(ctx.kept or {}), **last})
             for name, value in aux.items():
                 found.setdefault(name, []).append(value)
         return x, pages, {name: jnp.concatenate(values) for name, values in found.items()}

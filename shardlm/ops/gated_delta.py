@@ -9,11 +9,10 @@ Chunks of tokens are computed at once (section 3.3 there, and https://arxiv.org/
 take over from each other is a triangular system of equations, and S goes from chunk to chunk.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from shardlm.ops.gated_delta_chunks import Chunks, chunked
 from shardlm.ops.short_conv import last_of, short_conv, texts
 
 CHUNK = 64  # tokens; as flash-linear-attention has it (github.com/fla-org/flash-linear-attention, ops/gated_delta_rule)
@@ -41,11 +40,12 @@ def delta_net(
     for name, a in x.items():
         made[name] = jax.nn.silu(short_conv(a, taps[name], memory[f"conv_{name}"], text))
     q, k = (unit(made[name].astype(jnp.float32)) for name in ("q", "k"))
+    q, k = (q * q.shape[-1] ** -0.5).astype(made["q"].dtype), k.astype(made["k"].dtype)
     counts = valid[..., None]
     how = (jnp.where(counts, log_decay, 0.0), jnp.where(counts, beta, 0.0), memory["state"], text)
-    out, state = gated_delta(q * q.shape[-1] ** -0.5, k, made["v"].astype(jnp.float32), *how)
+    out, state = gated_delta(q, k, made["v"], *how)
     kept = {f"conv_{name}": last_of(a, memory[f"conv_{name}"], text, valid) for name, a in x.items()}
-    return out.astype(x["v"].dtype), {"state": state} | kept
+    return out, {"state": state} | kept
 
 
 def unit(a: jax.Array) -> jax.Array:
@@ -88,11 +88,10 @@ def gated_delta(
     text: jax.Array,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, log_decay and beta [B, T, N], state [B, N, H, V]
-    that text 0 goes on from, all float32; text int32 [B, T] counts up where another one begins. Returns (out
-    [B, T, N, V], the last text's state)."""
-    B, T, K, H = q.shape
-    N, V = v.shape[2:]
+    """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, in one dtype, by which chunks are multiplied;
+    log_decay and beta [B, T, N], state [B, N, H, V] that text 0 goes on from, float32; text int32 [B, T] counts up
+    where another one begins. Returns (out [B, T, N, V] in v's dtype, the last text's state)."""
+    (B, T, K, _), (N, V) = q.shape, v.shape[2:]
     if T == 1:
         return _one_token(q, k, v, log_decay, beta, state, text)
     C = min(chunk, 1 << (T - 1).bit_length())
@@ -107,72 +106,27 @@ def gated_delta(
         return jnp.moveaxis(jnp.moveaxis(a, 1, 0), 2, 2 + len(heads))
 
     q, k = cut(q, K), cut(k, K)  # [count, B, K, C, H]
-    v, log_decay, beta = (cut(a, K, N // K) for a in (v, log_decay, beta))  # [count, B, K, G, C, ...]
-    parts = _within(q, k, v, log_decay, beta, cut(text), _last_before(text, C, count))
-
-    def step(state, part):
-        fresh, reads, asks, seen, keys, left = part
-        delta = fresh - jnp.einsum("bkgch,bkghv->bkgcv", reads, state)
-        out = jnp.einsum("bkgch,bkghv->bkgcv", asks, state) + jnp.einsum("bkgcs,bkgsv->bkgcv", seen, delta)
-        state = state * left[..., None, None] + jnp.einsum("bkgch,bkgcv->bkghv", keys, delta)
-        return state, out
-
-    state, out = jax.lax.scan(step, state.reshape(B, K, N // K, H, V), parts)
-    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(B, count * C, N, V)
-    return out[:, :T], state.reshape(B, N, H, V)
+    v, log_decay, beta = (cut(a, N) for a in (v, log_decay, beta))  # [count, B, N, C, ...]
+    chunks = Chunks(q, k, v, log_decay, beta, cut(text), _last_before(text, C, count))
+    out, state = chunked(chunks, state)
+    out = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(B, count * C, N, V)
+    return out[:, :T], state
 
 
 def _one_token(q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:
     """Of which the state is read for key and query at once, and once more to be written: S^T q after the change is what
     it was before, decayed, and (k . q) of the change."""
-    group = v.shape[2] // q.shape[2]
+    group, dtype = v.shape[2] // q.shape[2], v.dtype
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     q, k = (jnp.repeat(a[:, 0], group, axis=1) for a in (q, k))  # [B, N, H]
     kept = jnp.where(text == 0, jnp.exp(log_decay[:, 0]), 0.0)[..., None]  # [B, N, 1]
     read = jnp.sum(state[..., None] * jnp.stack([k, q], axis=-1)[:, :, :, None], axis=2) * kept[..., None]
     delta = beta[:, 0, :, None] * (v[:, 0] - read[..., 0])
     out = read[..., 1] + jnp.sum(k * q, axis=-1, keepdims=True) * delta
-    return out[:, None], state * kept[..., None] + k[..., None] * delta[..., None, :]
+    return out[:, None].astype(dtype), state * kept[..., None] + k[..., None] * delta[..., None, :]
 
 
 def _last_before(text: jax.Array, C: int, count: int) -> jax.Array:
     """int32 [count, B]: the text of the token before each chunk, 0 before the first."""
     before = jnp.concatenate([jnp.zeros_like(text[:, :1]), text[:, C - 1 : (count - 1) * C : C]], axis=1)
     return before.T
-
-
-def _within(q, k, v, log_decay, beta, text, before):
-    """What chunks are made of but for the state before them: (the change that tokens would bring to an empty state
-    [..., C, V], what of it the state takes away again [..., C, H], what they ask of the state [..., C, H] and of each
-    other's changes [..., C, C], what carries changes on [..., C, H], what is left of the state at the end [...])."""
-    C = text.shape[-1]
-    total = jnp.cumsum(log_decay, axis=-1)  # [count, B, K, G, C]
-    same = text[..., :, None] == text[..., None, :]  # [count, B, C, C]
-    # Sums of what lies between: differences of sums from the chunk's start lose what is small beside what is large.
-    later = jnp.where(jnp.tri(C, k=-1, dtype=bool), log_decay[..., None], 0.0)
-    between = jnp.einsum("ts,nbkgsc->nbkgtc", jnp.tri(C), later, precision="highest")
-    between = jnp.where((same & jnp.tri(C, dtype=bool))[:, :, None, None], jnp.exp(between), 0.0)
-    held = jnp.where((text == before[..., None])[:, :, None, None], jnp.exp(total), 0.0)
-    products = jnp.einsum("nbkch,nbksh->nbkcs", k, k)[:, :, :, None] * between * beta[..., None]
-    solve = inverse_of_unit(jnp.where(jnp.tri(C, k=-1, dtype=bool), products, 0.0))
-    fresh = jnp.einsum("nbkgcs,nbkgsv->nbkgcv", solve, v * beta[..., None])
-    reads = jnp.einsum("nbkgcs,nbkgsh->nbkgch", solve, k[:, :, :, None] * (beta * held)[..., None])
-    asks = q[:, :, :, None] * held[..., None]
-    seen = jnp.einsum("nbkch,nbksh->nbkcs", q, k)[:, :, :, None] * between
-    keys = k[:, :, :, None] * between[..., -1, :, None]
-    return fresh, reads, asks, seen, keys, held[..., -1]
-
-
-def inverse_of_unit(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1 of matrices [..., C, C] that are 0 on and above the diagonal, C a power of two: of each pair of
-    blocks [[P, 0], [R, Q]] that are inverted already it is [[P', 0], [-Q' R P', Q']], as substitution has it; the sum
-    of lower's powers would lose digits."""
-    C = lower.shape[-1]
-    index = jnp.arange(C)
-    inverse = jnp.eye(C, dtype=lower.dtype)
-    for level in range(int(math.log2(C))):
-        row, column = index[:, None] >> level, index[None] >> level
-        between = jnp.where((row % 2 == 1) & (column == row - 1), lower, 0.0)
-        if level:
-            between = jnp.matmul(jnp.matmul(inverse, between, precision="highest"), inverse, precision="highest")
-        inverse = inverse - between
-    return inverse

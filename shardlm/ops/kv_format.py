@@ -66,6 +66,20 @@ def pool_names(order: str, kv_name: str) -> tuple[str | None, ...]:
     return tuple(names[letter] for letter in order)
 
 
+def parts_of_page(pool: jax.Array, order: str, heads: int, width: int) -> int:
+    """Into how many parts a page divides whose layer has so many kv heads of `width` numbers: layers whose heads differ
+    share pools, in which a page belongs to one of them, or a part of it, so that its numbers may lie as that layer
+    has them."""
+    return pool.size // pool.shape[0] // pool.shape[order.index("s")] * numbers_each(pool) // (heads * width)
+
+
+def as_heads(pool: jax.Array, order: str, heads: int, parts: int) -> jax.Array:
+    """A pool as pages of so many kv heads, each a part of one that was: the same bytes."""
+    pages, page_size = pool.shape[0], pool.shape[order.index("s")]
+    width = pool.size // (pages * parts * page_size * heads)
+    return pool.reshape(pool_shape(order, pages * parts, page_size, heads, width))
+
+
 def numbers_each(pool: jax.Array) -> int:
     """Numbers in one element of a pool."""
     return 2 if pool.dtype == jnp.int16 else 1

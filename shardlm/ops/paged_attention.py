@@ -96,8 +96,10 @@ def reference(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    chunk: int = 0,
 ) -> jax.Array:
-    """Each query attends to the positions up to its own, of which it sees the last `window` (0: all). q [B, T, N, H],
+    """Each query attends to the positions up to its own, of which it sees the last `window` (0: all) or, where texts
+    are cut into chunks, those of its own `chunk`. q [B, T, N, H],
     pools [pages, page_size, K, H], positions int32 [B, T]; `softcap` and `sinks` as in `attend`; the scales are those
     of pools of int8; returns q's shape."""
     B = q.shape[0]
@@ -106,8 +108,13 @@ def reference(
     k, v = (_numbers(p[table], None if s is None else s[table], q.dtype) for p, s in pools)
     k, v = (a.reshape(B, -1, *a.shape[3:]) for a in (k, v))  # [B, S, K, H]
     distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [B, T, S]
-    mask = (distance >= 0) & (distance < (window or k.shape[1]))
+    mask = (distance >= 0) & (distance < _reach(positions, window, chunk, k.shape[1]))
     return attend(q, k, v, mask, scale, softcap, sinks)
+
+
+def _reach(positions: jax.Array, window: int, chunk: int, every: int) -> jax.Array:
+    """How many positions each query sees, itself included, [B, T, 1]; `every`: as many as there are."""
+    return (positions % chunk + 1)[..., None] if chunk else jnp.full((1, 1, 1), window or every)
 
 
 def _numbers(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -133,6 +140,7 @@ def blocked(
     v_scale: jax.Array | None = None,
     value_dim: int = 0,
     head: jax.Array | None = None,
+    chunk: int = 0,
 ) -> jax.Array:
     """As the reference, over pools in an order of its own (kv_format.order_of), a block of pages at a time with a
     running softmax (https://arxiv.org/abs/2205.14135), up to the last position of a group of rows: the cost follows the
@@ -143,7 +151,7 @@ def blocked(
     from gathered pages, as a slice of a pool would be a copy of it.
     """
     pools = _Pools(k_pool, v_pool, k_scale, v_scale, value_dim, head)
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
     some = partial(_blocked, pools=pools, first_page=first_page, **options)
     B, T = positions.shape
     if T > 1 or B <= DECODE_ROWS:
@@ -221,6 +229,7 @@ def _blocked(
     window: int,
     softcap: float,
     sinks: jax.Array | None,
+    chunk: int,
 ) -> jax.Array:
     """All rows at once."""
     B, T, N, _ = q.shape
@@ -241,7 +250,8 @@ def _blocked(
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
         distance = positions[:, :, None] - (i * size + jnp.arange(size))  # [B, T, S]
-        mask = ((distance >= 0) & (distance < (window or table.shape[1] * page_size)))[:, None, None]
+        reach = _reach(positions, window, chunk, table.shape[1] * page_size)
+        mask = ((distance >= 0) & (distance < reach))[:, None, None]
         new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0)
         keep = jnp.exp(largest - new)
@@ -254,7 +264,8 @@ def _blocked(
     else:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, N // K, 1), shape)
         start = (sink, jnp.ones(shape, jnp.float32))
-    first = jnp.maximum(jnp.min(positions) - window + 1, 0) // size if window else 0
+    least = jnp.min(positions)
+    first = jnp.maximum(least - window + 1, 0) // size if window else least // chunk * chunk // size if chunk else 0
     stop = jnp.max(positions) // size + 1
     _, total, out = jax.lax.fori_loop(first, stop, block, (*start, jnp.zeros((*shape, pools.width), jnp.float32)))
     return jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, pools.width).astype(q.dtype)

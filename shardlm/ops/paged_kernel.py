@@ -33,6 +33,7 @@ class Rule(NamedTuple):
     scale: float
     window: int
     softcap: float
+    chunk: int
 
 
 Piece = tuple[int, int, int]  # of a head's elements: the first, how many, and how many of these are real
@@ -111,6 +112,7 @@ def pallas(
     v_scale: jax.Array | None = None,
     value_dim: int = 0,
     head: jax.Array | None = None,
+    chunk: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
     """As `paged_attention.blocked`; the arrays of one device. `interpret` runs it anywhere, slowly."""
@@ -132,12 +134,12 @@ def pallas(
         "v_scale": v_scale,
         "table": page_table,
         "positions": positions,
-        "turns": _turns(positions, sizes, window),
+        "turns": _turns(positions, sizes, window, chunk),
         "where": jnp.stack([first_page, head if head is not None else jnp.int32(0)]),
         "sinks": sinks,
     }
     inputs = {name: a for name, a in inputs.items() if a is not None}
-    return _attended(inputs, sizes, Rule(scale, window, softcap), interpret)
+    return _attended(inputs, sizes, Rule(scale, window, softcap, chunk), interpret)
 
 
 def _sizes(shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int) -> Sizes:
@@ -167,13 +169,16 @@ def _sizes(shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: b
     )
 
 
-def _turns(positions: jax.Array, sizes: Sizes, window: int) -> jax.Array:
+def _turns(positions: jax.Array, sizes: Sizes, window: int, chunk: int = 0) -> jax.Array:
     """int32 [B, row_blocks, 3]: the first block of keys that a block of rows sees, the one after its last, and its last
     position."""
     token = jnp.minimum(jnp.arange(sizes.row_blocks * sizes.block_rows) // sizes.group, sizes.tokens - 1)
     each = positions[:, token].reshape(-1, sizes.row_blocks, sizes.block_rows)
     first, last = each.min(axis=2), each.max(axis=2)
-    first = jnp.maximum(first - window + 1, 0) if window else jnp.zeros_like(first)
+    if chunk:
+        first = first // chunk * chunk
+    else:
+        first = jnp.maximum(first - window + 1, 0) if window else jnp.zeros_like(first)
     return jnp.stack([first // sizes.block_keys, last // sizes.block_keys + 1, last], axis=2)
 
 
@@ -230,6 +235,8 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
             scores = rule.softcap * jnp.tanh(scores / rule.softcap)
         distance = position[:, None] - index[None]
         mask = (distance >= 0) & (distance < rule.window) if rule.window else distance >= 0
+        if rule.chunk:
+            mask &= distance <= jax.lax.rem(position, rule.chunk)[:, None]
         new = jnp.maximum(peak, jnp.where(mask, scores, MASKED).max(axis=1))
         weights = jnp.where(mask, jnp.exp2((scores - new[:, None]) * LOG2E), 0)
         keep = jnp.exp2((peak - new) * LOG2E)

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 STRETCHED = ("dynamic", "longrope")  # kinds that depend on the longest row
 
 
@@ -27,6 +27,7 @@ class Rope:
                       llama3    low frequencies divided, high ones kept, a ramp between (Llama 3.1)
                       yarn      the same by rotations over the original length (https://arxiv.org/abs/2309.00071)
                       longrope  a factor for each frequency (https://arxiv.org/abs/2402.13753)
+                      proportional  the lowest frequencies are 0: of the head's pairs only a `share` turns (Gemma 4)
     original_length   tokens that the model was trained with before it was stretched
     length            longest row of this use, which decides for dynamic and longrope; 0: the original length
     low, high         llama3: the ramp, in rotations over the original length
@@ -34,6 +35,7 @@ class Rope:
     truncate          yarn: the ramp begins and ends at whole dimensions
     short, long       longrope: a divisor for each frequency, up to the original length and beyond
     magnitude         factor on sines and cosines
+    share             proportional: of the pairs
     """
 
     theta: float = 10_000.0
@@ -50,6 +52,7 @@ class Rope:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     magnitude: float = 1.0
+    share: float = 1.0
 
     def check(self, head_dim: int) -> None:
         """Raises ShardlmError where the rotated dimensions do not fit the head."""
@@ -85,6 +88,8 @@ class Rope:
         elif self.kind == "longrope":
             beyond = max(self.length, self.original_length) > self.original_length
             plain = plain / np.array(self.long if beyond else self.short)
+        elif self.kind == "proportional":
+            plain = np.where(np.arange(dim // 2) < int(self.share * dim // 2), plain / self.factor, 0.0)
         return plain.astype(np.float32)
 
     def _ramp(self, dim: int) -> np.ndarray:
@@ -103,15 +108,16 @@ class Rope:
 @dataclasses.dataclass(frozen=True)
 class QueryGrowth:
     """Queries grow with their position by 1 + weight * log(1 + floor(position / length)), so that scores over long
-    texts stay apart (Llama 4's way, after https://arxiv.org/abs/2501.19399)."""
+    texts stay apart (Llama 4's way, after https://arxiv.org/abs/2501.19399). `first`: the number of the first one."""
 
     weight: float
     length: int
+    first: int = 0
 
 
 def grown(q: jax.Array, positions: jax.Array, config: QueryGrowth) -> jax.Array:
     """q [B, T, N, H], positions int32 [B, T]; returns q's shape and dtype."""
-    factor = 1 + config.weight * jnp.log1p((positions // config.length).astype(jnp.float32))
+    factor = 1 + config.weight * jnp.log1p(((positions + config.first) // config.length).astype(jnp.float32))
     return q * factor[:, :, None, None].astype(q.dtype)
 
 

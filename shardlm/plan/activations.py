@@ -39,8 +39,7 @@ class Layer:
     zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
     mask     that keeps documents apart; of XLA's attention the scores of a block
     gate     of attention's output
-    rule     of linear attention in float32, at its fullest; rule_wide: one array as wide as values; rule_kept: what is
-             kept without recomputation, and rule_product the one product of this that "dots" keeps
+    rule     of linear attention, at its fullest; rule_kept: what of it is kept without recomputation
     """
 
     stream: float
@@ -60,9 +59,7 @@ class Layer:
     mask: float
     gate: float = 0.0
     rule: float = 0.0
-    rule_wide: float = 0.0
     rule_kept: float = 0.0
-    rule_product: float = 0.0
 
 
 def layer(block: BlockConfig, sketch: Sketch) -> Layer:
@@ -107,9 +104,7 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
     return {
         "gate": each * attention.num_heads * attention.value_dim,
         "rule": linear_attention.at_work(rule),
-        "rule_wide": rule.wide,
         "rule_kept": linear_attention.held(rule, each * linear_attention.convolved(attention)),
-        "rule_product": rule.square,
     }
 
 
@@ -181,7 +176,7 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     if remat == "names":  # its input and the attention's part; the MLP's is not needed
         return {"streams kept": 2 * one.stream}
     if remat == "dots":
-        products = projections - one.rotated + one.rule_product
+        products = projections - one.rotated
         return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": 2 * one.hidden}
     return {
         # The inputs of the norms; what the projections read.

@@ -148,13 +148,13 @@ class _Run:
     def __call__(self, op: Op) -> Op:
         """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
         remat = self.sketch.config.remat
-        kept = op.unit == "matmul" and (op.constant or not op.both)  # by "dots": what is no batch of products
+        kept = op.unit == "matmul" and not op.both  # by "dots": what is no batch of products
         again = {"none": 0, "dots": 0 if kept else 1, "names": 1, "full": 1, "offload": 1}[remat]
         last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
-        if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")):
+        if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")) or not op.anew:
             again = 0  # nothing in the backward pass asks for the result, or it was kept
         again += self.twice
-        gradients = 2.5 if op.unit == "attention" else 1 if op.constant else 2
+        gradients = 2.5 if op.unit == "attention" else 2 if op.gradients is None else op.gradients
         passes = self.passes * op.count
         count = passes * (1 + again + gradients)
         executed = self.idle

@@ -75,10 +75,12 @@ class Kernels:
         """Of all that makes one execution's gradients."""
         if op.unit == "matmul":
             rows, n, k = op.dims
+            if op.gradients is not None:
+                return op.gradients * self._product(op, rows, n, k)
             added = {"hbm_bytes": op.hbm_bytes + op.added_bytes, "dtype": op.weight_dtype or op.dtype}
             weight = changed(op, **added, drawn=False)
             products = self._product(op, rows, k, n)
-            products += 0.0 if op.frozen or op.constant else self._product(weight, k, n, rows)
+            products += 0.0 if op.frozen else self._product(weight, k, n, rows)
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":
             return 2.5 * self._attention(op, self._fraction(1)) if self.attention != "xla" else 2 * self._unfused(op)

@@ -1,22 +1,26 @@
 """Linear attention by the gated delta rule (layers/delta_net.py) as formulas see it: what one device computes of a
-layer and moves in its memory. Which products there are is read from the op (ops/gated_delta.py); how often XLA moves
-what, from programs compiled for H100s (jax 0.10.2)."""
+layer and moves in its memory. Which products there are is read from the op (ops/gated_delta_chunks.py); how often XLA
+moves what, from programs compiled for H100s (jax 0.10.2)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.ops.gated_delta import CHUNK
+from shardlm.ops.unit_inverse import WHOLE
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
 
-WIDE = 4  # bytes of a float32, in which the rule is
-# Kernels of the rule and its convolutions that only move memory, forward and for gradients: of all chunks together, and
-# of the loop that goes from chunk to chunk, of each; of a forward pass that is made again as many.
-KERNELS, KERNELS_BACK = 85, 105
-IN_LOOP, IN_LOOP_BACK = 7, 20
+WIDE = 4  # bytes of a float32: of decays, the inverse and sums; factors are in the compute type
+# Kernels of the rule and its convolutions that only move memory, forward and for gradients; of a forward pass that is
+# made again as many.
+KERNELS, KERNELS_BACK = 37, 46
+# Seconds in which the kernel that carries states (ops/states_kernel.py) goes on by a chunk: a product of 128 x 32 x 128
+# in one core, which waits for the one before. An estimate without a source.
+TURN = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Rule:
 
     squares  matrices [C, C]: one for each chunk of tokens and head of values; of_keys: the same for heads of keys
     chunks   that follow each other in a row
+    itemsize of the compute type
     """
 
     C: int
@@ -33,21 +38,22 @@ class Rule:
     squares: float
     of_keys: float
     chunks: int
+    itemsize: int
 
     @classmethod
     def of(cls, attention: DeltaNetConfig, sketch: Sketch) -> "Rule":
         """Of a training step."""
         length = sketch.config.train.seq_len
-        return cls.of_rows(attention, length, sketch.tokens / length, sketch.mesh.tensor)
+        return cls.of_rows(attention, length, sketch.tokens / length, sketch.mesh.tensor, sketch.itemsize)
 
     @classmethod
-    def of_rows(cls, attention: DeltaNetConfig, length: int, rows: float, ways: int) -> "Rule":
+    def of_rows(cls, attention: DeltaNetConfig, length: int, rows: float, ways: int, itemsize: int) -> "Rule":
         """Of rows of so many tokens, or of as much of them as all heads of one row, which are split so many ways."""
         C = min(CHUNK, 1 << (length - 1).bit_length())
         chunks = math.ceil(length / C)
         each = rows * chunks / ways
         sizes = attention.head_dim, attention.value_dim
-        return cls(C, *sizes, each * attention.num_heads, each * attention.num_kv_heads, chunks)
+        return cls(C, *sizes, each * attention.num_heads, each * attention.num_kv_heads, chunks, itemsize)
 
     @property
     def square(self) -> float:
@@ -55,31 +61,25 @@ class Rule:
         return WIDE * self.squares * self.C**2
 
     @property
-    def wide(self) -> float:
-        """Bytes of values, or of keys for each head of values: their mean."""
-        return WIDE * self.squares * self.C * (self.H + self.V) / 2
-
-    @property
-    def keys(self) -> float:
-        """Bytes of keys."""
-        return WIDE * self.of_keys * self.C * self.H
+    def values(self) -> float:
+        """Bytes of values, or of keys for each head of values, in the compute type: their mean."""
+        return self.itemsize * self.squares * self.C * (self.H + self.V) / 2
 
     @property
     def states(self) -> float:
-        """Bytes of the state before each chunk."""
-        return WIDE * self.squares * self.H * self.V
+        """Bytes of the state before each chunk, in the compute type."""
+        return self.itemsize * self.squares * self.H * self.V
 
 
 def held(rule: Rule, narrow: float) -> float:
     """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
-    `narrow` bytes: each level of the inverse, decays and products, what the loop over chunks reads and writes."""
-    return 21 * rule.square + 10 * rule.wide + 6 * rule.keys + rule.states + 7 * narrow
+    `narrow` bytes: the inverse, states, what chunks read, and of convolutions and lengths what each step made."""
+    return 2 * rule.square + rule.values + rule.states + 11 * narrow
 
 
 def at_work(rule: Rule) -> float:
-    """Bytes in float32 while a layer is made again and done backwards, at the fullest: some of the layer before it are
-    there already."""
-    return 34 * rule.square + 22 * rule.wide + 8 * rule.keys + 2 * rule.states
+    """Bytes while a layer is made again and done backwards, at the fullest."""
+    return 4 * rule.square + 18 * rule.values + 4 * rule.states
 
 
 def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
@@ -91,23 +91,57 @@ def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tupl
 
 
 def products(rule: Rule) -> Iterator[Op]:
-    """The rule's, forward: inside all chunks at once, and from chunk to chunk."""
-    C, H, V = rule.C, rule.H, rule.V
-    halvings = 2 * (int(math.log2(C)) - 1)  # inverse_of_unit; its first level multiplies by 1
-    yield _op("decays between tokens", rule.squares, (C, C, C), "fp32", constant=True)
-    yield _op("inverse", rule.squares, (C, C, C), "fp32", halvings)
-    yield _op("keys and queries by keys", rule.of_keys, (C, C, H), "tf32", 2)
-    yield _op("changes inside chunks", rule.squares, (C, H + V, C), "tf32")
-    at_once = rule.squares / rule.chunks
-    for what, dims in (("reads of the state", (2 * C, V, H)), ("sums", (C, V, C)), ("writes", (H, V, C))):
-        yield _op(f"{what}, from chunk to chunk", at_once, dims, "tf32", rule.chunks)
+    """The rule's (ops/gated_delta_chunks.py). What the backward pass needs of the forward one it makes by itself, but
+    for what states need, so that with recomputation XLA has it once."""
+    C, H, V, s = rule.C, rule.H, rule.V, rule.squares
+    own = functools.partial(_op, rule)
+    # Queries' products are made anew for gradients, keys' with the inverse; then three gradients.
+    yield own("keys and queries by keys", rule.of_keys, (C, C, H), 2, gradients=2.5, anew=False)
+    yield from _inverse(rule)
+    # Gradients: made anew, back through the inverse, and the inverse's own.
+    yield own("changes by values", s, (C, V, C), narrow=True, gradients=3, anew=False)
+    yield own("changes by states", s, (C, H, C), narrow=True, gradients=3, anew=False)
+    yield own("writes", s, (H, V, C), narrow=True, gradients=2)
+    yield own("writes of what is read", s, (H, H, C), narrow=True, gradients=1, anew=False)
+    yield own("states", s, (H, V, H), narrow=True, gradients=1)
+    yield own("reads", s, (C, V, H), 2, gradients=2.5, anew=False)
+    yield own("sums", s, (C, V, C), gradients=2, anew=False)
 
 
-def _op(what: str, copies: float, dims: tuple[int, int, int], dtype: str, count: int = 1, **how) -> Op:
+def _inverse(rule: Rule) -> Iterator[Op]:
+    """ops/unit_inverse.py: halves of small blocks as whole blocks, the first by 1; pairs of larger blocks."""
+    C, squares = rule.C, rule.squares
+    small = min(WHOLE, C)
+    own = functools.partial(_op, dataclasses.replace(rule, itemsize=WIDE), dtype="fp32", gradients=0)
+    if small > 2:
+        halvings = 2 * (int(math.log2(small)) - 1)
+        yield own("inverse", squares * C / small, (small, small, small), halvings)
+    while small < C:
+        yield own("inverse", squares * C / (2 * small), (small, small, small), 2)
+        small *= 2
+
+
+def _op(
+    rule: Rule,
+    what: str,
+    copies: float,
+    dims: tuple[int, int, int],
+    count: int = 1,
+    narrow: bool = False,
+    dtype: str = "",
+    **how,
+) -> Op:
+    """`copies` products at once; what they make is float32, or rounded at once if `narrow`."""
     rows, n, k = dims
-    moved = WIDE * copies * (rows * n + rows * k + n * k)
-    flops = 2.0 * copies * rows * n * k
-    return Op("linear attention", what, "matmul", flops, moved, count, dims=dims, dtype=dtype, both=True, **how)
+    moved = copies * (rule.itemsize * (rows * k + n * k) + (rule.itemsize if narrow else WIDE) * rows * n)
+    dtype = dtype or ("bf16" if rule.itemsize < WIDE else "tf32")
+    return Op(
+        *("linear attention", what, "matmul", 2.0 * copies * rows * n * k, moved, count),
+        dims=dims,
+        dtype=dtype,
+        both=True,
+        **how,
+    )
 
 
 def convolved(attention: DeltaNetConfig) -> int:
@@ -117,11 +151,10 @@ def convolved(attention: DeltaNetConfig) -> int:
 
 def moved(rule: Rule, narrow: float) -> Iterator[Op]:
     """What moves memory besides, forward and for gradients, as XLA fuses it: convolutions of `narrow` bytes, lengths of
-    queries and keys, decays, what is cut into chunks and put together again, and what of it is kept for the backward
-    pass."""
-    there, back = 28 * rule.square + 14 * rule.wide + 6 * narrow, 36 * rule.square + 36 * rule.wide + 16 * narrow
+    queries and keys, decays, what is cut into chunks and put together again. And what states wait for each other."""
+    there = 10.5 * rule.square + 15 * rule.values + 3.5 * narrow
+    back = 17.5 * rule.square + 24 * rule.values + 15 * narrow
     kernels = {"host": (KERNELS - 1) * GAP, "gradient_host": (KERNELS_BACK - 1) * GAP}
     yield Op("linear attention", "convolutions, decays, chunks", "memory", 0, there, 1, gradient_bytes=back, **kernels)
-    there, back = 5 * rule.states + 8 * rule.wide, 14 * rule.states + 21 * rule.wide
-    kernels = {"host": (IN_LOOP * rule.chunks - 1) * GAP, "gradient_host": (IN_LOOP_BACK * rule.chunks - 1) * GAP}
-    yield Op("linear attention", "from chunk to chunk", "memory", 0, there, 1, gradient_bytes=back, **kernels)
+    turns = {"host": rule.chunks * TURN, "gradient_host": rule.chunks * TURN}
+    yield Op("linear attention", "from chunk to chunk", "memory", 0, 0, 1, gradient_bytes=0, **turns)

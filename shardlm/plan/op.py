@@ -28,7 +28,9 @@ class Op:
     host       seconds that the device waits for its host, as other systems' does (systems_experts.py), or between small
                kernels; gradient_host: the same for its gradient, where that is another
     both       a matmul of two activations, as of linear attention: each has a gradient, whatever is trained
-    constant   of these, one whose other operand is a constant: it has one gradient
+    gradients  of these: executions that its gradients are worth, where they are not two; None: two
+    anew       whether recomputation runs it again; else nothing in the backward pass asks for it, or its gradient's
+               executions are with it
     split      a matmul so narrow that XLA cuts what is summed into parts, so that more cores have work
     weight_dtype  of the product that makes a weight's gradient, where it is another; "": the same
     frozen     a matmul with a weight that is not trained: no gradient of it is made
@@ -59,7 +61,8 @@ class Op:
     host: float = 0.0
     gradient_host: float = 0.0
     both: bool = False
-    constant: bool = False
+    gradients: float | None = None
+    anew: bool = True
     split: bool = False
     weight_dtype: str = ""
     frozen: bool = False

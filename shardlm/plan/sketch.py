@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
@@ -73,6 +74,24 @@ class Weight:
         return int(rest.partition(".")[0]) if head == "segments" else None
 
 
+def refuse(shape: TransformerConfig, length: int, served: bool = False) -> None:
+    """Raises ShardlmError for models whose memory and time have no formulas, with rows of this length."""
+    chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
+    reasons = {
+        "layers that read the keys and values of others": shape.reads,
+        "inputs of each layer's own": shape.inputs is not None,
+        f"attention within chunks of {', '.join(map(str, chunks))} tokens in rows of {length}": any(
+            length > chunk for chunk in chunks
+        ),
+        "heads of different sizes in one pool of pages": served and len(shape.kept_heads) > 1,
+    }
+    if lacking := [reason for reason, holds in reasons.items() if holds]:
+        raise ShardlmError(
+            f"the planner has no formulas for {' and '.join(lacking)}, which this model has: choose a mesh without a "
+            "plan"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Sketch:
     """A run on a mesh of GPUs.
@@ -94,6 +113,7 @@ class Sketch:
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
         settled = settle(config, config.mesh, Described.of(gpu), traced=False)
+        refuse(settled.shape, config.train.seq_len)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
 
     @property

@@ -71,6 +71,7 @@ def build(
     if speculative:
         speculative.check_room(length)
     refuse(shape, config)
+    shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(speculative, shape.vocab_size, length, *beside)

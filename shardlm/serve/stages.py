@@ -54,7 +54,7 @@ def layout_of(whole: PageLayout, layers: slice) -> PageLayout:
     for group, _ in whole.places[layers]:
         places.append((group, counts[group]))
         counts[group] += 1
-    return dataclasses.replace(whole, places=tuple(places))
+    return dataclasses.replace(whole, places=tuple(places), parts=())  # of other sizes here, maybe
 
 
 def layers_of(num_layers: int, count: int) -> list[slice]:

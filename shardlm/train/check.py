@@ -134,6 +134,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             f"mesh.expert={rules.mesh.expert}: the model has no experts to split; set mesh.expert=1 and give its "
             "devices to data, fsdp or tensor"
         )
+    model.check_stages(rules.mesh.pipeline)
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
         if isinstance(block.attention, DeltaNetConfig):
@@ -151,6 +152,8 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             rules.optimizer.check("expert_embed", model.embed_dim)
     rules.rest.check("vocab", model.vocab_size)
     rules.optimizer.check("embed", model.embed_dim)
+    if model.inputs:
+        rules.optimizer.check("embed", model.inputs.dim)
 
 
 def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> None:

@@ -17,6 +17,7 @@ CASES = {
     "llama_tied": {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]},
     "phi3": {"r": 3, "lora_alpha": 6, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     "gpt2": {"r": 4, "lora_alpha": 4, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True},
+    "gemma4": {"r": 4, "lora_alpha": 2, "target_modules": ALL},
     "glm4": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:4], "gate_up_proj"]},
     "qwen3_5": {
         "r": 4,

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -41,14 +42,16 @@ ROUTED = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-MLA = {
+DENSE_MLA = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
     "num_key_value_heads": 4,
-    **ROUTED,
+    "q_lora_rank": 20,
 }
+MLA = {**DENSE_MLA, **ROUTED}
+EVERY = {**ROUTED, "first_k_dense_replace": 0}
 
 
 def rope(kind: str, **options) -> dict:
@@ -63,10 +66,26 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "final_logit_softcapping": 5.0,
+}
+UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias")
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
     "llama": ("llama", {}),
+    "llama4": (
+        "llama4_text",
+        {"intermediate_size": 24, "intermediate_size_mlp": 48, "head_dim": 8, "num_hidden_layers": 4, "floor_scale": 8}
+        | {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 7}
+        | {"no_rope_layer_interval": 4, "attn_scale": 0.5},
+    ),
     "llama_tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 10}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "llama_linear": ("llama", rope("linear", factor=4.0)),
@@ -101,8 +120,24 @@ CASES = {
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
         },
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**MLA, "n_group": 4, "topk_group": 2}),
+    "youtu": ("youtu", DENSE_MLA),
+    "mistral4": (
+        "mistral4",
+        {**MLA, "rope_parameters": {**YARN, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
+    ),
     "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "gemma3": ("gemma3_text", {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "gemma4": (
+        "gemma4_text",
+        {**GEMMA4, "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 96, "num_hidden_layers": 7, "layer_types": WINDOWED + GEMMA4["layer_types"]},
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "phi3": ("phi3", {"sliding_window": 9}),
     "phi3_long": (
         "phi3",
@@ -147,6 +182,19 @@ CASES = {
         "dots1",
         {**ROUTED, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "sliding_window": 6, "max_window_layers": 2},
     ),
+    "solar_open": ("solar_open", {**EVERY, "head_dim": 12, "n_group": 4, "topk_group": 2}),
+    "exaone_moe": (
+        "exaone_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": 6}
+        | {"sliding_window_pattern": 2, "head_dim": 8},
+    ),
+    "hy_v3": (
+        "hy_v3",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+        | {"router_scaling_factor": 1.5},
+    ),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron": ("nemotron", {"rms_norm_eps": None}),
     "minimax_m2": ("minimax_m2", {**MOE, "head_dim": 12, "rotary_dim": 6}),
     "gpt2": ("gpt2", {}),
     "gpt_oss": (
@@ -190,7 +238,10 @@ def make(name: str, folder: pathlib.Path) -> None:
     sizes = GPT2 if model_type == "gpt2" else SIZES
     config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    if model_type == "mistral4":  # which the Auto classes leave to what also sees
+        model = transformers.Mistral4ForCausalLM(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config)
     if name == "deepseek":
         with_experts(model)
     model = model.float().eval()
@@ -260,7 +311,7 @@ def gradients(model) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         saved(model, pathlib.Path(folder), torch.float32)
         tensors = load_file(f"{folder}/model.safetensors")
-    trained = {path: a.double().flatten() for path, a in tensors.items() if "e_score_correction_bias" not in path}
+    trained = {path: a.double().flatten() for path, a in tensors.items() if not UNTRAINED.search(path)}
     wave = {path: torch.cos(torch.arange(a.numel(), dtype=torch.float64)) for path, a in trained.items()}
     return {path: [a.norm().item(), (a @ wave[path]).item()] for path, a in trained.items()}
 

@@ -10,7 +10,7 @@ import sys
 
 import torch
 import transformers
-from make_references import HYBRID, LENGTH, MOE, ROWS, SIZES, YARN, saved
+from make_references import DENSE_MLA, GEMMA4, HYBRID, LENGTH, MOE, ROWS, SIZES, YARN, saved
 from safetensors.torch import save_file
 
 TEXT = {**SIZES, "num_hidden_layers": 2, "head_dim": 12}
@@ -33,9 +33,32 @@ LINEAR = {**SIZES, **HYBRID}
 LINEAR["rope_parameters"] = {**SECTIONS, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
 GROWING = {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}, "model_type": "ministral3"}
+OWN_INPUTS = {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 # name -> (options of the text, of what sees, of both)
 CASES = {
     "gemma3": ({**TEXT, "sliding_window": 6}, {**TOWER, "vision_use_head": False}, {"mm_tokens_per_image": 1}),
+    "gemma4": (
+        {**TEXT, **OWN_INPUTS},
+        {**TOWER, "pooling_kernel_size": 1, "position_embedding_size": 4},
+        {"audio_config": None},
+    ),
+    "gemma4_unified": (
+        {**TEXT, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 8, "mm_posemb_size": 4, "output_proj_dims": 8},
+        {"audio_config": {"audio_embed_dim": 4}},
+    ),
+    "kimi_k25": (
+        {**SIZES, **DENSE_MLA, "num_hidden_layers": 2, "first_k_dense_replace": 2, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        {"patch_size": 2, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"pos_emb_height": 2, "pos_emb_width": 2},
+        {"tie_word_embeddings": False},
+    ),
+    "llama4": (
+        {**TEXT, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 7},
+        {**TOWER, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {"tie_word_embeddings": False},
+    ),
     "mistral3": ({**TEXT, **GROWING}, TOWER, {"tie_word_embeddings": False}),
     "qwen2_vl": (QWEN2, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2}, {}),
     "qwen2_5_vl": (QWEN2, {**QWEN, "fullatt_block_indexes": [0]}, {"tie_word_embeddings": True}),

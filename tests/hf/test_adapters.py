@@ -41,15 +41,16 @@ def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
     mesh = MeshSpec(tensor=2) if name in ("llama", "deepseek_v2") else MeshSpec()
     opened = shardlm.load(folder, mesh=mesh, dtype="float32", decoding=True, length=24)
     expected = hf_files.header(folder / "expected.safetensors.reference")["logits"].read(...)
+    close = 5e-4 if name == "gemma4" else 1e-4  # PEFT's own float32 is up to 1.9e-4 from its float64 there
     base = hf_files.header(HERE / "references" / name / "expected.safetensors.reference")
     tokens = base["tokens"].read(...)
     with jax.set_mesh(opened.mesh):
         found = run(opened.model, opened.params, tokens)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_allclose(found, expected, atol=close)
         assert np.abs(expected - base["logits"].read(...)).max() > 0.1  # the adapters do something
         to_hf(folder, tmp_path / "merged", "float32", merge=True)
         plain = shardlm.load(tmp_path / "merged", mesh=mesh, dtype="float32", decoding=True, length=24)
-        np.testing.assert_allclose(run(plain.model, plain.params, tokens), expected, atol=1e-4)
+        np.testing.assert_allclose(run(plain.model, plain.params, tokens), expected, atol=close)
 
         greedy = {"max_new_tokens": 6, "sampling": Sampling(temperature=0)}
         prompt = tokens[0].tolist()
@@ -61,7 +62,7 @@ def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
         adapters = unflatten_dict({p: a for p, a in flatten_dict(opened.params).items() if is_adapter(p)})
         peft.save(tmp_path / "written", opened.model, adapters, opened.source)
         again = shardlm.load(tmp_path / "written", mesh=mesh, dtype="float32", decoding=True, length=24)
-        np.testing.assert_allclose(run(again.model, again.params, tokens), expected, atol=1e-4)
+        np.testing.assert_allclose(run(again.model, again.params, tokens), expected, atol=close)
     with pytest.raises(ShardlmError, match="exists; choose another"):
         peft.save(tmp_path / "written", opened.model, adapters, opened.source)
 

@@ -26,6 +26,8 @@ NAMES = sorted(path.name for path in REFERENCES.iterdir())
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
 LOGITS, GRADIENTS = 1e-4, 1e-3
 OF_MEMORIES = 3e-4  # a norm makes much of what is read where little is remembered (most tokens 2e-6, one 9e-5)
+# Norms of inputs of 8 numbers do too: transformers' own float32 is up to 8e-5 from its float64.
+OF_INPUTS = 3e-4
 
 
 class Reference:
@@ -45,6 +47,12 @@ class Reference:
 
     def names(self, block):
         return registry.names(self.folder.config, self.model.config, block)
+
+
+def close(reference: Reference) -> float:
+    """How far logits may be from those of transformers."""
+    config = reference.model.config
+    return OF_MEMORIES if config.memories else OF_INPUTS if config.inputs else LOGITS
 
 
 def loss(model, tokens, params):
@@ -67,7 +75,7 @@ def check(reference: Reference, back: pathlib.Path) -> None:
             prompt = reference.tokens[0].tolist()
             greedy = list(generate(model, params, prompt, max_new_tokens=32, sampling=Sampling(temperature=0)))
             assert greedy == reference.greedy.tolist()
-    assert np.abs(logits - reference.logits).max() < (OF_MEMORIES if reference.model.config.memories else LOGITS)
+    assert np.abs(logits - reference.logits).max() < close(reference)
     assert float(value) == pytest.approx(reference.facts["loss"], abs=1e-5)
     found = {t.name: t.make() for t in weights.planned(model.config, gradient, reference.names, np.dtype("float32"))}
     for path, (norm, product) in reference.facts["gradients"].items():
@@ -88,16 +96,15 @@ def written_back(reference: Reference, path: pathlib.Path) -> None:
         assert np.array_equal(stored.read(...).view(np.uint16), back.tensors[name].read(...).view(np.uint16)), name
 
 
-MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "olmo2", "phi3", "glm4"]
+MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmo2", "phi3", "glm4"]
+MESHED += ["gemma3", "gemma4", "gemma4_moe"]
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(fsdp=2, tensor=2), MeshSpec(fsdp=2, expert=2)], ids=str)
-@pytest.mark.parametrize(
-    "name", ["llama_tied", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "olmo2", "phi3", "glm4"]
-)
+@pytest.mark.parametrize("name", MESHED)
 def test_a_family_on_a_mesh(name, spec):
     reference = Reference(name, spec)
     with jax.set_mesh(reference.mesh):
         run = jax.jit(partial(logits_of, reference.model))
         logits = np.asarray(run(reference.params, jnp.asarray(reference.tokens)))
-    assert np.abs(logits - reference.logits).max() < (OF_MEMORIES if reference.model.config.memories else LOGITS)
+    assert np.abs(logits - reference.logits).max() < close(reference)

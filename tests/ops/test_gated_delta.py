@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, inverse_of_unit, reference, unit
+from shardlm.ops import states_kernel
+from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, reference, unit
+from shardlm.ops.gated_delta_chunks import through
 from shardlm.ops.short_conv import short_conv, texts
+from shardlm.ops.unit_inverse import inverse_of_unit
 
 B, K, N, H, V, W = 2, 2, 4, 16, 8, 4
 
@@ -36,6 +39,45 @@ def test_chunks_are_the_rule(length):
     (_, expected), wanted = of(reference)
     for a, b in zip([*found, *gradients], [*expected, *wanted], strict=True):
         assert jnp.abs(a - b).max() < 2e-5 * max(1, jnp.abs(b).max())  # measured: up to 2e-6
+
+
+def test_factors_in_16_bits():
+    """Of equal keys and hardly any decay, where all that is remembered is read and taken back again and again, against
+    the rule in float64: of each array, as a part of its length."""
+    rng, T, N, H, V = np.random.default_rng(0), 4 * CHUNK, 4, 32, 32
+    q, k = (3 * rng.normal(size=(1, 1, K, H)) + rng.normal(size=(1, T, K, H)) for _ in range(2))
+    near = [np.asarray(unit(jnp.asarray(a))) for a in (q, k)] + [rng.normal(size=(1, T, N, V))]
+    wide = -np.exp(rng.normal(size=(1, T, N)) - 5), rng.uniform(size=(1, T, N)), rng.normal(size=(1, N, H, V))
+    text, like = jnp.zeros((1, T), jnp.int32), rng.normal(size=(1, T, N, V))
+    rounded = [jnp.asarray(a, jnp.bfloat16) for a in near]
+
+    def of(rule, narrow, wide_type):
+        def loss(*given):
+            out, state = rule(*given, text)
+            return jnp.sum(out.astype(wide_type) * like), (out, state)
+
+        given = [a.astype(narrow) for a in rounded] + [jnp.asarray(a, wide_type) for a in wide]
+        (_, found), gradients = jax.jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))(*given)
+        return [np.asarray(a, np.float64) for a in (*found, *gradients)]
+
+    with jax.enable_x64(True):
+        expected = of(reference, jnp.float64, jnp.float64)
+    for narrow, bound in ((jnp.bfloat16, 0.03), (jnp.float32, 5e-6)):  # measured: up to 0.008 and 5e-7
+        for a, b in zip(of(gated_delta, narrow, jnp.float32), expected, strict=True):
+            assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back):
+    rng, n, H, V = np.random.default_rng(0), 5, 32, 64
+    left, P = rng.uniform(size=(n, B, N)).astype(np.float32), rng.normal(size=(n, B, N, H, H)) / H
+    into, state = rng.normal(size=(n, B, N, H, V)), rng.normal(size=(B, N, H, V)).astype(np.float32)
+    P, into = (jnp.asarray(a, jnp.bfloat16) for a in (P, into))
+    assert states_kernel.fits(P, into)
+    found = states_kernel.pallas(left, P, into, state, back=back, interpret=True)
+    for a, b in zip(found, through(left, P, into, state, back), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-2, atol=1e-2)
 
 
 def test_what_decays_at_once_is_no_infinity():

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.ops.kv_format import order_of, packed, unpacked
+from shardlm.ops.attention import attend
+from shardlm.ops.kv_format import as_heads, order_of, packed, parts_of_page, unpacked
 from shardlm.ops.paged_attention import blocked, choose, implementation, reference, write, write_pages
 from shardlm.ops.paged_kernel import pallas
 
@@ -38,6 +39,8 @@ SHAPES = {
     "decode": (4, 2, 1, 8, {"sinks": True}),
     "many rows": (4, 2, 1, 8, {"rows": 11, "window": 200}),
     "chunk": (4, 1, 17, 16, {"softcap": 3.0, "window": 130}),
+    "chunks": (4, 2, 17, 8, {"chunk": 150, "sinks": True}),
+    "decode in chunks": (4, 2, 1, 8, {"chunk": 60}),
     "latents": (3, 1, 2, 24, {"value_dim": 18}),
     "one head of two": (4, 2, 1, 8, {"head": 1, "window": 7}),
     "int8": (6, 3, 3, 20, {"how": "int8", "softcap": 30.0}),
@@ -151,3 +154,35 @@ def test_eight_bits(how):
     pages = write(pages, {"k": new}, *where, implementation="pallas")
     found = unpacked(pages["k"], pages.get("k_scale"), jnp.float32)
     np.testing.assert_array_equal(found[1, jnp.array([0, 2])], numbers[0])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_layers_whose_heads_differ_share_a_pool(name):
+    """A page of two heads of 16 is two of one head of 16, each a layer's own."""
+    wide, narrow, pages = (2, 16), (1, 16), 1 + WIDTH
+    rng = np.random.default_rng(2)
+    table = jnp.asarray(rng.permutation(np.arange(1, pages))[None], jnp.int32)
+    positions = jnp.arange(40, dtype=jnp.int32)[None]
+    pools = {entry: jnp.zeros((2 * pages, PAGE, *wide), jnp.float32) for entry in ("k", "v")}
+    pools = laid(pools, name)
+    orders = {entry: order_of(entry, pool.dtype, name) for entry, pool in pools.items()}
+    # Of two places, the first is one layer's and the second two others'.
+    layers = [(wide, 0, 0), (narrow, 1, 0), (narrow, 1, 1)]
+    made = [
+        {entry: jnp.asarray(rng.normal(size=(1, 40, *heads)), jnp.float32) for entry in "qkv"} for heads, _, _ in layers
+    ]
+    whole = {entry: pool.shape for entry, pool in pools.items()}
+    where = []
+    for (heads, place, part), new in zip(layers, made, strict=True):
+        parts = parts_of_page(pools["k"], orders["k"], *heads)
+        own = {entry: as_heads(pool, orders[entry], heads[0], parts) for entry, pool in pools.items()}
+        where.append((table * parts, positions, jnp.int32(place * pages * parts + part)))
+        here, at, first = where[-1]
+        own = write(own, {"k": new["k"], "v": new["v"]}, here, at, at >= 0, first, implementation=name)
+        pools = {entry: pool.reshape(whole[entry]) for entry, pool in own.items()}
+    for (heads, _, _), new, own in zip(layers, made, where, strict=True):
+        parts = parts_of_page(pools["k"], orders["k"], *heads)
+        k, v = (as_heads(pools[entry], orders[entry], heads[0], parts) for entry in "kv")
+        found = IMPLEMENTATIONS[name](new["q"], k, v, *own, 0.25)
+        expected = attend(new["q"], new["k"], new["v"], jnp.tril(jnp.ones((1, 40, 40), bool)), 0.25)
+        np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -45,7 +45,7 @@ SMALL = QwenHybridConfig(1024, 256, 8, 4, 8, 4, 64, 512, 12, 6, 64, 128)  # head
 
 def run(model: QwenHybridConfig | Pretrained = SMALL, **how) -> RunConfig:
     train = TrainConfig(global_batch=8, seq_len=4096)
-    return RunConfig(model, train=train, precision="bf16", **{"mesh": MeshSpec()} | how)
+    return RunConfig(model, precision="bf16", **{"mesh": MeshSpec(), "train": train} | how)
 
 
 def test_model_flops_by_hand():
@@ -57,22 +57,21 @@ def test_model_flops_by_hand():
     assert shape.attention_macs(500, 0) == 500 * shape.attention_width() == 500 * 8 * 16 * 2 * 256
 
 
-def test_products_of_the_rule_are_those_of_its_program():
-    """On a CPU, with gradients, of heads of keys that are fewer and of another size than those of values;
-    100 tokens are two chunks."""
+def test_products_of_the_rule_are_those_of_its_programs():
+    """On a CPU, the forward pass and its gradients each by itself, of heads of keys that are fewer and of another size
+    than those of values; 100 tokens are two chunks."""
     B, T, K, N, H, V = 2, 100, 2, 4, 32, 64
     shapes = [(B, T, K, H), (B, T, K, H), (B, T, N, V), (B, T, N), (B, T, N), (B, N, H, V)]
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    text = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    arrays, text = [jnp.ones(shape) for shape in shapes], jnp.zeros((B, T), jnp.int32)
 
-    def loss(*arrays):
-        return jnp.sum(gated_delta(*arrays)[0] ** 2)
+    def flops_of(run, *given):
+        return matmul_flops(jax.jit(run).lower(*given).compile().as_text()).flops
 
-    ops = list(products(Rule.of_rows(DeltaNetConfig(N, K, H, V), T, B, 1)))
-    forward = sum(op.flops * op.count for op in ops)
-    gradients = sum(op.flops * op.count * (1 if op.constant else 2) for op in ops)
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5))).lower(*arrays, text).compile().as_text()
-    assert matmul_flops(compiled).flops == pytest.approx(forward + gradients, rel=1e-6)
+    out, gradients = jax.vjp(lambda *arrays: gated_delta(*arrays, text), *arrays)
+    ops = list(products(Rule.of_rows(DeltaNetConfig(N, K, H, V), T, B, 1, 4)))
+    assert flops_of(gated_delta, *arrays, text) == sum(op.flops * op.count for op in ops)
+    backward = flops_of(lambda gradients, out: gradients(out), gradients, out)
+    assert backward == sum(op.flops * op.count * op.gradients for op in ops)
 
 
 def test_projections_of_linear_and_gated_attention_are_all_there():
@@ -86,17 +85,18 @@ def test_projections_of_linear_and_gated_attention_are_all_there():
 
 @pytest.mark.parametrize("remat,again", [("none", 0), ("dots", 1), ("names", 1), ("full", 1)])
 def test_what_is_made_again(remat, again):
-    """Products of the rule are batches, of which "dots" keeps only the one with a constant, which has one
-    gradient."""
+    """Products of the rule are batches, which "dots" keeps none of. What states need is made again, the inverse without
+    a gradient; the rest is its gradients'."""
     ops = operations(Sketch.of(run(remat=remat), H100))
 
     def sums(what: str) -> tuple[float, ...]:
         mine = [op for op in ops if op.what == what]
         return tuple(sum(getattr(op, name) for op in mine) for name in ("forward", "again", "count"))
 
-    layers, halvings = 6, 10
-    assert sums("inverse") == (layers * halvings, layers * halvings * again, layers * halvings * (3 + again))
-    assert sums("decays between tokens")[2] == layers * (2 + (again and remat != "dots"))
+    layers, products = 6, 6 + 2 + 2
+    assert sums("inverse") == (layers * products, layers * products * again, layers * products * (1 + again))
+    assert sums("states") == (layers, layers * again, layers * (2 + again))
+    assert sums("reads") == (2 * layers, 0, 2 * layers * 3.5)
 
 
 def test_a_search_lays_out_what_the_heads_allow():
@@ -118,7 +118,10 @@ def test_what_is_not_known_of_its_memory_is_said():
     cases = (
         ({"model": Pretrained("unread", config=json.dumps(SMALL.to_hf())), "lora": LoraConfig(rank=8)}, beside),
         ({"remat": "none"}, "two repeats of a pattern"),
-        ({"model": QwenHybridConfig(), "mesh": MeshSpec(context=4)}, "over context=4"),
+        (
+            {"model": QwenHybridConfig(), "mesh": MeshSpec(fsdp=16), "train": TrainConfig(16, 4096)},
+            "over several hosts",
+        ),
     )
     for how, words in cases:
         assert words in memory(Sketch.of(run(**how), H100)).doubt
@@ -168,6 +171,9 @@ def test_decoding_reads_and_writes_what_requests_are_remembered_by():
     own = state_bytes(memory.attention, speed.rules, 2)
     few, many = (layer_work(memory, [], speed.rules, 0.0, Pass(n, n, 4096, 2), D).least_bytes for n in (1, 64))
     assert (few, many) == (2 * own, 64 * 2 * own)
+    bounds = [speed.decode(rows, 4096).least for rows in (1, 64)]  # states of 24 layers, keys and values of eight
+    of_requests = 63 * (24 * 2 * own + 8 * 4096 * 2 * 4 * 256 * 2)
+    assert bounds[1] - bounds[0] == pytest.approx(of_requests / H100.hbm_bytes_per_second, rel=1e-3)  # and embeddings
     assert speed.decode(64, 4096).parts["linear attention"] > 2 * speed.decode(8, 4096).parts["linear attention"]
     # Of a layer that does not look back, a chunk takes as long wherever it stands.
     (near, far) = (layer_work(memory, [], speed.rules, 0.0, Pass(2048, 1, at, 2), D).ops for at in (0, 30_000))

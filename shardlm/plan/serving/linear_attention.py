@@ -2,8 +2,9 @@
 computes and moves (serve/programs.py, layers/context.py's Paged.recur)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.plan import linear_attention
 from shardlm.plan.linear_attention import WIDE, Rule
@@ -28,6 +29,15 @@ def operations(attention: DeltaNetConfig, rules: Rules, rows: float, each: float
     yield Op("linear attention", "states", "memory", 0, PASSES * own / KERNELS, KERNELS)
     if each > 1:
         ways = rules.mesh.size(*rules.use.axes("heads"))
-        rule = Rule.of_rows(attention, math.ceil(each), rows, ways)
+        rule = Rule.of_rows(attention, math.ceil(each), rows, ways, itemsize)
         yield from linear_attention.products(rule)
         yield from linear_attention.moved(rule, rows * each * itemsize * linear_attention.convolved(attention) / ways)
+
+
+def joined_bytes(blocks: Iterable[BlockConfig], rules: Rules, D: int, itemsize: int) -> float:
+    """Of the weights that a prompt's tokens are multiplied by first: XLA joins those of a layer to one, of all layers
+    before any is used (9B's 24 layers, compiled for an H100: 2.0 GiB)."""
+    ways = rules.mesh.size(*rules.use.axes("heads"))
+    found = (block.attention for block in blocks if isinstance(block.attention, DeltaNetConfig))
+    first = (next(linear_attention.projections(attention, D, ways)) for attention in found)
+    return sum(itemsize * D * columns for _, columns, _ in first)

@@ -13,11 +13,13 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops import attention, grouped_weights
+from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.mix import Mix
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.plan.sketch import Described
+from shardlm.plan.sketch import refuse as unknown
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.memories import refuse
@@ -144,13 +146,13 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
     as the engine does."""
     engine, shape = case.engine, case.model.shape
+    unknown(shape, case.length, served=True)
     refuse(shape, engine)
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
-    windows = [block.attention.window for block in shape.blocks()]
     drafter = drafter_of(case)
-    layout, *beside = layouts_for(windows, drafter and drafter.windows, case.length, engine.block_size, engine.decoded)
+    layout, *beside = layouts_for(shape, drafter and drafter.windows, case.length, engine.block_size, engine.decoded)
     own = [weights.stage(run, i == 0, i == len(runs) - 1) for i, run in enumerate(runs)]
     held = [held_bytes(stage, rules) for stage in own]
     each = [page_bytes(model, part_of_layout(layout, run), engine.block_size) for run in runs]
@@ -262,8 +264,10 @@ def _stage(
             if last
             else 0
         )
-        return max(layer, scored)
+        return max(layer, scored) + joined
 
+    own, D = list(shape.blocks())[run], shape.embed_dim
+    joined = linear.joined_bytes(own, rules, D, itemsize) if case.weights == "dtype" else 0
     rows, each = sizes.max_rows, 1 + case.engine.drafts
     layer = rows * each * itemsize * (3 * shape.embed_dim + widest)
     sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V

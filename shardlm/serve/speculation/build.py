@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.mesh import MeshSpec
@@ -22,7 +23,7 @@ from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stages import Stage
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, kv_ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,11 @@ def open_draft_model(
             f"to {longest}, or choose another draft model"
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
+    if draft.model.config.reads:
+        raise ShardlmError(
+            f"the draft model {config.model} has layers that read others' keys and values, which no draft model may; "
+            "choose another, or method 'ngram'"
+        )
     with jax.set_mesh(draft.mesh):
         return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
 
@@ -97,25 +103,28 @@ def layouts_of(
 ) -> tuple[PageLayout, ...]:
     """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
     number of pages left to be set."""
-    return layouts_for(_windows(model.config.blocks()), draft and draft.windows, length, page_size, steps)
+    return layouts_for(model.config, draft and draft.windows, length, page_size, steps, kv_ways(model))
 
 
 def layouts_for(
-    windows: Sequence[int], drafting: Sequence[int] | None, length: int, page_size: int, steps: int
+    shape: TransformerConfig, drafting: Sequence[int] | None, length: int, page_size: int, steps: int, ways: int = 1
 ) -> tuple[PageLayout, ...]:
-    """The same from the windows of the layers, and of those that draft, where there are any."""
-    layout = layout_of(windows, 0, length, page_size, steps)
+    """The same from the shape of the model, the windows of the layers that draft, where there are any, and the devices
+    that kv heads are split over."""
+    windows, sources = _windows(shape.blocks()), shape.sources[: shape.num_layers]
+    layout = layout_of(windows, 0, length, page_size, steps, shape.sharing(ways)[: shape.num_layers], sources)
     if drafting is None:
         return (layout,)
     beside = layout.beside(drafting)
     if beside is None:  # layers that draft see farther than any of the model's
-        layout = PageLayout.whole(len(windows), 0)
+        layout = PageLayout.whole(len(set(sources)), 0).reading(sources)
         beside = layout.beside(drafting)
     return layout, beside
 
 
 def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:
-    return [block.attention.window for block in blocks]
+    kept = lambda own: own.reach if isinstance(own, AttentionConfig) else own.window  # noqa: E731
+    return [kept(block.attention) for block in blocks]
 
 
 def make_proposer(

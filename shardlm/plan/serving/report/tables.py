@@ -122,7 +122,8 @@ def memory(answer: Data) -> Table:
         "weights": f"{gib(draft)} of layers that draft" if draft else "",
         "pages": f"{plan['estimated']['num_pages']:,} of {engine['block_size']} tokens"
         + (windows if groups["with_window"] else ""),
-        "memories": f"of {engine['max_num_seqs']:,} requests (max_num_seqs), in layers of linear attention",
+        "memories": f"of {engine['max_num_seqs']:,} requests (max_num_seqs) in layers of linear attention, and "
+        f"{plan['estimated']['num_snapshots']:,} copies by which prefixes are cached",
         "slots": f"{engine['max_num_seqs']:,} requests (max_num_seqs)",
         "temporaries": "of the program that needs most",
         "total": f"of {gib(plan['estimated']['memory_limit_bytes'])} GiB that jax may take",

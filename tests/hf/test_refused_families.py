@@ -1,0 +1,140 @@
+"""What the newer families' checkpoints may say that is not followed, and what models of their kinds cannot be asked
+for: each is refused by name. And what is in their files that no layer uses."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from small import mesh_of
+from test_opening import change_tensors
+
+import shardlm
+from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
+from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.sketch import Sketch
+from shardlm.rules import Rules
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.state import ModelDef, cache_entries
+from shardlm.train.config import RunConfig, TrainConfig
+
+REFERENCES = pathlib.Path(__file__).parent / "references"
+
+
+def options_of(name: str) -> dict:
+    return json.loads((REFERENCES / name / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all', which is not supported"),
+        ("gemma4", {"layer_types": ["chunked_attention"] * 7}, "it needs num_hidden_layers=7 of full_attention, slid"),
+        ("gemma4", {"num_kv_shared_layers": 6}, "of the first 1 layers none is of the kind full_attention"),
+        (
+            "gemma4",
+            {"per_layer_config": {"2": {"sliding_window": 3}}},
+            "supported: the same head_dim and num_key_value",
+        ),
+        ("gemma4_moe", {"per_layer_config": {"0": {"head_dim": 16}}}, r"layers of full_attention \(1, 3\), and for no"),
+        ("llama4", {"num_experts_per_tok": 2}, "top_k=2: tokens are multiplied by their expert's weight before it"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "num_hidden_layers=4 of chunked_attention, full_att"),
+        ("llama4", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]; it needs num_hidden_layers=4 of 0, 1"),
+        ("llama4", {"rope_parameters": None}, "has no 'rope_theta', which a 'llama4_text' model needs"),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, "it needs num_hidden_layers=3 of dense, sparse"),
+        ("mistral4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported; supported: False"),
+    ],
+)
+def test_an_option_that_is_not_followed_is_refused_by_name(name, changes, message):
+    with pytest.raises(ShardlmError, match=message):
+        registry.transformer(options_of(name) | changes)
+
+
+def test_a_published_form_gives_the_same_model():
+    """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's."""
+    written = options_of("gemma4_moe")
+    published = written | {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    del published["per_layer_config"]
+    assert registry.transformer(published) == registry.transformer(written)
+    latent = options_of("deepseek_v3")
+    assert registry.transformer(latent | {"model_type": "kimi_k2"}) == registry.transformer(latent)
+
+
+def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
+    """As published Gemma 4 has them; a tensor that is nowhere used is still named."""
+    folder = shutil.copytree(REFERENCES / "gemma4", tmp_path / "gemma4")
+    where = "model.layers.4.self_attn."
+    change_tensors(folder, **{f"{where}k_proj.weight": np.ones((32, 32), np.float32)})
+    assert shardlm.load(folder).model.config == shardlm.load(REFERENCES / "gemma4").model.config
+    change_tensors(folder, **{f"{where}z_proj.weight": np.ones((32, 32), np.float32)})
+    with pytest.raises(ShardlmError, match=r"layers\.4\.self_attn\.z_proj\.weight is not known"):
+        shardlm.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4", {}, "no formulas for layers that read the keys and values of others and inputs of each layer's own"),
+        ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
+        (
+            "gemma4",
+            {"mesh": MeshSpec(pipeline=2)},
+            "pipeline=2: layers of the model read the keys and values of others",
+        ),
+        (
+            "gemma4",
+            {"mesh": MeshSpec(data=1, fsdp=16)},
+            "embed=8 cannot be split over fsdp=16; choose fsdp from 1, ",
+        ),
+    ],
+)
+def test_what_is_not_planned_is_refused_by_name(name, changes, message):
+    train = TrainConfig(global_batch=32, seq_len=16, accumulation=2)
+    config = RunConfig(model=Pretrained(str(REFERENCES / name)), train=train, mesh=MeshSpec(data=1))
+    with pytest.raises(ShardlmError, match=message):
+        Sketch.of(dataclasses.replace(config, **changes), GPUS["h100"])
+
+
+def test_pools_for_heads_of_two_sizes_are_not_planned():
+    served = ServedModel.of_folder(REFERENCES / "gemma4_moe", 48)
+    case = ServingCase(served, Cluster.of(GPUS["h100"], 1), EngineConfig(kv_cache_bytes=2**17), 20, 9)
+    with pytest.raises(ShardlmError, match="no formulas for heads of different sizes in one pool of pages"):
+        serving_memory(case)
+
+
+def test_chunks_that_no_row_exceeds_are_planned():
+    train, model = TrainConfig(global_batch=16, seq_len=4), Pretrained(str(REFERENCES / "llama4"))
+    assert Sketch.of(RunConfig(model=model, train=train, mesh=MeshSpec(data=1)), GPUS["h100"]).shape.kinds
+
+
+def test_heads_of_two_sizes_are_not_kept_in_int8():
+    spec = MeshSpec()
+    with jax.set_mesh(mesh_of(spec)):
+        shape = registry.transformer(options_of("gemma4_moe"))
+        model = ModelDef.make(shape, Execution(Rules.make("zero3", spec).for_decoding(), kv_cache="int8"))
+        with pytest.raises(ShardlmError, match="int8 a scale for each head; choose auto or fp8"):
+            cache_entries(model)
+
+
+def test_a_page_holds_several_layers_of_narrow_heads_and_none_that_read():
+    """Seven layers, of which the last four read the second's or the third's: two narrow ones share a place."""
+    shape = registry.transformer(options_of("gemma4"))
+    assert shape.sources == (0, 1, 2, 1, 2, 1, 2) and shape.sharing(1) == (2, 2, 1, 2, 1, 2, 1)
+    windows = [block.attention.window for block in shape.blocks()]
+    found = layout_of(windows, 9, 64, 4, 8, shape.sharing(1), shape.sources)
+    assert found == PageLayout(
+        9, (0, 6), ((1, 0), (1, 0), (0, 0), (1, 0), (0, 0), (1, 0), (0, 0)), parts=(0, 1, 0, 1, 0, 1, 0)
+    )
+    assert found.layers == 1
