@@ -89,7 +89,7 @@ class Context(Protocol):
 class Packed:
     """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]; held bool
     [repeats], False for the empty slots of a pipeline's stage, in which experts get no tokens: by a router of zeros all
-    would go to the same few."""
+    would go to the same few. `kept`: by name, the keys and values "k" and "v" [B, T, K, H] that later layers read."""
 
     absorbs: ClassVar[bool] = False
     segment_ids: jax.Array
@@ -163,10 +163,8 @@ class Packed:
     def _chunked(self, positions: jax.Array, chunk: int) -> jax.Array:
         """Segments of which each chunk is one of its own, int32 [B, T]."""
         count = -(-positions.shape[1] // chunk)
-        numbered = (
-            self.segment_ids * count + jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec) // chunk
-        )
-        return jnp.where(self.segment_ids > 0, numbered, 0)
+        positions = jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec)
+        return jnp.where(self.segment_ids > 0, self.segment_ids * count + positions // chunk, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -272,8 +270,7 @@ class Paged:
                 pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
                 return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
-            options |= {"chunk": chunk}
-            options |= {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
+            options |= {"chunk": chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
                 options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
             where = (page_table, positions, first)
@@ -283,17 +280,7 @@ class Paged:
 
         out, pages = shard_map(
             local,
-            in_specs=(
-                heads,
-                dict.fromkeys(new, kv),
-                pools,
-                tokens,
-                tokens,
-                tokens,
-                scalar,
-                scalar,
-                act.spec("heads"),
-            ),
+            in_specs=(heads, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads")),
             out_specs=(heads, pools),
         )(q, new, pages, page_table, positions, self.valid, place, part, sinks)
         return out, pages | memory

@@ -1,5 +1,8 @@
 """The program that copies what layers remember texts by (layers/context.py, MEMORIES) from slots to slots."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +12,21 @@ from shardlm.layers.context import MEMORIES, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import shard_map
 from shardlm.rules import Rules
+from shardlm.serve.state import ServeState
 
 COPIES = 4  # slots that one call copies
 NO_COPIES = (np.zeros((COPIES, 2), np.int32),)  # an example of a call's arguments
+
+
+def copier(layout: PageLayout, rules: Rules) -> Callable:
+    """The program, a function of (nothing, pages or the state that has them, pairs), as a runner's programs are."""
+
+    def run(_, state: ServeState | Pages, pairs: jax.Array) -> ServeState | Pages:
+        if isinstance(state, ServeState):
+            return dataclasses.replace(state, pages=copy_memories(layout, rules, state.pages, pairs))
+        return copy_memories(layout, rules, state, pairs)
+
+    return run
 
 
 def copy_memories(layout: PageLayout, rules: Rules, pages: Pages, pairs: jax.Array) -> Pages:

@@ -5,7 +5,6 @@ A batch becomes at most one call of a decode program and one call of a chunk pro
 handed to a launcher, which starts them in turn, and not waited for.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.ops.batch_sampling import RowSettings
 from shardlm.ops.penalties import counts_of
@@ -27,7 +25,7 @@ from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.launcher import Later, Launcher, launcher_on
-from shardlm.serve.memory_copies import COPIES, NO_COPIES, copy_memories
+from shardlm.serve.memory_copies import COPIES, NO_COPIES, copier
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
 from shardlm.serve.runner_config import RunnerConfig
@@ -36,7 +34,7 @@ from shardlm.serve.snapshots import Copies
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.started import Call, Started
-from shardlm.serve.state import ServeState, empty_state, no_edits
+from shardlm.serve.state import empty_state, no_edits
 from shardlm.state import ModelDef, adapters_of, at_rest, replaced
 from shardlm.xla_options import resolve_profile
 
@@ -179,17 +177,9 @@ class Runner:
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
         """As _own_shapes, of what copies memories."""
-        return {"copies": (self._copier(self.config.layout), NO_COPIES)} if self.config.snapshots else {}
-
-    def _copier(self, layout: PageLayout) -> Callable:
-        copy = functools.partial(copy_memories, layout, self.model.execution.rules)
-
-        def run(_, state: Any, pairs: jax.Array) -> Any:
-            if isinstance(state, ServeState):
-                return dataclasses.replace(state, pages=copy(state.pages, pairs))
-            return copy(state, pairs)
-
-        return run
+        if not self.config.snapshots:
+            return {}
+        return {"copies": (copier(self.config.layout, self.model.execution.rules), NO_COPIES)}
 
     def _writers(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of the programs that write one of several adapters, one a stage: (function, example arguments)."""

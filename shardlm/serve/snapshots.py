@@ -5,8 +5,8 @@ where texts are copied; what is copied is the runner's (memory_copies.py). No ja
 
 A copy takes as much as the keys and values of a thousand tokens or so, thus few are made: of a text that is read, near
 its end, where the next turn of a conversation goes on; and where it turns out that another text had the same beginning,
-at the end of that, where others will go on (as SGLang does, lmsys.org/blog/2025-11-03-hybrid-models). What was used
-longest ago makes room.
+at the end of that, where others will go on (as SGLang does, https://github.com/sgl-project/sglang/pull/14792). What was
+used longest ago makes room.
 """
 
 import collections

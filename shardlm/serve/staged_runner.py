@@ -23,7 +23,7 @@ from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.carry import alone, carry, is_here
 from shardlm.serve.followers import told
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
-from shardlm.serve.memory_copies import NO_COPIES
+from shardlm.serve.memory_copies import NO_COPIES, copier
 from shardlm.serve.programs import ChunkRows
 from shardlm.serve.runner import Runner
 from shardlm.serve.runner_config import RunnerConfig
@@ -161,10 +161,11 @@ class StagedRunner(Runner):
         return {key: one for key, one in work.items() if self._here[key[-1]]}
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
+        rules, layouts = self.model.execution.rules, [stage.layout(self.config.layout) for stage in self.stages]
         return {
-            ("copies", s): (self._copier(stage.layout(self.config.layout)), ((), self._state[s], *NO_COPIES))
-            for s, stage in enumerate(self.stages)
-            if self.config.snapshots and stage.layout(self.config.layout).memories
+            ("copies", s): (copier(layout, rules), ((), self._state[s], *NO_COPIES))
+            for s, layout in enumerate(layouts)
+            if self.config.snapshots and layout.memories
         }
 
     def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:

@@ -123,8 +123,8 @@ def layouts_for(
 
 
 def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:
-    kept = lambda own: own.reach if isinstance(own, AttentionConfig) else own.window  # noqa: E731
-    return [kept(block.attention) for block in blocks]
+    every = (block.attention for block in blocks)
+    return [own.reach if isinstance(own, AttentionConfig) else own.window for own in every]
 
 
 def make_proposer(
