@@ -71,7 +71,7 @@ def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
 
 def _own(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     """What architectures add."""
-    get, found = config.get, {}
+    get, found = config.get, _of_experts(config, arch, rope)
     if arch == "gemma3":
         found |= {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": 10000.0}
     if arch == "gemma2":
@@ -98,8 +98,6 @@ def _own(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[
         }
     if arch == "glm4":
         found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
-    if arch == "deepseek":
-        found |= {"rope.scaling.type": "none", "expert_weights_scale": 1.0}
     if arch in WINDOWED and get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
         if arch != "cohere2":
@@ -108,6 +106,28 @@ def _own(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[
     if arch == "cohere2":
         found |= {"logit_scale": config["logit_scale"], "rope.scaling.type": "none"}
         found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": config["head_dim"]}
+    if arch == "hunyuan-dense":
+        dim = config["head_dim"]
+        found |= {
+            "rope.freq_base": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)),
+            "rope.scaling.type": "none",
+        }
+        found |= {
+            "rope.scaling.factor": 1.0,
+            "rope.scaling.original_context_length": 1 << 18,
+            "context_length": 1 << 18,
+        }
+    if arch == "mistral3" and "llama_4_scaling_beta" in rope:
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    return found
+
+
+def _of_experts(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of mixtures, and of what has layers of linear attention."""
+    found: dict[str, Any] = {}
+    if arch == "deepseek":
+        found |= {"rope.scaling.type": "none", "expert_weights_scale": 1.0}
     if arch == "granitemoe":
         found |= _own(config, "granite", rope)
     if arch in ("qwen2moe", "qwen3next", "qwen35moe"):
@@ -136,20 +156,6 @@ def _own(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -> dict[
             "expert_shared_count": config["moe_num_shared_experts"],
             "expert_shared_feed_forward_length": config["intermediate_size"] // config["num_key_value_heads"],
         }
-    if arch == "hunyuan-dense":
-        dim = config["head_dim"]
-        found |= {
-            "rope.freq_base": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)),
-            "rope.scaling.type": "none",
-        }
-        found |= {
-            "rope.scaling.factor": 1.0,
-            "rope.scaling.original_context_length": 1 << 18,
-            "context_length": 1 << 18,
-        }
-    if arch == "mistral3" and "llama_4_scaling_beta" in rope:
-        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
-        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if arch == "gpt-oss":
         found["attention.sliding_window"] = config["sliding_window"]
         found["expert_feed_forward_length"] = config["intermediate_size"]
