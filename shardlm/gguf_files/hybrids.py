@@ -55,7 +55,7 @@ def _hybrid(told: Told, gguf: Gguf, model_type: str) -> dict[str, Any]:
 
 
 def _kinds(told: Told, layers: int) -> list[str]:
-    """By a list of the layers, or as every so manieth attends to tokens."""
+    """By a list of the layers, or as one of so many, the last of them, attends to tokens."""
     every, linear = told.count("full_attention_interval", 4), told.list("attention.recurrent_layers")
     linear = linear or [(layer + 1) % every != 0 for layer in range(layers)]
     return ["linear_attention" if each else "full_attention" for each in linear[:layers]]
