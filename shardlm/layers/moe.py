@@ -4,6 +4,7 @@ Routing is ops/routing.py's, moving tokens ops/expert_dispatch.py's, the experts
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -140,13 +141,15 @@ class Moe(nnx.Module):
         "balance_loss" and "router_z_loss", weighted by config and tokens (ctx.weights), and the counts "expert_load"
         [E], pairs of real tokens, and "dropped". `stream`: x before its norm, which experts apart read."""
         if not self.config.apart:
-            return self._mixed(x, x, x, ctx, execution)
+            return self._mixed({"experts": x}, x, ctx, execution)
         assert stream is not None, "the block gives it"
         router_reads = self.router_norm(stream, execution) * jnp.asarray(stream.shape[-1] ** -0.5, stream.dtype)
-        return self._mixed(self.before_norm(stream, execution), router_reads, x, ctx, execution)
+        reads = {"experts": self.before_norm(stream, execution), "router": router_reads}
+        return self._mixed(reads, x, ctx, execution)
 
-    def _mixed(self, x, router_reads, shared_reads, ctx: Context, execution: Execution):
-        """What experts, router and shared expert make of what each reads, [B, T, D]."""
+    def _mixed(self, reads: dict[str, jax.Array], shared_reads: jax.Array, ctx: Context, execution: Execution):
+        """What experts, router and shared expert make of what each reads, [B, T, D]; the router reads what experts do
+        where it has nothing of its own."""
         config, act = self.config, execution.rules.act
         of_x, tokens = act.spec("batch", "seq", "embed"), act.spec("batch", "seq")
         routed = {"router": jax.reshard(self.router[...], PartitionSpec(None, None))}
@@ -155,7 +158,7 @@ class Moe(nnx.Module):
         if config.apart:
             routed["expert_scale"] = jax.reshard(self.expert_scale[...], PartitionSpec(None))
         experts, few, anew = {}, {}, {}
-        rows = x.shape[0] * x.shape[1] * config.top_k / config.num_experts  # of an expert, on average
+        rows = math.prod(shared_reads.shape[:2]) * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):
             param = getattr(self, name)
             if in_groups(param) is None:
@@ -179,9 +182,9 @@ class Moe(nnx.Module):
         aux = dict.fromkeys(("balance_loss", "router_z_loss", "dropped"), PartitionSpec())
         out, aux = shard_map(
             local,
-            in_specs=(of_x, of_x, tokens, tokens, PartitionSpec(), specs),
+            in_specs=(dict.fromkeys(reads, of_x), tokens, tokens, PartitionSpec(), specs),
             out_specs=(of_x, aux | {"expert_load": PartitionSpec()}),
-        )(x, router_reads, real, weights, routed, experts)
+        )(reads, real, weights, routed, experts)
         if config.apart:
             out = self.after_norm(out, execution)
         if config.shared_dim:
@@ -202,22 +205,13 @@ class Moe(nnx.Module):
 
 
 def _local(
-    config: MoeConfig,
-    dispatch: Dispatch,
-    execution: Execution,
-    few,
-    anew,
-    x,
-    router_reads,
-    real,
-    weights,
-    routed,
-    experts,
+    config: MoeConfig, dispatch: Dispatch, execution: Execution, few, anew, reads, real, weights, routed, experts
 ):
-    """One device: x and what the router reads [B, T, D], its part of them, real bool and weights float32 [B, T]. By
-    name the Groups of the experts' weights that the kernel reads as they are held, `few`, and of those that are made
-    `anew`."""
-    act = execution.rules.act
+    """One device: its part of what is read [B, T, D] by "experts" and, where that is something else, by the "router",
+    real bool and weights float32 [B, T]. By name the Groups of the experts' weights that the kernel reads as they are
+    held, `few`, and of those that are made `anew`."""
+    act, x = execution.rules.act, reads["experts"]
+    router_reads = reads.get("router", x)
     B, T, D = x.shape
     k, E = config.top_k, config.num_experts
     logits = jnp.einsum("btd,de->bte", router_reads.astype(jnp.float32), routed["router"], precision="highest")
