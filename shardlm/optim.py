@@ -97,13 +97,21 @@ def _is_load_bias(path) -> bool:
     return getattr(path[-1], "key", None) == "router_bias"
 
 
+def _is_untrained(path) -> bool:
+    """Whether a weight takes no part in the loss (layers/indexer.py)."""
+    return any(getattr(part, "key", None) == "indexer" for part in path)
+
+
 def _with_load_biases(tx: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
-    """`tx` for weights, and for the biases a step against the sign of their load (ops/routing.py, with_load)."""
+    """`tx` for weights, and for the biases a step against the sign of their load (ops/routing.py, with_load). What
+    takes no part in the loss stays as it is: it does not decay either."""
 
     def update(grads, state, params):
         updates, state = tx.update(grads, state, params)
 
         def pick(path, update, load):
+            if _is_untrained(path):
+                return jnp.zeros_like(update)
             return -rate * jnp.sign(load) if _is_load_bias(path) else update
 
         return jax.tree_util.tree_map_with_path(pick, updates, grads), state

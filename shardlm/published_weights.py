@@ -173,7 +173,8 @@ def _projections(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Par
 
 
 def _place(path: tuple) -> str:
-    return "mtp." * (path[0] == "mtp") + "shared." * (path[-2] == "shared")
+    inside = path[-2] if path[-2] in ("shared", "indexer") else ""
+    return "mtp." * (path[0] == "mtp") + (f"{inside}." if inside else "")
 
 
 def _groups(own: str, kind: Kind, rules: Rules) -> Groups | None:

@@ -2,18 +2,21 @@
 either the packed batch itself or a paged cache of what came before."""
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
-from shardlm.ops import paged_attention
+from shardlm.ops import paged_attention, paged_choice
 from shardlm.ops.attention import of_rows, packed_attention
 from shardlm.ops.gated_delta import delta_net, empty_memory
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
+from shardlm.ops.token_choice import Index, chosen_in_rows
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
 from shardlm.rules import Rules, Table
 
@@ -27,6 +30,11 @@ MEMORIES = {
     "conv_v": (None, None, "heads", "head_dim"),
 }
 
+INDEX = "i"  # the pages' entry that indexers' keys are in
+INDEXES = (INDEX, INDEX + SCALE)
+SELECTION = "selection"  # and the name, among a block's auxiliary values, of the tokens that one chose
+Selection = Any  # as a context has it: of packed rows bool [B, T, T], of pages what ops/paged_choice.py says
+
 KEPT = "kept "  # before the names of keys and values that later layers read, among a block's auxiliary values
 
 
@@ -34,6 +42,7 @@ class Context(Protocol):
     absorbs: ClassVar[bool]  # whether attention over latents (layers/mla.py) stays in the space of the latents
     weights: jax.Array | None  # float32 [B, T], of each token in the loss; None outside training
     inputs: jax.Array | None  # [L, B, T, P], what each layer takes of each token besides the stream
+    selection: Selection | None  # what the last indexer chose, where layers share choices; None elsewhere
 
     @property
     def real(self) -> jax.Array:
@@ -63,12 +72,23 @@ class Context(Protocol):
         value_dim: int = 0,
         kv_heads: int = 0,
         chunk: int = 0,
+        selection: Selection | None = None,
     ) -> tuple[jax.Array, Pages | None]:
         """q [B, T, N, H], k and v [B, T, K, H], positions int32 [B, T], layer int32 scalar. A token sees `window`
         positions, 0 for all before it, or those of its own `chunk`; `softcap` and `sinks` [N] are ops/attention.py's;
         `kv_name` names how the K dimension is split. Where v is None, values are the first `value_dim` of keys; where k
-        is too, the `kv_heads` of another layer are in its pages. Returns the heads' output [B, T, N, H] and the pages
+        is too, the `kv_heads` of another layer are in its pages. `selection`: the tokens that each query attends to,
+        None: all. Returns the heads' output [B, T, N, H] and the pages
         with k and v written."""
+
+    def select(
+        self, index: Index, positions: jax.Array, pages: Pages | None, layer: jax.Array
+    ) -> tuple[Selection | None, Pages | None]:
+        """The tokens that each query attends to, None: all before it, since there are no more than it may; and the
+        pages with the index's keys written."""
+
+    def unselected(self, positions: jax.Array, pages: Pages | None, count: int) -> Selection | None:
+        """What `select` gives for `count` tokens, of nothing yet."""
 
     def recur(
         self,
@@ -100,6 +120,7 @@ class Packed:
     held: jax.Array | None = None
     inputs: jax.Array | None = None
     kept: dict[str, dict[str, jax.Array]] | None = None
+    selection: Selection | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
@@ -119,8 +140,48 @@ class Packed:
     def kept_by(self, name):
         return self.kept[name]["k"], self.kept[name]["v"]
 
+    def select(self, index, positions, pages, layer):
+        del positions, layer
+        act = self.rules.act
+        if self.segment_ids.shape[1] <= index.count:
+            return None, pages
+        over = act.axes("whole_seq")
+        if over and self.context == "ring":
+            raise ShardlmError(
+                "context_attention=ring: a ring's devices see a part of the keys at a time, and sparse attention "
+                "chooses among all; choose ulysses, or context=1"
+            )
+        rows = act.spec("batch", "whole_seq")
+        parts = {name: act.spec("batch", "whole_seq", *[None] * n) for name, n in (("q", 2), ("weights", 1), ("k", 1))}
+        run = shard_map(
+            partial(chosen_in_rows, over=over[0] if over else ""),
+            in_specs=(Index(**parts, count=index.count), rows),
+            out_specs=act.spec("batch", None, None),
+        )
+        return run(index, self.segment_ids), pages
+
+    def unselected(self, positions, pages, count):
+        del positions, pages
+        B, T = self.segment_ids.shape
+        return None if T <= count else jnp.zeros((B, T, T), bool, out_sharding=self.rules.act.spec("batch", None, None))
+
     def attend(
-        self, q, k, v, positions, pages, layer, *, scale, window, kv_name, softcap=0.0, sinks=None, kv_heads=0, chunk=0
+        self,
+        q,
+        k,
+        v,
+        positions,
+        pages,
+        layer,
+        *,
+        scale,
+        window,
+        kv_name,
+        softcap=0.0,
+        sinks=None,
+        kv_heads=0,
+        chunk=0,
+        selection=None,
     ):
         del layer, kv_heads  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
@@ -137,6 +198,7 @@ class Packed:
             softcap=softcap,
             sinks=sinks,
             context=self.context,
+            chosen=selection,
         )
         return out, pages
 
@@ -191,6 +253,7 @@ class Paged:
     adapter: jax.Array | None = None
     slot: jax.Array | None = None
     inputs: jax.Array | None = None
+    selection: Selection | None = None
 
     @classmethod
     def make(
@@ -237,11 +300,12 @@ class Paged:
         value_dim=0,
         kv_heads=0,
         chunk=0,
+        selection=None,
     ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
-        memory = {name: a for name, a in pages.items() if name in MEMORIES}
-        pages = {name: a for name, a in pages.items() if name not in MEMORIES}
+        beside = {name: a for name, a in pages.items() if name in MEMORIES or name in INDEXES}
+        pages = {name: a for name, a in pages.items() if name not in beside}
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
         new = {name: a for name, a in (("k", k), ("v", v)) if a is not None}
@@ -254,7 +318,7 @@ class Paged:
         page_table, place, part = self._of_layer(layer)
         heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
 
-        def local(q, new, pages, page_table, positions, valid, place, part, sinks):
+        def local(q, new, pages, page_table, positions, valid, place, part, sinks, selection):
             shapes, parts = {name: a.shape for name, a in pages.items()}, 1
             if heads_here:
                 parts = parts_of_page(pages["k"], orders["k"], heads_here, q.shape[3])
@@ -269,7 +333,11 @@ class Paged:
                     new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
                 pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
                 return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
+            if isinstance(selection, dict):
+                out = paged_choice.attend(q, pages["k"], pages.get("k" + SCALE), selection, first, scale, value_dim)
+                return out, pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
+            options |= {"chosen": selection} if selection is not None else {}
             options |= {"chunk": chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
             if kv_name == "kv_heads_whole":
                 options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
@@ -280,10 +348,36 @@ class Paged:
 
         out, pages = shard_map(
             local,
-            in_specs=(heads, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads")),
+            in_specs=(heads, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads"), tokens),
             out_specs=(heads, pools),
-        )(q, new, pages, page_table, positions, self.valid, place, part, sinks)
-        return out, pages | memory
+        )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
+        return out, pages | beside
+
+    def select(self, index, positions, pages, layer):
+        act, scalar = self.rules.act, jax.sharding.PartitionSpec()
+        held = {name: a for name, a in pages.items() if name in INDEXES}
+        page_table, place, _ = self._of_layer(layer)
+        orders = {name: order_of(name, a.dtype, self.implementation) for name, a in held.items()}
+        pools = {name: act.spec(*pool_names(order, "kv_heads_whole")) for name, order in orders.items()}
+        tokens = act.spec("batch", "whole_seq")
+
+        def local(index, held, page_table, positions, valid, place):
+            where = page_table, positions, valid, place * self.layout.num_pages
+            return paged_choice.choose(index, held, INDEX, *where, self.implementation)
+
+        run = shard_map(local, in_specs=(tokens, pools, *(tokens,) * 3, scalar), out_specs=(tokens, pools))
+        selection, held = run(index, held, page_table, positions, self.valid, place)
+        return selection, pages | held
+
+    def unselected(self, positions, pages, count):
+        pool = pages[INDEX]
+        page_size = pool.shape[order_of(INDEX, pool.dtype, self.implementation).index("s")]
+        reach = self.page_table.shape[1] // len(self.layout.windows) * page_size
+        if reach <= count:
+            return None
+        found = paged_choice.shape_of(positions.shape, reach, count, self.implementation)
+        spec = self.rules.act.spec("batch", "whole_seq")
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=spec), found)
 
     def recur(self, x, taps, log_decay, beta, positions, pages, layer):
         act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlm.layers.context import Context, Pages
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import INDEX, SELECTION, Context, Pages
+from shardlm.layers.indexer import Indexer, IndexerConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, normal, project
 from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
@@ -26,6 +28,7 @@ class MlaConfig:
     value_dim     of each head
     scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
     query_growth  of queries by their position (ops/rope.py; Mistral 4)
+    indexer       chooses the tokens that a query attends to (DeepSeek V3.2); None: all before it
     """
 
     num_heads: int
@@ -38,9 +41,12 @@ class MlaConfig:
     norm: NormConfig = NormConfig(eps=1e-6)
     scale: float = 0.0
     query_growth: QueryGrowth | None = None
+    indexer: IndexerConfig | None = None
 
     def __post_init__(self):
         self.rope.check(self.rope_dim)
+        if self.indexer and not self.q_latent_dim:
+            raise ShardlmError("an indexer reads the queries' latent; q_latent_dim=0 has none")
 
     softcap = 0.0  # scores are as they are
     window = 0  # a token sees all before it
@@ -60,12 +66,14 @@ class MlaConfig:
         N, Q, R = self.num_heads, self.q_latent_dim, self.kv_latent_dim
         queries = embed_dim * Q + Q * N * self.head_dim if Q else embed_dim * N * self.head_dim
         keys_values = embed_dim * (R + self.rope_dim) + R * N * (self.nope_dim + self.value_dim)
-        return queries + keys_values + N * self.value_dim * embed_dim
+        chosen = self.indexer.parameters_per_token(embed_dim, Q) if self.indexer else 0
+        return queries + keys_values + N * self.value_dim * embed_dim + chosen
 
 
 class Mla(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H) or "wq_down" (D, Q) and "wq_up" (Q, N, H), "wkv_down"
-    (D, R + rope), "wk_up" (R, N, nope), "wv_up" (R, N, value), "wo" (N, value, D), and the latents' norms."""
+    (D, R + rope), "wk_up" (R, N, nope), "wv_up" (R, N, value), "wo" (N, value, D), and the latents' norms; "indexer"
+    where tokens are chosen."""
 
     def __init__(self, config: MlaConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, Q, R, H = embed_dim, config.num_heads, config.q_latent_dim, config.kv_latent_dim, config.head_dim
@@ -83,18 +91,30 @@ class Mla(nnx.Module):
         params.projection(self, "wv_up", (R, N, config.value_dim), heads, normal(R**-0.5), both_ways=True)
         out_init = normal(out_scale * (N * config.value_dim) ** -0.5)
         params.projection(self, "wo", (N, config.value_dim, D), ("heads", "head_dim", "embed"), out_init, into=2)
+        if config.indexer and not config.indexer.shared:
+            self.indexer = Indexer(config.indexer, D, Q, params)
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
-        """Per token and layer: the latent and the shared key part, of which values are made too."""
-        return {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
+        """Per token and layer: the latent and the shared key part, of which values are made too; the indexer's key."""
+        found = {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
+        if self.config.indexer:  # of layers that share a choice too: all layers of a pool have the same room
+            found[INDEX] = ((1, self.config.indexer.head_dim), "kv_heads_whole")
+        return found
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
-        {})."""
+        the choice of tokens that later layers share)."""
         config, act = self.config, execution.rules.act
-        q, q_rope = self._queries(x, positions, execution)
+        q, q_rope, of_queries = self._queries(x, positions, execution)
         latent, k_rope = self._latents(x, positions, execution)
         attend = {"scale": config.scale or config.head_dim**-0.5, "window": 0}
+        selection = ctx.selection
+        if config.indexer and not config.indexer.shared:
+            index = self.indexer(of_queries, x, positions, execution)
+            selection, pages = ctx.select(index, positions, pages, layer)
+        if config.indexer:
+            attend["selection"] = selection
+        kept = {} if ctx.selection is None else {SELECTION: selection}
         if ctx.absorbs:
             # Attention over the latents themselves: W_uk moves to the queries, W_uv to the output (section 2.1.2).
             q = jnp.concatenate([project("btnh,rnh->btnr", q, self, "wk_up", execution), q_rope], axis=-1)
@@ -112,19 +132,20 @@ class Mla(nnx.Module):
             q = jnp.concatenate([q, q_rope], axis=-1)
             out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
         stream = act.spec("batch", "seq", "embed")
-        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}
+        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, kept
 
     def _queries(self, x, positions, execution: Execution):
-        """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope])."""
+        """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope], their latent [B, T, Q])."""
+        latent = None
         if self.config.q_latent_dim:
-            q = self.q_norm(self._down(x, "wq_down", execution), execution)
-            q = project("btr,rnh->btnh", _whole(q, execution), self, "wq_up", execution)
+            latent = _whole(self.q_norm(self._down(x, "wq_down", execution), execution), execution)
+            q = project("btr,rnh->btnh", latent, self, "wq_up", execution)
         else:
             q = project("btd,dnh->btnh", _whole(x, execution), self, "wq", execution)
         if self.config.query_growth:
             q = grown(q, positions, self.config.query_growth)
         q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
-        return q, rope(q_rope, positions, self.config.rope)
+        return q, rope(q_rope, positions, self.config.rope), latent
 
     def _latents(self, x, positions, execution: Execution):
         """(the normalised latent [B, T, R], the rotated key part that heads share [B, T, 1, rope])."""

@@ -13,7 +13,7 @@ from flax import nnx
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.block import Block, BlockConfig
-from shardlm.layers.context import Context, Pages
+from shardlm.layers.context import SELECTION, Context, Pages
 from shardlm.layers.lora import A
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.own_sums import is_own_product, own_axes, projections, spread
@@ -115,10 +115,11 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     repeats = jax.tree.leaves(stacked)[0].shape[0]
 
     def layer(carry, inputs):
-        x, pages = carry
+        x, pages, selection = carry
         index, state = inputs
-        x, pages, aux = run_repeat(graph, state, x, positions, ctx, pages, first_layer, index, execution)
-        return (x, pages), aux
+        own = dataclasses.replace(ctx, selection=selection)
+        x, pages, aux = run_repeat(graph, state, x, positions, own, pages, first_layer, index, execution)
+        return (x, pages, aux.pop(SELECTION, None)), aux
 
     # x is made again only when the backward pass's own carry is there; weights come when they may. Else XLA makes the
     # last layer beside the head (Llama 3 8B on 8 H100: 12.5 GiB of temporaries, 11.5 so, and 0.3% more seconds, as x is
@@ -132,8 +133,10 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     bound = (True, False) if execution.remat != "none" else False
     body = layer if pages is not None else rematerialised(layer, execution.remat, stacked, prevent_cse=bound)
     unroll = execution.unroll or repeats
-    (x, pages), aux = jax.lax.scan(body, (x, pages), (jnp.arange(repeats), stacked), unroll=unroll)
-    return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+    start = (x, pages, ctx.selection)
+    (x, pages, selection), aux = jax.lax.scan(body, start, (jnp.arange(repeats), stacked), unroll=unroll)
+    aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+    return x, pages, aux if selection is None else aux | {SELECTION: selection}
 
 
 def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Context, execution: Execution):
@@ -154,15 +157,18 @@ def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Conte
 
 def run_repeat(graph, state, x, positions, ctx: Context, pages: Pages | None, first_layer, index, execution: Execution):
     """x through the blocks of repeat `index` of a segment, whose weights `state` is. Returns (x, pages, auxiliary
-    values [blocks that have them, ...])."""
+    values [blocks that have them, ...], and the last choice of tokens as it is)."""
     found: dict[str, list] = {}
     blocks, own = nnx.merge(graph, state), ctx.of_repeat(index)
     for offset, block in enumerate(blocks):
         number = first_layer + index * len(blocks) + offset
         x, pages, aux = block(x, positions, own, pages, number, execution)
+        if SELECTION in aux:
+            own = dataclasses.replace(own, selection=aux.pop(SELECTION))
         for name, value in aux.items():
             found.setdefault(name, []).append(value)
-    return x, pages, {name: jax.tree.map(lambda *a: jnp.stack(a), *values) for name, values in found.items()}
+    found = {name: jax.tree.map(lambda *a: jnp.stack(a), *values) for name, values in found.items()}
+    return x, pages, found if own.selection is None else found | {SELECTION: own.selection}
 
 
 def rematerialised(layer, remat: Remat, stacked, prevent_cse: bool | tuple[bool, ...] = False):

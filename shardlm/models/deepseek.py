@@ -143,7 +143,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("moe_layer_freq", 1)
     options.only("attention_bias", False)
     options.only("rope_interleave", True)
-    attention = hf_decoder.attention(options, length) if kind == "deepseek" else _latent(options, length)
+    attention = hf_decoder.attention(options, length) if kind == "deepseek" else latent(options, length)
     options("mlp_bias", False), options("qk_head_dim", 0), options("head_dim", 0)  # repeated from other options
     options("num_key_value_heads", 0)
     if kind == "youtu":
@@ -190,7 +190,7 @@ def _mixed(options: Options, first: int) -> list[bool]:
     return [kind == "sparse" for kind in kinds]
 
 
-def _latent(options: Options, length: int) -> MlaConfig:
+def latent(options: Options, length: int) -> MlaConfig:
     nope, rope = options("qk_nope_head_dim"), options("qk_rope_head_dim")
     scaling = options.values.get("rope_parameters") or options.values.get("rope_scaling") or {}
     scale = 0.0
@@ -244,7 +244,7 @@ def experts_of(options: Options, third: bool, normalize: bool = False) -> MoeCon
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard() | (_further_names(config) if config.mtp else {})
     if isinstance(block.attention, MlaConfig):
-        found |= _latent_names(block.attention)
+        found |= latent_names(block.attention)
     if isinstance(block.mlp, MoeConfig):
         shared = {f"mlp.shared.{part}": f"{LAYER}mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")}
         found |= experts("mlp") | {path: Tensor(name, "F D -> D F") for path, name in shared.items()}
@@ -269,7 +269,7 @@ def _further_names(config: TransformerConfig) -> Names:
     }
 
 
-def _latent_names(config: MlaConfig) -> Names:
+def latent_names(config: MlaConfig) -> Names:
     """Rotated dimensions are in adjacent pairs; keys and values of a head are made by one matrix."""
     theirs, R = f"{LAYER}self_attn.", config.kv_latent_dim
     both = config.nope_dim + config.value_dim

@@ -29,6 +29,8 @@ FAMILIES = {
     "deepseek": "deepseek",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
+    "deepseek_v32": "deepseek_sparse",
+    "glm_moe_dsa": "glm_dsa",
     "kimi_k2": "deepseek",
     "glm4_moe_lite": "deepseek",
     "youtu": "deepseek",

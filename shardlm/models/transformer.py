@@ -14,8 +14,9 @@ from shardlm.errors import ShardlmError
 from shardlm.flops import attention_width, memory_width
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
-from shardlm.layers.context import KEPT, Context, Pages
+from shardlm.layers.context import KEPT, SELECTION, Context, Pages
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.indexer import IndexerConfig
 from shardlm.layers.layer_inputs import LayerInputs, LayerInputsConfig
 from shardlm.layers.lora import shares
 from shardlm.layers.mla import MlaConfig
@@ -100,6 +101,16 @@ class TransformerConfig:
         return self.sources != tuple(range(len(self.sources)))
 
     @functools.cached_property
+    def sparse(self) -> bool:
+        """Whether indexers choose the tokens that queries attend to."""
+        return any(_indexer(block) for block in self.kinds)
+
+    @functools.cached_property
+    def shared_choice(self) -> int:
+        """How many tokens are chosen at a time, where layers share what an indexer before them chose; 0: none do."""
+        return max((own.top_k for block in self.kinds if (own := _indexer(block)) and own.shared), default=0)
+
+    @functools.cached_property
     def kept_heads(self) -> frozenset[tuple[int, int]]:
         """(kv heads, numbers of one) of the layers that keep keys and values of heads."""
         kinds = (block.attention for block in self.kinds)
@@ -131,8 +142,9 @@ class TransformerConfig:
 
     def check_stages(self, count: int) -> None:
         """Refuses pipelines of models whose layers need more than the stream of the one before."""
-        what = "read the keys and values of others" if self.reads else "have inputs of their own, made of the embedding"
-        if count > 1 and (self.reads or self.inputs):
+        what = "have inputs of their own, made of the embedding" if self.inputs else "attend to what others chose"
+        what = "read the keys and values of others" if self.reads else what
+        if count > 1 and (self.reads or self.inputs or self.shared_choice):
             raise ShardlmError(
                 f"pipeline={count}: layers of the model {what}, which stages do not send on; set pipeline to 1 and "
                 "give its devices to tensor, fsdp or data"
@@ -178,6 +190,10 @@ class TransformerConfig:
         return pairs * self.attention_width() + tokens * sum(
             memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear
         )
+
+
+def _indexer(block: BlockConfig) -> IndexerConfig | None:
+    return block.attention.indexer if isinstance(block.attention, MlaConfig) else None
 
 
 class Transformer(nnx.Module):
@@ -247,9 +263,13 @@ class Transformer(nnx.Module):
         if execution.adapters:
             own = shares(ctx.adapter, execution.adapters, execution.lora.rank)
             execution = dataclasses.replace(execution, shares=own)
+        if count := self.config.shared_choice:
+            ctx = dataclasses.replace(ctx, selection=ctx.unselected(positions, pages, count))
         first_layers = itertools.accumulate((s.num_layers for s in self.config.segments), initial=0)
         for stack, first_layer in list(zip(self.segments, first_layers, strict=False))[which]:
             x, pages, aux = stack(x, positions, ctx, pages, first_layer, execution)
+            if SELECTION in aux:
+                ctx = dataclasses.replace(ctx, selection=aux.pop(SELECTION))
             if kept := {name: aux.pop(name) for name in list(aux) if name.startswith(KEPT)}:
                 last = {name.removeprefix(KEPT): jax.tree.map(lambda a: a[-1], kv) for name, kv in kept.items()}
                 ctx = dataclasses.replace(ctx, kept={**(ctx.kept or {}), **last})

@@ -126,12 +126,14 @@ def packed_attention(
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
     context: str = "ring",
+    chosen: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within segments on any mesh. `implementation` is "xla" or "cudnn" (see `choose`).
 
     q [B, T, N, H], k [B, T, K, H] and v [B, T, K, Hv], batch, sequence and heads split as the activation rules say;
     returns [B, T, N, Hv]. Where the sequence is split, `context` is "ulysses", with tokens in natural order, or "ring",
-    with tokens in zigzag order (ring_attention.py). `softcap`, not with cuDNN, and `sinks` [N] as in `attend`.
+    with tokens in zigzag order (ring_attention.py). `softcap`, not with cuDNN, and `sinks` [N] as in `attend`. `chosen`
+    bool [B, T, T], of whole rows on each device and not with a ring: the keys that each query attends to.
     """
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
     options = {"scale": scale, "window": window} | ({"softcap": softcap} if softcap else {})
@@ -143,12 +145,13 @@ def packed_attention(
     else:
         run = functools.partial(ring_attention, implementation=implementation, **options)
 
-    def local(q, k, v, segment_ids, sinks):
-        return run(q, k, v, segment_ids, sinks=sinks)
+    def local(q, k, v, segment_ids, sinks, chosen):
+        return run(q, k, v, segment_ids, sinks=sinks, **({} if chosen is None else {"chosen": chosen}))
 
-    specs = (heads, heads, heads, rules.act.spec("batch", "whole_seq"), rules.act.spec("heads"))
+    rows, each = rules.act.spec("batch", "whole_seq"), rules.act.spec("batch", None, None)
+    specs = (heads, heads, heads, rows, rules.act.spec("heads"), each)
     value_dim = v.shape[-1]
     # Of cuDNN's kernels for narrower values not every version has those of other sizes.
     if implementation == "cudnn" and value_dim < q.shape[-1] and (q.shape[-1], value_dim) != LATENT:
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
-    return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks)[..., :value_dim]
+    return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks, chosen)[..., :value_dim]

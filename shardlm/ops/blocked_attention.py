@@ -14,20 +14,29 @@ LEAST_BLOCK = 64  # queries; smaller blocks cost more in launches than they skip
 
 
 def blocked_attention(
-    q, k, v, segment_ids: jax.Array, scale: float, window: int = 0, softcap: float = 0.0, sinks: jax.Array | None = None
+    q,
+    k,
+    v,
+    segment_ids: jax.Array,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
+    chosen: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within segments; scores in float32. Equal to ops/attention.py's reference.
 
     q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] with N a multiple of K, segment_ids int32 [B, T]; returns
     [B, T, N, Hv] in q's dtype. A token sees `window` positions, itself included; 0: all. `softcap` and `sinks` [N] are
-    those of `attend` in ops/attention.py.
+    those of `attend` in ops/attention.py; `chosen` bool [B, T, T]: of all these, the keys that each query attends to.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(K, N // K, 1, 1)
-    out = _attend(grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), sinks, segment_ids, window, softcap)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    out = _attend(grouped, k, v, sinks, segment_ids, chosen, window, softcap)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[-1])
 
 
@@ -54,7 +63,7 @@ def _first_key(start, window):
     return max(0, start - window + 1) if window else 0
 
 
-def _scores(q, k, segment_ids, start, stop, window, softcap):
+def _scores(q, k, segment_ids, chosen, start, stop, window, softcap):
     """Masked scores of queries start..stop against the keys from their first to stop: float32 [B, K, G, block, S]."""
     B, K, G = q.shape[:3]
     first = _first_key(start, window)
@@ -63,20 +72,22 @@ def _scores(q, k, segment_ids, start, stop, window, softcap):
         scores = softcap * jnp.tanh(scores / softcap)
     distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
     seen = (distance >= 0) & (distance < (window or stop))
-    same = segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop]
-    return jnp.where((seen & same)[:, None, None], scores, MASKED)
+    seen &= segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop]
+    if chosen is not None:
+        seen &= chosen[:, start:stop, first:stop]
+    return jnp.where(seen[:, None, None], scores, MASKED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, sinks, segment_ids, window, softcap):
-    return _forward(q, k, v, sinks, segment_ids, window, softcap)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(q, k, v, sinks, segment_ids, chosen, window, softcap):
+    return _forward(q, k, v, sinks, segment_ids, chosen, window, softcap)[0]
 
 
-def _forward(q, k, v, sinks, segment_ids, window, softcap):
+def _forward(q, k, v, sinks, segment_ids, chosen, window, softcap):
     outs, lses = [], []
     for start, stop in _blocks(q.shape[3]):
         first = _first_key(start, window)
-        scores = _scores(q, k, segment_ids, start, stop, window, softcap)
+        scores = _scores(q, k, segment_ids, chosen, start, stop, window, softcap)
         largest = scores.max(axis=-1, keepdims=True)
         largest = largest if sinks is None else jnp.maximum(largest, sinks)
         weights = jnp.exp(scores - largest)
@@ -87,18 +98,18 @@ def _forward(q, k, v, sinks, segment_ids, window, softcap):
         outs.append(out.astype(q.dtype))
         lses.append(largest + jnp.log(partition))
     out, lse = jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
-    return out, (q, k, v, sinks, segment_ids, out, lse)
+    return out, (q, k, v, sinks, segment_ids, chosen, out, lse)
 
 
 def _backward(window, softcap, kept, d_out):
-    q, k, v, sinks, segment_ids, out, lse = kept
+    q, k, v, sinks, segment_ids, chosen, out, lse = kept
     T = q.shape[3]
     shift = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for start, stop in _blocks(T):
         rows = functools.partial(_rows, start=start, stop=stop)
         first = _first_key(start, window)
-        scores = _scores(q, k, segment_ids, start, stop, window, softcap)
+        scores = _scores(q, k, segment_ids, chosen, start, stop, window, softcap)
         weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, stop - first)
         d_weights = _dot(rows(d_out), v[:, :, first:stop], (3, 3))
         d_scores = weights * (d_weights - rows(shift))
@@ -112,7 +123,7 @@ def _backward(window, softcap, kept, d_out):
         d_q.append(_dot(d_scores, k[:, :, first:stop], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
     d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - lse) * shift, axis=(0, 3))[..., None]
     d_q = jnp.concatenate(d_q, axis=3)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -14,41 +14,52 @@ from shardlm.ops.sinks import gradient_of_sinks, with_sinks
 
 
 def cudnn(
-    q, k, v, segment_ids: jax.Array | None, scale: float, window: int = 0, sinks: jax.Array | None = None
+    q,
+    k,
+    v,
+    segment_ids: jax.Array | None,
+    scale: float,
+    window: int = 0,
+    sinks: jax.Array | None = None,
+    chosen: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention in float16 or bfloat16: q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] and segment_ids int32
     [B, T] -> [B, T, N, Hv]. Scores are never materialised; packed documents are kept apart by a bias on top of the
-    causal mask, whose upper half cuDNN skips. Without `segment_ids` a row is one document. `sinks` [N]: sinks.py."""
-    return _attend(q, k, v, segment_ids, sinks, scale, window)
+    causal mask, whose upper half cuDNN skips. Without `segment_ids` a row is one document. `sinks` [N]: sinks.py. `chosen` bool [B, T, T], in place
+    of segments: the keys that each query attends to, all of which are computed."""
+    return _attend(q, k, v, segment_ids, chosen, sinks, scale, window)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, segment_ids, sinks, scale, window):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(q, k, v, segment_ids, chosen, sinks, scale, window):
     if sinks is not None:
-        return _forward(q, k, v, segment_ids, sinks, scale, window)[0]
+        return _forward(q, k, v, segment_ids, chosen, sinks, scale, window)[0]
     options = {"scale": scale, "mask_type": _mask_type(True), "sliding_window_length": window or None}
-    return fused_attention_stablehlo.dot_product_attention(q, k, v, _bias(segment_ids, q.dtype), **options)
+    return fused_attention_stablehlo.dot_product_attention(q, k, v, _bias(segment_ids, chosen, q.dtype), **options)
 
 
-def _forward(q, k, v, segment_ids, sinks, scale, window):
-    out, lse = forward(q, k, v, _bias(segment_ids, q.dtype), scale, causal=True, window=window)
+def _forward(q, k, v, segment_ids, chosen, sinks, scale, window):
+    out, lse = forward(q, k, v, _bias(segment_ids, chosen, q.dtype), scale, causal=True, window=window)
     if sinks is not None:
         out, rows = with_sinks(out, lse.transpose(0, 2, 1), sinks)
         lse = rows.transpose(0, 2, 1)
-    return out, (q, k, v, segment_ids, sinks, out, lse)
+    return out, (q, k, v, segment_ids, chosen, sinks, out, lse)
 
 
 def _backward(scale, window, kept, d_out):
-    q, k, v, segment_ids, sinks, out, lse = kept
-    gradients = backward(q, k, v, _bias(segment_ids, q.dtype), out, lse, d_out, scale, causal=True, window=window)
-    return *gradients, None, gradient_of_sinks(sinks, out, lse.transpose(0, 2, 1), d_out)
+    q, k, v, segment_ids, chosen, sinks, out, lse = kept
+    bias = _bias(segment_ids, chosen, q.dtype)
+    gradients = backward(q, k, v, bias, out, lse, d_out, scale, causal=True, window=window)
+    return *gradients, None, None, gradient_of_sinks(sinks, out, lse.transpose(0, 2, 1), d_out)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _bias(segment_ids: jax.Array | None, dtype) -> jax.Array | None:
-    """Of the documents of whole rows."""
+def _bias(segment_ids: jax.Array | None, chosen: jax.Array | None, dtype) -> jax.Array | None:
+    """Of what is chosen, or of the documents of whole rows."""
+    if chosen is not None:
+        return bias_of(chosen, dtype)
     return None if segment_ids is None else bias_of(segment_ids[:, :, None] == segment_ids[:, None, :], dtype)
 
 

@@ -105,7 +105,7 @@ def reference(
     B = q.shape[0]
     table = page_table + first_page
     pools = ((k_pool, k_scale), (v_pool, v_scale))
-    k, v = (_numbers(p[table], None if s is None else s[table], q.dtype) for p, s in pools)
+    k, v = (numbers_of(p[table], None if s is None else s[table], q.dtype) for p, s in pools)
     k, v = (a.reshape(B, -1, *a.shape[3:]) for a in (k, v))  # [B, S, K, H]
     distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [B, T, S]
     mask = (distance >= 0) & (distance < _reach(positions, window, chunk, k.shape[1]))
@@ -117,7 +117,7 @@ def _reach(positions: jax.Array, window: int, chunk: int, every: int) -> jax.Arr
     return (positions % chunk + 1)[..., None] if chunk else jnp.full((1, 1, 1), window or every)
 
 
-def _numbers(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def numbers_of(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """Pages [..., K, H], as a pool holds them, in the dtype that is computed in."""
     if held.dtype == jnp.uint16:
         return from_bits(held, dtype)
@@ -141,6 +141,7 @@ def blocked(
     value_dim: int = 0,
     head: jax.Array | None = None,
     chunk: int = 0,
+    chosen: jax.Array | None = None,
 ) -> jax.Array:
     """As the reference, over pools in an order of its own (kv_format.order_of), a block of pages at a time with a
     running softmax (https://arxiv.org/abs/2205.14135), up to the last position of a group of rows: the cost follows the
@@ -148,21 +149,23 @@ def blocked(
     for bit.
 
     Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
-    from gathered pages, as a slice of a pool would be a copy of it.
+    from gathered pages, as a slice of a pool would be a copy of it. `chosen` bool [B, T, S]: of the positions of a row's
+    pages, those that each query attends to.
     """
     pools = _Pools(k_pool, v_pool, k_scale, v_scale, value_dim, head)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
     some = partial(_blocked, pools=pools, first_page=first_page, **options)
     B, T = positions.shape
+    rows = (q, page_table, positions) + (() if chosen is None else (chosen,))
     if T > 1 or B <= DECODE_ROWS:
-        return some(q, page_table, positions)
+        return some(*rows)
 
     def in_groups(a: jax.Array) -> jax.Array:
         """[B, ...] -> [groups, DECODE_ROWS, ...], with rows of scrap at the end."""
         a = jnp.pad(a, ((0, -B % DECODE_ROWS), *((0, 0),) * (a.ndim - 1)))
         return a.reshape(-1, DECODE_ROWS, *a.shape[1:])
 
-    out = jax.lax.map(lambda group: some(*group), tuple(in_groups(a) for a in (q, page_table, positions)))
+    out = jax.lax.map(lambda group: some(*group), tuple(in_groups(a) for a in rows))
     return out.reshape(-1, *out.shape[2:])[:B]
 
 
@@ -210,7 +213,7 @@ class _Pools:
         return k, k[:, :, : self.value_dim] if self.turned else k[..., : self.value_dim]
 
     def _gathered(self, pool, scale, pages: jax.Array, dtype: jnp.dtype, turned: bool) -> jax.Array:
-        held = _numbers(self._taken(pool, pages), None if scale is None else self._taken(scale, pages), dtype)
+        held = numbers_of(self._taken(pool, pages), None if scale is None else self._taken(scale, pages), dtype)
         held = jnp.einsum("bpkhs->bkhps" if turned else "bpksh->bkpsh", held.astype(jnp.float32))
         return held.reshape(*held.shape[:3], -1) if turned else held.reshape(*held.shape[:2], -1, held.shape[4])
 
@@ -222,6 +225,7 @@ def _blocked(
     q: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
+    chosen: jax.Array | None = None,
     *,
     pools: _Pools,
     first_page: jax.Array,
@@ -238,6 +242,8 @@ def _blocked(
     per_block = min(width, max(1, block_size // page_size))
     size = per_block * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
+    if chosen is not None:
+        chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, table.shape[1] * page_size - chosen.shape[2])))
     # In the order of the scores, or XLA turns their product around; and in float32, which is the same product, exact:
     # XLA:CPU has none of bfloat16 for every order of dimensions.
     grouped = jnp.einsum("btkgh->bkgth", q.reshape(B, T, K, N // K, q.shape[3])).astype(jnp.float32)
@@ -251,7 +257,10 @@ def _blocked(
             scores = softcap * jnp.tanh(scores / softcap)
         distance = positions[:, :, None] - (i * size + jnp.arange(size))  # [B, T, S]
         reach = _reach(positions, window, chunk, table.shape[1] * page_size)
-        mask = ((distance >= 0) & (distance < reach))[:, None, None]
+        mask = (distance >= 0) & (distance < reach)
+        if chosen is not None:
+            mask &= jax.lax.dynamic_slice_in_dim(chosen, i * size, size, axis=2)
+        mask = mask[:, None, None]
         new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0)
         keep = jnp.exp(largest - new)

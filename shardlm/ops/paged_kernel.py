@@ -113,9 +113,11 @@ def pallas(
     value_dim: int = 0,
     head: jax.Array | None = None,
     chunk: int = 0,
+    alone: bool | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `paged_attention.blocked`; the arrays of one device. `interpret` runs it anywhere, slowly."""
+    """As `paged_attention.blocked`; the arrays of one device. `alone`: a row's keys are split as if there were no other
+    row; None: where it has few tokens. `interpret` runs it anywhere, slowly."""
     values_inside = v_pool is None
     sizes = _sizes(
         q.shape,
@@ -125,6 +127,7 @@ def pallas(
         value_dim if values_inside else v_pool.shape[3] * numbers_each(v_pool),
         values_inside,
         page_table.shape[1],
+        q.shape[1] <= FEW_TOKENS if alone is None else alone,
     )
     inputs = {
         "q": q,
@@ -142,7 +145,9 @@ def pallas(
     return _attended(inputs, sizes, Rule(scale, window, softcap, chunk), interpret)
 
 
-def _sizes(shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int) -> Sizes:
+def _sizes(
+    shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int, alone: bool
+) -> Sizes:
     """For queries of this shape and dtype."""
     B, T, N, key_dim = shape
     pack = numbers_each(k_pool)
@@ -152,7 +157,7 @@ def _sizes(shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: b
     block_rows = min(block, max(16, pl.next_power_of_2(rows)))
     of_value = pieces(value_dim // pack)
     beyond = pieces((key_dim - value_dim) // pack, value_dim // pack)
-    programs = kv_heads * pl.cdiv(rows, block_rows) * (1 if T <= FEW_TOKENS else B)
+    programs = kv_heads * pl.cdiv(rows, block_rows) * (1 if alone else B)
     most = min(PART_BYTES // (4 * T * N * value_dim), row_pages * k_pool.shape[1] // SPLIT_KEYS)
     return Sizes(
         tokens=T,

@@ -39,3 +39,19 @@ def largest_threshold(keys: jax.Array, measure: Callable[[jax.Array], jax.Array]
         return jnp.where(measure(keys >= trial[:, None]) >= target, trial, found)
 
     return jax.lax.fori_loop(0, 32, next_bit, jnp.zeros_like(target, jnp.uint32))
+
+
+def kth_largest(keys: jax.Array, k: int, bits: int = 4) -> jax.Array:
+    """The k-th largest of each row, of equal ones as many as there are; 0 where a row has fewer. uint32 [..., S] ->
+    uint32 [...].
+
+    So many bits are found in a pass over the keys, by as many counts as they have values: on a GPU few passes are few
+    kernels (8 of rows that its cache holds, 32 by `largest_threshold`), and no sort.
+    """
+    steps = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+    found = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    for shift in range(32 - bits, -1, -bits):
+        trials = found[..., None] | steps << shift  # [..., values]
+        reached = jnp.sum(keys[..., None, :] >= trials[..., None], axis=-1, dtype=jnp.int32) >= k
+        found = found | jnp.sum(reached, axis=-1, dtype=jnp.uint32) << shift
+    return found

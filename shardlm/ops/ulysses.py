@@ -35,15 +35,22 @@ def own_heads(a: Any, axis: str) -> Any:
 
 
 def ulysses(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, attend: Callable, sinks: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    attend: Callable,
+    sinks: jax.Array | None = None,
+    **whole: jax.Array,
 ) -> jax.Array:
     """attend(q, k, v, segment_ids, sinks=) on whole rows of this device's share of the heads. q [B, T, N, H], k [B, T,
     K, H], v [B, T, K, Hv], segment_ids int32 [B, T] of this device's part of the rows, sinks [N] or None; returns
-    [B, T, N, Hv]. Fewer kv heads than devices are repeated, so that each device gets the one its query heads use."""
+    [B, T, N, Hv]. Fewer kv heads than devices are repeated, so that each device gets the one its query heads use. `whole`
+    are further arguments of `attend`, of whole rows."""
     ranks = jax.lax.axis_size("context")
     copies = max(1, ranks // k.shape[2])
     k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
     q, k, v = by_heads((q, k, v), "context")
     sinks = None if sinks is None else own_heads(sinks, "context")
-    out = attend(q, k, v, jax.lax.all_gather(segment_ids, "context", axis=1, tiled=True), sinks=sinks)
+    out = attend(q, k, v, jax.lax.all_gather(segment_ids, "context", axis=1, tiled=True), sinks=sinks, **whole)
     return by_tokens(out, "context")

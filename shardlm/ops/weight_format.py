@@ -67,5 +67,5 @@ def layers_differ(how: WeightFormat) -> bool:
 
 def weight_key(name: str, first: str, place: str = "") -> str:
     """What a weight is known by beside its kind: its own name, `first` of its dimensions, and where its module is that
-    the model has more than one of: "mtp." and "shared."."""
+    the model has more than one of: "mtp.", "shared." and "indexer."."""
     return f"{place}experts.{name}" if first == "experts" else f"{place}{name}"

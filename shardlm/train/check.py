@@ -143,8 +143,8 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         else:
             kv_heads_name(heads[1], heads[0], rules.mesh.tensor)  # which tells the sizes that suit both kinds of heads
             rules.act.check("heads", heads[0])
-            linear = bool(model.memories)
-            check_context("ulysses" if linear else context_attention, *heads, rules.mesh, ring=not linear)
+            whole = bool(model.memories) or model.sparse
+            check_context("ulysses" if whole else context_attention, *heads, rules.mesh, ring=not whole)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)
         if block.mlp.num_experts:

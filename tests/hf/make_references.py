@@ -51,6 +51,7 @@ DENSE_MLA = {
     "q_lora_rank": 20,
 }
 MLA = {**DENSE_MLA, **ROUTED}
+INDEXED = {"index_topk": 7, "index_n_heads": 6, "index_head_dim": 12}
 EVERY = {**ROUTED, "first_k_dense_replace": 0}
 
 
@@ -119,6 +120,15 @@ CASES = {
             "topk_group": 2,
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
         },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**MLA, **INDEXED, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {**MLA, **INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**MLA, "n_group": 4, "topk_group": 2}),
     "youtu": ("youtu", DENSE_MLA),
