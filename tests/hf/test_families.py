@@ -97,7 +97,7 @@ def written_back(reference: Reference, path: pathlib.Path) -> None:
 
 
 MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmo2", "phi3", "glm4"]
-MESHED += ["gemma3", "gemma4", "gemma4_moe"]
+MESHED += ["gemma3", "gemma4", "gemma4_moe", "deepseek_v32"]
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(fsdp=2, tensor=2), MeshSpec(fsdp=2, expert=2)], ids=str)

@@ -23,8 +23,9 @@ def loss_and_gradients(family: str, spec: MeshSpec):
     folder = hf_files.Folder.open(REFERENCES / family)
     mesh = mesh_of(spec)
     with jax.set_mesh(mesh):
-        execution = Execution(Rules.make("zero3", spec), context_attention="ring")
-        model = ModelDef.make(registry.transformer(folder.config, 16), execution)
+        config = registry.transformer(folder.config, 16)
+        execution = Execution(Rules.make("zero3", spec), context_attention="ulysses" if config.sparse else "ring")
+        model = ModelDef.make(config, execution)
         params = weights.load(model, folder, model.held_at_rest(mesh))
         batch = on_devices(packed_batch(rows=8, vocab=96), model)
         step = jax.jit(lambda p, b: gradients(model, p, b, np.float32(1), StepConfig()))
@@ -38,6 +39,7 @@ def loss_and_gradients(family: str, spec: MeshSpec):
         ("qwen3_moe", MeshSpec(fsdp=2, expert=2, tensor=2)),
         ("gemma3", MeshSpec(fsdp=2, context=2, tensor=2)),
         ("gemma4", MeshSpec(fsdp=2, context=2, tensor=2)),  # layers that read others' keys and values
+        ("glm_moe_dsa", MeshSpec(fsdp=2, context=2, tensor=2)),  # queries that attend to chosen tokens
         ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
     ],
 )
