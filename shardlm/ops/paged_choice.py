@@ -4,7 +4,6 @@ over pages: a mask over all positions where blocks of pages are gathered, and on
 which then are pages of one token each to the kernel that attends: what it reads does not grow with the text."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from shardlm.ops import paged_attention
 from shardlm.ops.kv_format import SCALE, order_of
 from shardlm.ops.paged_attention import PagedAttention, numbers_of
-from shardlm.ops.token_choice import Index, block_of, highest, listed, scores
+from shardlm.ops.token_choice import Index, block_of, highest, scores
 
 AT_ONCE = 2**24  # scores of a block of queries
 KEYS = 256  # that are gathered and scored at a time
@@ -53,22 +52,19 @@ def choose(
     S = page_table.shape[1] * page_size
     if index.count >= S:
         return None, pools
-    score = partial(_by_blocks, pool=pool, scale=scale, page_table=page_table, first_page=first_page)
-    if implementation == "pallas":
-        from shardlm.ops.choice_kernel import pallas
+    held = {"pool": pool, "scale": scale, "page_table": page_table, "first_page": first_page}
 
-        score = partial(
-            pallas, pool=pool, scale=scale, page_table=page_table, first_page=first_page, interpret=interpret
-        )
+    def by_blocks(q, weights, positions):
+        found = _by_blocks(q, weights, positions, **held)
+        return highest(found, jnp.arange(S) <= positions[:, :, None], index.count)
 
-    def some(q, weights, positions):
-        found = score(q, weights, positions)
-        chosen = highest(found, jnp.arange(S) <= positions[:, :, None], index.count)
-        if implementation == "blocked":
-            return chosen
-        tokens, number = listed(chosen, index.count)
-        page = jnp.take_along_axis(page_table[:, None], tokens // page_size, axis=2)
-        return {"slots": page * page_size + tokens % page_size, "number": number}
+    def by_kernels(q, weights, positions):
+        from shardlm.ops.choice_kernel import chosen, scored  # Pallas takes a while to import
+
+        found = scored(q, weights, positions, **held, interpret=interpret)
+        return chosen(found, positions, page_table, index.count, page_size, interpret)
+
+    some = by_kernels if implementation == "pallas" else by_blocks
 
     size = block_of(T, AT_ONCE // (B * S))
     if size == T:

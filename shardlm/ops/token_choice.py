@@ -41,17 +41,6 @@ def highest(scores: jax.Array, allowed: jax.Array, count: int) -> jax.Array:
     return allowed & (above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room)))
 
 
-def listed(chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The chosen tokens of each query in order, at most `count`: bool [B, T, S] -> (int32 [B, T, count], 0 after the
-    last; how many, int32 [B, T])."""
-    B, T, S = chosen.shape
-    flat = chosen.reshape(B * T, S)
-    rank = jnp.where(flat, jnp.cumsum(flat, axis=1, dtype=jnp.int32) - 1, count)
-    rows, tokens = (jax.lax.broadcasted_iota(jnp.int32, flat.shape, axis) for axis in (0, 1))
-    found = jnp.zeros((B * T, count), jnp.int32).at[rows, rank].set(tokens, mode="drop", unique_indices=False)
-    return found.reshape(B, T, count), jnp.sum(chosen, axis=-1, dtype=jnp.int32)
-
-
 def chosen_in_rows(index: Index, segment_ids: jax.Array, over: str = "") -> jax.Array:
     """Which tokens of its row each query attends to: those of its segment up to itself that the indexer chooses. The
     arrays of one device, segment_ids int32 [B, T]; returns bool [B, T, T].

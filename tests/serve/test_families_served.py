@@ -22,14 +22,14 @@ TENSOR, EXPERT, DATA, PIPELINE = (MeshSpec(**{axis: 2}) for axis in ("tensor", "
 SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("llama", TENSOR),
     ("gemma2", PIPELINE),
-    ("deepseek_v3", ONE),
+    ("deepseek_v32", ONE),
     ("qwen3_moe", EXPERT),
     ("gpt_oss", DATA),
     ("gemma4", TENSOR),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
 ]
 MEMORIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # which begin at the start of a text, so that no pages are shared
-ROUTED = ("deepseek_v3", "qwen3_moe", "gpt_oss")
+ROUTED = ("deepseek_v32", "qwen3_moe", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
