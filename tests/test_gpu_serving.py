@@ -227,17 +227,41 @@ def test_memories_are_copied_from_slot_to_slot_and_nothing_else():
     assert sum(bool(kernel(module, step, at)) for at in step.instructions) <= 3 * len(held)
 
 
+@dataclasses.dataclass(frozen=True)
+class Choosing:
+    """DeepSeek V3.2's attention, of texts longer than what a query attends to."""
+
+    num_layers: int = 2
+
+    def transformer(self):
+        return registry.transformer(
+            {"model_type": "deepseek_v32", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512}
+            | {"num_hidden_layers": self.num_layers, "first_k_dense_replace": self.num_layers, "hidden_act": "silu"}
+            | {"num_attention_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+            | {"qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-6, "n_routed_experts": 8}
+            | {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        )
+
+
 @pytest.mark.parametrize(
     ("config", "gpu", "tensor", "kv_cache"),
-    [(SMALL, "a100", 4, "int8"), (LATENT, "h100", 1, "auto"), (LATENT, "a100", 4, "fp8")],
+    [
+        (SMALL, "a100", 4, "int8"),
+        (LATENT, "h100", 1, "auto"),
+        (LATENT, "a100", 4, "fp8"),
+        (Choosing(), "h100", 4, "int8"),
+    ],
 )
 def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
-    """By the kernel, twice a layer: parts of the rows, and their merge. Of arrays made of pages, the program has the
-    pools alone, and writes into them; `blocked` has gathers too."""
+    """By the kernel, twice a layer: parts of the rows, and their merge; before them those that score tokens and choose
+    some. Of arrays made of pages, the program has the pools alone, and writes into them; `blocked` has gathers too."""
     compiled, state = decoding(tensor, config, gpu, kv_cache)
-    text = compiled.as_text()
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2 * config.num_layers
-    split = 1 if config is LATENT else tensor
+    text, choosing = compiled.as_text(), isinstance(config, Choosing)
+    kernels = 4 if choosing else 2
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels * config.num_layers
+    assert text.count("index_scores") > 0 or not choosing
+    assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1) if tensor > 1 else [])
+    split = 1 if config is LATENT or choosing else tensor
     pools = [(a.dtype.name, a.shape[1], a.shape[2] // split, a.shape[3]) for a in state.pages.values()]
     own = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values()) // split
     assert compiled.memory_analysis().alias_size_in_bytes >= own
