@@ -136,3 +136,13 @@ def test_decay_is_for_matrices_and_muon_for_the_layers():
         momentum = jax.eval_shape(tx.init, params).inner_states["muon"].inner_state[0].mu
         with_momentum = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(momentum)}
         assert len(with_momentum) == 7 and not [p for p in with_momentum if "norm" in p or "embedding" in p]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_an_indexer_stays_as_it_is(name):
+    """It takes no part in the loss, and weights that have no gradient do not decay either."""
+    names = {"indexer": {"wq": ((), ("embed", "heads"))}, "wq": ((), ("embed", "heads"))}
+    params = jax.tree.map(lambda _: jnp.ones((2, 3)), names, is_leaf=_is_names)
+    tx = make_optimizer(dataclasses.replace(BASE, name=name, weight_decay=0.1, schedule="constant"), 100, names)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert not updates["indexer"]["wq"].any() and updates["wq"].all()

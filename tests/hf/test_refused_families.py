@@ -88,6 +88,7 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
     [
         ("gemma4", {}, "no formulas for layers that read the keys and values of others and inputs of each layer's own"),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
+        ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),
         (
             "gemma4",
             {"mesh": MeshSpec(pipeline=2)},

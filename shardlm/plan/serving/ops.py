@@ -14,6 +14,7 @@ from shardlm.layers.param import SCALE, ZERO
 from shardlm.ops.grouped_weights import splits_of, step_of
 from shardlm.plan.op import Layer, Op
 from shardlm.plan.serving import linear_attention as linear
+from shardlm.plan.serving import sparse_attention as sparse
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 
@@ -83,8 +84,15 @@ def layer_work(
     if isinstance(block.attention, DeltaNetConfig):
         kv = 2 * one.rows * linear.state_bytes(block.attention, rules, one.itemsize)  # read, and written
         ops += linear.operations(block.attention, rules, one.rows, one.each, one.itemsize)
+    elif getattr(block.attention, "indexer", None):
+        share, count = sparse.Share.of(block.attention, cache_bytes), block.attention.indexer.top_k
+        (seen, pairs), (_, few) = attended(0, one), attended(count, one)
+        ops += sparse.operations(block.attention, share, one.tokens, pairs, one.rows * seen, one.itemsize)
+        kv = few * share.latent  # each query reads its own
+        ops.append(_attention(block.attention, rules, one, few, kv))
+        kv = one.rows * (min(seen, count * one.each) * share.latent + seen * share.key)
     else:
-        seen, pairs = attended(block.attention, one)
+        seen, pairs = attended(block.attention.window, one)
         kv = one.rows * seen * cache_bytes
         ops.append(_attention(block.attention, rules, one, pairs, kv))
     small = one.tokens * D * 3 * one.itemsize
@@ -109,9 +117,10 @@ def touched_share(moe: MoeConfig, tokens: float) -> float:
     return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
 
 
-def attended(attention: AttentionConfig | MlaConfig, one: Pass) -> tuple[float, float]:
-    """(positions whose keys and values a row reads, (query, key) pairs of all rows)."""
-    window, c, s = attention.window, one.each, one.context
+def attended(window: int, one: Pass) -> tuple[float, float]:
+    """(positions whose keys and values a row reads, (query, key) pairs of all rows), where a query sees so many
+    positions; 0: all."""
+    c, s = one.each, one.context
     if not window:
         return s + c, one.rows * (c * s + c * (c + 1) / 2)
     ramp = max(0.0, min(c, window - s))  # tokens that do not fill the window yet

@@ -1,0 +1,44 @@
+"""Layers whose queries attend to chosen tokens (layers/indexer.py): what a pass through a served one computes and reads
+(ops/paged_choice.py). Keys of the indexer are read of all tokens before a query, latents of the chosen ones alone."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardlm.layers.mla import MlaConfig
+from shardlm.plan.op import Op
+
+SCORE = 4  # bytes
+# How often a program goes over a query's scores (ops/choice_kernel.py: twice eight bits a pass, then to count and to
+# list), and how many of a GPU's programs work at it at least: one for each query, and few queries leave others idle.
+PASSES, PROGRAMS = 18, 128
+CACHED = 0.5  # of the time that as many bytes would take from memory: scores are in a GPU's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Bytes of a position: of the latent, and of the indexer's key."""
+
+    latent: float
+    key: float
+
+    @classmethod
+    def of(cls, attention: MlaConfig, cache_bytes: float) -> "Share":
+        latent = attention.kv_latent_dim + attention.rope_dim
+        key = attention.indexer.head_dim
+        return cls(*(cache_bytes * width / (latent + key) for width in (latent, key)))
+
+
+def operations(
+    attention: MlaConfig, share: Share, tokens: float, pairs: float, scanned: float, itemsize: int
+) -> Iterator[Op]:
+    """Of queries that could attend to so many `pairs` of query and key, and rows in which so many positions are
+    `scanned` by them together; none where the layer shares what another chose."""
+    indexer = attention.indexer
+    if indexer.shared:
+        return
+    N, H = indexer.num_heads, indexer.head_dim
+    moved = scanned * share.key + tokens * N * H * itemsize + SCORE * pairs
+    dims = (1, pairs / tokens, H / 2)
+    yield Op("attention", "index scores", "attention", 2.0 * pairs * N * H, moved, 1, dims=dims)
+    gone_over = PASSES * SCORE * pairs / tokens * max(tokens, PROGRAMS)
+    yield Op("attention", "choice of tokens", "memory", 0, CACHED * gone_over, 1)
