@@ -39,7 +39,18 @@ all-to-all brings each stage its layers. An embedding that does not divide over 
 BATCH_AXES = ("data", "fsdp", "expert")  # over which the rows of a batch are split, whatever the preset
 
 _SPLIT = dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp", "vocab"), "tensor") | {"experts": "expert"}
-_WHOLE = ("layers", "rounds", "head_dim", "norm", "kv_heads_whole", "index_heads", "latent_whole", "router", "rank", "groups")
+_WHOLE = (
+    "layers",
+    "rounds",
+    "head_dim",
+    "norm",
+    "kv_heads_whole",
+    "index_heads",
+    "latent_whole",
+    "router",
+    "rank",
+    "groups",
+)
 _ACTIVATIONS = {
     "batch": ("data", "pipeline", "fsdp", "expert"),  # inside a pipeline stage, `inside` takes "pipeline" away
     "microbatches": "pipeline",  # outside the stages, each holds its share of them

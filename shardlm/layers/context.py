@@ -163,7 +163,9 @@ class Packed:
     def unselected(self, positions, pages, count):
         del positions, pages
         B, T = self.segment_ids.shape
-        return None if T <= count else jnp.zeros((B, T, T), bool, out_sharding=self.rules.act.spec("batch", None, None))
+        if count >= T:
+            return None
+        return jnp.zeros((B, T, T), bool, out_sharding=self.rules.act.spec("batch", None, None))
 
     def attend(
         self,

@@ -49,8 +49,8 @@ def _shared(options: Options) -> list[bool]:
         return [max(layer - first + 1, 0) % every > 0 for layer in range(layers)]
     if len(told) != layers or not {"full", "shared"}.issuperset(told) or told[0] != "full":
         raise ShardlmError(
-            f"config.json has indexer_types={told!r}; it needs num_hidden_layers={layers} of full and shared, the first "
-            "of them full"
+            f"config.json has indexer_types={told!r}; it needs num_hidden_layers={layers} of full and shared, the "
+            "first of them full"
         )
     return [kind == "shared" for kind in told]
 

@@ -25,8 +25,8 @@ def cudnn(
 ) -> jax.Array:
     """Causal attention in float16 or bfloat16: q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] and segment_ids int32
     [B, T] -> [B, T, N, Hv]. Scores are never materialised; packed documents are kept apart by a bias on top of the
-    causal mask, whose upper half cuDNN skips. Without `segment_ids` a row is one document. `sinks` [N]: sinks.py. `chosen` bool [B, T, T], in place
-    of segments: the keys that each query attends to, all of which are computed."""
+    causal mask, whose upper half cuDNN skips. Without `segment_ids` a row is one document. `sinks` [N]: sinks.py.
+    `chosen` bool [B, T, T], in place of segments: the keys that each query attends to, all of which are computed."""
     return _attend(q, k, v, segment_ids, chosen, sinks, scale, window)
 
 

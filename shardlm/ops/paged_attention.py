@@ -149,8 +149,8 @@ def blocked(
     for bit.
 
     Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
-    from gathered pages, as a slice of a pool would be a copy of it. `chosen` bool [B, T, S]: of the positions of a row's
-    pages, those that each query attends to.
+    from gathered pages, as a slice of a pool would be a copy of it. `chosen` bool [B, T, S]: of the positions of a
+    row's pages, those that each query attends to.
     """
     pools = _Pools(k_pool, v_pool, k_scale, v_scale, value_dim, head)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}

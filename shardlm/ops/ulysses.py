@@ -45,8 +45,8 @@ def ulysses(
 ) -> jax.Array:
     """attend(q, k, v, segment_ids, sinks=) on whole rows of this device's share of the heads. q [B, T, N, H], k [B, T,
     K, H], v [B, T, K, Hv], segment_ids int32 [B, T] of this device's part of the rows, sinks [N] or None; returns
-    [B, T, N, Hv]. Fewer kv heads than devices are repeated, so that each device gets the one its query heads use. `whole`
-    are further arguments of `attend`, of whole rows."""
+    [B, T, N, Hv]. Fewer kv heads than devices are repeated, so that each device gets the one its query heads use.
+    `whole` are further arguments of `attend`, of whole rows."""
     ranks = jax.lax.axis_size("context")
     copies = max(1, ranks // k.shape[2])
     k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))

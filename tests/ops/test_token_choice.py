@@ -43,7 +43,9 @@ def test_the_highest_are_those_of_a_stable_sort(count, anywhere, monkeypatch):
         return
     # The kernel's, up to a position, which lists the places in pages.
     table = np.random.default_rng(1).permutation(20).reshape(2, 10).astype(np.int32)
-    listed = choice_kernel.chosen(jnp.asarray(scores), jnp.asarray(ends), jnp.asarray(table), count, PAGE, interpret=True)
+    listed = choice_kernel.chosen(
+        jnp.asarray(scores), jnp.asarray(ends), jnp.asarray(table), count, PAGE, interpret=True
+    )
     for row in np.ndindex(2, 5):
         places = np.flatnonzero(chosen[row])
         assert int(listed["number"][row]) == len(places)
