@@ -25,6 +25,7 @@ class PageLayout:
     parts      of each layer, which part of its place is its own, where layers keep less of a token than others do and
                several share one; (): the first
     slots      texts that such layers remember at once, one that padding writes to included
+    unsure     tokens that they remember besides, those of a step that verifies drafts (ops/delta_drafts.py); 0: none
     """
 
     num_pages: int
@@ -32,6 +33,7 @@ class PageLayout:
     places: tuple[tuple[int, int], ...]
     slots: int = 0
     parts: tuple[int, ...] = ()
+    unsure: int = 0
 
     @classmethod
     def whole(cls, num_layers: int, num_pages: int, memories: Collection[int] = (), slots: int = 0) -> "PageLayout":

@@ -88,6 +88,11 @@ def open_draft_model(
             f"the draft model {config.model} was made for {longest} positions, and max_model_len={length}: lower that "
             f"to {longest}, or choose another draft model"
         )
+    if memories := found.source.transformer().memories:
+        raise ShardlmError(
+            f"the draft model {config.model} has {len(memories)} layers of linear attention, whose memory would have "
+            "to go back after each draft that is wrong; choose another, or method 'ngram' or 'mtp'"
+        )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     if draft.model.config.reads:
         raise ShardlmError(
@@ -99,27 +104,33 @@ def open_draft_model(
 
 
 def layouts_of(
-    model: ModelDef, draft: DraftModel | None, length: int, page_size: int, steps: int
+    model: ModelDef, draft: DraftModel | None, length: int, page_size: int, steps: int, drafts: int = 0
 ) -> tuple[PageLayout, ...]:
-    """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
-    number of pages left to be set."""
-    return layouts_for(model.config, draft and draft.windows, length, page_size, steps, kv_ways(model))
+    """How pages serve the layers of a model and, under the same numbers, those that draft, `drafts` tokens a step. As
+    `layout_of`, the number of pages left to be set."""
+    return layouts_for(model.config, draft and draft.windows, length, page_size, steps, drafts, kv_ways(model))
 
 
 def layouts_for(
-    shape: TransformerConfig, drafting: Sequence[int] | None, length: int, page_size: int, steps: int, ways: int = 1
+    shape: TransformerConfig,
+    drafting: Sequence[int] | None,
+    length: int,
+    page_size: int,
+    steps: int,
+    drafts: int = 0,
+    ways: int = 1,
 ) -> tuple[PageLayout, ...]:
     """The same from the shape of the model, the windows of the layers that draft, where there are any, and the devices
     that kv heads are split over."""
     windows, sources = _windows(shape.blocks()), shape.sources[: shape.num_layers]
     layout = layout_of(windows, 0, length, page_size, steps, shape.sharing(ways)[: shape.num_layers], sources)
-    if drafting is None:
-        return (layout,)
-    beside = layout.beside(drafting)
+    beside = layout.beside(drafting or ())
     if beside is None:  # layers that draft see farther than any of the model's
-        layout = PageLayout.whole(len(set(sources)), 0).reading(sources)
+        layout = PageLayout.whole(len(set(sources)), 0, shape.memories).reading(sources)
         beside = layout.beside(drafting)
-    return layout, beside
+    if drafts and shape.memories:
+        layout = dataclasses.replace(layout, unsure=1 + drafts)
+    return (layout,) if drafting is None else (layout, beside)
 
 
 def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:

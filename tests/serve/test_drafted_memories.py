@@ -1,0 +1,84 @@
+"""Drafts for models some of whose layers remember a text by arrays of one size: replies are the same as without, with
+prefixes from the cache, preempted, and over devices."""
+
+import dataclasses
+import functools
+import pathlib
+from unittest import mock
+
+import jax
+import pytest
+from engines import CONFIG, END, TOKENIZER, of_model
+from lazy_programs import all_compiled
+from small import init, mesh_of
+from small_hybrid import HYBRID
+from test_speculation import NGRAM, check_same, part, served
+
+from shardlm.layers.mtp import MtpConfig
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
+from shardlm.opened import Opened
+from shardlm.serve import memories
+from shardlm.serve.build import assemble
+from shardlm.serve.engine import Engine
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.pool_size import scheduler_of
+from shardlm.serve.snapshots import Snapshots
+from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.submeshes import of_replica
+from shardlm.serving_rules import serving_rules
+from shardlm.state import ModelDef
+
+SHAPE = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size).transformer()
+WITH_MODULE = dataclasses.replace(SHAPE, mtp=MtpConfig(SHAPE.segments[0].pattern[1]))
+DRAFT = SpeculativeConfig.parse({"model": "given", "num_speculative_tokens": 2})
+MTP = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 2})
+CLOSE = 2e-4  # of log-probabilities: a norm makes much of what is read where little is remembered
+
+
+def made(shape, spec: MeshSpec):
+    mesh = mesh_of(spec)
+    with jax.set_mesh(mesh):
+        model = ModelDef.make(shape, Execution(serving_rules(shape, spec)))
+        return model, init(model), mesh
+
+
+def engine_of(shape, spec: MeshSpec, speculative=None, draft=None):
+    """With 12 pages of 4: two requests of 48 tokens do not fit."""
+    model, params, mesh = made(shape, spec)
+    with jax.set_mesh(mesh):
+        apart = taken_apart(model, params)
+    sizes = {"rows": 2, "tokens": 16, "length": 48, "pages": 13, "snapshots": 3}
+    return of_model(*apart, mesh, **sizes, speculative=speculative, draft=draft)
+
+
+def over_stages(spec: MeshSpec, speculative):
+    """The same as it is built for users."""
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "decode_steps": 4}
+    config = EngineConfig(mesh=spec, speculative_config=speculative, **sizes)
+    opened = Opened(*made(SHAPE, of_replica(spec)), None, pathlib.Path())
+    with mock.patch.object(memories, "LEAST", 8):
+        runner = assemble(opened, TOKENIZER, [END], 48, config).runner
+    own = dataclasses.replace(runner.config, layout=dataclasses.replace(runner.config.layout, num_pages=13))
+    with mock.patch("shardlm.serve.pool_size.Snapshots", functools.partial(Snapshots, least=8, tail=2)):
+        return Engine(runner, scheduler_of(own, config), TOKENIZER, [END])
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    with all_compiled():
+        return {
+            "ngram": over_stages(MeshSpec(pipeline=2, tensor=2), NGRAM),
+            "another model": engine_of(SHAPE, MeshSpec(), DRAFT, part(CONFIG, MeshSpec(), 0)),
+            "modules": engine_of(WITH_MODULE, MeshSpec(tensor=2), MTP),
+        }
+
+
+def test_replies_are_the_same_with_drafts(drafting):
+    wanted = served(engine_of(SHAPE, MeshSpec()), 0)
+    for name, engine in drafting.items():
+        check_same(served(engine, 1), wanted, CLOSE)
+        stats = engine.stats()
+        assert engine.scheduler.preemptions > 0 and stats.prefix_hits > 0, name
+        assert stats.speculation.drafted > sum(stats.speculation.accepted) > 0, name
