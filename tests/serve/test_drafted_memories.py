@@ -7,14 +7,15 @@ import pathlib
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 from engines import CONFIG, END, TOKENIZER, of_model
 from lazy_programs import all_compiled
-from small import init, mesh_of
+from small import mesh_of
 from small_hybrid import HYBRID
+from small_predicting import trained
 from test_speculation import NGRAM, check_same, part, served
 
-from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened
@@ -28,36 +29,43 @@ from shardlm.serve.snapshots import Snapshots
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.submeshes import of_replica
 from shardlm.serving_rules import serving_rules
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, at_rest
 
-SHAPE = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size).transformer()
-WITH_MODULE = dataclasses.replace(SHAPE, mtp=MtpConfig(SHAPE.segments[0].pattern[1]))
+PREDICTING = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size, mtp=1)
 DRAFT = SpeculativeConfig.parse({"model": "given", "num_speculative_tokens": 2})
 MTP = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 2})
 CLOSE = 2e-4  # of log-probabilities: a norm makes much of what is read where little is remembered
 
 
-def made(shape, spec: MeshSpec):
-    mesh = mesh_of(spec)
+@pytest.fixture(scope="module")
+def weights():
+    """Of a model that has learnt a few texts by heart, on the host."""
+    return jax.tree.map(np.asarray, trained(PREDICTING))
+
+
+def made(weights, spec: MeshSpec, module: bool = False):
+    """(the model with its module or without, its parameters, the mesh)."""
+    mesh, shape = mesh_of(spec), dataclasses.replace(PREDICTING, mtp=int(module)).transformer()
     with jax.set_mesh(mesh):
         model = ModelDef.make(shape, Execution(serving_rules(shape, spec)))
-        return model, init(model), mesh
+        own = {name: weights[name] for name in model.shapes}
+        return model, jax.tree.map(lambda a, s: jax.device_put(a, at_rest(s, mesh).sharding), own, model.shapes), mesh
 
 
-def engine_of(shape, spec: MeshSpec, speculative=None, draft=None):
+def engine_of(weights, spec: MeshSpec, speculative=None, draft=None):
     """With 12 pages of 4: two requests of 48 tokens do not fit."""
-    model, params, mesh = made(shape, spec)
+    model, params, mesh = made(weights, spec, speculative is MTP)
     with jax.set_mesh(mesh):
         apart = taken_apart(model, params)
     sizes = {"rows": 2, "tokens": 16, "length": 48, "pages": 13, "snapshots": 3}
     return of_model(*apart, mesh, **sizes, speculative=speculative, draft=draft)
 
 
-def over_stages(spec: MeshSpec, speculative):
+def over_stages(weights, spec: MeshSpec, speculative):
     """The same as it is built for users."""
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "decode_steps": 4}
     config = EngineConfig(mesh=spec, speculative_config=speculative, **sizes)
-    opened = Opened(*made(SHAPE, of_replica(spec)), None, pathlib.Path())
+    opened = Opened(*made(weights, of_replica(spec)), None, pathlib.Path())
     with mock.patch.object(memories, "LEAST", 8):
         runner = assemble(opened, TOKENIZER, [END], 48, config).runner
     own = dataclasses.replace(runner.config, layout=dataclasses.replace(runner.config.layout, num_pages=13))
@@ -66,19 +74,21 @@ def over_stages(spec: MeshSpec, speculative):
 
 
 @pytest.fixture(scope="module")
-def drafting():
+def drafting(weights):
     with all_compiled():
         return {
-            "ngram": over_stages(MeshSpec(pipeline=2, tensor=2), NGRAM),
-            "another model": engine_of(SHAPE, MeshSpec(), DRAFT, part(CONFIG, MeshSpec(), 0)),
-            "modules": engine_of(WITH_MODULE, MeshSpec(tensor=2), MTP),
+            "ngram": over_stages(weights, MeshSpec(pipeline=2, tensor=2), NGRAM),
+            "another model": engine_of(weights, MeshSpec(), DRAFT, part(CONFIG, MeshSpec(), 0)),
+            "module": engine_of(weights, MeshSpec(tensor=2), MTP),
         }
 
 
-def test_replies_are_the_same_with_drafts(drafting):
-    wanted = served(engine_of(SHAPE, MeshSpec()), 0)
+def test_replies_are_the_same_with_drafts(weights, drafting):
+    wanted = served(engine_of(weights, MeshSpec()), 0)
+    # Measured: 3.5 tokens a step of 5 at most, 1.04 of a model that has learnt nothing, and 2.5 of 3 at most.
+    least = {"ngram": 3, "another model": 1, "module": 2.2}
     for name, engine in drafting.items():
         check_same(served(engine, 1), wanted, CLOSE)
         stats = engine.stats()
         assert engine.scheduler.preemptions > 0 and stats.prefix_hits > 0, name
-        assert stats.speculation.drafted > sum(stats.speculation.accepted) > 0, name
+        assert stats.speculation.mean_length > least[name], name

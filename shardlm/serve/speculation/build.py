@@ -53,8 +53,8 @@ def wants_modules(config: SpeculativeConfig | None, shape: TransformerConfig, pa
     if wanted and not shape.mtp:
         raise ShardlmError(
             f"speculative_config: method 'mtp' drafts by modules that predict further tokens, and {path} has none. "
-            "DeepSeek V3's published checkpoints have them, and runs that trained them; what transformers wrote has "
-            "not. Choose method 'ngram', or 'draft_model' with a smaller model"
+            "Published checkpoints of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen 3.5 have them, and runs that trained "
+            "them; what transformers wrote has not. Choose method 'ngram', or 'draft_model' with a smaller model"
         )
     return wanted
 
