@@ -181,7 +181,8 @@ class Paged:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
     is for models without soft caps and latents; "": to pages. adapter int32 [B]: which of several each row has
     (layers/lora.py); None where the model has not several. slot int32 [B]: where layers without pages remember each
-    row's text; None where the model has none. `rows`: how these take tokens in (ops/delta_rows.py).
+    row's text; None where the model has none. `rows`: how these take tokens in (ops/delta_rows.py). sure int32 [B]:
+    where in each row's text the tokens begin that may turn out wrong; None: with the row.
     """
 
     absorbs: ClassVar[bool] = True
@@ -196,6 +197,7 @@ class Paged:
     slot: jax.Array | None = None
     inputs: jax.Array | None = None
     rows: Rows = dataclasses.field(default="known", metadata={"static": True})
+    sure: jax.Array | None = None
 
     @classmethod
     def make(
@@ -208,11 +210,12 @@ class Paged:
         adapter: jax.Array | None = None,
         slot: jax.Array | None = None,
         rows: Rows = "known",
+        sure: jax.Array | None = None,
     ) -> "Paged":
         """The context of a batch, as a model with this execution runs it."""
         how = (layout, execution.rules, execution.paged_attention, whole)
         beside = {"adapter": adapter if execution.adapters else None, "slot": slot if layout.memories else None}
-        return cls(page_table, valid, *how, **beside, rows=rows)
+        return cls(page_table, valid, *how, **beside, rows=rows, sure=sure)
 
     @property
     def real(self) -> jax.Array:
@@ -297,14 +300,16 @@ class Paged:
         held = {name: a for name, a in pages.items() if name in MEMORIES}
         specs = {name: act.spec(*MEMORIES[name]) for name in held}
 
-        def local(x, taps, log_decay, beta, positions, valid, slot, place, held):
+        def local(x, taps, log_decay, beta, sure, positions, valid, slot, place, held):
             where = place * self.layout.slots + slot  # rows of padding all have the last slot
-            return remembered(self.rows, x, taps, log_decay, beta, positions[:, 0], valid, held, where)
+            return remembered(self.rows, x, taps, log_decay, beta, sure, positions[:, 0], valid, held, where)
 
         slot, scalar = act.spec("batch"), jax.sharding.PartitionSpec()
         of_x = (heads["x"], heads["taps"], heads["each"], heads["each"])
-        run = shard_map(local, in_specs=(*of_x, rows, rows, slot, scalar, specs), out_specs=(heads["x"]["v"], specs))
-        out, held = run(x, taps, log_decay, beta, positions, self.valid, self.slot, place, held)
+        how = (slot, rows, rows, slot, scalar, specs)
+        run = shard_map(local, in_specs=(*of_x, *how), out_specs=(heads["x"]["v"], specs))
+        sure = positions[:, 0] if self.sure is None else self.sure
+        out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
         return out, pages | held
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

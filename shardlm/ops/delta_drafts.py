@@ -30,39 +30,50 @@ def delta_net_of_drafts(
     log_decay: jax.Array,
     beta: jax.Array,
     memory: Memory,
+    sure: jax.Array,
     position: jax.Array,
     valid: jax.Array,
 ) -> tuple[jax.Array, Memory]:
-    """As gated_delta.delta_net, of rows of P tokens, the first of which, at `position` int32 [B], is what the text goes
-    on with, and the others may turn out wrong. The memory has room for P tokens: "conv_q", "conv_k" and "conv_v" for so
-    many more, their "log_decay" and "beta" float32 [B, P, N], and "start" int32 [B], where in the text the first of
-    them stands. Of a row without a valid token it stays as it is."""
-    P, before = valid.shape[1], taps["q"].shape[-1] - 1
-    assert memory["beta"].shape[1] == P, (memory["beta"].shape, valid.shape)
+    """As gated_delta.delta_net, of rows of T tokens that may turn out wrong, the first at `position` int32 [B] of its
+    text; those before `sure` int32 [B] are known to be right. The memory has room for P tokens: "conv_q", "conv_k" and
+    "conv_v" for so many more, their "log_decay" and "beta" float32 [B, P, N], and "start" int32 [B], where in the text
+    the first of them stands; from `sure` on there may be so many now. Of a row without a valid token it stays as it
+    is."""
+    P, T, before = memory["beta"].shape[1], valid.shape[1], taps["q"].shape[-1] - 1
     runs, names = valid[:, 0], {name: f"conv_{name}" for name in x}
-    kept = jnp.where(runs, position - memory["start"], 0)  # [B], of the tokens before
-    whole = {n: jnp.concatenate([memory[of], x[n].astype(memory[of].dtype)], axis=1) for n, of in names.items()}
-    read = {n: _at(a, _read(kept, before, P)).astype(x[n].dtype) for n, a in whole.items()}
-    there = (jnp.arange(2 * P) < (kept + jnp.sum(valid, axis=1))[:, None])[..., None]
-    rates = [jnp.concatenate([memory[name], a], axis=1) for name, a in (("log_decay", log_decay), ("beta", beta))]
-    rates = [jnp.where(there, _at(a, _read(kept, 0, P)), 0.0) for a in rates]
-    begins, rest = ({n: a[:, part] for n, a in read.items()} for part in (slice(before), slice(before, None)))
+    kept, behind = (jnp.where(runs, at - memory["start"], 0) for at in (sure, position))  # of the tokens there are
+    rates = {"log_decay": log_decay, "beta": beta}
+    whole = {of: jnp.concatenate([memory[of], x[n].astype(memory[of].dtype)], axis=1) for n, of in names.items()}
+    whole |= {name: jnp.concatenate([memory[name], a], axis=1) for name, a in rates.items()}
+    order = {name: _order(behind, 0 if name in rates else before, P, T) for name in whole}
+    read = {name: _at(a, order[name]) for name, a in whole.items()}
+    there = (jnp.arange(P + T) < (behind + jnp.sum(valid, axis=1))[:, None])[..., None]
+    inputs = {n: read[of].astype(x[n].dtype) for n, of in names.items()}
+    begins, rest = ({n: a[:, part] for n, a in inputs.items()} for part in (slice(before), slice(before, None)))
     q, k, v = convolved(rest, taps, begins, texts(jnp.zeros_like(there[..., 0])))
-    own = kept[:, None] + jnp.arange(P)
-    out, state = few_tokens(_at(q, own), k, v, *rates, memory["state"], kept)
-    index = jnp.arange(before + P)
-    index = jnp.where(index < before, kept[:, None] + index, P + index)
-    new = {of: _at(whole[n], index) for n, of in names.items()}
-    new |= {"log_decay": log_decay, "beta": beta, "start": position}
+    how = (jnp.where(there, read[name], 0.0) for name in rates)
+    q = _at(q, behind[:, None] + jnp.arange(T))
+    out, state = few_tokens(q, k, v, *how, memory["state"], kept, behind)
+    new = {"start": sure}
+    for name, index in order.items():  # of what was read, from the first that is not sure on
+        places = jnp.minimum(kept[:, None] + jnp.arange(memory[name].shape[1]), index.shape[1] - 1)
+        new[name] = _at(whole[name], jnp.take_along_axis(index, places, axis=1))
     return out, {"state": state} | {name: jnp.where(_like(runs, a), a, memory[name]) for name, a in new.items()}
 
 
 def few_tokens(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, kept: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    kept: jax.Array,
+    first: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """k [B, C, K, H] and v [B, C, N, V], log_decay and beta float32 [B, C, N] and the state before them float32 [B, N,
-    H, V]; q [B, T, K, H] of the tokens from number `kept` int32 [B] on, which is C - T at most. Returns (their outputs
-    [B, T, N, V] in v's dtype, the state after the first `kept` tokens)."""
+    H, V]; q [B, T, K, H] of the tokens from number `first` int32 [B] on, `kept` int32 [B] at most as large, and both at
+    most C - T. Returns (their outputs [B, T, N, V] in v's dtype, the state after the first `kept` tokens)."""
     (C, N), T, dtype = v.shape[1:3], q.shape[1], v.dtype
     q, k, v = (jnp.moveaxis(a.astype(jnp.float32), 1, 2) for a in (q, k, v))
     q, k = (jnp.repeat(a, N // a.shape[1], axis=1) for a in (q, k))  # [B, N, T | C, H]
@@ -75,7 +86,7 @@ def few_tokens(
     rest = (1 << (C - 1).bit_length()) - C
     inverse = inverse_of_unit(jnp.pad(L, ((0, 0), (0, 0), (0, rest), (0, rest))))[..., :C, :C]
     delta = _exact("bncs,bnsv->bncv", inverse, beta[..., None] * (v - h[..., None] * seen[:, :, :C]))
-    own = (kept[:, None] + jnp.arange(T))[:, None]  # [B, 1, T]
+    own = (first[:, None] + jnp.arange(T))[:, None]  # [B, 1, T]
     scores = _exact("bnth,bnsh->bnts", q, k) * jnp.take_along_axis(D, own[..., None], axis=2)
     out = jnp.take_along_axis(h, own, axis=2)[..., None] * seen[:, :, C:] + _exact("bnts,bnsv->bntv", scores, delta)
     last, stays = jnp.maximum(kept - 1, 0)[:, None, None], (jnp.arange(C) < kept[:, None])[:, None]
@@ -95,11 +106,11 @@ def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(up_to, D, 0.0), jnp.exp(jnp.sum(jnp.where(up_to, log_decay[:, :, None], 0.0), axis=-1))
 
 
-def _read(kept: jax.Array, before: int, P: int) -> jax.Array:
-    """int32 [B, before + 2 P]: of `before` tokens, P of which `kept` [B] stay and P new ones, those that are read, and
-    then the last one again."""
-    index, ends = jnp.arange(before + 2 * P), before + kept[:, None]
-    return jnp.where(index < ends, index, jnp.minimum(before + P + index - ends, before + 2 * P - 1))
+def _order(behind: jax.Array, before: int, P: int, T: int) -> jax.Array:
+    """int32 [B, before + P + T]: of `before` tokens, P of which `behind` [B] are there, and T new ones, those that are
+    read in turn, and then the last one again."""
+    index, ends = jnp.arange(before + P + T), before + behind[:, None]
+    return jnp.where(index < ends, index, jnp.minimum(before + P + index - ends, before + P + T - 1))
 
 
 def _at(a: jax.Array, index: jax.Array) -> jax.Array:

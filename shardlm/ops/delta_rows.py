@@ -11,7 +11,7 @@ from shardlm.ops.gated_delta import Memory, delta_net
 
 Rows = Literal["known", "drafts", "in_turn"]
 """known    rows of tokens that stay, each of another text
-drafts   all but the first token of a row may turn out wrong (delta_drafts.py)
+drafts   tokens may turn out wrong from a place in the text on (delta_drafts.py)
 in_turn  rows of one token, of which several may be of one text, those before the others that come first there: each
          goes through the same program of one row, so that its bits are the same wherever it stands
 """
@@ -23,17 +23,25 @@ def remembered(
     taps: dict[str, jax.Array],
     log_decay: jax.Array,
     beta: jax.Array,
+    sure: jax.Array,
     position: jax.Array,
     valid: jax.Array,
     held: Memory,
     slot: jax.Array,
 ) -> tuple[jax.Array, Memory]:
     """As gated_delta.delta_net, of rows whose first tokens stand at `position` int32 [B] of their texts; `held` is the
-    memory of all slots [S, ...], and slot int32 [B] each row's. Returns (the output, the memory of all slots)."""
+    memory of all slots [S, ...], and slot int32 [B] each row's. Of drafts those before `sure` int32 [B] are right.
+    Returns (the output, the memory of all slots)."""
     given = (x, taps, log_decay, beta, position, valid, held, slot)
     if rows == "in_turn":
         return _in_turn(*given)
-    return _at_once(delta_net_of_drafts if rows == "drafts" else delta_net_of_known, *given)
+    if rows == "known":
+        return _at_once(delta_net_of_known, *given)
+
+    def run(x, taps, log_decay, beta, memory, position, valid):
+        return delta_net_of_drafts(x, taps, log_decay, beta, memory, sure, position, valid)
+
+    return _at_once(run, *given)
 
 
 def _at_once(run, x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:

@@ -41,6 +41,7 @@ def sizes_of(
     slots = [
         stage.layout(layouts[0]).memories * slot_bytes(stage.model, layouts[0].unsure) for stage in places[0].stages
     ]
+    slots[-1] += layouts[1].memories * slot_bytes(draft.model, layouts[1].unsure) if draft else 0
     return sized(layouts, each, rooms, length, config, len(places), slots)
 
 
@@ -78,7 +79,7 @@ def sized(
         snapshots=snapshots,
         platform="cpu" if cpu else "gpu",
     )
-    return own, *beside
+    return own, *(own.as_own(layout) for layout in beside)
 
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:

@@ -230,10 +230,12 @@ def hidden_of_one(
     adapter,
     slot=None,
     rows: Rows = "known",
+    sure=None,
 ):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
-    ctx = Paged.make(table, active[:, None], layout, model.execution, adapter=adapter, slot=slot, rows=rows)
+    of_rows = {"adapter": adapter, "slot": slot, "rows": rows, "sure": sure}
+    ctx = Paged.make(table, active[:, None], layout, model.execution, **of_rows)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

@@ -63,6 +63,7 @@ def of_model(
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded, drafts)
     )
     sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, platform="cpu")
+    beside = [sizes.as_own(layout) for layout in beside]
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()

@@ -283,7 +283,7 @@ def test_what_cannot_draft_is_refused(tmp_path):
 def test_a_draft_model_s_cache_is_held_as_the_model_s(tmp_path):
     folder = folder_of(tmp_path / "model")
     speculative = SpeculativeConfig(2, "draft_model", str(folder))
-    draft = open_draft_model(speculative, CONFIG.vocab_size, 64, MeshSpec(), None, "int8")
+    draft = open_draft_model(speculative, CONFIG.transformer(), 64, MeshSpec(), None, "int8")
     layout = dataclasses.replace(layouts_of(draft.model, draft, 64, 4, 8)[1], num_pages=3)
     with jax.set_mesh(mesh_of(MeshSpec())):
         pages = jax.eval_shape(DraftModelProposer(2, draft.model, layout, 4).empty)

@@ -168,6 +168,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
     memories = [part_of_layout(layout, run).memories * memory_bytes(model, layout.unsure) for run in runs]
+    memories[-1] += beside[0].memories * memory_bytes(drafter.model, beside[0].unsure) if drafter else 0
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
     sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)

@@ -36,7 +36,7 @@ class DraftModel:
     lm: Callable[[Any], Transformer] | None = None
 
     @property
-    def windows(self) -> list[int]:
+    def windows(self) -> list[int | None]:
         """Of the layers that draft."""
         blocks = [*self.model.config.all_blocks()]
         number = self.model.config.num_layers
@@ -66,18 +66,19 @@ def by_modules(config: SpeculativeConfig | None, model: ModelDef) -> DraftModel 
 
 def open_draft_model(
     config: SpeculativeConfig | None,
-    vocab: int,
+    shape: TransformerConfig,
     length: int,
     mesh: MeshSpec,
     dtype: str | None = None,
     kv_cache: KvFormat = "auto",
 ) -> DraftModel | None:
     """The draft model that is asked for, if one is, on the devices of the model that it drafts for, which has this
-    vocabulary. Raises ShardlmError, before its weights are read, where it cannot."""
+    shape. Raises ShardlmError, before its weights are read, where it cannot."""
     if config is None or config.model is None:
         return None
     found = describe(config.model, length)
-    own, longest = found.source.transformer().vocab_size, found.longest
+    drafting, longest = found.source.transformer(), found.longest
+    own, vocab = drafting.vocab_size, shape.vocab_size
     if own != vocab:
         raise ShardlmError(
             f"the draft model {config.model} has a vocabulary of {own} tokens, and the model one of {vocab}: they must "
@@ -88,10 +89,10 @@ def open_draft_model(
             f"the draft model {config.model} was made for {longest} positions, and max_model_len={length}: lower that "
             f"to {longest}, or choose another draft model"
         )
-    if memories := found.source.transformer().memories:
+    if drafting.memories and not shape.memories:
         raise ShardlmError(
-            f"the draft model {config.model} has {len(memories)} layers of linear attention, whose memory would have "
-            "to go back after each draft that is wrong; choose another, or method 'ngram' or 'mtp'"
+            f"the draft model {config.model} has {len(drafting.memories)} layers of linear attention, whose memory is "
+            "kept where that of the model's is, which has none; choose another, or method 'ngram'"
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     if draft.model.config.reads:
@@ -113,7 +114,7 @@ def layouts_of(
 
 def layouts_for(
     shape: TransformerConfig,
-    drafting: Sequence[int] | None,
+    drafting: Sequence[int | None] | None,
     length: int,
     page_size: int,
     steps: int,
@@ -128,9 +129,8 @@ def layouts_for(
     if beside is None:  # layers that draft see farther than any of the model's
         layout = PageLayout.whole(len(set(sources)), 0, shape.memories).reading(sources)
         beside = layout.beside(drafting)
-    if drafts and shape.memories:
-        layout = dataclasses.replace(layout, unsure=1 + drafts)
-    return (layout,) if drafting is None else (layout, beside)
+    layouts = (layout,) if drafting is None else (layout, beside)
+    return tuple(dataclasses.replace(one, unsure=1 + drafts if drafts and one.memories else 0) for one in layouts)
 
 
 def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:
