@@ -12,6 +12,7 @@ import pytest
 from engines import CONFIG, END, TOKENIZER, decoding_from, finished, folder_of, of_model
 from lazy_programs import all_compiled
 from small import init, mesh_of
+from small_hybrid import HYBRID
 
 from shardlm import LLM
 from shardlm.errors import ShardlmError
@@ -272,6 +273,10 @@ def test_what_cannot_draft_is_refused(tmp_path):
     for change, message in (
         ({"vocab_size": 64}, f"has a vocabulary of 64 tokens, and the model one of {CONFIG.vocab_size}"),
         ({"max_position_embeddings": 32}, "was made for 32 positions, and max_model_len=64"),
+        (
+            dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size).to_hf(),
+            "has 2 layers of linear attention, whose memory is kept where that of the model's is, which has none",
+        ),
     ):
         (tmp_path / "draft").mkdir(exist_ok=True)
         (tmp_path / "draft" / "config.json").write_text(json.dumps(config | change))
