@@ -54,7 +54,7 @@ def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) 
     count = layout.memories * layout.slots
     memories = {
         name: jnp.zeros((count, *shape), dtype, out_sharding=act.spec(*MEMORIES[name]))
-        for name, (shape, dtype) in (memory_entries(model) if count else {}).items()
+        for name, (shape, dtype) in (memory_entries(model, layout.unsure) if count else {}).items()
     }
     return pools | memories
 

@@ -233,9 +233,11 @@ def kv_ways(model: ModelDef) -> int:
     return rules.mesh.size(*rules.act.axes("kv_heads"))
 
 
-def memory_entries(model: ModelDef) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-    """What a layer that keeps nothing of tokens keeps of a text, the same in all of them: {name: (shape, dtype)}."""
-    found = (layer.memory_entries(model.execution.dtype) for layer in _attentions(model) if not layer.cache_entries())
+def memory_entries(model: ModelDef, unsure: int = 0) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+    """What a layer that keeps nothing of tokens keeps of a text, with so many tokens that may turn out wrong, the same
+    in all of them: {name: (shape, dtype)}."""
+    layers = (layer for layer in _attentions(model) if not layer.cache_entries())
+    found = (layer.memory_entries(model.execution.dtype, unsure) for layer in layers)
     return next(found, {})
 
 

@@ -25,7 +25,7 @@ class Readable(Protocol):
 def copies(config: TransformerConfig, names: Names) -> Iterator[tuple[str, str]]:
     """(a copy's name, our parameter) of all copies that a checkpoint of this model has. `names` are those of any of its
     blocks."""
-    if not config.mtp:
+    if not config.mtp or "mtp.copy.head" not in names:
         return
     for part in ("embedding", "head"):
         ours = "embedding" if config.tie_embeddings else part

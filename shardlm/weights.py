@@ -36,7 +36,7 @@ from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.expert_tensors import one_by_one
-from shardlm.models.naming import Names, Tensor, join, read, shape_of, stacked
+from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, join, read, shape_of, stacked
 from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
 from shardlm.unread import Unread
@@ -93,7 +93,11 @@ def leaves(config: TransformerConfig, shapes: Tree, names: Callable[[BlockConfig
         known = names(block)
         if dotted not in known:
             raise ShardlmError(f"this architecture's checkpoints have no place for {dotted}; it cannot be exchanged")
-        found.append(Leaf(keys, known[dotted], layers))
+        tensor = known[dotted]
+        if keys[0] == "mtp" and OF_MODULES in known:
+            tensor = dataclasses.replace(tensor, name=tensor.name.replace(LAYER, known[OF_MODULES].name))
+            layers = tuple(range(config.mtp.depth))
+        found.append(Leaf(keys, tensor, layers))
     return found
 
 
@@ -134,9 +138,9 @@ def unpacked(model: ModelDef) -> Tree:
 
 def own_tensors(folder: Folder) -> dict[str, Readable]:
     """The language model's tensors, by the names of a checkpoint of it alone."""
-    found = {}
+    found, modules = {}, registry.modules(folder.config)
     for name, stored in dequantised(folder.tensors, folder.config).items():
-        if NOT_OURS.search(name):
+        if NOT_OURS.search(name) and not (modules and name.startswith(modules.prefix)):
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
         name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
@@ -182,7 +186,9 @@ def _bias_of_zeros(name: str, stored: Mapping[str, Stored]) -> bool:
 
 def _further(config: TransformerConfig, options: Mapping[str, Any], stored: Mapping[str, Stored]) -> list[str]:
     """The tensors of the layers after the last, which predict the tokens after the next (DeepSeek V3, section 2.2 of
-    https://arxiv.org/abs/2412.19437): as many as config.json says."""
+    https://arxiv.org/abs/2412.19437): as many as config.json says; or of modules with names of their own."""
+    if modules := registry.modules(options):
+        return [name for name in stored if name.startswith(modules.prefix)]
     count = registry.text_config(options).get("num_nextn_predict_layers") or 0
     layers = tuple(f"model.layers.{config.num_layers + i}." for i in range(count))
     return [name for name in stored if name.startswith(layers)]

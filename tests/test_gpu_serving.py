@@ -96,6 +96,7 @@ def decoding(
         if len(shape.kept_heads) > 1:
             windows = [block.attention.window for block in shape.blocks()]
             layout = layout_of(windows, PAGES, 4096, 16, 8, shape.sharing(tensor), shape.sources)
+        layout = dataclasses.replace(layout, unsure=5 if drafts and shape.memories else 0)
         one = PageLayout.whole(1, PAGES)
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
         proposer = {
@@ -186,10 +187,10 @@ def collectives(text: str) -> list[str]:
     return sorted(re.findall(rf" = .*? (\w*-?(?:{kinds}))(?:-start)?\(", text))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_memories_stay_where_they_are(tensor):
+@pytest.mark.parametrize(("tensor", "drafts"), [(1, ""), (2, ""), (2, "ngram")])
+def test_memories_stay_where_they_are(tensor, drafts):
     """Of layers of linear attention: states are read from their slots and written there, and no pool is copied."""
-    compiled, state = decoding(tensor, HYBRID)
+    compiled, state = decoding(tensor, HYBRID, drafts=drafts)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     own = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state.pages)) // tensor
     assert memory.alias_size_in_bytes >= own > 2**28 / tensor

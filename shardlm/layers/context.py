@@ -14,6 +14,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention, paged_choice
 from shardlm.ops.attention import of_rows, packed_attention
+from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.gated_delta import delta_net, empty_memory
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
 from shardlm.ops.token_choice import Index, chosen_in_rows
@@ -22,12 +23,15 @@ from shardlm.rules import Rules, Table
 
 Pages = dict[str, jax.Array]  # entry name -> [layers of a page * num_pages, page_size, K, H] (kv_format.order_of)
 # What layers without pages remember a text by (ops/gated_delta.py, Memory), [layers * slots, ...]: the names of its
-# dimensions.
+# dimensions. The last three are there where drafts are verified (ops/delta_drafts.py).
 MEMORIES = {
     "state": (None, "heads", "head_dim", "head_dim"),
     "conv_q": (None, None, "kv_heads", "head_dim"),
     "conv_k": (None, None, "kv_heads", "head_dim"),
     "conv_v": (None, None, "heads", "head_dim"),
+    "log_decay": (None, None, "heads"),
+    "beta": (None, None, "heads"),
+    "start": (None,),
 }
 
 INDEX = "i"  # the pages' entry that indexers' keys are in
@@ -241,7 +245,8 @@ class Paged:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
     is for models without soft caps and latents; "": to pages. adapter int32 [B]: which of several each row has
     (layers/lora.py); None where the model has not several. slot int32 [B]: where layers without pages remember each
-    row's text; None where the model has none.
+    row's text; None where the model has none. `rows`: how these take tokens in (ops/delta_rows.py). sure int32 [B]:
+    where in each row's text the tokens begin that may turn out wrong; None: with the row.
     """
 
     absorbs: ClassVar[bool] = True
@@ -256,6 +261,8 @@ class Paged:
     slot: jax.Array | None = None
     inputs: jax.Array | None = None
     selection: Selection | None = None
+    rows: Rows = dataclasses.field(default="known", metadata={"static": True})
+    sure: jax.Array | None = None
 
     @classmethod
     def make(
@@ -267,11 +274,13 @@ class Paged:
         whole: str = "",
         adapter: jax.Array | None = None,
         slot: jax.Array | None = None,
+        rows: Rows = "known",
+        sure: jax.Array | None = None,
     ) -> "Paged":
         """The context of a batch, as a model with this execution runs it."""
         how = (layout, execution.rules, execution.paged_attention, whole)
         beside = {"adapter": adapter if execution.adapters else None, "slot": slot if layout.memories else None}
-        return cls(page_table, valid, *how, **beside)
+        return cls(page_table, valid, *how, **beside, rows=rows, sure=sure)
 
     @property
     def real(self) -> jax.Array:
@@ -385,21 +394,18 @@ class Paged:
         act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
         heads, rows = _heads_of(act), act.spec("batch", "whole_seq")
         held = {name: a for name, a in pages.items() if name in MEMORIES}
-        specs = {name: act.spec(*names) for name, names in MEMORIES.items()}
+        specs = {name: act.spec(*MEMORIES[name]) for name in held}
 
-        def local(x, taps, log_decay, beta, positions, valid, slot, place, held):
-            where = place * self.layout.slots + slot
-            memory = {name: a.at[where].get(mode="promise_in_bounds") for name, a in held.items()}
-            new = (positions == 0) & valid & (jnp.arange(valid.shape[1]) == 0)
-            out, memory = delta_net(x, taps, log_decay, beta, memory, new, valid)
-            # Rows of padding all have the last slot.
-            held = {name: a.at[where].set(memory[name], mode="promise_in_bounds") for name, a in held.items()}
-            return out, held
+        def local(x, taps, log_decay, beta, sure, positions, valid, slot, place, held):
+            where = place * self.layout.slots + slot  # rows of padding all have the last slot
+            return remembered(self.rows, x, taps, log_decay, beta, sure, positions[:, 0], valid, held, where)
 
         slot, scalar = act.spec("batch"), jax.sharding.PartitionSpec()
         of_x = (heads["x"], heads["taps"], heads["each"], heads["each"])
-        run = shard_map(local, in_specs=(*of_x, rows, rows, slot, scalar, specs), out_specs=(heads["x"]["v"], specs))
-        out, held = run(x, taps, log_decay, beta, positions, self.valid, self.slot, place, held)
+        how = (slot, rows, rows, slot, scalar, specs)
+        run = shard_map(local, in_specs=(*of_x, *how), out_specs=(heads["x"]["v"], specs))
+        sure = positions[:, 0] if self.sure is None else self.sure
+        out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
         return out, pages | held
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -75,12 +75,18 @@ class DeltaNet(nnx.Module):
         """Nothing is kept of each token."""
         return {}
 
-    def memory_entries(self, dtype: jnp.dtype) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        """Of each text: {name: (shape, dtype)}, split as context.py's MEMORIES say."""
+    def memory_entries(self, dtype: jnp.dtype, unsure: int = 0) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+        """Of each text, with so many tokens that may turn out wrong: {name: (shape, dtype)}, split as context.py's
+        MEMORIES say."""
         N, K, (H, V, W) = self.config.num_heads, self.config.num_kv_heads, _widths(self.config)
-        shapes = {"state": (N, H, V), "conv_q": (W - 1, K, H), "conv_k": (W - 1, K, H), "conv_v": (W - 1, N, V)}
-        assert shapes.keys() == MEMORIES.keys()
-        return {name: (shape, jnp.dtype(jnp.float32 if name == "state" else dtype)) for name, shape in shapes.items()}
+        before, wide = W - 1 + unsure, jnp.dtype(jnp.float32)
+        convolved = {"conv_q": (before, K, H), "conv_k": (before, K, H), "conv_v": (before, N, V)}
+        found = {"state": ((N, H, V), wide)} | {name: (shape, jnp.dtype(dtype)) for name, shape in convolved.items()}
+        if unsure:
+            rates = dict.fromkeys(("log_decay", "beta"), ((unsure, N), wide))
+            found |= rates | {"start": ((), jnp.dtype(jnp.int32))}
+        assert found.keys() <= MEMORIES.keys()
+        return found
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,

@@ -17,10 +17,12 @@ from shardlm.layers.stack import rematerialised
 
 @dataclasses.dataclass(frozen=True)
 class MtpConfig:
-    """depth modules, each with one block."""
+    """depth modules, each with one block. normed: a module gives to the next what the head takes, after the norm
+    (Qwen3-Next, https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/qwen3_next_mtp.py)."""
 
     block: BlockConfig
     depth: int = 1
+    normed: bool = False
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of one module that take part in a matmul for each token, without the head."""
@@ -34,7 +36,7 @@ class Mtp(nnx.Module):
     the decoder has adapters."""
 
     def __init__(self, config: MtpConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
-        D = embed_dim
+        D, self.normed = embed_dim, config.normed
         params = dataclasses.replace(params, stack=(config.depth,), lora=LoraConfig(), place="mtp.")
         self.embed_norm, self.hidden_norm, self.norm = (Norm(norm, D, params) for _ in range(3))
         for name in ("from_embedding", "from_hidden"):
@@ -60,7 +62,8 @@ class Mtp(nnx.Module):
             one = nnx.merge(graph, one)
             x = project("btd,de->bte", one.embed_norm(embedded, execution), one, "from_embedding", execution)
             x = x + project("btd,de->bte", one.hidden_norm(hidden, execution), one, "from_hidden", execution)
-            return one.block(x, positions, ctx, pages, layer, execution)
+            x, pages, aux = one.block(x, positions, ctx, pages, layer, execution)
+            return one.norm(x, execution) if self.normed else x, pages, aux
 
         graph, stacked = nnx.split(self)
         # Outside a scan only a barrier keeps XLA from merging the recomputation with the forward pass.
@@ -69,5 +72,7 @@ class Mtp(nnx.Module):
 
     def head_norm(self, depth: int, hidden: jax.Array, execution: Execution) -> jax.Array:
         """hidden [B, T, D] of module `depth` -> what the head takes."""
+        if self.normed:
+            return hidden
         graph, stacked = nnx.split(self.norm)
         return nnx.merge(graph, jax.tree.map(lambda a: a[depth], stacked))(hidden, execution)

@@ -25,6 +25,7 @@ class PageLayout:
     parts      of each layer, which part of its place is its own, where layers keep less of a token than others do and
                several share one; (): the first
     slots      texts that such layers remember at once, one that padding writes to included
+    unsure     tokens that they remember besides, those of a step that verifies drafts (ops/delta_drafts.py); 0: none
     """
 
     num_pages: int
@@ -32,6 +33,7 @@ class PageLayout:
     places: tuple[tuple[int, int], ...]
     slots: int = 0
     parts: tuple[int, ...] = ()
+    unsure: int = 0
 
     @classmethod
     def whole(cls, num_layers: int, num_pages: int, memories: Collection[int] = (), slots: int = 0) -> "PageLayout":
@@ -43,11 +45,14 @@ class PageLayout:
             counts[group] += 1
         return cls(num_pages, (0,), tuple(places), slots)
 
-    def beside(self, windows: Sequence[int]) -> "PageLayout | None":
-        """For the layers of another model, with these windows, under the same page numbers: each is in a group that
-        keeps what it sees. None where there is no such group."""
-        counts, places = [0] * len(self.windows), []
+    def beside(self, windows: Sequence[int | None]) -> "PageLayout | None":
+        """For the layers of another model, with these windows, None: that have no pages, under the same page numbers:
+        each is in a group that keeps what it sees. None where there is no such group."""
+        counts, places, memories = [0] * len(self.windows), [], itertools.count()
         for window in windows:
+            if window is None:
+                places.append((MEMORY, next(memories)))
+                continue
             groups = [group for group, kept in enumerate(self.windows) if not kept or 0 < window <= kept]
             if not groups:
                 return None

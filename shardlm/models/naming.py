@@ -194,6 +194,16 @@ def _reorder(a: np.ndarray, tensor: Tensor, letters: Sequence[str], halves: bool
 
 
 LAYER = "model.layers.{layer}."
+OF_MODULES = "mtp.layers"  # whose name is LAYER's of modules that predict further tokens, where they are counted apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """Modules that predict further tokens. prefix: of their tensors' names. option: of config.json, their number, which
+    may be left out where there is one."""
+
+    prefix: str
+    option: str
 
 
 def linear(path: str, name: str, kind: str) -> dict[str, Tensor]:

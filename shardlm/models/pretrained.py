@@ -31,19 +31,22 @@ class Pretrained:
         """config.json, with as many modules that predict further tokens as there are: transformers keeps their number
         and leaves them out. Raises ShardlmError where the folder has none."""
         found = json.loads(self.config) if self.config else dict(read_config(pathlib.Path(self.folder)))
-        text = found.get("text_config") or found
-        if text.get("num_nextn_predict_layers") and not (self.mtp and (self.config or self._holds_further(text))):
-            without = {**text, "num_nextn_predict_layers": 0}
-            return without if text is found else {**found, "text_config": without}
-        return found
+        text, modules = found.get("text_config") or found, registry.modules(found)
+        option = modules.option if modules else "num_nextn_predict_layers"
+        said = text.get(option) or 0
+        count = said if self.mtp else 0
+        if (said or modules) and self.mtp and not self.config and holds_weights(pathlib.Path(self.folder)):
+            prefix = modules.prefix if modules else f"model.layers.{text.get('num_hidden_layers')}."
+            count = (said or 1) if self._holds(prefix) else 0
+        if count == said:
+            return found
+        counted = {**text, option: count}
+        return counted if text is found else {**found, "text_config": counted}
 
-    def _holds_further(self, options: dict) -> bool:
-        """Whether the folder has a layer after the last; without any weights, as its config.json says."""
-        if not holds_weights(pathlib.Path(self.folder)):
-            return True
-        own = f"model.layers.{options.get('num_hidden_layers')}."
+    def _holds(self, prefix: str) -> bool:
+        """Whether the folder has tensors whose names begin so."""
         names = Folder.open(pathlib.Path(self.folder)).tensors
-        return any(name.removeprefix("language_model.").startswith(own) for name in names)
+        return any(name.removeprefix("language_model.").startswith(prefix) for name in names)
 
     def transformer(self) -> TransformerConfig:
         """The decoder it describes."""

@@ -10,24 +10,26 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import LAYER, Names, Tensor, experts, linear, standard
+from shardlm.models.naming import LAYER, OF_MODULES, Modules, Names, Tensor, experts, linear, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
 
 ROTATED = 0.25  # of each head, where config.json does not say
-# Of modules that predict further tokens, which are not read, and of how states are held, which are float32 here.
-ASIDE = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "head_dim")
+ASIDE = ("mamba_ssm_dtype", "head_dim")  # how states are held, which are float32 here; and what is read below
+MODULES = Modules("mtp.", "mtp_num_hidden_layers")
 
 
 @dataclasses.dataclass(frozen=True)
 class QwenHybridConfig:
     """Sizes of a dense decoder as Qwen 3.5's; the defaults are those of 9B. Every `attend_every`-th layer attends to
-    tokens, the others are Gated DeltaNet, whose sizes begin with linear_."""
+    tokens, the others are Gated DeltaNet, whose sizes begin with linear_. `mtp`: modules that predict further tokens
+    (layers/mtp.py), of which there may be one."""
 
     vocab_size: int = 248_320
     embed_dim: int = 4096
@@ -45,6 +47,7 @@ class QwenHybridConfig:
     rope_theta: float = 10_000_000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    mtp: int = 0
 
     def transformer(self) -> TransformerConfig:
         """The decoder these sizes describe."""
@@ -61,6 +64,7 @@ class QwenHybridConfig:
             segments=segments_of(blocks),
             norm=norm,
             tie_embeddings=self.tie_embeddings,
+            mtp=_modules(self.mtp, BlockConfig(attention, MlpConfig(self.mlp_dim))),
         )
 
     def to_hf(self) -> dict:
@@ -76,6 +80,7 @@ class QwenHybridConfig:
             "linear_key_head_dim": self.linear_head_dim,
             "linear_value_head_dim": self.linear_value_dim,
             "linear_conv_kernel_dim": self.conv_width,
+            **({MODULES.option: self.mtp} if self.mtp else {}),
         }
 
 
@@ -98,7 +103,22 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     def block(layer: int) -> BlockConfig:
         return BlockConfig(memory if linear_layers[layer] else attention, sparse if routed[layer] else dense)
 
-    return hf_decoder.decoder(options, block, norm)
+    count = options(MODULES.option, 0) or 0
+    if count:
+        options.only("mtp_use_dedicated_embeddings", False)
+    options("mtp_use_dedicated_embeddings", False)
+    further = BlockConfig(attention, sparse if routed[0] else dense)  # as vLLM has it: by the rule for the first layer
+    return hf_decoder.decoder(options, block, norm, mtp=_modules(count, further))
+
+
+def _modules(count: int, block: BlockConfig) -> MtpConfig | None:
+    """Modules whose one layer attends to tokens."""
+    if count > 1:
+        raise ShardlmError(
+            f"{count} modules that predict further tokens: published checkpoints of the family have one at most, which "
+            "drafts all tokens; choose 0 or 1"
+        )
+    return MtpConfig(block, count, normed=True) if count else None
 
 
 def _linear_layers(options: Options) -> list[bool]:
@@ -158,7 +178,22 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         query = f"{LAYER}self_attn.q_proj"
         for path, first in (("attention.wq", 0), ("attention.wg", H)):
             found[path] = Tensor(f"{query}.weight", "(N H) D -> D N H", inner=("H", first, 2 * H))
-    return found | (expert_names() if isinstance(block.mlp, MoeConfig) else {})
+    found |= expert_names() if isinstance(block.mlp, MoeConfig) else {}
+    return found | (_further_names(config.embed_dim) if config.mtp else {})
+
+
+def _further_names(D: int) -> Names:
+    """Of the module beside the decoder, whose matrix takes the embedding first."""
+    own = {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
+    halves = {"from_embedding": 0, "from_hidden": D}
+    return {
+        OF_MODULES: Tensor(f"{MODULES.prefix}layers.{{layer}}."),
+        **{f"mtp.{ours}.scale": Tensor(f"{MODULES.prefix}{theirs}.weight") for ours, theirs in own.items()},
+        **{
+            f"mtp.{ours}": Tensor(f"{MODULES.prefix}fc.weight", "O I -> I O", part=(1, first, first + D, 1))
+            for ours, first in halves.items()
+        },
+    }
 
 
 def _memory_names(memory: DeltaNetConfig) -> Names:

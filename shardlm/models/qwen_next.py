@@ -5,10 +5,10 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.models import qwen_hybrid
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.qwen_hybrid import from_hf
+from shardlm.models.qwen_hybrid import MODULES, from_hf
 from shardlm.models.transformer import TransformerConfig
 
-__all__ = ["from_hf", "names"]
+__all__ = ["MODULES", "from_hf", "names"]
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:

@@ -11,7 +11,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_quantised import OPTIONS, supported
 from shardlm.layers.block import BlockConfig
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import Names
+from shardlm.models.naming import Modules, Names
 from shardlm.models.text_parts import SEEING, text_config
 from shardlm.models.transformer import TransformerConfig
 
@@ -95,6 +95,13 @@ def unused(config: Mapping[str, Any]) -> re.Pattern | None:
     text = text_config(config)
     of_family = getattr(_family(text["model_type"]), "unused", None)
     return of_family(text) if of_family else None
+
+
+def modules(config: Mapping[str, Any]) -> Modules | None:
+    """Where modules that predict further tokens are, in families whose checkpoints have them under names of their own;
+    None where they are layers after the last, or there are none."""
+    family = FAMILIES.get(text_config(config).get("model_type", ""))
+    return getattr(importlib.import_module(f"shardlm.models.{family}"), "MODULES", None) if family else None
 
 
 def _family(model_type: str):

@@ -36,16 +36,22 @@ def delta_net(
     log_decay and beta float32 [B, T, N]; new bool [B, T], tokens that begin a text, and valid bool [B, T], False for
     padding at the end of rows. Returns ([B, T, N, V] in v's dtype, the memory after the last valid token)."""
     text = texts(new & valid)
-    made = {}
-    for name, a in x.items():
-        made[name] = jax.nn.silu(short_conv(a, taps[name], memory[f"conv_{name}"], text))
-    q, k = (unit(made[name].astype(jnp.float32)) for name in ("q", "k"))
-    q, k = (q * q.shape[-1] ** -0.5).astype(made["q"].dtype), k.astype(made["k"].dtype)
+    q, k, v = convolved(x, taps, {name: memory[f"conv_{name}"] for name in x}, text)
     counts = valid[..., None]
     how = (jnp.where(counts, log_decay, 0.0), jnp.where(counts, beta, 0.0), memory["state"], text)
-    out, state = gated_delta(q, k, made["v"], *how)
+    out, state = gated_delta(q, k, v, *how)
     kept = {f"conv_{name}": last_of(a, memory[f"conv_{name}"], text, valid) for name, a in x.items()}
     return out, {"state": state} | kept
+
+
+def convolved(
+    x: dict[str, jax.Array], taps: dict[str, jax.Array], before: dict[str, jax.Array], text: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the rule reads of x: q, of length head_dim ** -0.5, k, of length 1, and v, in x's shapes; `before` and text
+    as short_conv.short_conv has them."""
+    made = {name: jax.nn.silu(short_conv(a, taps[name], before[name], text)) for name, a in x.items()}
+    q, k = (unit(made[name].astype(jnp.float32)) for name in ("q", "k"))
+    return (q * q.shape[-1] ** -0.5).astype(made["q"].dtype), k.astype(made["k"].dtype), made["v"]
 
 
 def unit(a: jax.Array) -> jax.Array:

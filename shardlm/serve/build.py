@@ -74,7 +74,7 @@ def build(
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
-    draft = open_draft_model(speculative, shape.vocab_size, length, *beside)
+    draft = open_draft_model(speculative, shape, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     cache = functools.partial(check_cache, config=config, length=length)
     opened = load(path, mesh=mesh, decoding=True, length=length, check=cache, **options)

@@ -2,7 +2,8 @@
 arrival, with its prefix cached or not, preempted or not: every token is a row of one program, which has one shape.
 
 What that costs: a step is as wide as there may be requests, however few there are, and each token of a prompt gathers
-its past for itself.
+its past for itself. Layers of linear attention take tokens in one after the other (ops/delta_rows.py), which is a few
+small kernels for each token and layer, while all else of a step is done for all tokens at once.
 """
 
 import dataclasses
@@ -103,12 +104,14 @@ class DeterministicRunner(Runner):
         masks: Sequence[tuple[int, np.ndarray]] = (),
     ) -> Started:
         """As Runner.start."""
+        self._copy(batch.restored)
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)
         parts = _in_parts(_tokens(batch), self._part)
         described = [self._where(batch, tokens) for tokens in parts]
         found = self._run_parts(described, batch.steps)
+        self._copy(batch.saved)
         return Started(batch, tuple(Call(tokens, made) for tokens, made in zip(parts, found, strict=True)))
 
     @property

@@ -25,25 +25,15 @@ def refuse(shape: TransformerConfig, config: EngineConfig) -> None:
         return
     if len(shape.memories) == shape.num_layers:
         raise ShardlmError("no layer of the model attends to tokens; a model that is served needs one that does")
-    count = f"{len(shape.memories)} of the model's {shape.num_layers} layers are linear attention"
-    if config.deterministic:
-        raise ShardlmError(
-            f"deterministic=True computes each token of a prompt as a row of its own, at once; {count}, in which each "
-            "waits for the one before it. Leave it out"
-        )
-    if config.speculative_config:
-        raise ShardlmError(
-            f"speculative_config: {count}, which cannot go back to before a draft that turns out wrong; leave it out"
-        )
 
 
-def slot_bytes(model: ModelDef) -> int:
-    """Of what a layer of a stage remembers one text by, over all its devices: those over which heads are not split have
-    a copy each."""
+def slot_bytes(model: ModelDef, unsure: int = 0) -> int:
+    """Of what a layer of a stage remembers one text by, with so many tokens that may turn out wrong, over all its
+    devices: those over which heads are not split have a copy each."""
     rules = model.execution.rules
     devices = rules.mesh.size("expert", "tensor")
     found = 0
-    for name, (shape, dtype) in memory_entries(model).items():
+    for name, (shape, dtype) in memory_entries(model, unsure).items():
         ways = rules.mesh.size(*rules.act.split(tuple(filter(None, MEMORIES[name]))))
         found += math.prod(shape) * dtype.itemsize * devices // ways
     return found

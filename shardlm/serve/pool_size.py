@@ -34,11 +34,14 @@ def sizes_of(
     weights are on the devices."""
     stages = [stage for place in places for stage in place.stages]
     cpu = stages[0].mesh.devices.flat[0].platform == "cpu"
-    layouts = layouts_of(model, draft, length, config.block_size, config.decoded)
+    layouts = layouts_of(model, draft, length, config.block_size, config.decoded, config.drafts)
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
     rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
-    slots = [stage.layout(layouts[0]).memories * slot_bytes(stage.model) for stage in places[0].stages]
+    slots = [
+        stage.layout(layouts[0]).memories * slot_bytes(stage.model, layouts[0].unsure) for stage in places[0].stages
+    ]
+    slots[-1] += layouts[1].memories * slot_bytes(draft.model, layouts[1].unsure) if draft else 0
     return sized(layouts, each, rooms, length, config, len(places), slots)
 
 
@@ -76,7 +79,7 @@ def sized(
         snapshots=snapshots,
         platform="cpu" if cpu else "gpu",
     )
-    return own, *beside
+    return own, *(own.as_own(layout) for layout in beside)
 
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
@@ -132,11 +135,11 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
     not those of one request."""
     if not config.kv_cache_bytes:
         return
-    layouts = layouts_of(model, None, length, config.block_size, config.decoded)
+    layouts = layouts_of(model, None, length, config.block_size, config.decoded, config.drafts)
     execution = dataclasses.replace(model.execution, kv_cache=config.kv_cache_dtype)
     own = page_bytes(dataclasses.replace(model, execution=execution), layouts[0], config.block_size)
     rooms = None if jax.devices()[0].platform == "cpu" else [0]  # which kv_cache_bytes stands for
-    slots = [layouts[0].memories * slot_bytes(model)]
+    slots = [layouts[0].memories * slot_bytes(model, layouts[0].unsure)]
     scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data, slots)[0], config)
 
 

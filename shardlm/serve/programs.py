@@ -14,6 +14,7 @@ from shardlm.layers.context import Paged, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, rank_of, sample_rows
+from shardlm.ops.delta_rows import Rows
 from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
 from shardlm.serve.sampling_params import MAX_LOGPROBS
 from shardlm.serve.state import ServeState, Slots, put, take
@@ -218,11 +219,23 @@ def set_last(state: ServeState, slot: jax.Array, token: jax.Array, position: jax
 
 
 def hidden_of_one(
-    model: ModelDef, layout: PageLayout, params, pages: Pages, table, token, position, active, adapter, slot=None
+    model: ModelDef,
+    layout: PageLayout,
+    params,
+    pages: Pages,
+    table,
+    token,
+    position,
+    active,
+    adapter,
+    slot=None,
+    rows: Rows = "known",
+    sure=None,
 ):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
-    ctx = Paged.make(table, active[:, None], layout, model.execution, adapter=adapter, slot=slot)
+    of_rows = {"adapter": adapter, "slot": slot, "rows": rows, "sure": sure}
+    ctx = Paged.make(table, active[:, None], layout, model.execution, **of_rows)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

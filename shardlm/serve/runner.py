@@ -179,7 +179,11 @@ class Runner:
         """As _own_shapes, of what copies memories."""
         if not self.config.snapshots:
             return {}
-        return {"copies": (copier(self.config.layout, self.model.execution.rules), NO_COPIES)}
+        return {"copies": (copier(self.config.layout, self.model.execution.rules, *self._copied_drafts), NO_COPIES)}
+
+    @property
+    def _copied_drafts(self) -> tuple[Callable, ...]:
+        return (self.proposer.copied,) if self.proposer else ()
 
     def _writers(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of the programs that write one of several adapters, one a stage: (function, example arguments)."""

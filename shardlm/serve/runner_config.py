@@ -32,9 +32,12 @@ class RunnerConfig:
     few_bits: tuple[FewBits, ...] = ()
 
     def __post_init__(self):
-        if self.layout.memories:  # of each slot, of the one that padding has, and copies
-            slots = self.max_rows + 1 + self.snapshots
-            object.__setattr__(self, "layout", dataclasses.replace(self.layout, slots=slots))
+        object.__setattr__(self, "layout", self.as_own(self.layout))
+
+    def as_own(self, layout: PageLayout) -> PageLayout:
+        """With a memory for each slot, for the one that padding has, and for copies, where layers have any."""
+        slots = self.max_rows + 1 + self.snapshots
+        return dataclasses.replace(layout, slots=slots) if layout.memories else layout
 
     @property
     def row_pages(self) -> int:

@@ -64,5 +64,6 @@ def _proposed(proposer: Proposer, params, drafts: Any, where: jax.Array, held: H
 def _read(stage: Stage, layout: PageLayout, params, pages, where: jax.Array, entering: Fed):
     x, fed, count, position, room = entering
     positions, valid = places(position, room, count, fed.shape[1])
-    ctx = Paged.make(where[:, 3:-1], valid, layout, stage.model.execution, adapter=where[:, -1])
+    of_rows = {"adapter": where[:, -1], "slot": where[:, 0], "rows": "drafts"}
+    ctx = Paged.make(where[:, 3:-1], valid, layout, stage.model.execution, **of_rows)
     return through(stage, params, pages, x, positions, ctx)

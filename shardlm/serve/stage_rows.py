@@ -49,5 +49,6 @@ def _read(stage: Stage, layout: PageLayout, params, pages, where: jax.Array, ent
     read, position, active = token_rows.fed(where, last, i)
     x = read[:, None] if stage.first else x
     position = jnp.where(active, position, 0)
-    ctx = Paged.make(where[:, 6:-1], active[:, None], layout, stage.model.execution, adapter=where[:, -1])
+    of_rows = {"adapter": where[:, -1], "slot": where[:, 0], "rows": "in_turn"}
+    ctx = Paged.make(where[:, 6:-1], active[:, None], layout, stage.model.execution, **of_rows)
     return through(stage, params, pages, x, position[:, None], ctx)

@@ -162,10 +162,11 @@ class StagedRunner(Runner):
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
         rules, layouts = self.model.execution.rules, [stage.layout(self.config.layout) for stage in self.stages]
+        drafts = [self._copied_drafts if stage.last else () for stage in self.stages]
         return {
-            ("copies", s): (copier(layout, rules), ((), self._state[s], *NO_COPIES))
+            ("copies", s): (copier(layout, rules, *drafts[s]), ((), self._state[s], *NO_COPIES))
             for s, layout in enumerate(layouts)
-            if self.config.snapshots and layout.memories
+            if self.config.snapshots and (layout.memories or drafts[s])
         }
 
     def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:

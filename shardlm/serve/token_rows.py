@@ -40,8 +40,8 @@ def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeStat
     def step(i, carry):
         pages, own, said = carry
         read, position, active = fed(where, own.last, i)
-        given = (pages, where[:, 6:-1], read, position, active, where[:, -1])
-        lm, hidden, pages = hidden_of_one(model, layout, params, *given)
+        given = (pages, where[:, 6:-1], read, position, active, where[:, -1], where[:, 0])
+        lm, hidden, pages = hidden_of_one(model, layout, params, *given, rows="in_turn")
         own, said = sampled(lm, hidden, where, own, said, i)
         return pages, own, said
 

@@ -30,7 +30,7 @@ from shardlm.train.step import NextToken, StepConfig, gradients
 
 HERE = pathlib.Path(__file__).parent
 REFERENCE = HERE / "mtp_reference"
-LOGITS, GRADIENTS = 1e-4, 1e-3  # test_families.py's
+LOGITS, GRADIENTS, OF_MEMORIES = 1e-4, 1e-3, 3e-4  # test_families.py's
 COPY = "model.layers.2.shared_head.head.weight"
 
 
@@ -38,7 +38,24 @@ def test_modules_compute_what_torch_computes():
     check(REFERENCE)
 
 
-def check(home: pathlib.Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+def test_modules_beside_a_decoder_with_linear_attention_do_too(name, tmp_path):
+    """Whether config.json tells of the module or not; experts in a tensor each, or in one. Both are written alike."""
+    home = HERE / "hybrid_mtp_references" / name
+    check(home, OF_MEMORIES)
+    convert.to_run(home, tmp_path / "run")
+    convert.to_hf(tmp_path / "run", tmp_path / "hf")
+    written, published = (hf_files.Folder.open(path) for path in (tmp_path / "hf", home))
+    assert written.config["mtp_num_hidden_layers"] == 1
+    expected = weights.own_tensors(published)
+    assert set(written.tensors) == set(expected) and sum(name.startswith("mtp.") for name in expected) > 12
+    for path, stored in expected.items():
+        assert np.array_equal(stored.read(...).view(np.uint16), written.tensors[path].read(...).view(np.uint16)), path
+    for path in (home, tmp_path / "run"):
+        assert [("mtp" in shardlm.load(path, mtp=mtp).params) for mtp in (False, True)] == [False, True]
+
+
+def check(home: pathlib.Path, logits_within: float = 0.0) -> None:
     facts = json.loads((home / "expected.json").read_text())
     stored = {n: a.read(...) for n, a in hf_files.header(home / "expected.safetensors.reference").items()}
     folder, tokens = hf_files.Folder.open(home), jnp.asarray(stored["tokens"])
@@ -47,7 +64,7 @@ def check(home: pathlib.Path) -> None:
         model = ModelDef.make(config, Execution(Rules.make("zero3", MeshSpec())))
         params = weights.load(model, folder, jax.tree.map(partial(at_rest, mesh=mesh), model.shapes))
         for depth, logits in enumerate(jax.jit(partial(further_logits, model))(params, tokens)):
-            assert np.abs(np.asarray(logits) - stored[f"logits_{depth}"]).max() < LOGITS
+            assert np.abs(np.asarray(logits) - stored[f"logits_{depth}"]).max() < (logits_within or LOGITS)
         ones = jnp.ones_like(tokens[:, 1:])
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ones}
         batch |= {"positions": jnp.cumsum(ones, axis=1) - 1, "loss_mask": ones.astype(jnp.float32)}

@@ -100,6 +100,8 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("llama", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3")} | DRAFTED}),
         ("llama", {"data": 2}, {"speculative_config": {"method": "ngram"} | DRAFTED}),
         ("../mtp_reference", {"tensor": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
+        ("../hybrid_mtp_references/qwen3_5_moe", {"expert": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
+        ("qwen3_5", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3_next")} | DRAFTED}),
     ],
 )
 def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):
@@ -114,8 +116,8 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
     monkeypatch.setattr(build, "compile_all", lambda runners, progress: [runner.allocate() for runner in runners])
     how = {"dtype": "float32", "quantization": config.quantization, "length": 48, "mtp": bool(case.model.mtp)}
     opened = load(folder, mesh=of_replica(mesh), decoding=True, **how)
-    vocab = case.model.shape.vocab_size
-    draft = open_draft_model(drafts, vocab, 48, of_stage(of_replica(mesh)), "float32", config.kv_cache_dtype)
+    shape = case.model.shape
+    draft = open_draft_model(drafts, shape, 48, of_stage(of_replica(mesh)), "float32", config.kv_cache_dtype)
     engine = build.assemble(opened, None, [], 48, config, draft=draft)
     runner = engine.runner
     model = runner.model

@@ -60,9 +60,10 @@ def of_model(
     drafts = speculative.num_speculative_tokens if speculative else 0
     decoded, draft = most_decoded(steps, drafts), draft or by_modules(speculative, model)
     layout, *beside = (
-        dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded)
+        dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded, drafts)
     )
     sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, platform="cpu")
+    beside = [sizes.as_own(layout) for layout in beside]
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
     runner.compile()
@@ -77,9 +78,11 @@ def of_model(
 
 def another(engine: Engine, *, tokens: int, pages: int, caching=True) -> Engine:
     """One over the same programs, that cuts prompts into chunks of fewer tokens and has fewer pages."""
-    config = dataclasses.replace(engine.scheduler.config, max_batch_tokens=tokens)
-    windows = engine.runner.config.layout.windows
-    table = PageTable(pages, 4, windows=windows, longest_step=config.longest_step, caching=caching)
+    config, sizes = dataclasses.replace(engine.scheduler.config, max_batch_tokens=tokens), engine.runner.config
+    how = {"windows": sizes.layout.windows, "longest_step": config.longest_step, "caching": caching}
+    if caching and config.memories:
+        how["snapshots"] = Snapshots(config.max_rows + 1, sizes.snapshots, 4, least=8, tail=2)
+    table = PageTable(pages, 4, **how)
     return Engine(engine.runner, Scheduler(config, table), TOKENIZER, [END])
 
 

@@ -21,12 +21,12 @@ TWO = dataclasses.replace(DEEPSEEK, vocab_size=CONFIG.vocab_size, num_layers=1, 
 STEPS, LENGTH = 25, 32
 
 
-def trained() -> dict:
-    """Parameters of TWO after STEPS steps on rows of texts that repeat themselves."""
+def trained(config=TWO) -> dict:
+    """Parameters after STEPS steps on rows of texts that repeat themselves."""
     rng = np.random.default_rng(0)
     texts = [np.array(TOKENIZER.encode(text * 20), np.int32) for text in TEXTS]
     with jax.set_mesh(mesh_of(MeshSpec())):
-        model, tx = model_on(MeshSpec(), config=TWO, remat="none"), optax.adam(1e-2)
+        model, tx = model_on(MeshSpec(), config=config, remat="none"), optax.adam(1e-2)
         objective = StepConfig(objective=NextToken(mtp_loss=1.0))
 
         @jax.jit

@@ -13,6 +13,7 @@ from engines import CONFIG, END, TOKENIZER, another, finished, of_model
 from lazy_programs import all_compiled
 from oracle import Oracle, opened_of
 from small import init, mesh_of
+from small_hybrid import HYBRID
 
 from shardlm.generate import Sampling, generate
 from shardlm.layers.param import Execution
@@ -29,6 +30,7 @@ from shardlm.state import ModelDef
 
 # So wide that XLA:CPU cuts products of one row, of few and of many into other sums.
 WIDE = dataclasses.replace(CONFIG, embed_dim=512, mlp_dim=768, num_layers=2, head_dim=32)
+RECALLING = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size, embed_dim=256, num_layers=2)
 MIXED = dataclasses.replace(small_moe.DEEPSEEK, vocab_size=CONFIG.vocab_size, embed_dim=384)
 TEXT = "né日🙂 true " * 6
 PROMPTS = [TOKENIZER.encode(text) for text in (TEXT[:9], TEXT[:22], TEXT[:40], '{"name": "ab"' * 3)]
@@ -46,7 +48,9 @@ def made(config, spec: MeshSpec):
 def engine_of(config, spec: MeshSpec):
     """(an engine, the model, its parameters)."""
     parts, model, params = made(config, spec)
-    return of_model(*parts, rows=5, tokens=64, pages=40, runner_of=DeterministicRunner), model, params
+    snapshots = 4 if model.config.memories else 0
+    own = of_model(*parts, rows=5, tokens=64, pages=40, runner_of=DeterministicRunner, snapshots=snapshots)
+    return own, model, params
 
 
 def request(number: int) -> tuple[list[int], SamplingParams]:
@@ -71,7 +75,14 @@ def bits(output) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("config", "spec"), [(WIDE, MeshSpec()), (WIDE, MeshSpec(tensor=2)), (MIXED, MeshSpec(expert=2))]
+    ("config", "spec"),
+    [
+        (WIDE, MeshSpec()),
+        (WIDE, MeshSpec(tensor=2)),
+        (MIXED, MeshSpec(expert=2)),
+        (RECALLING, MeshSpec()),
+        (RECALLING, MeshSpec(tensor=2)),
+    ],
 )
 def test_a_reply_is_the_same_bits_whatever_else_runs(config, spec):
     built, model, params = engine_of(config, spec)
@@ -85,7 +96,7 @@ def test_a_reply_is_the_same_bits_whatever_else_runs(config, spec):
         direct = generate(model, params, prompt, max_new_tokens=length, sampling=Sampling(temperature=0))
         assert list(direct) == alone["0"][1]
 
-    crowded, rng, done = another(built, tokens=7, pages=22), random.Random(1), {}
+    crowded, rng, done = another(built, tokens=7, pages=18), random.Random(1), {}
     for number in [*numbers, *numbers]:  # and again, with what was cached
         id = f"{number}.{len(done)}.{rng.random()}"
         crowded.add(id, *request(number))

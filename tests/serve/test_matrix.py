@@ -14,7 +14,6 @@ from engines import CONFIG, END, TOKENIZER, decoding_from
 from flax.traverse_util import flatten_dict, unflatten_dict
 from oracle import Oracle, opened_of
 from pairwise import covering
-from small_hybrid import HYBRID
 from small_moe import MOE
 
 from shardlm.errors import ShardlmError
@@ -33,7 +32,6 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import split
 from shardlm.serve.live_weights import new_weights
-from shardlm.serve.memories import refuse
 from shardlm.serve.pool_size import scheduler_of
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -75,9 +73,8 @@ CLOSE = 2e-4  # of log-probabilities in float32
 
 
 def _refused(case: dict) -> bool:
-    """Told by EngineConfig and by serve/memories.py, see the test of refusals."""
-    together = case.get("deterministic", False), case.get("drafts") is not None, case.get("first") == "memory"
-    return sum(together) > 1
+    """Told by EngineConfig, see the test of refusals."""
+    return case.get("deterministic", False) and case.get("drafts") is not None
 
 
 def _cost(build: dict) -> float:
@@ -275,11 +272,9 @@ def test_what_does_not_go_together_is_refused_by_name():
     for options, *named in (
         ({"speculative_config": drafts, "deterministic": True}, "speculative_config", "deterministic=True"),
         ({"mesh": MeshSpec(fsdp=2, context=2)}, "fsdp, context", "tensor, expert, pipeline or data"),
-        ({"deterministic": True}, "deterministic=True", "2 of the model's 4 layers are linear attention"),
-        ({"speculative_config": drafts}, "speculative_config", "cannot go back to before a draft"),
         ({"max_loras": 2}, "max_loras=2", "enable_lora=True or lora_modules"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras=0", "at least 1"),
     ):
         with pytest.raises(ShardlmError) as refusal:
-            refuse(HYBRID.transformer(), EngineConfig(**options))
+            EngineConfig(**options)
         assert all(name in str(refusal.value) for name in named)

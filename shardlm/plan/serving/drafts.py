@@ -41,7 +41,7 @@ class Drafter:
     observed: int
 
     @property
-    def windows(self) -> list[int]:
+    def windows(self) -> list[int | None]:
         return [block.attention.window for block, _ in self.layers]
 
     @property

@@ -14,20 +14,28 @@ from shardlm.rules import Rules
 # Of a row's state, how often a decode program reads or writes it, and the layer's kernels beside its projections
 # (compiled for an H100, 64 rows: it is read for key and query at once, and read again where it is written).
 PASSES, KERNELS = 3, 12
+# Where drafts are verified, the state is read and written as often, in more kernels (ops/delta_drafts.py, compiled).
+VERIFYING = 32
 
 
-def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int) -> float:
-    """Of one layer and request on one device: its state, and the tokens that convolutions go on from."""
+def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: int = 0) -> float:
+    """Of one layer and request on one device: its state, the tokens that convolutions go on from, and where drafts are
+    verified those of a step, with their decays and betas."""
     N, H, V = attention.num_heads, attention.head_dim, attention.value_dim
-    tokens = (attention.conv_width - 1) * (2 * attention.num_kv_heads * H + N * V)
-    return (WIDE * N * H * V + itemsize * tokens) / rules.mesh.size(*rules.use.axes("heads"))
+    unsure = 1 + drafts if drafts else 0
+    tokens = (attention.conv_width - 1 + unsure) * (2 * attention.num_kv_heads * H + N * V)
+    own = WIDE * N * H * V + itemsize * tokens + WIDE * 2 * unsure * N
+    return own / rules.mesh.size(*rules.use.axes("heads"))
 
 
-def operations(attention: DeltaNetConfig, rules: Rules, rows: float, each: float, itemsize: int) -> Iterator[Op]:
-    """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks."""
-    own = rows * state_bytes(attention, rules, itemsize)
-    yield Op("linear attention", "states", "memory", 0, PASSES * own / KERNELS, KERNELS)
-    if each > 1:
+def operations(
+    attention: DeltaNetConfig, rules: Rules, rows: float, each: float, itemsize: int, drafts: int = 0
+) -> Iterator[Op]:
+    """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks, and those of which
+    all but one are drafts through that of few tokens, whose sums are little beside reading the state."""
+    own, kernels = rows * state_bytes(attention, rules, itemsize, drafts), VERIFYING if drafts else KERNELS
+    yield Op("linear attention", "states", "memory", 0, PASSES * own / kernels, kernels)
+    if each > 1 and not drafts:
         ways = rules.mesh.size(*rules.use.axes("heads"))
         rule = Rule.of_rows(attention, math.ceil(each), rows, ways, itemsize)
         yield from linear_attention.products(rule)

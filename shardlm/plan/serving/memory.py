@@ -152,7 +152,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
     drafter = drafter_of(case)
-    layout, *beside = layouts_for(shape, drafter and drafter.windows, case.length, engine.block_size, engine.decoded)
+    lengths = case.length, engine.block_size, engine.decoded
+    layout, *beside = layouts_for(shape, drafter and drafter.windows, *lengths, engine.drafts)
     own = [weights.stage(run, i == 0, i == len(runs) - 1) for i, run in enumerate(runs)]
     held = [held_bytes(stage, rules) for stage in own]
     each = [page_bytes(model, part_of_layout(layout, run), engine.block_size) for run in runs]
@@ -166,7 +167,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{max(held) / 2**30:.1f} GiB of weights a GPU leave no room for pages: gpu_memory_utilization="
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
-    memories = [part_of_layout(layout, run).memories * memory_bytes(model) for run in runs]
+    memories = [part_of_layout(layout, run).memories * memory_bytes(model, layout.unsure) for run in runs]
+    memories[-1] += beside[0].memories * memory_bytes(drafter.model, beside[0].unsure) if drafter else 0
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
     sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)

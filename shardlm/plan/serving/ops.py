@@ -82,8 +82,9 @@ def layer_work(
     ops = [op for held in plain for op in _projection(held, _layer_of(held, kind), scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
     if isinstance(block.attention, DeltaNetConfig):
-        kv = 2 * one.rows * linear.state_bytes(block.attention, rules, one.itemsize)  # read, and written
-        ops += linear.operations(block.attention, rules, one.rows, one.each, one.itemsize)
+        own = linear.state_bytes(block.attention, rules, one.itemsize, one.drafts)
+        kv = 2 * one.rows * own  # read, and written
+        ops += linear.operations(block.attention, rules, one.rows, one.each, one.itemsize, one.drafts)
     elif getattr(block.attention, "indexer", None):
         share, count = sparse.Share.of(block.attention, cache_bytes), block.attention.indexer.top_k
         (seen, pairs), (_, few) = attended(0, one), attended(count, one)

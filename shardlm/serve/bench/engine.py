@@ -66,7 +66,7 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
         model = ModelDef.make(shape, execution_of(shape, rules, dtype, device, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
     beside = (of_stage(one), config.dtype, config.kv_cache_dtype)
-    draft = open_draft_model(config.speculative_config, shape.vocab_size, length, *beside)
+    draft = open_draft_model(config.speculative_config, shape, length, *beside)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 

@@ -36,7 +36,7 @@ class DraftModel:
     lm: Callable[[Any], Transformer] | None = None
 
     @property
-    def windows(self) -> list[int]:
+    def windows(self) -> list[int | None]:
         """Of the layers that draft."""
         blocks = [*self.model.config.all_blocks()]
         number = self.model.config.num_layers
@@ -53,8 +53,8 @@ def wants_modules(config: SpeculativeConfig | None, shape: TransformerConfig, pa
     if wanted and not shape.mtp:
         raise ShardlmError(
             f"speculative_config: method 'mtp' drafts by modules that predict further tokens, and {path} has none. "
-            "DeepSeek V3's published checkpoints have them, and runs that trained them; what transformers wrote has "
-            "not. Choose method 'ngram', or 'draft_model' with a smaller model"
+            "Published checkpoints of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen 3.5 have them, and runs that trained "
+            "them; what transformers wrote has not. Choose method 'ngram', or 'draft_model' with a smaller model"
         )
     return wanted
 
@@ -66,18 +66,19 @@ def by_modules(config: SpeculativeConfig | None, model: ModelDef) -> DraftModel 
 
 def open_draft_model(
     config: SpeculativeConfig | None,
-    vocab: int,
+    shape: TransformerConfig,
     length: int,
     mesh: MeshSpec,
     dtype: str | None = None,
     kv_cache: KvFormat = "auto",
 ) -> DraftModel | None:
     """The draft model that is asked for, if one is, on the devices of the model that it drafts for, which has this
-    vocabulary. Raises ShardlmError, before its weights are read, where it cannot."""
+    shape. Raises ShardlmError, before its weights are read, where it cannot."""
     if config is None or config.model is None:
         return None
     found = describe(config.model, length)
-    own, longest = found.source.transformer().vocab_size, found.longest
+    drafting, longest = found.source.transformer(), found.longest
+    own, vocab = drafting.vocab_size, shape.vocab_size
     if own != vocab:
         raise ShardlmError(
             f"the draft model {config.model} has a vocabulary of {own} tokens, and the model one of {vocab}: they must "
@@ -87,6 +88,11 @@ def open_draft_model(
         raise ShardlmError(
             f"the draft model {config.model} was made for {longest} positions, and max_model_len={length}: lower that "
             f"to {longest}, or choose another draft model"
+        )
+    if drafting.memories and not shape.memories:
+        raise ShardlmError(
+            f"the draft model {config.model} has {len(drafting.memories)} layers of linear attention, whose memory is "
+            "kept where that of the model's is, which has none; choose another, or method 'ngram'"
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     if draft.model.config.reads:
@@ -99,27 +105,32 @@ def open_draft_model(
 
 
 def layouts_of(
-    model: ModelDef, draft: DraftModel | None, length: int, page_size: int, steps: int
+    model: ModelDef, draft: DraftModel | None, length: int, page_size: int, steps: int, drafts: int = 0
 ) -> tuple[PageLayout, ...]:
-    """How pages serve the layers of a model and, under the same numbers, those that draft. As `layout_of`, the
-    number of pages left to be set."""
-    return layouts_for(model.config, draft and draft.windows, length, page_size, steps, kv_ways(model))
+    """How pages serve the layers of a model and, under the same numbers, those that draft, `drafts` tokens a step. As
+    `layout_of`, the number of pages left to be set."""
+    return layouts_for(model.config, draft and draft.windows, length, page_size, steps, drafts, kv_ways(model))
 
 
 def layouts_for(
-    shape: TransformerConfig, drafting: Sequence[int] | None, length: int, page_size: int, steps: int, ways: int = 1
+    shape: TransformerConfig,
+    drafting: Sequence[int | None] | None,
+    length: int,
+    page_size: int,
+    steps: int,
+    drafts: int = 0,
+    ways: int = 1,
 ) -> tuple[PageLayout, ...]:
     """The same from the shape of the model, the windows of the layers that draft, where there are any, and the devices
     that kv heads are split over."""
     windows, sources = _windows(shape.blocks()), shape.sources[: shape.num_layers]
     layout = layout_of(windows, 0, length, page_size, steps, shape.sharing(ways)[: shape.num_layers], sources)
-    if drafting is None:
-        return (layout,)
-    beside = layout.beside(drafting)
+    beside = layout.beside(drafting or ())
     if beside is None:  # layers that draft see farther than any of the model's
-        layout = PageLayout.whole(len(set(sources)), 0).reading(sources)
+        layout = PageLayout.whole(len(set(sources)), 0, shape.memories).reading(sources)
         beside = layout.beside(drafting)
-    return layout, beside
+    layouts = (layout,) if drafting is None else (layout, beside)
+    return tuple(dataclasses.replace(one, unsure=1 + drafts if drafts and one.memories else 0) for one in layouts)
 
 
 def _windows(blocks: Iterable[BlockConfig]) -> list[int | None]:

@@ -8,6 +8,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 
 METHODS = ("ngram", "draft_model", "mtp")
+MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp")  # of models' own, in vLLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class SpeculativeConfig:
             if name not in names:
                 raise ShardlmError(f"speculative_config has {name!r}, which is none of {', '.join(names)}")
         method = options.get("method") or ("draft_model" if options.get("model") else None)
-        method = "mtp" if method == "deepseek_mtp" else method  # its name in vLLM
+        method = "mtp" if method in MTP_NAMES else method
         if method not in METHODS:
             raise ShardlmError(f"speculative_config: method={method!r}; choose from {', '.join(METHODS)}")
         parse = {"ngram": _ngram, "draft_model": _draft_model, "mtp": _mtp}[method]

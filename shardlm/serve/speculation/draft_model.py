@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from shardlm.generate import make_pages
 from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
+from shardlm.serve.memory_copies import copy_memories
 from shardlm.serve.programs import WHOLE, hidden_of_one, sampled_of
 from shardlm.state import ModelDef
 
@@ -35,7 +36,7 @@ class DraftModelProposer:
         return state
 
     def read(self, params, state, chunk):
-        ctx = Paged.make(chunk.ctx.page_table, chunk.ctx.valid, self.layout, self.model.execution)
+        ctx = Paged.make(chunk.ctx.page_table, chunk.ctx.valid, self.layout, self.model.execution, slot=chunk.slot)
         return self.model.model(params)(chunk.tokens, chunk.positions, ctx, state)[1]
 
     def propose(self, params, state, rows):
@@ -47,8 +48,9 @@ class DraftModelProposer:
         def draft(i, carry: tuple[Any, Any, jax.Array]):
             pages, own, found = carry
             position, active = rows.position + i, i <= last
-            where = (pages, rows.table, own.last, position, active, rows.adapter)
-            lm, hidden, pages = hidden_of_one(self.model, self.layout, params, *where)
+            where = (pages, rows.table, own.last, position, active, rows.adapter, rows.slot)
+            how = {"rows": "drafts", "sure": rows.position}
+            lm, hidden, pages = hidden_of_one(self.model, self.layout, params, *where, **how)
             sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
             return pages, own, found.at[:, i].set(sampled.token, mode="drop")
 
@@ -59,3 +61,6 @@ class DraftModelProposer:
 
     def observe(self, params, state, rows, tokens, accepted, hidden):
         return state
+
+    def copied(self, state, pairs):
+        return copy_memories(self.layout, self.model.execution.rules, state, pairs) if self.layout.memories else state

@@ -124,6 +124,9 @@ class MultiTokenProposer:
         known = jnp.stack([_at(hidden, accepted), *further])
         return dataclasses.replace(state, pages=pages, hidden=state.hidden.at[:, self._kept(rows)].set(known))
 
+    def copied(self, state, pairs):
+        return state
+
     def _kept(self, rows: Rows) -> jax.Array:
         """Where rows keep their hidden states, int32 [B]; idle ones with padding."""
         return jnp.where(rows.room > 0, rows.slot, self.max_rows)

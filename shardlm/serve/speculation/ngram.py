@@ -41,6 +41,9 @@ class NgramProposer:
         positions = jnp.where(new, rows.position[:, None] + 1 + place, self.max_model_len)
         return state.at[rows.slot[:, None], positions].set(tokens, mode="drop")
 
+    def copied(self, state, pairs):
+        return state
+
 
 def look_up(text: jax.Array, length: jax.Array, count: int, most: int, least: int) -> tuple[jax.Array, jax.Array]:
     """What may follow the first `length` int32 [B] tokens of text int32 [B, L]: (int32 [B, count], whether there is

@@ -150,7 +150,7 @@ def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows,
     """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], logits
     float32 [B, 1 + K, V] whole on every device, pages)."""
     positions, valid = places(rows.position, rows.room, count, fed.shape[1])
-    ctx = Paged.make(rows.table, valid, layout, model.execution, adapter=rows.adapter)
+    ctx = Paged.make(rows.table, valid, layout, model.execution, adapter=rows.adapter, slot=rows.slot, rows="drafts")
     lm = model.model(params)
     hidden, pages, _ = lm(fed, positions, ctx, pages)
     return hidden, jax.reshard(lm.logits(hidden), WHOLE), pages

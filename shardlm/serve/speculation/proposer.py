@@ -58,3 +58,6 @@ class Proposer(Protocol):
     ) -> Tree:
         """After verification of `rows`: tokens int32 [B, 1 + K] followed the last one, of which 1 + accepted [B] count;
         hidden [B, 1 + K, D] is the model's of the last token and of the drafts."""
+
+    def copied(self, state: Tree, pairs: jax.Array) -> Tree:
+        """After what layers remember of texts was copied from slots to slots, int32 [n, 2] (memory_copies.py)."""

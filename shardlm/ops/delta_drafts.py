@@ -1,0 +1,126 @@
+"""Linear attention (gated_delta.py) of tokens that may turn out wrong: drafts, which a model reads before it is known
+which of them stay.
+
+A state goes forward only, and one for each draft would be as much memory again. So it stays behind: a text is
+remembered by the state before the tokens of the last step, and by these tokens as they came in, 0.4 MiB each of a
+request of Qwen 3.5 9B, whose states are 48 MiB. The next step knows how many of them stayed, by where it begins. It
+reads the state once, for these tokens and its own, and writes it with those that stayed.
+
+With S the state, of tokens t and s of both steps, D[t, s] what is left at t of what s brought and h[t] the same of S:
+
+    L = beta[t] (k[t] . k[s]) D[t, s], s < t
+    delta = (I + L)^-1 beta (v - h (k S))              what each token changes
+    out = h (q S) + ((q . k) D) delta
+    S <- h[m] S + sum over s <= m of D[m, s] k[s] delta[s]^T, m the last token that stayed
+
+(gated_delta_chunks.py, of few tokens and in float32.)
+"""
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops.gated_delta import Memory, convolved
+from shardlm.ops.short_conv import texts
+from shardlm.ops.unit_inverse import inverse_of_unit
+
+
+def delta_net_of_drafts(
+    x: dict[str, jax.Array],
+    taps: dict[str, jax.Array],
+    log_decay: jax.Array,
+    beta: jax.Array,
+    memory: Memory,
+    sure: jax.Array,
+    position: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, Memory]:
+    """As gated_delta.delta_net, of rows of T tokens that may turn out wrong, the first at `position` int32 [B] of its
+    text; those before `sure` int32 [B] are known to be right. The memory has room for P tokens: "conv_q", "conv_k" and
+    "conv_v" for so many more, their "log_decay" and "beta" float32 [B, P, N], and "start" int32 [B], where in the text
+    the first of them stands; from `sure` on there may be so many now. Of a row without a valid token it stays as it
+    is."""
+    P, T, before = memory["beta"].shape[1], valid.shape[1], taps["q"].shape[-1] - 1
+    runs, names = valid[:, 0], {name: f"conv_{name}" for name in x}
+    kept, behind = (jnp.where(runs, at - memory["start"], 0) for at in (sure, position))  # of the tokens there are
+    rates = {"log_decay": log_decay, "beta": beta}
+    whole = {of: jnp.concatenate([memory[of], x[n].astype(memory[of].dtype)], axis=1) for n, of in names.items()}
+    whole |= {name: jnp.concatenate([memory[name], a], axis=1) for name, a in rates.items()}
+    order = {name: _order(behind, 0 if name in rates else before, P, T) for name in whole}
+    read = {name: _at(a, order[name]) for name, a in whole.items()}
+    there = (jnp.arange(P + T) < (behind + jnp.sum(valid, axis=1))[:, None])[..., None]
+    inputs = {n: read[of].astype(x[n].dtype) for n, of in names.items()}
+    begins, rest = ({n: a[:, part] for n, a in inputs.items()} for part in (slice(before), slice(before, None)))
+    q, k, v = convolved(rest, taps, begins, texts(jnp.zeros_like(there[..., 0])))
+    how = (jnp.where(there, read[name], 0.0) for name in rates)
+    q = _at(q, behind[:, None] + jnp.arange(T))
+    out, state = few_tokens(q, k, v, *how, memory["state"], kept, behind)
+    new = {"start": sure}
+    for name, index in order.items():  # of what was read, from the first that is not sure on
+        places = jnp.minimum(kept[:, None] + jnp.arange(memory[name].shape[1]), index.shape[1] - 1)
+        new[name] = _at(whole[name], jnp.take_along_axis(index, places, axis=1))
+    return out, {"state": state} | {name: jnp.where(_like(runs, a), a, memory[name]) for name, a in new.items()}
+
+
+def few_tokens(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    kept: jax.Array,
+    first: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """k [B, C, K, H] and v [B, C, N, V], log_decay and beta float32 [B, C, N] and the state before them float32 [B, N,
+    H, V]; q [B, T, K, H] of the tokens from number `first` int32 [B] on, `kept` int32 [B] at most as large, and both at
+    most C - T. Returns (their outputs [B, T, N, V] in v's dtype, the state after the first `kept` tokens)."""
+    (C, N), T, dtype = v.shape[1:3], q.shape[1], v.dtype
+    q, k, v = (jnp.moveaxis(a.astype(jnp.float32), 1, 2) for a in (q, k, v))
+    q, k = (jnp.repeat(a, N // a.shape[1], axis=1) for a in (q, k))  # [B, N, T | C, H]
+    log_decay, beta = (jnp.moveaxis(a, 1, 2) for a in (log_decay, beta))  # [B, N, C]
+    # Of S all that is read at once, as sums in which XLA reads it where it lies; a product would want a copy.
+    by = jnp.concatenate([k, q], axis=2)
+    seen = jnp.sum(state[:, :, None] * by[..., None], axis=3)  # [B, N, C + T, V]
+    D, h = _decays(log_decay)
+    L = jnp.where(jnp.tri(C, k=-1, dtype=bool), beta[..., None] * _exact("bnch,bnsh->bncs", k, k) * D, 0.0)
+    rest = (1 << (C - 1).bit_length()) - C
+    inverse = inverse_of_unit(jnp.pad(L, ((0, 0), (0, 0), (0, rest), (0, rest))))[..., :C, :C]
+    delta = _exact("bncs,bnsv->bncv", inverse, beta[..., None] * (v - h[..., None] * seen[:, :, :C]))
+    own = (first[:, None] + jnp.arange(T))[:, None]  # [B, 1, T]
+    scores = _exact("bnth,bnsh->bnts", q, k) * jnp.take_along_axis(D, own[..., None], axis=2)
+    out = jnp.take_along_axis(h, own, axis=2)[..., None] * seen[:, :, C:] + _exact("bnts,bnsv->bntv", scores, delta)
+    last, stays = jnp.maximum(kept - 1, 0)[:, None, None], (jnp.arange(C) < kept[:, None])[:, None]
+    left = jnp.where(stays, jnp.take_along_axis(D, last[..., None], axis=2)[:, :, 0], 0.0)  # [B, N, C]
+    held = jnp.where(stays[..., 0], jnp.take_along_axis(h, last, axis=2)[..., 0], 1.0)  # [B, N]
+    state, brought = state * held[..., None, None], left[..., None] * k
+    for token in range(C - T):  # one by one: of a sum XLA would make a product, and an array of all that is added
+        state += brought[:, :, token, :, None] * delta[:, :, token, None]
+    return jnp.moveaxis(out, 1, 2).astype(dtype), state
+
+
+def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of [B, N, C]: (D [B, N, C, C], 0 above the diagonal, and h [B, N, C]), of sums of what lies between tokens."""
+    up_to = jnp.tri(log_decay.shape[-1], dtype=bool)
+    between = up_to[:, None] & ~up_to[None]  # [t, s, u], s < u <= t
+    D = jnp.exp(jnp.sum(jnp.where(between, log_decay[:, :, None, None], 0.0), axis=-1))
+    return jnp.where(up_to, D, 0.0), jnp.exp(jnp.sum(jnp.where(up_to, log_decay[:, :, None], 0.0), axis=-1))
+
+
+def _order(behind: jax.Array, before: int, P: int, T: int) -> jax.Array:
+    """int32 [B, before + P + T]: of `before` tokens, P of which `behind` [B] are there, and T new ones, those that are
+    read in turn, and then the last one again."""
+    index, ends = jnp.arange(before + P + T), before + behind[:, None]
+    return jnp.where(index < ends, index, jnp.minimum(before + P + index - ends, before + P + T - 1))
+
+
+def _at(a: jax.Array, index: jax.Array) -> jax.Array:
+    """a [B, T, ...] at index int32 [B, n] -> [B, n, ...]."""
+    return jnp.take_along_axis(a, _like(index, a), axis=1)
+
+
+def _like(a: jax.Array, other: jax.Array) -> jax.Array:
+    return a.reshape(*a.shape, *(1,) * (other.ndim - a.ndim))
+
+
+def _exact(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(letters, a, b, precision="highest")

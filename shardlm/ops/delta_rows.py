@@ -1,0 +1,87 @@
+"""Rows of texts that go on from what is remembered of them in slots, and leave there what is remembered then: by linear
+attention (gated_delta.py), as the programs of a server want it."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops.delta_drafts import delta_net_of_drafts
+from shardlm.ops.gated_delta import Memory, delta_net
+
+Rows = Literal["known", "drafts", "in_turn"]
+"""known    rows of tokens that stay, each of another text
+drafts   tokens may turn out wrong from a place in the text on (delta_drafts.py)
+in_turn  rows of one token, of which several may be of one text, those before the others that come first there: each
+         goes through the same program of one row, so that its bits are the same wherever it stands
+"""
+
+
+def remembered(
+    rows: Rows,
+    x: dict[str, jax.Array],
+    taps: dict[str, jax.Array],
+    log_decay: jax.Array,
+    beta: jax.Array,
+    sure: jax.Array,
+    position: jax.Array,
+    valid: jax.Array,
+    held: Memory,
+    slot: jax.Array,
+) -> tuple[jax.Array, Memory]:
+    """As gated_delta.delta_net, of rows whose first tokens stand at `position` int32 [B] of their texts; `held` is the
+    memory of all slots [S, ...], and slot int32 [B] each row's. Of drafts those before `sure` int32 [B] are right.
+    Returns (the output, the memory of all slots)."""
+    given = (x, taps, log_decay, beta, position, valid, held, slot)
+    if rows == "in_turn":
+        return _in_turn(*given)
+    if rows == "known":
+        return _at_once(delta_net_of_known, *given)
+
+    def run(x, taps, log_decay, beta, memory, position, valid):
+        return delta_net_of_drafts(x, taps, log_decay, beta, memory, sure, position, valid)
+
+    return _at_once(run, *given)
+
+
+def _at_once(run, x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:
+    memory = {name: a.at[slot].get(mode="promise_in_bounds") for name, a in held.items()}
+    out, memory = run(x, taps, log_decay, beta, memory, position, valid)
+    return out, held | {name: held[name].at[slot].set(a, mode="promise_in_bounds") for name, a in memory.items()}
+
+
+def _in_turn(x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:
+    """Up to the last row that has a token."""
+
+    def one(i, carry):
+        out, held = carry
+        own = lambda tree: jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1), tree)  # noqa: E731
+        given = (taps, *own((log_decay, beta, position, valid)), held, own(slot))
+        new, held = _at_once(delta_net_of_known, own(x), *given)
+        return jax.lax.dynamic_update_slice_in_dim(out, new, i, 0), held
+
+    count = jnp.max(jnp.where(valid[:, 0], jnp.arange(len(valid)) + 1, 0))
+    return jax.lax.fori_loop(0, count, one, (jnp.zeros_like(x["v"]), held))
+
+
+def delta_net_of_known(
+    x: dict[str, jax.Array],
+    taps: dict[str, jax.Array],
+    log_decay: jax.Array,
+    beta: jax.Array,
+    memory: Memory,
+    position: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, Memory]:
+    """As gated_delta.delta_net, of rows of tokens that stay, the first at `position` int32 [B]: a text begins at 0, any
+    other goes on from a memory behind which no tokens are that may be wrong. Returns the output, and what has changed
+    of the memory, with room for such tokens or without."""
+    new = (position[:, None] == 0) & valid & (jnp.arange(valid.shape[1]) == 0)
+    names, before = [f"conv_{name}" for name in x], taps["q"].shape[-1] - 1
+    known = {"state": memory["state"]} | {name: memory[name][:, :before] for name in names}
+    out, known = delta_net(x, taps, log_decay, beta, known, new, valid)
+    if "start" not in memory:
+        return out, known
+    known |= {name: jnp.concatenate([known[name], memory[name][:, before:]], axis=1) for name in names}
+    end = position + jnp.sum(valid, axis=1, dtype=jnp.int32)
+    return out, known | {"start": jnp.where(valid[:, 0], end, memory["start"])}

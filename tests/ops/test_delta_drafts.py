@@ -1,0 +1,66 @@
+"""Linear attention of tokens that may turn out wrong, against rows of the tokens that stayed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlm.ops.delta_drafts import delta_net_of_drafts
+from shardlm.ops.gated_delta import delta_net, empty_memory
+
+B, K, N, H, V, W = 3, 2, 4, 16, 8, 4
+STEPS = 12
+SHAPES = {"q": (K, H), "k": (K, H), "v": (N, V)}
+RUN = jax.jit(delta_net_of_drafts)
+
+
+def numbers(rng, tokens: int):
+    """x and, as one array each, logarithms of decays and betas."""
+    x = {name: rng.normal(size=(B, tokens, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    decay, beta = (rng.normal(size=(B, tokens, N)).astype(np.float32) for _ in range(2))
+    return x, (-(decay**2) * np.exp(rng.normal(size=decay.shape)).astype(np.float32), 1 / (1 + np.exp(-beta)))
+
+
+def read(x, taps, rates, memory, at, valid, each: int):
+    """A step's tokens, so many at a time: (the outputs, the memory)."""
+    out = []
+    for i in range(0, valid.shape[1], each):
+        some = jax.tree.map(lambda a, i=i: a[:, i : i + each], (x, rates, valid))
+        made, memory = RUN(some[0], taps, *some[1], memory, at.astype(np.int32), (at + i).astype(np.int32), some[2])
+        out.append(np.asarray(made))
+    return np.concatenate(out, axis=1), memory
+
+
+@pytest.mark.parametrize(("drafts", "one_by_one"), [(1, False), (4, False), (2, True)])
+def test_what_stays_is_as_if_there_had_been_no_drafts(drafts, one_by_one):
+    """Of every row some drafts stay at each step, none of them, or all; now and then a row pauses. A model that drafts
+    reads a token at a time."""
+    rng, P = np.random.default_rng(drafts), 1 + drafts
+    taps = {name: rng.normal(size=(*shape, W)).astype(np.float32) for name, shape in SHAPES.items()}
+    text, rates = numbers(rng, STEPS * P)  # more than will stay
+    memory = empty_memory(text, W) | {"start": jnp.zeros(B, jnp.int32)}
+    memory |= {n: jnp.pad(memory[n], ((0, 0), (0, P), (0, 0), (0, 0))) for n in ("conv_q", "conv_k", "conv_v")}
+    memory |= {name: jnp.zeros((B, P, N)) for name in ("log_decay", "beta")}
+    at, outs, rows = np.zeros(B, int), [[] for _ in range(B)], np.arange(B)[:, None]
+    for _ in range(STEPS):
+        count, runs = rng.integers(0, P, B), rng.uniform(size=B) < 0.8  # drafts that there are
+        right = np.minimum(rng.integers(0, P, B), count)
+        wrong, index, own = numbers(rng, P), at[:, None] + np.arange(P), np.arange(P) <= right[:, None]
+        own = {n: own.reshape(B, P, *(1,) * n) for n in (1, 2)}
+        x, how = jax.tree.map(lambda a, b, i=index, o=own: np.where(o[a.ndim - 2], a[rows, i], b), (text, rates), wrong)
+        valid = (np.arange(P) <= count[:, None]) & runs[:, None]
+        out, after = read(x, taps, how, memory, at, valid, 1 if one_by_one else P)
+        for row in np.flatnonzero(~runs):
+            assert all(np.array_equal(after[n][row], memory[n][row]) for n in memory)
+        memory = after
+        for row in np.flatnonzero(runs):
+            outs[row] += list(out[row, : 1 + right[row]])
+            at[row] += 1 + right[row]
+    valid = np.arange(STEPS * P) < at[:, None]
+    wanted, whole = jax.jit(delta_net)(text, taps, *rates, empty_memory(text, W), jnp.zeros_like(valid), valid)
+    assert min(at) > 3
+    for row in range(B):
+        np.testing.assert_allclose(outs[row], wanted[row, : at[row]], atol=2e-5)  # measured: up to 1.5e-6
+    # A step more keeps what the last one read: the state of all that stayed.
+    _, last = read(x, taps, how, memory, at, np.ones((B, P), bool), P)
+    np.testing.assert_allclose(last["state"], whole["state"], atol=2e-5)
