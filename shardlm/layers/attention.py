@@ -32,7 +32,9 @@ class AttentionConfig:
     sinks      each head has a learned score that takes weight from the tokens (GPT-OSS,
                https://arxiv.org/abs/2309.17453)
     gate       each head's output is multiplied by the sigmoid of a projection (Qwen3-Next,
-               https://arxiv.org/abs/2505.06708)
+               https://arxiv.org/abs/2505.06708), of as many numbers or, by `gate_of_head`, of one (Step 3.5); or, by
+               `gate_softplus`, by its softplus (Laguna)
+    clip       queries, keys and values are from -clip to clip (OLMo); 0: whatever they are
     value_norm  values have a norm too, without a scale; and with keys_are_values they are keys before norm and rotation
                (Gemma 4)
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
@@ -55,6 +57,9 @@ class AttentionConfig:
     query_growth: QueryGrowth | None = None
     sinks: bool = False
     gate: bool = False
+    gate_of_head: bool = False
+    gate_softplus: bool = False
+    clip: float = 0.0
     value_norm: bool = False
     keys_are_values: bool = False
     keeps: str = ""
@@ -82,9 +87,13 @@ class AttentionConfig:
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
-        of_queries = 3 if self.gate else 2
         made = 0 if self.reads else 2 - self.keys_are_values
-        return embed_dim * self.head_dim * (of_queries * self.num_heads + made * self.num_kv_heads)
+        return embed_dim * (self.head_dim * (2 * self.num_heads + made * self.num_kv_heads) + self.gates)
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token's gates."""
+        return self.num_heads * (1 if self.gate_of_head else self.head_dim) if self.gate else 0
 
     @property
     def made(self) -> str:
@@ -95,7 +104,7 @@ class AttentionConfig:
 class Attention(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D), with biases "bq"
     (N, H), "bk" and "bv" (K, H), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a gate "wg"
-    (D, N, H)."""
+    (D, N, H) or, of a head, (D, N, 1)."""
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -117,7 +126,8 @@ class Attention(nnx.Module):
             if not config.reads:
                 self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
         if config.gate:
-            params.projection(self, "wg", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+            shape = (D, N, 1 if config.gate_of_head else H)
+            params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
 
@@ -150,7 +160,8 @@ class Attention(nnx.Module):
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         if config.gate:
-            out = out * jax.nn.sigmoid(project("btd,dnh->btnh", x, self, "wg", execution))
+            opened = jax.nn.softplus if config.gate_softplus else jax.nn.sigmoid
+            out = out * opened(project("btd,dnh->btnh", x, self, "wg", execution))
         stream = rules.act.spec("batch", "seq", "embed")
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
         out = project("btnv,nvd->btd", out, self, "wo", execution, stream)
@@ -163,6 +174,8 @@ class Attention(nnx.Module):
         made = {name: project(letters[name], x, self, f"w{name}", execution) for name in self.config.made}
         if self.config.bias:
             made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}
+        if clip := self.config.clip:
+            made = {name: jnp.clip(a, -clip, clip) for name, a in made.items()}
         return made
 
     def _turned(self, a: jax.Array, name: str, positions: jax.Array, execution: Execution) -> jax.Array:

@@ -1,6 +1,7 @@
 """The feed-forward layer."""
 
 import dataclasses
+import math
 
 import jax
 from flax import nnx
@@ -8,12 +9,17 @@ from flax import nnx
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
-from shardlm.ops.swiglu import Activation, activate, gated
+from shardlm.ops.swiglu import Activation, activate, gated, xielu
+
+# Where the parameters of xielu start, as those of transformers: softplus of the first is 0.8, of the second 0.3.
+XIELU = {"rise": math.log(math.expm1(0.8)), "bend": math.log(math.expm1(0.3)), "slope": 0.5, "top": -1e-6}
+TRAINED = ("rise", "bend")
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
-    """Gated, as SwiGLU and GEGLU are (https://arxiv.org/abs/2002.05202), or plain as in GPT-2."""
+    """Gated, as SwiGLU and GEGLU are (https://arxiv.org/abs/2002.05202), or plain as in GPT-2; "xielu", which has
+    parameters of its own, is plain."""
 
     mlp_dim: int
     activation: Activation = "silu"
@@ -25,6 +31,8 @@ class MlpConfig:
     def __post_init__(self):
         if self.mlp_dim < 1:
             raise ShardlmError(f"mlp_dim={self.mlp_dim}: it must be at least 1")
+        if self.activation == "xielu" and self.gated:
+            raise ShardlmError("activation='xielu' is of feed-forward layers without a gate; set gated=False")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -38,7 +46,8 @@ class MlpConfig:
 
 class Mlp(nnx.Module):
     """act(x @ gate) * (x @ up) @ down, or act(x @ up) @ down; weights "gate" and "up" (D, F), "down" (F, D), and with
-    biases "gate_bias" and "up_bias" (F,), "down_bias" (D,)."""
+    biases "gate_bias" and "up_bias" (F,), "down_bias" (D,); of xielu (ops/swiglu.py) "rise" and "bend" (1,), and the
+    numbers "slope" and "top", which are not trained."""
 
     def __init__(self, config: MlpConfig, embed_dim: int, out_scale: float, params: Params):
         D, F = embed_dim, config.mlp_dim
@@ -50,6 +59,11 @@ class Mlp(nnx.Module):
         params.projection(self, "down", (F, D), ("mlp", "embed"), normal(out_scale * F**-0.5))
         if config.bias:
             self.down_bias = params((D,), ("norm",), constant(0.0))
+        if config.activation == "xielu":
+            for name, start in XIELU.items():
+                setattr(
+                    self, name, params((1,) if name in TRAINED else (), ("norm",) * (name in TRAINED), constant(start))
+                )
 
     def __call__(
         self, x: jax.Array, ctx: Context, execution: Execution, stream: jax.Array | None = None
@@ -61,6 +75,9 @@ class Mlp(nnx.Module):
         up = self._into(x, "up", execution)
         if self.config.gated:
             hidden = gated(self._into(x, "gate", execution), up, self.config.activation)
+        elif self.config.activation == "xielu":
+            own = {name: in_use(getattr(self, name), execution) for name in XIELU}
+            hidden = xielu(up, **{name: a if name in TRAINED else jax.lax.stop_gradient(a) for name, a in own.items()})
         else:
             hidden = activate(up, self.config.activation)
         out = project("btf,fd->btd", hidden, self, "down", execution, act.spec("batch", "seq", "embed"))

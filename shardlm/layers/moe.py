@@ -47,6 +47,7 @@ class MoeConfig:
     expert_dim          width of one expert
     shared_dim          width of what every token goes through besides (DeepSeek's shared experts together); 0: none
     shared_gate         that is multiplied by the sigmoid of a product with the token (Qwen 2 MoE, Qwen3-Next)
+    shared_scale        factor on it (a half in Command A's mixture, which averages)
     router              how scores become choices
     balance_loss        weight of the load-balance loss of each row (ops/routing.py, row_balance)
     router_z_loss       weight of the squared log-partition of the router (https://arxiv.org/abs/2202.08906, eq. 5)
@@ -67,6 +68,7 @@ class MoeConfig:
     expert_dim: int
     shared_dim: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
     router: Router = Router()
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
@@ -191,6 +193,8 @@ class Moe(nnx.Module):
             shared = self.shared(shared_reads, ctx, execution)[0]
             if config.shared_gate:
                 shared = shared * jax.nn.sigmoid(shared_reads @ in_use(self.shared_gate, execution))[..., None]
+            if config.shared_scale != 1:
+                shared = shared * config.shared_scale
             if config.apart:
                 shared = self.shared_norm(shared, execution)
             out = out + shared

@@ -15,7 +15,7 @@ from shardlm.ops.norm import layer_norm, rms_norm
 class NormConfig:
     """kind "rms" (https://arxiv.org/abs/1910.07467) or "layer" (https://arxiv.org/abs/1607.06450), which has a
     bias unless `bias` is False (Cohere); `offset` is added to the scale: 1 where checkpoints store its distance from 1
-    (Gemma). Without `scaled` there is none (Llama 4's queries and keys)."""
+    (Gemma). Without `scaled` there is none (Llama 4's queries and keys, OLMo's layers)."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
@@ -36,9 +36,10 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array, execution: Execution, name: str = "") -> jax.Array:
         """`name` is that of x's last dimension where devices may have a part of it each."""
-        if not self.config.scaled:
-            return rms_norm(x, jnp.ones(x.shape[-1:], x.dtype), self.config.eps)
-        scale = in_use(self.scale, execution)
+        if self.config.scaled:
+            scale = in_use(self.scale, execution)
+        else:
+            scale = jnp.ones(x.shape[-1:], x.dtype)
         if name:  # as x, for the sake of its gradient
             scale = jax.reshard(scale, execution.rules.act.spec(name))
         if self.config.offset:

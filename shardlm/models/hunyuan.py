@@ -1,20 +1,24 @@
 """Hunyuan dense (https://github.com/Tencent-Hunyuan/Hunyuan-7B): Llama's decoder with norms on the queries and keys of
-each head after the rotation, whose base is stretched once and for all. Hy 3: the norms before the
-rotation, a dense layer, then experts as DeepSeek V3's."""
+each head after the rotation, whose base is stretched once and for all. Hunyuan A13B
+(https://github.com/Tencent-Hunyuan/Hunyuan-A13B): the same with experts in every layer, beside a shared one. Hy 3: the
+norms before the rotation, a dense layer, then experts as DeepSeek V3's."""
 
 import dataclasses
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import LAYER, Names, Tensor, standard
+from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import Rope
 
+SWITCHES = {"use_mixed_mlp_moe": True, "use_mla": False, "moe_layer_num_skipped": 0, "norm_type": "rms"}
+
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` hunyuan_v1_dense and hy_v3."""
+    """`model_type` hunyuan_v1_dense, hunyuan_v1_moe and hy_v3."""
     if options("model_type") == "hy_v3":
         return _third(options, length)
     options.only("use_qk_norm", True)
@@ -22,8 +26,41 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options("eod_token_id", None), options("attention_head_dim", None)  # a name for head_dim
     norm = hf_decoder.rms(options)
     own = {"qk_norm": "head", "norm_rotated": True, "norm": norm, "rope": _rope(options, length)}
-    block = BlockConfig(hf_decoder.attention(options, **own), hf_decoder.mlp(options))
+    mixed = options("model_type") == "hunyuan_v1_moe"
+    feed_forward = _experts(options) if mixed else hf_decoder.mlp(options)
+    block = BlockConfig(hf_decoder.attention(options, **own), feed_forward)
     return hf_decoder.decoder(options, lambda layer: block, norm)
+
+
+def _experts(options: Options) -> MoeConfig:
+    """Numbers may be said once for each layer; `transformers` knows experts as wide as the shared one alone."""
+    for name in SWITCHES:
+        options.only(name, SWITCHES[name])
+    for name in ("capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token", "sep_token_id"):
+        options(name, None)  # of training; of texts
+    width, layers = options("intermediate_size"), options("num_hidden_layers")
+    options.only("num_shared_expert", 1, [1] * layers)
+    options.only("moe_intermediate_size", width, [width] * layers)
+    return MoeConfig(
+        num_experts=_of_all(options, "num_experts"),
+        top_k=_of_all(options, "moe_topk", "num_experts_per_tok"),
+        expert_dim=width,
+        shared_dim=width,
+        activation=options.activation(),
+    )
+
+
+def _of_all(options: Options, *names: str) -> int:
+    """A number that is the same for all layers."""
+    found = next((options.values[name] for name in names if options.values.get(name) is not None), None)
+    for name in names:
+        options(name, None)
+    if found is None:
+        return options(names[0])
+    each = found if isinstance(found, list) else [found]
+    if len(set(each)) != 1:
+        raise ShardlmError(f"config.json has {names[0]}={found!r}; supported: the same for all layers")
+    return each[0]
 
 
 def _third(options: Options, length: int) -> TransformerConfig:
@@ -37,7 +74,17 @@ def _third(options: Options, length: int) -> TransformerConfig:
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     if block.attention.qk_norm == "head" and not block.attention.norm_rotated:
         return _names_of_third(config, block)
-    return standard(**{"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"})
+    norms = {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
+    found = standard(**norms)
+    if not isinstance(block.mlp, MoeConfig):
+        return found
+    shared = {
+        f"mlp.shared.{part}": dataclasses.replace(
+            found[f"mlp.{part}"], name=f"{LAYER}mlp.shared_mlp.{part}_proj.weight"
+        )
+        for part in ("gate", "up", "down")
+    }
+    return found | shared | experts("mlp") | {"mlp.router": Tensor(f"{LAYER}mlp.gate.wg.weight", "E D -> D E")}
 
 
 def _names_of_third(config: TransformerConfig, block: BlockConfig) -> Names:

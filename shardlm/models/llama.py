@@ -47,10 +47,24 @@ class LlamaConfig:
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` llama: Llama 2, 3 and later text models, DeepSeek LLM, and whoever shares their architecture; arcee
-    (AFM 4.5B, https://huggingface.co/arcee-ai/AFM-4.5B), whose feed-forward layers have no gate."""
+    """`model_type` llama: Llama 2, 3 and later text models, DeepSeek LLM, and whoever shares their architecture;
+    internlm3 (https://github.com/InternLM/InternLM), which is one; arcee (AFM 4.5B,
+    https://huggingface.co/arcee-ai/AFM-4.5B), whose feed-forward layers have no gate."""
+    if options("model_type") == "internlm3":
+        return _internlm3(options, length)
     feed_forward = hf_decoder.mlp(options, gated=options("model_type") != "arcee")
     block = BlockConfig(hf_decoder.attention(options, length), feed_forward)
+    return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))
+
+
+def _internlm3(options: Options, length: int) -> TransformerConfig:
+    """Its first checkpoints say of biases `qkv_bias` and `bias`."""
+    found = {name: bool(options(name, False)) for name in ("qkv_bias", "bias", "attention_bias", "mlp_bias")}
+    biased = found["qkv_bias"] or found["attention_bias"]
+    if biased != (found["bias"] or found["mlp_bias"]):
+        options.only("bias" if found["qkv_bias"] or found["bias"] else "mlp_bias", biased)
+    attention = hf_decoder.attention(options, length, bias=biased, out_bias=biased)
+    block = BlockConfig(attention, hf_decoder.mlp(options, bias=biased))
     return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))
 
 

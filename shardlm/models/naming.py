@@ -111,7 +111,7 @@ def stacked(count: int, arrays: Iterable[np.ndarray]) -> np.ndarray:
     out = None
     for place, one in enumerate(arrays):
         out = np.empty((count, *one.shape), one.dtype) if out is None else out
-        _copy(one, out[place])
+        _copy(one, out[place, ...])  # a view, of numbers too
     return out
 
 

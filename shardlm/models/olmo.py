@@ -1,9 +1,11 @@
-"""OLMo 2 and 3 (https://arxiv.org/abs/2501.00656, https://arxiv.org/abs/2512.13961): norms after each layer, and on all
+"""OLMo (https://arxiv.org/abs/2402.00838): layer norms without a scale or a bias, queries, keys and values in bounds.
+OLMo 2 and 3 (https://arxiv.org/abs/2501.00656, https://arxiv.org/abs/2512.13961): norms after each layer, and on all
 queries and all keys together; 3 has sliding windows between layers that see everything, which alone are stretched.
 OLMoE (https://arxiv.org/abs/2409.02060): the same norms on queries and keys, norms before layers, experts."""
 
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, experts, standard
@@ -12,8 +14,11 @@ from shardlm.ops.routing import Router
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` olmo2, olmo3, olmoe and flex_olmo, OLMo 2 with OLMoE's experts (https://arxiv.org/abs/2507.07024)."""
+    """`model_type` olmo, olmo2, olmo3, olmoe and flex_olmo, OLMo 2 with OLMoE's experts
+    (https://arxiv.org/abs/2507.07024)."""
     kind = options("model_type")
+    if kind == "olmo":
+        return _first(options, length)
     options.only("clip_qkv", None)
     norm = hf_decoder.rms(options)
     windows = [0] * options("num_hidden_layers")
@@ -30,9 +35,16 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     return hf_decoder.decoder(options, block, norm)
 
 
+def _first(options: Options, length: int) -> TransformerConfig:
+    options("rms_norm_eps", None)  # of no effect: layer norms have a fixed one
+    attention = hf_decoder.attention(options, length, clip=float(options("clip_qkv", 0.0)))
+    block, norm = BlockConfig(attention, hf_decoder.mlp(options)), NormConfig("layer", 1e-5, bias=False, scaled=False)
+    return hf_decoder.decoder(options, lambda layer: block, norm)
+
+
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     if block.norms == "pre":
-        return standard() | experts("mlp")
+        return standard() | (experts("mlp") if isinstance(block.mlp, MoeConfig) else {})
     found = standard(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
     return found | experts("mlp") if isinstance(block.mlp, MoeConfig) else found
 

@@ -33,6 +33,7 @@ class TransformerConfig:
     """The shape of a decoder. Architectures (models/llama.py, ...) build it from their own, familiar fields.
 
     embed_scale    factor on the embedding (Gemma, Granite)
+    embed_norm     the embedding has a norm without a scale before the first layer (nanochat)
     logits         what becomes of the output head's products
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
     mtp            modules that predict further tokens (layers/mtp.py)
@@ -45,6 +46,7 @@ class TransformerConfig:
     norm: NormConfig = NormConfig()
     tie_embeddings: bool = False
     embed_scale: float = 1.0
+    embed_norm: NormConfig | None = None
     logits: LogitsConfig = LogitsConfig()
     max_positions: int = 0
     mtp: MtpConfig | None = None
@@ -198,8 +200,8 @@ def _indexer(block: BlockConfig) -> IndexerConfig | None:
 
 class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
-    with learned positions "positions" (P, D); "mtp" where there are modules that predict further tokens, and
-    "layer_inputs" where layers have any."""
+    with learned positions "positions" (P, D); norms "final_norm" and, where there is one, "embed_norm"; "mtp" where
+    there are modules that predict further tokens, and "layer_inputs" where layers have any."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
@@ -222,6 +224,8 @@ class Transformer(nnx.Module):
             ]
         )
         self.final_norm = Norm(config.norm, D, params)
+        if config.embed_norm:
+            self.embed_norm = Norm(config.embed_norm, D, params)
         if not config.tie_embeddings:
             params.weight(self, "head", (D, V), ("embed", "vocab"), normal(D**-0.5), into=1)
         if config.mtp:
@@ -254,7 +258,8 @@ class Transformer(nnx.Module):
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)  # rounded as Gemma's own code does
         if self.config.max_positions:
             x = x + in_use(self.positions, self.execution).at[positions].get(out_sharding=looked_up)
-        return jax.reshard(x, act.spec("batch", "seq", "embed"))
+        x = jax.reshard(x, act.spec("batch", "seq", "embed"))
+        return self.embed_norm(x, self.execution) if self.config.embed_norm else x
 
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
         """x [B, T, D] through the blocks of all segments, or of a slice of them."""

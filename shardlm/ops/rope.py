@@ -36,6 +36,7 @@ class Rope:
     short, long       longrope: a divisor for each frequency, up to the original length and beyond
     magnitude         factor on sines and cosines
     share             proportional: of the pairs
+    backwards         heads are turned the other way (nanochat)
     """
 
     theta: float = 10_000.0
@@ -53,6 +54,7 @@ class Rope:
     long: tuple[float, ...] = ()
     magnitude: float = 1.0
     share: float = 1.0
+    backwards: bool = False
 
     def check(self, head_dim: int) -> None:
         """Raises ShardlmError where the rotated dimensions do not fit the head."""
@@ -90,7 +92,7 @@ class Rope:
             plain = plain / np.array(self.long if beyond else self.short)
         elif self.kind == "proportional":
             plain = np.where(np.arange(dim // 2) < int(self.share * dim // 2), plain / self.factor, 0.0)
-        return plain.astype(np.float32)
+        return (-plain if self.backwards else plain).astype(np.float32)
 
     def _ramp(self, dim: int) -> np.ndarray:
         """yarn: 0 for the frequencies that are kept, 1 for those that are divided (appendix A.2)."""

@@ -5,7 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped", "xielu"]
 ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
 
 
@@ -29,6 +29,19 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
         gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
     return activate(gate, activation) * up
+
+
+def xielu(x: jax.Array, rise: jax.Array, bend: jax.Array, slope: jax.Array, top: jax.Array) -> jax.Array:
+    """Above 0 a parabola, below it an exponential (https://arxiv.org/abs/2411.13010), computed in float32.
+
+    x any shape and float dtype; rise and bend [1], before their softplus; slope at 0 and `top`, just below 0, to which
+    exponents are cut, scalars. Returns x's shape and dtype.
+    """
+    x32 = x.astype(jnp.float32)
+    rise, bend, slope, top = (a.astype(jnp.float32) for a in (rise, bend, slope, top))
+    above = jax.nn.softplus(rise) * jnp.square(x32)
+    below = (slope + jax.nn.softplus(bend)) * (jnp.expm1(jnp.minimum(x32, top)) - x32)
+    return (jnp.where(x32 > 0, above, below) + slope * x32).astype(x.dtype)
 
 
 @jax.custom_vjp

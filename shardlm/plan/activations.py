@@ -98,8 +98,8 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
     """The sizes that only linear attention and gated attention have."""
     each = sketch.tokens * itemsize(sketch) / sketch.mesh.tensor
     if not isinstance(attention, DeltaNetConfig):
-        gated = isinstance(attention, AttentionConfig) and attention.gate
-        return {"gate": each * attention.num_heads * attention.head_dim} if gated else {}
+        gates = attention.gates if isinstance(attention, AttentionConfig) else 0
+        return {"gate": each * gates} if gates else {}
     rule = linear_attention.Rule.of(attention, sketch)
     return {
         "gate": each * attention.num_heads * attention.value_dim,

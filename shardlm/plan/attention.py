@@ -43,8 +43,7 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
         yield "output", D, N * attention.value_dim
         return
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
-    of_queries = 2 if attention.gate else 1
-    yield "queries, keys and values", (of_queries * N + 2 * K) * attention.head_dim, D
+    yield "queries, keys and values", (N + 2 * K) * attention.head_dim + attention.gates / tensor, D
     yield "output", D, N * attention.head_dim
 
 

@@ -76,7 +76,7 @@ GEMMA4 = {
     "num_hidden_layers": 4,
     "final_logit_softcapping": 5.0,
 }
-UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias")
+UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias|act_fn\.(beta|eps)")
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
@@ -204,6 +204,47 @@ CASES = {
         | {"router_scaling_factor": 1.5},
     ),
     "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "glm": ("glm", {"head_dim": 8, "attention_bias": True, **rope("default", partial_rotary_factor=0.5)}),
+    "helium": ("helium", {"head_dim": 8, "num_key_value_heads": 4}),
+    "olmo": ("olmo", {"clip_qkv": 1.5, "rms_norm_eps": None}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**MOE, "shared_intermediate_size": 20, "attention_multiplier": 0.1, "residual_multiplier": 0.2},
+    ),
+    "granite_swa": (
+        "granite_swa",
+        {"sliding_window": 6, "num_hidden_layers": 5, "layer_rope_theta": [0, 10000.0, 10000.0, 500.0, 0]}
+        | {"attention_multiplier": 0.1, "residual_multiplier": 0.2, "embedding_multiplier": 12.0},
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {**MOE, "shared_intermediate_size": 20, "sliding_window": 6, "attention_multiplier": 0.1},
+    ),
+    "hunyuan_moe": (
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2, "head_dim": 12, **rope("dynamic", alpha=50.0, factor=1.0)},
+    ),
+    "afmoe": (
+        "afmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 8}
+        | {"moe_intermediate_size": 24, "sliding_window": 6, "global_attn_every_n_layers": 3, "route_scale": 1.5}
+        | {"mup_enabled": True},
+    ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"prefix_dense_intermediate_size": 40, "sliding_window": 6, "sliding_window_pattern": 3, "head_dim": 8}
+        | {"logit_scale": 0.25, "shared_expert_combination_strategy": "average", "rms_norm_eps": None},
+    ),
+    "apertus": ("apertus", {}),
+    "nanochat": ("nanochat", {"num_key_value_heads": 2, "intermediate_size": 64}),
+    "laguna": (
+        "laguna",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+        | {"head_dim": 8, "sliding_window": 6, "layer_types": ["full_attention", *WINDOWED[:2]]}
+        | {"num_attention_heads_per_layer": [4, 6, 6], "moe_routed_scaling_factor": 1.5},
+    ),
     "nemotron": ("nemotron", {"rms_norm_eps": None}),
     "minimax_m2": ("minimax_m2", {**MOE, "head_dim": 12, "rotary_dim": 6}),
     "gpt2": ("gpt2", {}),
