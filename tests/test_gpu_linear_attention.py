@@ -1,10 +1,15 @@
-"""Linear attention compiled for NVIDIA GPUs without one: states go through chunks in one kernel, not in a loop."""
+"""Linear attention compiled for NVIDIA GPUs without one: states go through chunks in one kernel, not in a loop, and the
+memory of served texts stays where it is."""
+
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from gpu_programs import MARKS
 
+from shardlm.ops.delta_rows import remembered
 from shardlm.ops.gated_delta import gated_delta
 from shardlm.topology import topology
 
@@ -29,3 +34,33 @@ def test_states_are_carried_by_a_kernel_in_16_bits(gpu, dtype, kernels):
     found = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile().as_text()
     assert found.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
     assert found.count(" while(") == 2 - kernels
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [("known", 1), ("drafts", 3), ("in_turn", 1)])
+def test_no_memory_of_all_slots_is_copied(rows, tokens):
+    """Of served rows what is remembered is written where it lies, without another array of all slots, turned or not;
+    one row after another takes no more than one state."""
+    B, K, N, H, V, W, slots = 64, 2, 4, 128, 128, 4, 1000
+    on = jax.sharding.SingleDeviceSharding(topology("h100", 1, 1)[0])
+    of = {"q": (K, H), "k": (K, H), "v": (N, V)}
+    kept = W - 1 + (tokens if rows == "drafts" else 0)
+
+    def shaped(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on)
+
+    x = {name: shaped(jnp.bfloat16, B, tokens, *own) for name, own in of.items()}
+    taps = {name: shaped(jnp.bfloat16, *own, W) for name, own in of.items()}
+    held = {f"conv_{name}": shaped(jnp.bfloat16, slots, kept, *own) for name, own in of.items()}
+    held["state"] = shaped(jnp.float32, slots, N, H, V)
+    if rows == "drafts":
+        rates = dict.fromkeys(("log_decay", "beta"), shaped(jnp.float32, slots, tokens, N))
+        held |= rates | {"start": shaped(jnp.int32, slots)}
+    each, one = shaped(jnp.float32, B, tokens, N), shaped(jnp.int32, B)
+    given = (x, taps, each, each, one, one, shaped(bool, B, tokens), held, one)
+    compiled = jax.jit(functools.partial(remembered, rows), donate_argnums=7).lower(*given).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    pool = 4 * slots * N * H * V
+    assert memory.alias_size_in_bytes > pool
+    assert memory.temp_size_in_bytes < (0.1 if rows == "in_turn" else 2.5) * pool * B / slots
+    made = set(re.findall(rf" = f32\[{slots},{N},{H},{V}\]\S* ([\w-]+)\(", text))
+    assert made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast", "dynamic-update-slice"}, made

@@ -1,13 +1,15 @@
 """Rows of texts that go on from what is remembered of them in slots, and leave there what is remembered then: by linear
 attention (gated_delta.py), as the programs of a server want it."""
 
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from shardlm.ops.delta_drafts import delta_net_of_drafts
-from shardlm.ops.gated_delta import Memory, delta_net
+from shardlm.ops.gated_delta import Memory, delta_net, one_token
 
 Rows = Literal["known", "drafts", "in_turn"]
 """known    rows of tokens that stay, each of another text
@@ -51,13 +53,15 @@ def _at_once(run, x, taps, log_decay, beta, position, valid, held: Memory, slot)
 
 
 def _in_turn(x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:
-    """Up to the last row that has a token."""
+    """Up to the last row that has a token. The state is multiplied as it lies: with a sum in its place XLA turned the
+    memory of all slots before the loop, and back behind it (compiled for an H100)."""
+    run = functools.partial(delta_net_of_known, rule=functools.partial(one_token, product=True))
 
     def one(i, carry):
         out, held = carry
         own = lambda tree: jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1), tree)  # noqa: E731
         given = (taps, *own((log_decay, beta, position, valid)), held, own(slot))
-        new, held = _at_once(delta_net_of_known, own(x), *given)
+        new, held = _at_once(run, own(x), *given)
         return jax.lax.dynamic_update_slice_in_dim(out, new, i, 0), held
 
     count = jnp.max(jnp.where(valid[:, 0], jnp.arange(len(valid)) + 1, 0))
@@ -72,6 +76,7 @@ def delta_net_of_known(
     memory: Memory,
     position: jax.Array,
     valid: jax.Array,
+    rule: Callable | None = None,
 ) -> tuple[jax.Array, Memory]:
     """As gated_delta.delta_net, of rows of tokens that stay, the first at `position` int32 [B]: a text begins at 0, any
     other goes on from a memory behind which no tokens are that may be wrong. Returns the output, and what has changed
@@ -79,7 +84,7 @@ def delta_net_of_known(
     new = (position[:, None] == 0) & valid & (jnp.arange(valid.shape[1]) == 0)
     names, before = [f"conv_{name}" for name in x], taps["q"].shape[-1] - 1
     known = {"state": memory["state"]} | {name: memory[name][:, :before] for name in names}
-    out, known = delta_net(x, taps, log_decay, beta, known, new, valid)
+    out, known = delta_net(x, taps, log_decay, beta, known, new, valid, rule)
     if "start" not in memory:
         return out, known
     known |= {name: jnp.concatenate([known[name], memory[name][:, before:]], axis=1) for name in names}

@@ -9,6 +9,8 @@ Chunks of tokens are computed at once (section 3.3 there, and https://arxiv.org/
 take over from each other is a triangular system of equations, and S goes from chunk to chunk.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -31,15 +33,17 @@ def delta_net(
     memory: Memory,
     new: jax.Array,
     valid: jax.Array,
+    rule: Callable | None = None,
 ) -> tuple[jax.Array, Memory]:
-    """Convolutions, then the rule. x: q and k [B, T, K, H], v [B, T, N, V], N a multiple of K; taps: of each [*, *, W];
-    log_decay and beta float32 [B, T, N]; new bool [B, T], tokens that begin a text, and valid bool [B, T], False for
-    padding at the end of rows. Returns ([B, T, N, V] in v's dtype, the memory after the last valid token)."""
+    """Convolutions, then the rule, `gated_delta` unless another is given. x: q and k [B, T, K, H], v [B, T, N, V], N a
+    multiple of K; taps: of each [*, *, W]; log_decay and beta float32 [B, T, N]; new bool [B, T], tokens that begin a
+    text, and valid bool [B, T], False for padding at the end of rows. Returns ([B, T, N, V] in v's dtype, the memory
+    after the last valid token)."""
     text = texts(new & valid)
     q, k, v = convolved(x, taps, {name: memory[f"conv_{name}"] for name in x}, text)
     counts = valid[..., None]
     how = (jnp.where(counts, log_decay, 0.0), jnp.where(counts, beta, 0.0), memory["state"], text)
-    out, state = gated_delta(q, k, v, *how)
+    out, state = (rule or gated_delta)(q, k, v, *how)
     kept = {f"conv_{name}": last_of(a, memory[f"conv_{name}"], text, valid) for name, a in x.items()}
     return out, {"state": state} | kept
 
@@ -99,7 +103,7 @@ def gated_delta(
     where another one begins. Returns (out [B, T, N, V] in v's dtype, the last text's state)."""
     (B, T, K, _), (N, V) = q.shape, v.shape[2:]
     if T == 1:
-        return _one_token(q, k, v, log_decay, beta, state, text)
+        return one_token(q, k, v, log_decay, beta, state, text)
     C = min(chunk, 1 << (T - 1).bit_length())
     count = -(-T // C)
     behind = count * C - T
@@ -119,14 +123,20 @@ def gated_delta(
     return out[:, :T], state
 
 
-def _one_token(q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:
-    """Of which the state is read for key and query at once, and once more to be written: S^T q after the change is what
-    it was before, decayed, and (k . q) of the change."""
+def one_token(q, k, v, log_decay, beta, state, text, product: bool = False) -> tuple[jax.Array, jax.Array]:
+    """As gated_delta, of one. The state is read for key and query at once, and once more to be written: S^T q after the
+    change is what it was before, decayed, and (k . q) of the change. XLA fuses that sum with what reads the state of
+    many rows, in an order of dimensions of its own; as a `product` it takes the state as it lies."""
     group, dtype = v.shape[2] // q.shape[2], v.dtype
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     q, k = (jnp.repeat(a[:, 0], group, axis=1) for a in (q, k))  # [B, N, H]
     kept = jnp.where(text == 0, jnp.exp(log_decay[:, 0]), 0.0)[..., None]  # [B, N, 1]
-    read = jnp.sum(state[..., None] * jnp.stack([k, q], axis=-1)[:, :, :, None], axis=2) * kept[..., None]
+    by = jnp.stack([k, q], axis=-1)
+    if product:
+        read = jnp.einsum("bnhv,bnhj->bnvj", state, by, precision="highest")
+    else:
+        read = jnp.sum(state[..., None] * by[:, :, :, None], axis=2)
+    read = read * kept[..., None]
     delta = beta[:, 0, :, None] * (v[:, 0] - read[..., 0])
     out = read[..., 1] + jnp.sum(k * q, axis=-1, keepdims=True) * delta
     return out[:, None].astype(dtype), state * kept[..., None] + k[..., None] * delta[..., None, :]

@@ -14,8 +14,8 @@ from shardlm.rules import Rules
 # Of a row's state, how often a decode program reads or writes it, and the layer's kernels beside its projections
 # (compiled for an H100, 64 rows: it is read for key and query at once, and read again where it is written).
 PASSES, KERNELS = 3, 12
-# Where drafts are verified, the state is read and written as often, in more kernels (ops/delta_drafts.py, compiled).
-VERIFYING = 32
+# Where two drafts are verified the state is read and written as often, in more kernels (ops/delta_drafts.py, compiled).
+VERIFYING = 39
 
 
 def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: int = 0) -> float:
