@@ -70,7 +70,7 @@ def build(
     speculative, shape = config.speculative_config, found.source.transformer()
     if speculative:
         speculative.check_room(length)
-    refuse(shape, config)
+    refuse(shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)

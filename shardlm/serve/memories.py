@@ -1,6 +1,7 @@
-"""Models some of whose layers remember a text by arrays of one size (ops/gated_delta.py): what serving them takes, and
-what it cannot do. Each request that runs has one slot of such memories, where pages grow with its length. A memory goes
-forward only: what it was some tokens before is not kept."""
+"""Models some of whose layers remember a text by arrays of one size (ops/gated_delta.py): what serving them takes. Each
+request that runs has one slot of such memories, where pages grow with its length. A memory goes forward only: what it
+was some tokens before is not kept; where drafts are verified it stays behind until it is known which of them were right
+(ops/delta_drafts.py)."""
 
 import itertools
 import logging
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES
 from shardlm.models.transformer import TransformerConfig
-from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.snapshots import LEAST
 from shardlm.state import ModelDef, memory_entries
 
@@ -19,10 +19,8 @@ MOST_OF_ROOM = 0.5  # of what is free, that memories take where it is not said h
 SNAPSHOTS = 0.2  # of what these leave, that copies take by which prefixes are cached
 
 
-def refuse(shape: TransformerConfig, config: EngineConfig) -> None:
-    """Raises ShardlmError, before weights are read, for what such layers cannot be asked for."""
-    if not shape.memories:
-        return
+def refuse(shape: TransformerConfig) -> None:
+    """Raises ShardlmError, before weights are read, for a model that has no other layers."""
     if len(shape.memories) == shape.num_layers:
         raise ShardlmError("no layer of the model attends to tokens; a model that is served needs one that does")
 
