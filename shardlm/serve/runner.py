@@ -183,7 +183,7 @@ class Runner:
 
     @property
     def _copied_drafts(self) -> tuple[Callable, ...]:
-        return (self.proposer.copied,) if self.proposer else ()
+        return (self.proposer.copied,) if self.proposer and self.proposer.remembers else ()
 
     def _writers(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of the programs that write one of several adapters, one a stage: (function, example arguments)."""

@@ -29,6 +29,10 @@ class DraftModelProposer:
     layout: PageLayout
     page_size: int
 
+    @property
+    def remembers(self) -> bool:
+        return self.layout.memories > 0
+
     def empty(self):
         return make_pages(self.model, self.layout, self.page_size)
 
@@ -63,4 +67,4 @@ class DraftModelProposer:
         return state
 
     def copied(self, state, pairs):
-        return copy_memories(self.layout, self.model.execution.rules, state, pairs) if self.layout.memories else state
+        return copy_memories(self.layout, self.model.execution.rules, state, pairs)

@@ -49,6 +49,7 @@ class MultiTokenProposer:
     """Its parameters are the model's; `lm` puts what of it has the modules, the embedding and the head together with
     them, inside jit. max_rows: S, the slots."""
 
+    remembers: ClassVar[bool] = False
     reads_text: ClassVar[bool] = False
     drafts: int
     model: ModelDef
@@ -123,9 +124,6 @@ class MultiTokenProposer:
         ]
         known = jnp.stack([_at(hidden, accepted), *further])
         return dataclasses.replace(state, pages=pages, hidden=state.hidden.at[:, self._kept(rows)].set(known))
-
-    def copied(self, state, pairs):
-        return state
 
     def _kept(self, rows: Rows) -> jax.Array:
         """Where rows keep their hidden states, int32 [B]; idle ones with padding."""

@@ -13,6 +13,7 @@ class NgramProposer:
     """most, least: last tokens that are looked up. The state is the known tokens of each slot and of the one for
     padding, int32 [max_rows + 1, max_model_len]."""
 
+    remembers: ClassVar[bool] = False
     reads_text: ClassVar[bool] = True
     drafts: int
     most: int
@@ -40,9 +41,6 @@ class NgramProposer:
         new = (place <= accepted[:, None]) & (rows.room > 0)[:, None]
         positions = jnp.where(new, rows.position[:, None] + 1 + place, self.max_model_len)
         return state.at[rows.slot[:, None], positions].set(tokens, mode="drop")
-
-    def copied(self, state, pairs):
-        return state
 
 
 def look_up(text: jax.Array, length: jax.Array, count: int, most: int, least: int) -> tuple[jax.Array, jax.Array]:

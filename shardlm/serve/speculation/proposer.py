@@ -36,10 +36,12 @@ class Proposer(Protocol):
 
     drafts      tokens proposed for each step, K
     reads_text  whether `begin` wants the tokens of each request that gets a slot
+    remembers   whether its layers remember texts in slots, as those of the model do (layers/context.py, MEMORIES)
     """
 
     drafts: int
     reads_text: bool
+    remembers: bool
 
     def empty(self) -> Tree:
         """The state before the first request; inside jit, under the mesh."""
@@ -60,4 +62,4 @@ class Proposer(Protocol):
         hidden [B, 1 + K, D] is the model's of the last token and of the drafts."""
 
     def copied(self, state: Tree, pairs: jax.Array) -> Tree:
-        """After what layers remember of texts was copied from slots to slots, int32 [n, 2] (memory_copies.py)."""
+        """With what its layers remember copied from slots to slots, int32 [n, 2], where they do (memory_copies.py)."""
