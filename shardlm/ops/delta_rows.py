@@ -53,8 +53,9 @@ def _at_once(run, x, taps, log_decay, beta, position, valid, held: Memory, slot)
 
 
 def _in_turn(x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:
-    """Up to the last row that has a token. The state is multiplied as it lies: with a sum in its place XLA turned the
-    memory of all slots before the loop, and back behind it (compiled for an H100)."""
+    """Up to the last row that has a token, 18 small kernels each (compiled for an H100): about 1 ms for a token of Qwen
+    3.5 9B's 24 such layers (estimated). The state is multiplied as it lies: with a sum in its place XLA turned the
+    memory of all slots before the loop, and back behind it."""
     run = functools.partial(delta_net_of_known, rule=functools.partial(one_token, product=True))
 
     def one(i, carry):
