@@ -78,6 +78,7 @@ FAMILIES = {
     "nanochat": "nanochat",
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
+    "kimi_linear": "kimi_linear",
     "qwen3_next": "qwen_next",
     "qwen3_5_text": "qwen_hybrid",
     "qwen3_5_moe_text": "qwen_hybrid",

@@ -257,6 +257,13 @@ CASES = {
         {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**DENSE_MLA, "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 24, "linear_head_dim": 8, "linear_num_heads": 4, "num_hidden_layers": 4}
+        | {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"], "n_group": 4}
+        | {"topk_group": 2},
+    ),
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -336,7 +343,15 @@ def saved(model, folder: pathlib.Path, dtype=torch.bfloat16) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return
     copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    if model.config.model_type == "kimi_linear":
+        as_published(folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def as_published(file: pathlib.Path) -> None:
+    """Kimi Linear's dense layers are `mlp` where transformers writes them under the name of a mixture."""
+    dense = re.compile(r"block_sparse_moe(\.\w+_proj\.weight)")
+    save_file({dense.sub(r"mlp\1", name): a for name, a in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
