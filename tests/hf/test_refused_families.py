@@ -54,6 +54,31 @@ def options_of(name: str) -> dict:
         ("llama4", {"rope_parameters": None}, "has no 'rope_theta', which a 'llama4_text' model needs"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "it needs num_hidden_layers=3 of dense, sparse"),
         ("mistral4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
+        ("internlm3", {"attention_bias": False}, "attention_bias=False, mlp_bias=True; supported: biases of all"),
+        (
+            "internlm3",
+            {"qkv_bias": True, "mlp_bias": False},
+            "qkv_bias=True, attention_bias=True, mlp_bias=False; supp",
+        ),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act='silu', which is not supported; supported: 'xielu'"),
+        ("granite_swa", {"layer_rope_theta": [0]}, r"layer_rope_theta=\[0\]; it needs num_hidden_layers=5 numbers"),
+        ("hunyuan_moe", {"moe_topk": [1, 2, 2]}, r"moe_topk=\[1, 2, 2\]; supported: the same for all layers"),
+        (
+            "hunyuan_moe",
+            {"moe_intermediate_size": 24},
+            "moe_intermediate_size=24, which is not supported; supported: 48",
+        ),
+        ("laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0, which is not supported"),
+        ("laguna", {"num_attention_heads_per_layer": [4]}, r"=\[4\]; it needs num_hidden_layers=3 of them"),
+        ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, r"supported: \['sparse', 'sparse', 'spars"),
+        ("afmoe", {"score_func": "softmax"}, "score_func='softmax', which is not supported; supported: 'sigmoid'"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False, which is not supported; supported: True"),
+        ("kimi_linear", {"layer_types": ["linear_attention"]}, "it needs num_hidden_layers=4 of full_attention, lin"),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
+            "together need each number from 1 to num_hidden_layers=4 once",
+        ),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported; supported: False"),
     ],
 )
@@ -63,13 +88,26 @@ def test_an_option_that_is_not_followed_is_refused_by_name(name, changes, messag
 
 
 def test_a_published_form_gives_the_same_model():
-    """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's."""
+    """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's; Kimi Linear's layers have
+    numbers, Hunyuan A13B's sizes are said of each, and InternLM 3's biases have other names."""
     written = options_of("gemma4_moe")
     published = written | {"global_head_dim": 16, "num_global_key_value_heads": 1}
     del published["per_layer_config"]
     assert registry.transformer(published) == registry.transformer(written)
     latent = options_of("deepseek_v3")
     assert registry.transformer(latent | {"model_type": "kimi_k2"}) == registry.transformer(latent)
+    written = options_of("kimi_linear")
+    sizes = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
+    linear = {"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], **sizes}}
+    published = {name: value for name, value in written.items() if name not in ("layer_types", "mlp_layer_types")}
+    published = {name: value for name, value in published.items() if not name.startswith("linear_")}
+    assert registry.transformer(published | linear) == registry.transformer(written)
+    written = options_of("hunyuan_moe")
+    published = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "moe_intermediate_size": [48] * 3, "use_cla": False}
+    assert registry.transformer(written | published) == registry.transformer(written)
+    written = options_of("internlm3")
+    published = {"qkv_bias": True, "bias": True, "attention_bias": None, "mlp_bias": None}
+    assert registry.transformer(written | published) == registry.transformer(written)
 
 
 def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
@@ -88,6 +126,7 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
     [
         ("gemma4", {}, "no formulas for layers that read the keys and values of others and inputs of each layer's own"),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
+        ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
         ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),
         (
             "gemma4",
