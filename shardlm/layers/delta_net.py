@@ -22,6 +22,8 @@ class DeltaNetConfig:
     value_dim     of values
     conv_width    tokens that a convolution sees, the token itself included
     norm          of each head's output, before its gate
+    beta_scale    factor on what is taken of new values; with 2 a state may turn over (OLMo Hybrid,
+                  https://arxiv.org/abs/2411.12537)
     by_channel    decays are of each number of a key, and made, as the output's gate is, through a latent as wide as a
                   key; that gate is a sigmoid's, not SiLU's (Kimi Linear)
     """
@@ -32,6 +34,7 @@ class DeltaNetConfig:
     value_dim: int
     conv_width: int = 4
     norm: NormConfig = NormConfig(eps=1e-6)
+    beta_scale: float = 1.0
     by_channel: bool = False
 
     def __post_init__(self):
@@ -137,7 +140,9 @@ class DeltaNet(nnx.Module):
             decay, rate = self._through_latent(x, "decay", plain), rate[:, None]
         else:
             decay = project("btd,dn->btn", x, self, "decay", plain)
-        return -rate * jax.nn.softplus(decay.astype(jnp.float32) + bias), jax.nn.sigmoid(beta)
+        beta = jax.nn.sigmoid(beta)
+        beta = beta if self.config.beta_scale == 1 else beta * self.config.beta_scale
+        return -rate * jax.nn.softplus(decay.astype(jnp.float32) + bias), beta
 
     def _through_latent(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
         """x [B, T, D] -> [B, T, N, V], through a latent where there is one."""

@@ -10,6 +10,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import deepseek
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, experts
+from shardlm.models.qwen_hybrid import linear_layers
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.routing import Router
 
@@ -58,12 +59,7 @@ def _linear_layers(options: Options) -> list[bool]:
         return [layer + 1 in linear for layer in range(layers)]
     if kinds is None:
         return [layer == 0 or layer % 4 > 0 for layer in range(layers)]
-    known = {"linear_attention", "full_attention"}
-    if len(kinds) != layers or not known.issuperset(kinds):
-        raise ShardlmError(
-            f"config.json has layer_types={kinds!r}; it needs num_hidden_layers={layers} of {', '.join(sorted(known))}"
-        )
-    return [kind == "linear_attention" for kind in kinds]
+    return linear_layers(options)
 
 
 def _memory(options: Options) -> DeltaNetConfig:

@@ -79,6 +79,7 @@ FAMILIES = {
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
     "kimi_linear": "kimi_linear",
+    "olmo_hybrid": "olmo_hybrid",
     "qwen3_next": "qwen_next",
     "qwen3_5_text": "qwen_hybrid",
     "qwen3_5_moe_text": "qwen_hybrid",

@@ -264,6 +264,11 @@ CASES = {
         | {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"], "n_group": 4}
         | {"topk_group": 2},
     ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {**{name: value for name, value in HYBRID.items() if name != "head_dim"}, "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -343,15 +348,43 @@ def saved(model, folder: pathlib.Path, dtype=torch.bfloat16) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return
     copy.deepcopy(model).to(dtype).save_pretrained(folder)
-    if model.config.model_type == "kimi_linear":
-        as_published(folder / "model.safetensors")
+    if change := PUBLISHED.get(model.config.model_type):
+        file = folder / "model.safetensors"
+        save_file(change(load_file(file)), str(file), metadata={"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def as_published(file: pathlib.Path) -> None:
-    """Kimi Linear's dense layers are `mlp` where transformers writes them under the name of a mixture."""
+def published_kimi_linear(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Dense layers are `mlp`, where transformers writes them under the name of a mixture."""
     dense = re.compile(r"block_sparse_moe(\.\w+_proj\.weight)")
-    save_file({dense.sub(r"mlp\1", name): a for name, a in load_file(file).items()}, file, metadata={"format": "pt"})
+    return {dense.sub(r"mlp\1", name): a for name, a in tensors.items()}
+
+
+def published_olmo_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convolutions of queries, keys and values, where transformers writes thirds of all; and layers that attend to
+    tokens have the names of their norms, where it writes one as layers of linear attention have it."""
+    found = {}
+    for name, a in tensors.items():
+        layer, conv, letter = (
+            name.partition("linear_attn.")[0],
+            "_conv1d.weight",
+            name.partition(".linear_attn.")[2][:1],
+        )
+        if name.endswith(conv):
+            each = [f"{layer}linear_attn.{one}" for one in "qkv"]
+            whole = torch.cat([tensors[f"{one}{conv}"] for one in each])
+            parts = whole.split([len(tensors[f"{one}_proj.weight"]) for one in each])
+            a = parts["qkv".index(letter)].contiguous()
+        elif name.endswith(".feedforward_layer_norm.weight"):
+            layer = name.removesuffix("feedforward_layer_norm.weight")
+            if f"{layer}self_attn.q_proj.weight" in tensors:
+                name = f"{layer}post_attention_layernorm.weight"
+        found[name] = a
+    return found
+
+
+# What transformers writes otherwise than checkpoints of these are published, and reads as published.
+PUBLISHED = {"kimi_linear": published_kimi_linear, "olmo_hybrid": published_olmo_hybrid}
 
 
 def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
 ]
 # These begin at the start of a text, so that no pages are shared.
-MEMORIES = ("kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROUTED = ("deepseek_v32", "qwen3_moe", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
