@@ -75,6 +75,7 @@ FAMILIES = {
     "apertus": "apertus",
     "helium": "helium",
     "laguna": "laguna",
+    "mimo_v2_flash": "mimo",
     "nanochat": "nanochat",
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",

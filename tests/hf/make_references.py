@@ -264,6 +264,11 @@ CASES = {
         | {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"], "n_group": 4}
         | {"topk_group": 2},
     ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12, "v_head_dim": 8}
+        | {"sliding_window": 6, "num_hidden_layers": 4, "num_key_value_heads": 1},
+    ),
     "olmo_hybrid": (
         "olmo_hybrid",
         {**{name: value for name, value in HYBRID.items() if name != "head_dim"}, "num_key_value_heads": 4}

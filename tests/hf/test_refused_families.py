@@ -79,6 +79,7 @@ def options_of(name: str) -> dict:
             {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
             "together need each number from 1 to num_hidden_layers=4 once",
         ),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "=4, which is not supported; supported: 2"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported; supported: False"),
     ],
 )
@@ -89,7 +90,7 @@ def test_an_option_that_is_not_followed_is_refused_by_name(name, changes, messag
 
 def test_a_published_form_gives_the_same_model():
     """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's; Kimi Linear's layers have
-    numbers, Hunyuan A13B's sizes are said of each, and InternLM 3's biases have other names."""
+    numbers, Hunyuan A13B's sizes are said of each, InternLM 3's biases and much of MiMo-V2 have other names."""
     written = options_of("gemma4_moe")
     published = written | {"global_head_dim": 16, "num_global_key_value_heads": 1}
     del published["per_layer_config"]
@@ -102,6 +103,13 @@ def test_a_published_form_gives_the_same_model():
     published = {name: value for name, value in written.items() if name not in ("layer_types", "mlp_layer_types")}
     published = {name: value for name, value in published.items() if not name.startswith("linear_")}
     assert registry.transformer(published | linear) == registry.transformer(written)
+    written = options_of("mimo_v2_flash")
+    aside = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "routed_scaling_factor")
+    published = {name: value for name, value in written.items() if name not in aside}
+    published |= {"layernorm_epsilon": 1e-5, "sliding_window": 5, "sliding_window_size": 5, "scoring_func": "sigmoid"}
+    published |= {"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 2}
+    published |= {"rope_theta": 5_000_000, "swa_rope_theta": 10_000, "partial_rotary_factor": 0.334}
+    assert registry.transformer(published) == registry.transformer(written)
     written = options_of("hunyuan_moe")
     published = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "moe_intermediate_size": [48] * 3, "use_cla": False}
     assert registry.transformer(written | published) == registry.transformer(written)
