@@ -3,9 +3,6 @@ head rotated; layers with a window have twice the heads of keys and sinks, betwe
 layer, then experts as DeepSeek V3's without shared ones."""
 
 import dataclasses
-import re
-from collections.abc import Mapping
-from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.attention import AttentionConfig
@@ -70,9 +67,3 @@ def _rope(options: Options, windowed: bool, length: int) -> Rope:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     return {**deepseek.names(config, block), "attention.sinks": Tensor(f"{LAYER}self_attn.attention_sink_bias")}
-
-
-def unused(text: Mapping[str, Any]) -> re.Pattern:
-    """Modules that predict further tokens, which are left aside."""
-    del text
-    return re.compile(r"model\.mtp\.")

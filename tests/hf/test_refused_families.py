@@ -80,6 +80,13 @@ def options_of(name: str) -> dict:
             "together need each number from 1 to num_hidden_layers=4 once",
         ),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "=4, which is not supported; supported: 2"),
+        ("step3p5", {"attention_other_setting": {"head_dim": 4}}, "supported: other heads of queries alone"),
+        (
+            "step3p5",
+            {"per_layer_config": {"0": {"num_attention_heads": 6}}},
+            "supported: {'1': {'num_attention_heads': 6",
+        ),
+        ("step3p5", {"zero_centered": False}, "zero_centered=False, which is not supported; supported: True"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported; supported: False"),
     ],
 )
@@ -90,7 +97,8 @@ def test_an_option_that_is_not_followed_is_refused_by_name(name, changes, messag
 
 def test_a_published_form_gives_the_same_model():
     """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's; Kimi Linear's layers have
-    numbers, Hunyuan A13B's sizes are said of each, InternLM 3's biases and much of MiMo-V2 have other names."""
+    numbers, Hunyuan A13B's sizes are said of each, InternLM 3's biases and much of MiMo-V2 and Step 3.5 have other
+    names."""
     written = options_of("gemma4_moe")
     published = written | {"global_head_dim": 16, "num_global_key_value_heads": 1}
     del published["per_layer_config"]
@@ -98,6 +106,7 @@ def test_a_published_form_gives_the_same_model():
     latent = options_of("deepseek_v3")
     assert registry.transformer(latent | {"model_type": "kimi_k2"}) == registry.transformer(latent)
     written = options_of("kimi_linear")
+    assert registry.longest(written) == 64  # model_max_length
     sizes = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
     linear = {"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], **sizes}}
     published = {name: value for name, value in written.items() if name not in ("layer_types", "mlp_layer_types")}
@@ -109,6 +118,19 @@ def test_a_published_form_gives_the_same_model():
     published |= {"layernorm_epsilon": 1e-5, "sliding_window": 5, "sliding_window_size": 5, "scoring_func": "sigmoid"}
     published |= {"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 2}
     published |= {"rope_theta": 5_000_000, "swa_rope_theta": 10_000, "partial_rotary_factor": 0.334}
+    assert registry.transformer(published) == registry.transformer(written)
+    written = options_of("step3p5")
+    aside = ("mlp_layer_types", "rope_parameters", "n_routed_experts", "num_sliding_attention_heads")
+    aside += ("per_layer_config", "num_key_value_heads", "query_pre_attn_scalar", "num_experts_per_tok")
+    published = {name: value for name, value in written.items() if name not in aside}
+    kinds = [*written["layer_types"], "sliding_attention"]  # of a module that predicts further tokens too
+    published |= {"layer_types": kinds, "num_nextn_predict_layers": 1, "moe_layers_enum": "1,2,3", "moe_top_k": 2}
+    published |= {"rope_theta": [500.0, 1e4, 1e4, 500.0, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0]}
+    published |= {
+        "moe_num_experts": 4,
+        "num_attention_groups": 2,
+        "attention_other_setting": {"num_attention_heads": 6},
+    }
     assert registry.transformer(published) == registry.transformer(written)
     written = options_of("hunyuan_moe")
     published = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "moe_intermediate_size": [48] * 3, "use_cla": False}
