@@ -108,8 +108,9 @@ class DeltaNet(nnx.Module):
         convolved = {"conv_q": (before, K, H), "conv_k": (before, K, H), "conv_v": (before, N, V)}
         found = {"state": ((N, H, V), wide)} | {name: (shape, jnp.dtype(dtype)) for name, shape in convolved.items()}
         if unsure:
-            rates = dict.fromkeys(("log_decay", "beta"), ((unsure, N), wide))
-            found |= rates | {"start": ((), jnp.dtype(jnp.int32))}
+            decays = (unsure, N, H) if self.config.by_channel else (unsure, N)
+            found |= {"log_decay": (decays, wide), "beta": ((unsure, N), wide)}
+            found |= {"start": ((), jnp.dtype(jnp.int32))}
         assert found.keys() <= MEMORIES.keys()
         return found
 
