@@ -104,8 +104,7 @@ class Found:
         rows = self.run.config_json["train"]["seq_len"] if self.run else 0
         if not isinstance(self.source, Pretrained) or (rows and _stretched(self.source)):
             return rows
-        options = registry.text_config(self.source.options)
-        return max(rows, options.get("max_position_embeddings") or options.get("n_positions") or 0)
+        return max(rows, registry.longest(self.source.options))
 
 
 @dataclasses.dataclass(frozen=True)

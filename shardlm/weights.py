@@ -47,7 +47,7 @@ Tree = Any
 # modules that predict further tokens.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|visual|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\."
+    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector|visual|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 )
 
 

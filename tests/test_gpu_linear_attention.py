@@ -17,13 +17,17 @@ pytestmark = MARKS
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
-@pytest.mark.parametrize("dtype,kernels", [(jnp.bfloat16, 2), (jnp.float32, 0)], ids=["bf16", "fp32"])
-def test_states_are_carried_by_a_kernel_in_16_bits(gpu, dtype, kernels):
-    """Forward and back; of float32 by a loop each."""
+@pytest.mark.parametrize(
+    "dtype,channels,kernels",
+    [(jnp.bfloat16, False, 2), (jnp.bfloat16, True, 2), (jnp.float32, False, 0)],
+    ids=["bf16", "bf16 by channel", "fp32"],
+)
+def test_states_are_carried_by_a_kernel_in_16_bits(gpu, dtype, channels, kernels):
+    """Forward and back, with decays of each number of a key too; of float32 by a loop each."""
     B, T, K, N, H, V = 1, 1024, 2, 4, 128, 128
     on = jax.sharding.SingleDeviceSharding(topology(gpu, 1, 1)[0])
     near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
-    wide = [(B, T, N), (B, T, N), (B, N, H, V)]
+    wide = [(B, T, N, H)[: 3 + channels], (B, T, N), (B, N, H, V)]
     given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
     given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in wide]
     text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)

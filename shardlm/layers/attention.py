@@ -37,6 +37,9 @@ class AttentionConfig:
     clip       queries, keys and values are from -clip to clip (OLMo); 0: whatever they are
     value_norm  values have a norm too, without a scale; and with keys_are_values they are keys before norm and rotation
                (Gemma 4)
+    value_width  of each head's values, and so of its output, where it is less than head_dim; 0: head_dim. Pages keep
+               them with zeros behind (MiMo-V2)
+    value_scale  factor on values
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """
@@ -62,6 +65,8 @@ class AttentionConfig:
     clip: float = 0.0
     value_norm: bool = False
     keys_are_values: bool = False
+    value_width: int = 0
+    value_scale: float = 1.0
     keeps: str = ""
     reads: str = ""
 
@@ -72,6 +77,8 @@ class AttentionConfig:
         if K < 1 or N % K:
             divisors = ", ".join(str(d) for d in range(1, N + 1) if N % d == 0)
             raise ShardlmError(f"num_heads={N} is not a multiple of num_kv_heads={K}; choose kv heads from {divisors}")
+        if not 0 <= self.value_width <= self.head_dim:
+            raise ShardlmError(f"value_width={self.value_width} is more than head_dim={self.head_dim}, or below 0")
         if self.rope:
             self.rope.check(self.head_dim)
 
@@ -83,17 +90,19 @@ class AttentionConfig:
     @property
     def value_dim(self) -> int:
         """Of each head; queries and keys have head_dim."""
-        return self.head_dim
+        return self.value_width or self.head_dim
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
-        made = 0 if self.reads else 2 - self.keys_are_values
-        return embed_dim * (self.head_dim * (2 * self.num_heads + made * self.num_kv_heads) + self.gates)
+        widths = {"q": self.num_heads * self.head_dim, "k": self.num_kv_heads * self.head_dim}
+        widths["v"] = self.num_kv_heads * self.value_dim
+        made = sum(widths[letter] for letter in self.made)
+        return embed_dim * (made + self.num_heads * self.value_dim + self.gates)
 
     @property
     def gates(self) -> int:
         """Numbers of a token's gates."""
-        return self.num_heads * (1 if self.gate_of_head else self.head_dim) if self.gate else 0
+        return self.num_heads * (1 if self.gate_of_head else self.value_dim) if self.gate else 0
 
     @property
     def made(self) -> str:
@@ -102,23 +111,26 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D), with biases "bq"
-    (N, H), "bk" and "bv" (K, H), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a gate "wg"
-    (D, N, H) or, of a head, (D, N, 1)."""
+    """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" (D, K, H), "wv" (D, K, V), "wo" (N, V, D), with biases
+    "bq" (N, H), "bk" (K, H), "bv" (K, V), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a
+    gate "wg" (D, N, V) or, of a head, (D, N, 1)."""
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.config = config
+        self.config, V = config, config.value_dim
+        widths = {"k": H, "v": V}
         self.kv_name = kv_heads_name(K, N, params.rules.mesh.size(*params.rules.use.axes("heads")))
         params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
         for letter in config.made[1:]:
-            params.projection(self, f"w{letter}", (D, K, H), ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
-        out_init = normal(out_scale * (N * H) ** -0.5)
-        params.projection(self, "wo", (N, H, D), ("heads", "head_dim", "embed"), out_init, into=2)
+            shape = (D, K, widths[letter])
+            params.projection(self, f"w{letter}", shape, ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
+        out_init = normal(out_scale * (N * V) ** -0.5)
+        params.projection(self, "wo", (N, V, D), ("heads", "head_dim", "embed"), out_init, into=2)
         if config.bias:
             self.bq = params((N, H), ("heads", "head_dim"), constant(0.0))
             for letter in config.made[1:]:
-                setattr(self, f"b{letter}", params((K, H), (self.kv_name, "head_dim"), constant(0.0)))
+                shape = (K, widths[letter])
+                setattr(self, f"b{letter}", params(shape, (self.kv_name, "head_dim"), constant(0.0)))
         if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
         if config.qk_norm != "none":
@@ -126,7 +138,7 @@ class Attention(nnx.Module):
             if not config.reads:
                 self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
         if config.gate:
-            shape = (D, N, 1 if config.gate_of_head else H)
+            shape = (D, N, 1 if config.gate_of_head else V)
             params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
@@ -147,8 +159,13 @@ class Attention(nnx.Module):
         q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
         if config.value_norm and not config.reads:
             v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
+        if config.value_scale != 1:
+            v = v * config.value_scale
         if config.query_growth:
             q = grown(q, positions, config.query_growth)
+        wider = config.head_dim - config.value_dim if ctx.absorbs else 0
+        if wider:
+            v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, wider)))
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,
@@ -159,6 +176,7 @@ class Attention(nnx.Module):
             "kv_heads": config.num_kv_heads,
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
+        out = out[..., : config.value_dim] if wider else out
         if config.gate:
             opened = jax.nn.softplus if config.gate_softplus else jax.nn.sigmoid
             out = out * opened(project("btd,dnh->btnh", x, self, "wg", execution))

@@ -224,7 +224,7 @@ class Packed:
             out, _ = delta_net(x, taps, log_decay, beta, memory, new, jnp.ones_like(new))
             return by_tokens(out, over[0]) if over else out
 
-        specs = (heads["x"], heads["taps"], heads["each"], heads["each"], rows)
+        specs = (heads["x"], heads["taps"], _rates_of(act, log_decay), heads["each"], rows)
         run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
         return run(x, taps, log_decay, beta, self.segment_ids), pages
 
@@ -401,7 +401,7 @@ class Paged:
             return remembered(self.rows, x, taps, log_decay, beta, sure, positions[:, 0], valid, held, where)
 
         slot, scalar = act.spec("batch"), jax.sharding.PartitionSpec()
-        of_x = (heads["x"], heads["taps"], heads["each"], heads["each"])
+        of_x = (heads["x"], heads["taps"], _rates_of(act, log_decay), heads["each"])
         how = (slot, rows, rows, slot, scalar, specs)
         run = shard_map(local, in_specs=(*of_x, *how), out_specs=(heads["x"]["v"], specs))
         sure = positions[:, 0] if self.sure is None else self.sure
@@ -431,6 +431,11 @@ def one_per_device(kv: jax.Array, rules: Rules) -> jax.Array:
     ways = rules.mesh.size(*rules.act.axes("kv_heads"))
     split = rules.act.spec("batch", "whole_seq", "kv_heads", "head_dim")
     return jax.reshard(jnp.repeat(kv, ways // kv.shape[2], axis=2), split)
+
+
+def _rates_of(act: Table, log_decay: jax.Array) -> jax.sharding.PartitionSpec:
+    """How decays are split, which are of heads [B, T, N] or of each number of their keys [B, T, N, H]."""
+    return act.spec(*("batch", "whole_seq", "heads", "head_dim")[: log_decay.ndim])
 
 
 def _heads_of(act: Table) -> dict[str, Any]:

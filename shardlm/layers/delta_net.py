@@ -1,5 +1,6 @@
 """Gated DeltaNet: linear attention whose memory of a text does not grow with it (https://arxiv.org/abs/2412.06464), as
-Qwen3-Next has it (three of four layers; https://qwenlm.github.io/blog/qwen3_next)."""
+Qwen3-Next has it (three of four layers; https://qwenlm.github.io/blog/qwen3_next); and Kimi Delta Attention, whose
+memory decays by each number of a key (https://arxiv.org/abs/2510.26692)."""
 
 import dataclasses
 
@@ -21,6 +22,10 @@ class DeltaNetConfig:
     value_dim     of values
     conv_width    tokens that a convolution sees, the token itself included
     norm          of each head's output, before its gate
+    beta_scale    factor on what is taken of new values; with 2 a state may turn over (OLMo Hybrid,
+                  https://arxiv.org/abs/2411.12537)
+    by_channel    decays are of each number of a key, and made, as the output's gate is, through a latent as wide as a
+                  key; that gate is a sigmoid's, not SiLU's (Kimi Linear)
     """
 
     num_heads: int
@@ -29,9 +34,12 @@ class DeltaNetConfig:
     value_dim: int
     conv_width: int = 4
     norm: NormConfig = NormConfig(eps=1e-6)
+    beta_scale: float = 1.0
+    by_channel: bool = False
 
     def __post_init__(self):
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "norm"}
+        names = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "conv_width")
+        sizes = {name: getattr(self, name) for name in names}
         if min(sizes.values()) < 1 or self.conv_width < 2 or self.num_heads % self.num_kv_heads:
             raise ShardlmError(
                 f"{', '.join(f'{name}={n}' for name, n in sizes.items())}: each must be at least 1, conv_width at "
@@ -45,13 +53,17 @@ class DeltaNetConfig:
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
         of_keys, of_values = self.num_kv_heads * self.head_dim, self.num_heads * self.value_dim
-        return embed_dim * (2 * of_keys + 3 * of_values + 2 * self.num_heads)
+        if not self.by_channel:
+            return embed_dim * (2 * of_keys + 3 * of_values + 2 * self.num_heads)
+        latents = self.head_dim * (2 * embed_dim + self.num_heads * self.head_dim + of_values)
+        return embed_dim * (2 * of_keys + 2 * of_values + self.num_heads) + latents
 
 
 class DeltaNet(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" and "wk" (D, K, H), "wv" and the output's gate "wg" (D, N, V), "wo"
     (N, V, D), "decay" and "beta" (D, N), "taps_q" and "taps_k" (K, H, W), "taps_v" (N, V, W), "decay_bias" and
-    "log_rate" (N,), "out_norm" of V."""
+    "log_rate" (N,), "out_norm" of V. By channel "wg_down" and "decay_down" (D, H) with "wg" (H, N, V) and "decay"
+    (H, N, H), and "decay_bias" (N, H)."""
 
     def __init__(self, config: DeltaNetConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H, V, W = embed_dim, config.num_heads, config.num_kv_heads, *_widths(config)
@@ -60,16 +72,29 @@ class DeltaNet(nnx.Module):
             params.projection(self, f"w{name}", (D, heads, width), ("embed", named, "head_dim"), normal(D**-0.5))
             taps = params((heads, width, W), (named, "head_dim", "norm"), normal(W**-0.5))
             setattr(self, f"taps_{name}", taps)
-        params.projection(self, "wg", (D, N, V), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        self._make_gates(params, D)
         out_init = normal(out_scale * (N * V) ** -0.5)
         params.projection(self, "wo", (N, V, D), ("heads", "head_dim", "embed"), out_init, into=2)
-        for name in ("decay", "beta"):
+        for name in ("beta",) if config.by_channel else ("decay", "beta"):
             params.weight(self, name, (D, N), ("embed", "heads"), normal(D**-0.5))  # too few to be worth few bits
             params.adapter(self, name, (D, N), ("embed", "heads"))
         # Decays of exp(-rate softplus(decay + bias)), from hardly any to all at once, as in Mamba 2's initialisation.
-        self.decay_bias = params((N,), ("heads",), constant(1.0))
+        own, named = ((N, H), ("heads", "head_dim")) if config.by_channel else ((N,), ("heads",))
+        self.decay_bias = params(own, named, constant(1.0))
         self.log_rate = params((N,), ("heads",), _log_uniform(16.0))
         self.out_norm = Norm(config.norm, V, params)
+
+    def _make_gates(self, params: Params, D: int) -> None:
+        N, (H, V, _) = self.config.num_heads, _widths(self.config)
+        if not self.config.by_channel:
+            params.projection(self, "wg", (D, N, V), ("embed", "heads", "head_dim"), normal(D**-0.5))
+            return
+        into, out_of = ("embed", "latent_whole"), ("latent", "heads", "head_dim")
+        params.projection(self, "wg_down", (D, H), into, normal(D**-0.5))
+        params.projection(self, "wg", (H, N, V), out_of, normal(H**-0.5))
+        for name, shape, named in (("decay_down", (D, H), into), ("decay", (H, N, H), out_of)):
+            params.weight(self, name, shape, named, normal(shape[0] ** -0.5))
+            params.adapter(self, name, shape, named)
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Nothing is kept of each token."""
@@ -83,8 +108,9 @@ class DeltaNet(nnx.Module):
         convolved = {"conv_q": (before, K, H), "conv_k": (before, K, H), "conv_v": (before, N, V)}
         found = {"state": ((N, H, V), wide)} | {name: (shape, jnp.dtype(dtype)) for name, shape in convolved.items()}
         if unsure:
-            rates = dict.fromkeys(("log_decay", "beta"), ((unsure, N), wide))
-            found |= rates | {"start": ((), jnp.dtype(jnp.int32))}
+            decays = (unsure, N, H) if self.config.by_channel else (unsure, N)
+            found |= {"log_decay": (decays, wide), "beta": ((unsure, N), wide)}
+            found |= {"start": ((), jnp.dtype(jnp.int32))}
         assert found.keys() <= MEMORIES.keys()
         return found
 
@@ -98,18 +124,33 @@ class DeltaNet(nnx.Module):
         taps = {name: in_use(getattr(self, f"taps_{name}"), execution) for name in letters}
         log_decay, beta = self._rates(x, execution)
         out, pages = ctx.recur(made, taps, log_decay, beta, positions, pages, layer)
-        gate = project("btd,dnv->btnv", x, self, "wg", execution)
-        out = self.out_norm(out, execution) * jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype)
+        gate = self._through_latent(x, "wg", execution)
+        opened = jax.nn.sigmoid if self.config.by_channel else jax.nn.silu
+        out = self.out_norm(out, execution) * opened(gate.astype(jnp.float32)).astype(gate.dtype)
         stream = rules.act.spec("batch", "seq", "embed")
         return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}
 
     def _rates(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
-        """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N]."""
+        """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N], the first
+        by channel [B, T, N, H]."""
         plain = dataclasses.replace(execution, matmul="dtype")  # so few numbers that 8 bits would save nothing
-        decay, beta = (project("btd,dn->btn", x, self, name, plain).astype(jnp.float32) for name in ("decay", "beta"))
+        beta = project("btd,dn->btn", x, self, "beta", plain).astype(jnp.float32)
         rate = jnp.exp(gathered(self, "log_rate", execution).astype(jnp.float32))
         bias = gathered(self, "decay_bias", execution).astype(jnp.float32)
-        return -rate * jax.nn.softplus(decay + bias), jax.nn.sigmoid(beta)
+        if self.config.by_channel:
+            decay, rate = self._through_latent(x, "decay", plain), rate[:, None]
+        else:
+            decay = project("btd,dn->btn", x, self, "decay", plain)
+        beta = jax.nn.sigmoid(beta)
+        beta = beta if self.config.beta_scale == 1 else beta * self.config.beta_scale
+        return -rate * jax.nn.softplus(decay.astype(jnp.float32) + bias), beta
+
+    def _through_latent(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
+        """x [B, T, D] -> [B, T, N, V], through a latent where there is one."""
+        if not self.config.by_channel:
+            return project("btd,dnv->btnv", x, self, name, execution)
+        latent = project("btd,dr->btr", x, self, f"{name}_down", execution)
+        return project("btr,rnv->btnv", latent, self, name, execution)
 
 
 def _widths(config: DeltaNetConfig) -> tuple[int, int, int]:

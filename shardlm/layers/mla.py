@@ -25,6 +25,7 @@ class MlaConfig:
     kv_latent_dim width of the latent of keys and values (d_c), R in shapes
     nope_dim      of each head, the part without position (d_h)
     rope_dim      and the part with rotary embedding, whose key all heads share (d_h^R)
+    rope          of that part; None: it is not turned either (Kimi Linear)
     value_dim     of each head
     scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
     query_growth  of queries by their position (ops/rope.py; Mistral 4)
@@ -37,14 +38,15 @@ class MlaConfig:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope: Rope = Rope()
+    rope: Rope | None = Rope()
     norm: NormConfig = NormConfig(eps=1e-6)
     scale: float = 0.0
     query_growth: QueryGrowth | None = None
     indexer: IndexerConfig | None = None
 
     def __post_init__(self):
-        self.rope.check(self.rope_dim)
+        if self.rope:
+            self.rope.check(self.rope_dim)
         if self.indexer and not self.q_latent_dim:
             raise ShardlmError("an indexer reads the queries' latent; q_latent_dim=0 has none")
 
@@ -145,7 +147,7 @@ class Mla(nnx.Module):
         if self.config.query_growth:
             q = grown(q, positions, self.config.query_growth)
         q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
-        return q, rope(q_rope, positions, self.config.rope), latent
+        return q, self._turned(q_rope, positions), latent
 
     def _latents(self, x, positions, execution: Execution):
         """(the normalised latent [B, T, R], the rotated key part that heads share [B, T, 1, rope])."""
@@ -153,7 +155,10 @@ class Mla(nnx.Module):
         both = self._down(x, "wkv_down", execution)
         latent = self.kv_norm(both[..., :R], execution)
         both = _whole(jnp.concatenate([latent, both[..., R:]], axis=-1), execution)
-        return both[..., :R], rope(both[:, :, None, R:], positions, self.config.rope)
+        return both[..., :R], self._turned(both[:, :, None, R:], positions)
+
+    def _turned(self, a: jax.Array, positions: jax.Array) -> jax.Array:
+        return rope(a, positions, self.config.rope) if self.config.rope else a
 
     def _down(self, x, name: str, execution: Execution):
         """On each device's part of the sequence: the latent that is gathered afterwards is narrower than the stream."""

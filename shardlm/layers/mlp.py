@@ -19,12 +19,13 @@ TRAINED = ("rise", "bend")
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
     """Gated, as SwiGLU and GEGLU are (https://arxiv.org/abs/2002.05202), or plain as in GPT-2; "xielu", which has
-    parameters of its own, is plain."""
+    parameters of its own, is plain. `limit` is of both factors of a gated one (ops/swiglu.py); 0: none."""
 
     mlp_dim: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    limit: float = 0.0
 
     num_experts = 0
 
@@ -74,7 +75,7 @@ class Mlp(nnx.Module):
         x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
         up = self._into(x, "up", execution)
         if self.config.gated:
-            hidden = gated(self._into(x, "gate", execution), up, self.config.activation)
+            hidden = gated(self._into(x, "gate", execution), up, self.config.activation, self.config.limit)
         elif self.config.activation == "xielu":
             own = {name: in_use(getattr(self, name), execution) for name in XIELU}
             hidden = xielu(up, **{name: a if name in TRAINED else jax.lax.stop_gradient(a) for name, a in own.items()})

@@ -52,6 +52,7 @@ class MoeConfig:
     balance_loss        weight of the load-balance loss of each row (ops/routing.py, row_balance)
     router_z_loss       weight of the squared log-partition of the router (https://arxiv.org/abs/2202.08906, eq. 5)
     activation          of the experts (ops/swiglu.py)
+    limit, shared_limit  of both factors of an expert, and of the shared one (ops/swiglu.py); 0: none
     bias                experts and router have biases (GPT-OSS)
     apart               router and experts read the stream after a norm of their own each, and what the experts and the
                         shared one make has a norm too, before it is added; each expert has a factor on its weight
@@ -73,6 +74,8 @@ class MoeConfig:
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
     activation: Activation = "silu"
+    limit: float = 0.0
+    shared_limit: float = 0.0
     bias: bool = False
     apart: bool = False
     norm: NormConfig = NormConfig()
@@ -127,7 +130,9 @@ class Moe(nnx.Module):
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
             inside = dataclasses.replace(params, place=f"{params.place}shared.")
-            self.shared = Mlp(MlpConfig(config.shared_dim, config.activation), embed_dim, out_scale, inside)
+            self.shared = Mlp(
+                MlpConfig(config.shared_dim, config.activation, limit=config.shared_limit), embed_dim, out_scale, inside
+            )
         if config.shared_gate:
             self.shared_gate = params((D,), ("norm",), normal(D**-0.5))
         if config.apart:
@@ -250,7 +255,7 @@ def _local(
         biased = functools.partial(_biased, experts, sizes) if config.bias else lambda a, name: a
         gate = biased(multiply(rows, "gate", sizes), "gate_bias")
         up = biased(multiply(rows, "up", sizes), "up_bias")
-        out = multiply(gated(gate, up, config.activation), "down", sizes)
+        out = multiply(gated(gate, up, config.activation, config.limit), "down", sizes)
         if not (config.bias and execution.rules.use.axes("expert_mlp")):
             return biased(out, "down_bias")
         # Each device has a part of every sum over the hidden layer; one of them adds the bias.

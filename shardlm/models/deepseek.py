@@ -273,14 +273,16 @@ def latent_names(config: MlaConfig) -> Names:
     """Rotated dimensions are in adjacent pairs; keys and values of a head are made by one matrix."""
     theirs, R = f"{LAYER}self_attn.", config.kv_latent_dim
     both = config.nope_dim + config.value_dim
-    rotated = ("H", config.nope_dim, config.rope_dim)
+    rotated = ("H", config.nope_dim, config.rope_dim) if config.rope else None
     return {
         "attention.wq": Tensor(f"{theirs}q_proj.weight", "(N H) D -> D N H", pairs=rotated),
         "attention.wq_down": Tensor(f"{theirs}q_a_proj.weight", "Q D -> D Q"),
         "attention.q_norm.scale": Tensor(f"{theirs}q_a_layernorm.weight"),
         "attention.wq_up": Tensor(f"{theirs}q_b_proj.weight", "(N H) Q -> Q N H", pairs=rotated),
         "attention.wkv_down": Tensor(
-            f"{theirs}kv_a_proj_with_mqa.weight", "X D -> D X", pairs=("X", R, config.rope_dim)
+            f"{theirs}kv_a_proj_with_mqa.weight",
+            "X D -> D X",
+            pairs=("X", R, config.rope_dim) if config.rope else None,
         ),
         "attention.kv_norm.scale": Tensor(f"{theirs}kv_a_layernorm.weight"),
         "attention.wk_up": Tensor(f"{theirs}kv_b_proj.weight", "(N H) R -> R N H", inner=("H", 0, both)),

@@ -40,7 +40,8 @@ def _experts(options: Options) -> MoeConfig:
         options(name, None)  # of training; of texts
     width, layers = options("intermediate_size"), options("num_hidden_layers")
     options.only("num_shared_expert", 1, [1] * layers)
-    options.only("moe_intermediate_size", width, [width] * layers)
+    if _of_all(options, "moe_intermediate_size", usual=width) != width:
+        options.only("moe_intermediate_size", width)
     return MoeConfig(
         num_experts=_of_all(options, "num_experts"),
         top_k=_of_all(options, "moe_topk", "num_experts_per_tok"),
@@ -50,13 +51,12 @@ def _experts(options: Options) -> MoeConfig:
     )
 
 
-def _of_all(options: Options, *names: str) -> int:
-    """A number that is the same for all layers."""
-    found = next((options.values[name] for name in names if options.values.get(name) is not None), None)
-    for name in names:
-        options(name, None)
+def _of_all(options: Options, *names: str, usual: int | None = None) -> int:
+    """A number that is the same for all layers, by the first of these names that is there."""
+    found = next((options.values[name] for name in names if options.values.get(name) is not None), usual)
     if found is None:
         return options(names[0])
+    options.asked.update(names)
     each = found if isinstance(found, list) else [found]
     if len(set(each)) != 1:
         raise ShardlmError(f"config.json has {names[0]}={found!r}; supported: the same for all layers")

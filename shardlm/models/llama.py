@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mlp import MlpConfig
@@ -62,7 +63,8 @@ def _internlm3(options: Options, length: int) -> TransformerConfig:
     found = {name: bool(options(name, False)) for name in ("qkv_bias", "bias", "attention_bias", "mlp_bias")}
     biased = found["qkv_bias"] or found["attention_bias"]
     if biased != (found["bias"] or found["mlp_bias"]):
-        options.only("bias" if found["qkv_bias"] or found["bias"] else "mlp_bias", biased)
+        shown = ", ".join(f"{name}={value}" for name, value in found.items() if name in options.values)
+        raise ShardlmError(f"config.json has {shown}; supported: biases of all projections, or of none")
     attention = hf_decoder.attention(options, length, bias=biased, out_bias=biased)
     block = BlockConfig(attention, hf_decoder.mlp(options, bias=biased))
     return hf_decoder.decoder(options, lambda layer: block, hf_decoder.rms(options))

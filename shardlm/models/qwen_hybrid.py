@@ -92,16 +92,16 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     for name in ASIDE:
         options(name, None)
     norm = hf_decoder.rms(options, offset=1.0)
-    linear_layers = _linear_layers(options)
+    linear = linear_layers(options)
     attention, memory = _attention(options, norm, length), _memory(options, norm)
     sparse = None if kind == "qwen3_5_text" else _experts(options)
     step, plain = options("decoder_sparse_step", 1), options("mlp_only_layers", [])
-    routed = [bool(sparse) and i not in plain and (i + 1) % step == 0 for i in range(len(linear_layers))]
+    routed = [bool(sparse) and i not in plain and (i + 1) % step == 0 for i in range(len(linear))]
     dense = None if all(routed) else hf_decoder.mlp(options)
     options("intermediate_size", None)  # of which a model of experts alone makes no use
 
     def block(layer: int) -> BlockConfig:
-        return BlockConfig(memory if linear_layers[layer] else attention, sparse if routed[layer] else dense)
+        return BlockConfig(memory if linear[layer] else attention, sparse if routed[layer] else dense)
 
     count = options(MODULES.option, 0) or 0
     if count:
@@ -121,7 +121,7 @@ def _modules(count: int, block: BlockConfig) -> MtpConfig | None:
     return MtpConfig(block, count, normed=True) if count else None
 
 
-def _linear_layers(options: Options) -> list[bool]:
+def linear_layers(options: Options) -> list[bool]:
     """Which layers are linear attention: by `layer_types`, or all but every `full_attention_interval`-th."""
     layers, every = options("num_hidden_layers"), options("full_attention_interval", 4)
     kinds = options("layer_types", None)

@@ -75,9 +75,13 @@ FAMILIES = {
     "apertus": "apertus",
     "helium": "helium",
     "laguna": "laguna",
+    "mimo_v2_flash": "mimo",
+    "step3p5": "step",
     "nanochat": "nanochat",
     "gpt2": "gpt2",
     "gpt_oss": "gpt_oss",
+    "kimi_linear": "kimi_linear",
+    "olmo_hybrid": "olmo_hybrid",
     "qwen3_next": "qwen_next",
     "qwen3_5_text": "qwen_hybrid",
     "qwen3_5_moe_text": "qwen_hybrid",
@@ -101,6 +105,13 @@ def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig
 def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfig) -> Names:
     """Where each weight of the model, and of such a block, is in the checkpoint."""
     return _family(text_config(config)["model_type"]).names(shape, block)
+
+
+def longest(config: Mapping[str, Any]) -> int:
+    """Positions that a model is said to be made for, by the names that families have for them; 0: not said."""
+    text = text_config(config)
+    names = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
+    return next(filter(None, (text.get(name) for name in names)), 0)
 
 
 def unused(config: Mapping[str, Any]) -> re.Pattern | None:

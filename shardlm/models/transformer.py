@@ -166,6 +166,7 @@ class TransformerConfig:
         """Sizes of the dimensions by which weights are spread over devices that see other tokens (rules.py)."""
         attentions = {block.attention for block in self.kinds}
         latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
+        latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.by_channel}
         beside = {self.inputs.dim} if self.inputs else set()
         return {"embed": {self.embed_dim} | beside, "expert_embed": {self.embed_dim}, "latent": latents}
 

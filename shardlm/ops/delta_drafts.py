@@ -51,7 +51,7 @@ def delta_net_of_drafts(
     inputs = {n: read[of].astype(x[n].dtype) for n, of in names.items()}
     begins, rest = ({n: a[:, part] for n, a in inputs.items()} for part in (slice(before), slice(before, None)))
     q, k, v = convolved(rest, taps, begins, texts(jnp.zeros_like(there[..., 0])))
-    how = (jnp.where(there, read[name], 0.0) for name in rates)
+    how = (jnp.where(_like(there[..., 0], read[name]), read[name], 0.0) for name in rates)
     q = _at(q, behind[:, None] + jnp.arange(T))
     out, state = few_tokens(q, k, v, *how, memory["state"], kept, behind)
     new = {"start": sure}
@@ -71,21 +71,23 @@ def few_tokens(
     kept: jax.Array,
     first: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """k [B, C, K, H] and v [B, C, N, V], log_decay and beta float32 [B, C, N] and the state before them float32 [B, N,
-    H, V]; q [B, T, K, H] of the tokens from number `first` int32 [B] on, `kept` int32 [B] at most as large, and both at
-    most C - T. Returns (their outputs [B, T, N, V] in v's dtype, the state after the first `kept` tokens)."""
+    """k [B, C, K, H] and v [B, C, N, V], log_decay and beta float32 [B, C, N], or log_decay [B, C, N, H], and the state
+    before them float32 [B, N, H, V]; q [B, T, K, H] of the tokens from number `first` int32 [B] on, `kept` int32 [B] at
+    most as large, and both at most C - T. Returns (their outputs [B, T, N, V] in v's dtype, the state after the first
+    `kept` tokens)."""
     (C, N), T, dtype = v.shape[1:3], q.shape[1], v.dtype
     q, k, v = (jnp.moveaxis(a.astype(jnp.float32), 1, 2) for a in (q, k, v))
     q, k = (jnp.repeat(a, N // a.shape[1], axis=1) for a in (q, k))  # [B, N, T | C, H]
     log_decay, beta = (jnp.moveaxis(a, 1, 2) for a in (log_decay, beta))  # [B, N, C]
+    if log_decay.ndim == 4:
+        out, state = _by_channel(q, k, v, log_decay, beta, state, kept, first)
+        return jnp.moveaxis(out, 1, 2).astype(dtype), state
     # Of S all that is read at once, as sums in which XLA reads it where it lies; a product would want a copy.
     by = jnp.concatenate([k, q], axis=2)
     seen = jnp.sum(state[:, :, None] * by[..., None], axis=3)  # [B, N, C + T, V]
     D, h = _decays(log_decay)
     L = jnp.where(jnp.tri(C, k=-1, dtype=bool), beta[..., None] * _exact("bnch,bnsh->bncs", k, k) * D, 0.0)
-    rest = (1 << (C - 1).bit_length()) - C
-    inverse = inverse_of_unit(jnp.pad(L, ((0, 0), (0, 0), (0, rest), (0, rest))))[..., :C, :C]
-    delta = _exact("bncs,bnsv->bncv", inverse, beta[..., None] * (v - h[..., None] * seen[:, :, :C]))
+    delta = _exact("bncs,bnsv->bncv", _inverse(L), beta[..., None] * (v - h[..., None] * seen[:, :, :C]))
     own = (first[:, None] + jnp.arange(T))[:, None]  # [B, 1, T]
     scores = _exact("bnth,bnsh->bnts", q, k) * jnp.take_along_axis(D, own[..., None], axis=2)
     out = jnp.take_along_axis(h, own, axis=2)[..., None] * seen[:, :, C:] + _exact("bnts,bnsv->bntv", scores, delta)
@@ -98,12 +100,42 @@ def few_tokens(
     return jnp.moveaxis(out, 1, 2).astype(dtype), state
 
 
+def _by_channel(q, k, v, log_decay, beta, state, kept, first) -> tuple[jax.Array, jax.Array]:
+    """The same of decays of each number of a key [B, N, C, H], and all else with heads before tokens too: what is left
+    of a key is no factor on products, so that of so few tokens products are sums."""
+    C, T = k.shape[2], q.shape[2]
+    own = (first[:, None] + jnp.arange(T))[:, None, :, None]  # [B, 1, T, 1]
+    D, h = _decays(jnp.swapaxes(log_decay, 2, 3))
+    D, h = jnp.moveaxis(D, 2, -1), jnp.moveaxis(h, 2, -1)  # [B, N, C, C, H] and [B, N, C, H]
+    by = jnp.concatenate([h * k, jnp.take_along_axis(h, own, axis=2) * q], axis=2)
+    seen = jnp.sum(state[:, :, None] * by[..., None], axis=3)  # [B, N, C + T, V]
+    L = beta[..., None] * jnp.sum(k[:, :, :, None] * k[:, :, None] * D, axis=-1)
+    inverse = _inverse(jnp.where(jnp.tri(C, k=-1, dtype=bool), L, 0.0))
+    delta = _exact("bncs,bnsv->bncv", inverse, beta[..., None] * (v - seen[:, :, :C]))
+    scores = jnp.sum(q[:, :, :, None] * k[:, :, None] * jnp.take_along_axis(D, own[..., None], axis=2), axis=-1)
+    out = seen[:, :, C:] + _exact("bnts,bnsv->bntv", scores, delta)
+    last, stays = jnp.maximum(kept - 1, 0)[:, None, None, None], (jnp.arange(C) < kept[:, None])[:, None, :, None]
+    left = jnp.where(stays, jnp.take_along_axis(D, last[..., None], axis=2)[:, :, 0], 0.0)  # [B, N, C, H]
+    held = jnp.where(stays[:, :, 0], jnp.take_along_axis(h, last, axis=2)[:, :, 0], 1.0)  # [B, N, H]
+    state, brought = state * held[..., None], left * k
+    for token in range(C - T):
+        state += brought[:, :, token, :, None] * delta[:, :, token, None]
+    return out, state
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 of [B, N, C, C]."""
+    C = lower.shape[-1]
+    rest = (1 << (C - 1).bit_length()) - C
+    return inverse_of_unit(jnp.pad(lower, ((0, 0), (0, 0), (0, rest), (0, rest))))[..., :C, :C]
+
+
 def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of [B, N, C]: (D [B, N, C, C], 0 above the diagonal, and h [B, N, C]), of sums of what lies between tokens."""
+    """Of [..., C]: (D [..., C, C], 0 above the diagonal, and h [..., C]), of sums of what lies between tokens."""
     up_to = jnp.tri(log_decay.shape[-1], dtype=bool)
     between = up_to[:, None] & ~up_to[None]  # [t, s, u], s < u <= t
-    D = jnp.exp(jnp.sum(jnp.where(between, log_decay[:, :, None, None], 0.0), axis=-1))
-    return jnp.where(up_to, D, 0.0), jnp.exp(jnp.sum(jnp.where(up_to, log_decay[:, :, None], 0.0), axis=-1))
+    D = jnp.exp(jnp.sum(jnp.where(between, log_decay[..., None, None, :], 0.0), axis=-1))
+    return jnp.where(up_to, D, 0.0), jnp.exp(jnp.sum(jnp.where(up_to, log_decay[..., None, :], 0.0), axis=-1))
 
 
 def _order(behind: jax.Array, before: int, P: int, T: int) -> jax.Array:

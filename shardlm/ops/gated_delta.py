@@ -5,6 +5,9 @@ k, and takes beta of the new value in its place (https://arxiv.org/abs/2412.0646
 
     S <- exp(log_decay) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
 
+or, with a decay for each number of a key, each row of S by its own (Kimi Delta Attention,
+https://arxiv.org/abs/2510.26692, eq. 1).
+
 Chunks of tokens are computed at once (section 3.3 there, and https://arxiv.org/abs/2406.06484): inside one, what tokens
 take over from each other is a triangular system of equations, and S goes from chunk to chunk.
 """
@@ -14,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shardlm.ops.channel_delta_chunks import chunked as by_channels
 from shardlm.ops.gated_delta_chunks import Chunks, chunked
 from shardlm.ops.short_conv import last_of, short_conv, texts
 
@@ -36,14 +40,14 @@ def delta_net(
     rule: Callable | None = None,
 ) -> tuple[jax.Array, Memory]:
     """Convolutions, then the rule, `gated_delta` unless another is given. x: q and k [B, T, K, H], v [B, T, N, V], N a
-    multiple of K; taps: of each [*, *, W]; log_decay and beta float32 [B, T, N]; new bool [B, T], tokens that begin a
-    text, and valid bool [B, T], False for padding at the end of rows. Returns ([B, T, N, V] in v's dtype, the memory
-    after the last valid token)."""
+    multiple of K; taps: of each [*, *, W]; log_decay and beta float32 [B, T, N], or log_decay [B, T, N, H]; new bool
+    [B, T], tokens that begin a text, and valid bool [B, T], False for padding at the end of rows. Returns ([B, T, N, V]
+    in v's dtype, the memory after the last valid token)."""
     text = texts(new & valid)
     q, k, v = convolved(x, taps, {name: memory[f"conv_{name}"] for name in x}, text)
-    counts = valid[..., None]
-    how = (jnp.where(counts, log_decay, 0.0), jnp.where(counts, beta, 0.0), memory["state"], text)
-    out, state = (rule or gated_delta)(q, k, v, *how)
+    counts = (valid[(..., *[None] * (a.ndim - 2))] for a in (log_decay, beta))
+    rates = [jnp.where(real, a, 0.0) for real, a in zip(counts, (log_decay, beta), strict=True)]
+    out, state = (rule or gated_delta)(q, k, v, *rates, memory["state"], text)
     kept = {f"conv_{name}": last_of(a, memory[f"conv_{name}"], text, valid) for name, a in x.items()}
     return out, {"state": state} | kept
 
@@ -74,11 +78,13 @@ def reference(q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Arr
     """The rule as it is written, a token at a time; as `gated_delta`."""
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]  # all rows of a state decay alike
 
     def token(carry, now):
         state, before = carry
         q, k, v, log_decay, beta, text = now
-        state = jnp.where((text == before)[:, None, None, None], state, 0.0) * jnp.exp(log_decay)[..., None, None]
+        state = jnp.where((text == before)[:, None, None, None], state, 0.0) * jnp.exp(log_decay)[..., None]
         delta = beta[..., None] * (v - jnp.einsum("bnhv,bnh->bnv", state, k))
         state = state + k[..., None] * delta[..., None, :]
         return (state, text), jnp.einsum("bnhv,bnh->bnv", state, q)
@@ -99,8 +105,8 @@ def gated_delta(
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """q and k [B, T, K, H], v [B, T, N, V] with N a multiple of K, in one dtype, by which chunks are multiplied;
-    log_decay and beta [B, T, N], state [B, N, H, V] that text 0 goes on from, float32; text int32 [B, T] counts up
-    where another one begins. Returns (out [B, T, N, V] in v's dtype, the last text's state)."""
+    log_decay [B, T, N] or [B, T, N, H], beta [B, T, N] and state [B, N, H, V] that text 0 goes on from, float32; text
+    int32 [B, T] counts up where another one begins. Returns (out [B, T, N, V] in v's dtype, the last text's state)."""
     (B, T, K, _), (N, V) = q.shape, v.shape[2:]
     if T == 1:
         return one_token(q, k, v, log_decay, beta, state, text)
@@ -118,7 +124,7 @@ def gated_delta(
     q, k = cut(q, K), cut(k, K)  # [count, B, K, C, H]
     v, log_decay, beta = (cut(a, N) for a in (v, log_decay, beta))  # [count, B, N, C, ...]
     chunks = Chunks(q, k, v, log_decay, beta, cut(text), _last_before(text, C, count))
-    out, state = chunked(chunks, state)
+    out, state = (chunked if log_decay.ndim == 4 else by_channels)(chunks, state)
     out = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(B, count * C, N, V)
     return out[:, :T], state
 
@@ -130,13 +136,15 @@ def one_token(q, k, v, log_decay, beta, state, text, product: bool = False) -> t
     group, dtype = v.shape[2] // q.shape[2], v.dtype
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     q, k = (jnp.repeat(a[:, 0], group, axis=1) for a in (q, k))  # [B, N, H]
-    kept = jnp.where(text == 0, jnp.exp(log_decay[:, 0]), 0.0)[..., None]  # [B, N, 1]
-    by = jnp.stack([k, q], axis=-1)
+    alike, by = log_decay.ndim == 3, jnp.stack([k, q], axis=-1)
+    decay = log_decay[:, 0, :, None] if alike else log_decay[:, 0]
+    kept = jnp.where(text[..., None] == 0, jnp.exp(decay), 0.0)  # [B, N, 1], or [B, N, H]
+    by = by if alike else by * kept[..., None]
     if product:
         read = jnp.einsum("bnhv,bnhj->bnvj", state, by, precision="highest")
     else:
         read = jnp.sum(state[..., None] * by[:, :, :, None], axis=2)
-    read = read * kept[..., None]
+    read = read * kept[..., None] if alike else read
     delta = beta[:, 0, :, None] * (v[:, 0] - read[..., 0])
     out = read[..., 1] + jnp.sum(k * q, axis=-1, keepdims=True) * delta
     return out[:, None].astype(dtype), state * kept[..., None] + k[..., None] * delta[..., None, :]

@@ -68,12 +68,12 @@ def _forward(chunks: Chunks, state: jax.Array):
     decays = _decays(chunks)
     inverse = inverse_of_unit(_taken_back(chunks, decays.D))
     U, W = _changes(inverse, decays, chunks)
-    into = _product("nbgch,nbgcv->nbghv", k, _scaled(decays.e, U))
-    P = _product("nbgch,nbgcj->nbghj", k, _scaled(-decays.e, W))
-    states, state = _carried(decays.left, P.astype(k.dtype), into.astype(k.dtype), state)
-    seen = (_each(_product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * decays.D).astype(v.dtype)
-    out = _product("nbgch,nbghv->nbgcv", _scaled(decays.h, q), states)
-    out += _product("nbgcs,nbgsv->nbgcv", seen, _delta(U, W, states))
+    into = product("nbgch,nbgcv->nbghv", k, _scaled(decays.e, U))
+    P = product("nbgch,nbgcj->nbghj", k, _scaled(-decays.e, W))
+    states, state = carried(decays.left[..., None], P.astype(k.dtype), into.astype(k.dtype), state)
+    seen = (_each(product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * decays.D).astype(v.dtype)
+    out = product("nbgch,nbghv->nbgcv", _scaled(decays.h, q), states)
+    out += product("nbgcs,nbgsv->nbgcv", seen, delta_of(U, W, states))
     return (out.astype(v.dtype), state), (chunks, inverse, states)
 
 
@@ -84,34 +84,36 @@ def _backward(kept, gradients):
     decays = _decays(chunks)
     D, h, e, left = decays
     U, W = _changes(inverse, decays, chunks)
-    delta = _delta(U, W, states)
-    keys_by_keys = _each(_product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), v)
-    seen = _each(_product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * D
+    delta = delta_of(U, W, states)
+    keys_by_keys = _each(product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), v)
+    seen = _each(product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * D
     # From chunk to chunk, the last first: what S before each is asked for.
-    P = _product("nbgch,nbgcj->nbghj", k, _scaled(-e, W)).astype(k.dtype)
-    by_seen = _product("nbgcs,nbgcv->nbgsv", seen.astype(v.dtype), d_out)
+    P = product("nbgch,nbgcj->nbghj", k, _scaled(-e, W)).astype(k.dtype)
+    by_seen = product("nbgcs,nbgcv->nbgsv", seen.astype(v.dtype), d_out)
     asks = jnp.concatenate([_scaled(h, q), -W], axis=-2), jnp.concatenate([d_out, by_seen.astype(v.dtype)], axis=-2)
-    after, d_state = _carried(left, P, _product("nbgch,nbgcv->nbghv", *asks).astype(k.dtype), d_state, back=True)
+    after, d_state = carried(
+        left[..., None], P, product("nbgch,nbgcv->nbghv", *asks).astype(k.dtype), d_state, back=True
+    )
     # Inside chunks.
-    dU = (by_seen + _product("nbgch,nbghv->nbgcv", _scaled(e, k), after)).astype(v.dtype)
-    dW = -_product("nbgcv,nbghv->nbgch", dU, states)
-    d_seen = _product("nbgcv,nbgsv->nbgcs", d_out, delta)
-    d_held = _product("nbgcv,nbghv->nbgch", d_out, states)  # h q
-    d_keys = _product("nbgcv,nbghv->nbgch", delta, after)  # e k
+    dU = (by_seen + product("nbgch,nbghv->nbgcv", _scaled(e, k), after)).astype(v.dtype)
+    dW = -product("nbgcv,nbghv->nbgch", dU, states)
+    d_seen = product("nbgcv,nbgsv->nbgcs", d_out, delta)
+    d_held = product("nbgcv,nbghv->nbgch", d_out, states)  # h q
+    d_keys = product("nbgcv,nbghv->nbgch", delta, after)  # e k
     whole = inverse.astype(v.dtype)
-    U_back = _product("nbgcs,nbgcv->nbgsv", whole, dU)
-    W_back = _product("nbgcs,nbgch->nbgsh", whole, dW.astype(k.dtype))
+    U_back = product("nbgcs,nbgcv->nbgsv", whole, dU)
+    W_back = product("nbgcs,nbgch->nbgsh", whole, dW.astype(k.dtype))
     # (I + L) U = beta v, so that L's gradient is what went back, by what came out.
-    dL = -_product("nbgcv,nbgsv->nbgcs", U_back.astype(v.dtype), U)
-    dL -= _product("nbgch,nbgsh->nbgcs", W_back.astype(k.dtype), W)
+    dL = -product("nbgcv,nbgsv->nbgcs", U_back.astype(v.dtype), U)
+    dL -= product("nbgch,nbgsh->nbgcs", W_back.astype(k.dtype), W)
     dL = jnp.where(jnp.tri(dL.shape[-1], k=-1, dtype=bool), dL * D, 0.0)
     taken = dL * keys_by_keys  # L's gradient by L, without beta
     d_kk = _summed(dL * beta[..., None], chunks.k)
     d_qk = _summed(d_seen * D, chunks.k)
-    dq = _summed(h[..., None] * d_held, chunks.k) + _product("nbkcs,nbksh->nbkch", d_qk, chunks.k)
+    dq = _summed(h[..., None] * d_held, chunks.k) + product("nbkcs,nbksh->nbkch", d_qk, chunks.k)
     dk = _summed(e[..., None] * d_keys + (beta * h)[..., None] * W_back, chunks.k)
-    dk += _product("nbkcs,nbksh->nbkch", d_kk + jnp.swapaxes(d_kk, -1, -2), chunks.k)
-    dk += _product("nbkcs,nbkch->nbksh", d_qk, chunks.q)
+    dk += product("nbkcs,nbksh->nbkch", d_kk + jnp.swapaxes(d_kk, -1, -2), chunks.k)
+    dk += product("nbkcs,nbkch->nbksh", d_qk, chunks.q)
     dv = beta[..., None] * U_back
     by_k = jnp.sum(W_back * k, axis=-1)
     d_beta = jnp.sum(taken, axis=-1) + jnp.sum(U_back * v, axis=-1) + h * by_k
@@ -130,7 +132,7 @@ def _backward(kept, gradients):
 chunked.defvjp(_forward, _backward)
 
 
-def _product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(letters, a, b, preferred_element_type=jnp.float32)
 
 
@@ -165,7 +167,7 @@ def _decays(chunks: Chunks) -> Decays:
 
 def _taken_back(chunks: Chunks, D: jax.Array) -> jax.Array:
     """L."""
-    products = _each(_product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), chunks.v) * D * chunks.beta[..., None]
+    products = _each(product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), chunks.v) * D * chunks.beta[..., None]
     return jnp.where(jnp.tri(D.shape[-1], k=-1, dtype=bool), products, 0.0)
 
 
@@ -174,30 +176,31 @@ def _changes(inverse: jax.Array, decays: Decays, chunks: Chunks) -> tuple[jax.Ar
     (_, k), v, beta = chunks.of_values(), chunks.v, chunks.beta
     of_v = (inverse * beta[..., None, :]).astype(v.dtype)
     of_k = (inverse * (beta * decays.h)[..., None, :]).astype(k.dtype)
-    U = _product("nbgcs,nbgsv->nbgcv", of_v, v).astype(v.dtype)
-    return U, _product("nbgcs,nbgsh->nbgch", of_k, k).astype(k.dtype)
+    U = product("nbgcs,nbgsv->nbgcv", of_v, v).astype(v.dtype)
+    return U, product("nbgcs,nbgsh->nbgch", of_k, k).astype(k.dtype)
 
 
-def _delta(U: jax.Array, W: jax.Array, states: jax.Array) -> jax.Array:
+def delta_of(U: jax.Array, W: jax.Array, states: jax.Array) -> jax.Array:
     """What tokens change."""
-    return (U - _product("nbgch,nbghv->nbgcv", W, states)).astype(U.dtype)
+    return (U - product("nbgch,nbghv->nbgcv", W, states)).astype(U.dtype)
 
 
 def through(left: jax.Array, P: jax.Array, into: jax.Array, state: jax.Array, back: bool = False):
     """state <- left state + P state + into, of each chunk [n, ...] after the other, with P^T from the last to the first
-    if `back`. Returns (the state that each chunk is given, in P's dtype; the last one made, float32)."""
+    if `back`; left [n, B, N, 1], or [n, B, N, H] of each row of a state [B, N, H, V]. Returns (the state that each
+    chunk is given, in P's dtype; the last one made, float32)."""
     letters = "bgjh,bgjv->bghv" if back else "bghj,bgjv->bghv"
 
     def step(state, chunk):
         left, P, into = chunk
         given = state.astype(P.dtype)
-        return left[..., None, None] * state + (_product(letters, P, given) + into), given
+        return left[..., None] * state + (product(letters, P, given) + into), given
 
     state, states = jax.lax.scan(step, state, (left, P, into), reverse=back)
     return states, state
 
 
-def _carried(left: jax.Array, P: jax.Array, into: jax.Array, state: jax.Array, back: bool = False):
+def carried(left: jax.Array, P: jax.Array, into: jax.Array, state: jax.Array, back: bool = False):
     """`through`, on NVIDIA GPUs by a kernel where there is one."""
     from shardlm.ops import states_kernel  # Pallas takes a while to import
 

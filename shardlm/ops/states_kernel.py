@@ -21,7 +21,8 @@ def pallas(left, P, into, state, back: bool = False, interpret: bool = False) ->
     made = jax.ShapeDtypeStruct((n, rows, H, V), P.dtype), jax.ShapeDtypeStruct((rows, H, V), jnp.float32)
     options = triton.CompilerParams(num_warps=4, num_stages=3)
     how = {"grid": (rows, V // COLUMNS), "compiler_params": options, "interpret": interpret, "name": "chunk_states"}
-    flat = left.reshape(n, rows), P.reshape(n, rows, H, H), into.reshape(n, rows, H, V), state.reshape(rows, H, V)
+    left = left.reshape(n, rows) if left.shape[-1] == 1 else left.reshape(n, rows, H)
+    flat = left, P.reshape(n, rows, H, H), into.reshape(n, rows, H, V), state.reshape(rows, H, V)
     states, last = pl.pallas_call(kernel, made, **how)(*flat)
     return states.reshape(into.shape), last.reshape(state.shape)
 
@@ -41,6 +42,7 @@ def _kernel(n: int, back: bool, left, P, into, state, states, last):
         given = held.astype(P.dtype)
         states[at, row, :, columns] = given
         read = triton.dot(P[at, row], given, trans_a=back)
-        return left[at, row] * held + (read + into[at, row, :, columns])
+        kept = left[at, row] if len(left.shape) == 2 else left[at, row][:, None]  # of all of a state, or of each row
+        return kept * held + (read + into[at, row, :, columns])
 
     last[row, :, columns] = jax.lax.fori_loop(0, n, step, state[row, :, columns])

@@ -20,9 +20,12 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     return {"silu": jax.nn.silu, "relu": jax.nn.relu}[activation](x)
 
 
-def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array, activation: Activation, limit: float = 0.0) -> jax.Array:
     """activation(gate) * up. "clamped" is GPT-OSS's (https://arxiv.org/abs/2508.10925, section 2.2): a sigmoid gate of
-    slope 1.702 on clamped values, and 1 added to `up`."""
+    slope 1.702 on clamped values, and 1 added to `up`. With a limit both factors are cut to it, `up` on both sides
+    (Step 3.5)."""
+    if limit:
+        return jnp.minimum(activate(gate, activation), limit) * jnp.clip(up, -limit, limit)
     if activation == "silu":
         return swiglu(gate, up)
     if activation == "clamped":

@@ -15,10 +15,10 @@ def inverse_of_unit(lower: jax.Array) -> jax.Array:
     of lower's powers would lose digits. float32; not to be differentiated."""
     C = lower.shape[-1]
     size = min(WHOLE, C)
-    inverse = _whole(_diagonal(lower, size))  # [..., C / size, size, size]
+    inverse = _whole(diagonal(lower, size))  # [..., C / size, size, size]
     while size < C:
         P, Q = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        R = _diagonal(lower, 2 * size)[..., size:, :size]
+        R = diagonal(lower, 2 * size)[..., size:, :size]
         corner = -_exact(_exact(Q, R), P)
         above = jnp.concatenate([P, jnp.zeros_like(P)], axis=-1)
         inverse = jnp.concatenate([above, jnp.concatenate([corner, Q], axis=-1)], axis=-2)
@@ -26,7 +26,7 @@ def inverse_of_unit(lower: jax.Array) -> jax.Array:
     return inverse[..., 0, :, :]
 
 
-def _diagonal(a: jax.Array, size: int) -> jax.Array:
+def diagonal(a: jax.Array, size: int) -> jax.Array:
     """[..., C, C] -> its blocks on the diagonal [..., C / size, size, size]."""
     blocks = [a[..., at : at + size, at : at + size] for at in range(0, a.shape[-1], size)]
     return jnp.stack(blocks, axis=-3)

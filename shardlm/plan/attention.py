@@ -43,8 +43,9 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
         yield "output", D, N * attention.value_dim
         return
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
-    yield "queries, keys and values", (N + 2 * K) * attention.head_dim + attention.gates / tensor, D
-    yield "output", D, N * attention.head_dim
+    columns = (N + K) * attention.head_dim + K * attention.value_dim
+    yield "queries, keys and values", columns + attention.gates / tensor, D
+    yield "output", D, N * attention.value_dim
 
 
 def _scores(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:

@@ -87,6 +87,9 @@ def refuse(shape: TransformerConfig, length: int, served: bool = False) -> None:
         f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": not served
         and any(length > count for count in chosen),
         "heads of different sizes in one pool of pages": served and len(shape.kept_heads) > 1,
+        "linear attention with a decay for each number of a key": any(
+            getattr(block.attention, "by_channel", False) for block in shape.kinds
+        ),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         raise ShardlmError(

@@ -76,7 +76,27 @@ GEMMA4 = {
     "num_hidden_layers": 4,
     "final_logit_softcapping": 5.0,
 }
-UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias|act_fn\.(beta|eps)")
+STEP = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 20,
+    "moe_router_scaling_factor": 1.5,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_sliding_attention_heads": 6,
+    "rope_theta": [500.0, 10000.0, 10000.0, 500.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "swiglu_limits": [0.0, 0.3, 0.0, 0.0],
+    "swiglu_limits_shared": [0.0, 0.0, 0.2, 0.0],
+}
+STEP_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+STEP_VISION |= {"mlp_ratio": 1.0}
+UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|act_fn\.(beta|eps)")
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
@@ -257,6 +277,24 @@ CASES = {
         {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**DENSE_MLA, "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 24, "linear_head_dim": 8, "linear_num_heads": 4, "num_hidden_layers": 4}
+        | {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"], "n_group": 4}
+        | {"topk_group": 2},
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12, "v_head_dim": 8}
+        | {"sliding_window": 6, "num_hidden_layers": 4, "num_key_value_heads": 1},
+    ),
+    "step3p5": ("step3p7", {"text_config": STEP, "vision_config": STEP_VISION}),  # without its sight, below
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {**{name: value for name, value in HYBRID.items() if name != "head_dim"}, "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -291,6 +329,9 @@ def make(name: str, folder: pathlib.Path) -> None:
     config._attn_implementation = "eager"
     if model_type == "mistral4":  # which the Auto classes leave to what also sees
         model = transformers.Mistral4ForCausalLM(config)
+    elif model_type == "step3p7":  # of which transformers has no other
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model.alone = True
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
     if name == "deepseek":
@@ -298,11 +339,11 @@ def make(name: str, folder: pathlib.Path) -> None:
     model = model.float().eval()
     with torch.no_grad():  # as published models are, not as they start: norms and biases that differ from 1 and 0
         for path, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if weight.ndim and "rotary" not in path and "attn.bias" not in path:
+            if weight.ndim and weight.is_floating_point() and "rotary" not in path and "attn.bias" not in path:
                 centre, spread = (weight, 0.2) if weight.ndim == 1 else (0.0, weight.shape[-1] ** -0.5)
                 weight.copy_((centre + torch.randn_like(weight) * spread).bfloat16())
     saved(model, folder)
-    tokens = torch.randint(3, config.vocab_size, (ROWS, LENGTH))
+    tokens = torch.randint(3, config.get_text_config().vocab_size, (ROWS, LENGTH))
     logits = model(tokens, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
@@ -336,7 +377,54 @@ def saved(model, folder: pathlib.Path, dtype=torch.bfloat16) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return
     copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    if change := PUBLISHED.get(model.config.model_type):
+        file = folder / "model.safetensors"
+        save_file(change(load_file(file)), str(file), metadata={"format": "pt"})
+    if hasattr(model, "alone"):
+        without_sight(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def published_kimi_linear(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Dense layers are `mlp`, where transformers writes them under the name of a mixture."""
+    dense = re.compile(r"block_sparse_moe(\.\w+_proj\.weight)")
+    return {dense.sub(r"mlp\1", name): a for name, a in tensors.items()}
+
+
+def published_olmo_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convolutions of queries, keys and values, where transformers writes thirds of all; and layers that attend to
+    tokens have the names of their norms, where it writes one as layers of linear attention have it."""
+    found = {}
+    for name, a in tensors.items():
+        layer, conv, letter = (
+            name.partition("linear_attn.")[0],
+            "_conv1d.weight",
+            name.partition(".linear_attn.")[2][:1],
+        )
+        if name.endswith(conv):
+            each = [f"{layer}linear_attn.{one}" for one in "qkv"]
+            whole = torch.cat([tensors[f"{one}{conv}"] for one in each])
+            parts = whole.split([len(tensors[f"{one}_proj.weight"]) for one in each])
+            a = parts["qkv".index(letter)].contiguous()
+        elif name.endswith(".feedforward_layer_norm.weight"):
+            layer = name.removesuffix("feedforward_layer_norm.weight")
+            if f"{layer}self_attn.q_proj.weight" in tensors:
+                name = f"{layer}post_attention_layernorm.weight"
+        found[name] = a
+    return found
+
+
+def without_sight(folder: pathlib.Path) -> None:
+    """Step 3.7 as Step 3.5 is published: the language model alone."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = {name: a for name, a in load_file(file).items() if not name.startswith("vi")}
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    alone = {"architectures": ["Step3p5ForCausalLM"], **config["text_config"]}
+    (folder / "config.json").write_text(json.dumps(alone, indent=2) + "\n")
+
+
+# What transformers writes otherwise than checkpoints of these are published, and reads as published.
+PUBLISHED = {"kimi_linear": published_kimi_linear, "olmo_hybrid": published_olmo_hybrid}
 
 
 def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

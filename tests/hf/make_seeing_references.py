@@ -10,7 +10,7 @@ import sys
 
 import torch
 import transformers
-from make_references import DENSE_MLA, GEMMA4, HYBRID, LENGTH, MOE, ROWS, SIZES, YARN, saved
+from make_references import DENSE_MLA, GEMMA4, HYBRID, LENGTH, MOE, ROWS, SIZES, STEP, STEP_VISION, YARN, saved
 from safetensors.torch import save_file
 
 TEXT = {**SIZES, "num_hidden_layers": 2, "head_dim": 12}
@@ -64,6 +64,7 @@ CASES = {
     "qwen2_5_vl": (QWEN2, {**QWEN, "fullatt_block_indexes": [0]}, {"tie_word_embeddings": True}),
     "qwen3_5": (LINEAR, QWEN5, {}),
     "qwen3_5_moe": ({**LINEAR, "num_experts": 4, **OF_EXPERTS}, QWEN5, {}),
+    "step3p7": (STEP, STEP_VISION, {}),
     "qwen3_vl": ({**TEXT, "rope_parameters": SECTIONS}, QWEN3, {}),
     "qwen3_vl_moe": ({**TEXT, **EXPERTS, "rope_parameters": SECTIONS}, QWEN3, {}),
 }

@@ -54,6 +54,39 @@ def options_of(name: str) -> dict:
         ("llama4", {"rope_parameters": None}, "has no 'rope_theta', which a 'llama4_text' model needs"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "it needs num_hidden_layers=3 of dense, sparse"),
         ("mistral4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
+        ("internlm3", {"attention_bias": False}, "attention_bias=False, mlp_bias=True; supported: biases of all"),
+        (
+            "internlm3",
+            {"qkv_bias": True, "mlp_bias": False},
+            "qkv_bias=True, attention_bias=True, mlp_bias=False; supp",
+        ),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act='silu', which is not supported; supported: 'xielu'"),
+        ("granite_swa", {"layer_rope_theta": [0]}, r"layer_rope_theta=\[0\]; it needs num_hidden_layers=5 numbers"),
+        ("hunyuan_moe", {"moe_topk": [1, 2, 2]}, r"moe_topk=\[1, 2, 2\]; supported: the same for all layers"),
+        (
+            "hunyuan_moe",
+            {"moe_intermediate_size": 24},
+            "moe_intermediate_size=24, which is not supported; supported: 48",
+        ),
+        ("laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0, which is not supported"),
+        ("laguna", {"num_attention_heads_per_layer": [4]}, r"=\[4\]; it needs num_hidden_layers=3 of them"),
+        ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, r"supported: \['sparse', 'sparse', 'spars"),
+        ("afmoe", {"score_func": "softmax"}, "score_func='softmax', which is not supported; supported: 'sigmoid'"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False, which is not supported; supported: True"),
+        ("kimi_linear", {"layer_types": ["linear_attention"]}, "it needs num_hidden_layers=4 of full_attention, lin"),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
+            "together need each number from 1 to num_hidden_layers=4 once",
+        ),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "=4, which is not supported; supported: 2"),
+        ("step3p5", {"attention_other_setting": {"head_dim": 4}}, "supported: other heads of queries alone"),
+        (
+            "step3p5",
+            {"per_layer_config": {"0": {"num_attention_heads": 6}}},
+            "supported: {'1': {'num_attention_heads': 6",
+        ),
+        ("step3p5", {"zero_centered": False}, "zero_centered=False, which is not supported; supported: True"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported; supported: False"),
     ],
 )
@@ -63,13 +96,48 @@ def test_an_option_that_is_not_followed_is_refused_by_name(name, changes, messag
 
 
 def test_a_published_form_gives_the_same_model():
-    """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's."""
+    """Gemma 4's options as published say each size once; Kimi K2's are DeepSeek V3's; Kimi Linear's layers have
+    numbers, Hunyuan A13B's sizes are said of each, InternLM 3's biases and much of MiMo-V2 and Step 3.5 have other
+    names."""
     written = options_of("gemma4_moe")
     published = written | {"global_head_dim": 16, "num_global_key_value_heads": 1}
     del published["per_layer_config"]
     assert registry.transformer(published) == registry.transformer(written)
     latent = options_of("deepseek_v3")
     assert registry.transformer(latent | {"model_type": "kimi_k2"}) == registry.transformer(latent)
+    written = options_of("kimi_linear")
+    assert registry.longest(written) == 64  # model_max_length
+    sizes = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
+    linear = {"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], **sizes}}
+    published = {name: value for name, value in written.items() if name not in ("layer_types", "mlp_layer_types")}
+    published = {name: value for name, value in published.items() if not name.startswith("linear_")}
+    assert registry.transformer(published | linear) == registry.transformer(written)
+    written = options_of("mimo_v2_flash")
+    aside = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "routed_scaling_factor")
+    published = {name: value for name, value in written.items() if name not in aside}
+    published |= {"layernorm_epsilon": 1e-5, "sliding_window": 5, "sliding_window_size": 5, "scoring_func": "sigmoid"}
+    published |= {"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 2}
+    published |= {"rope_theta": 5_000_000, "swa_rope_theta": 10_000, "partial_rotary_factor": 0.334}
+    assert registry.transformer(published) == registry.transformer(written)
+    written = options_of("step3p5")
+    aside = ("mlp_layer_types", "rope_parameters", "n_routed_experts", "num_sliding_attention_heads")
+    aside += ("per_layer_config", "num_key_value_heads", "query_pre_attn_scalar", "num_experts_per_tok")
+    published = {name: value for name, value in written.items() if name not in aside}
+    kinds = [*written["layer_types"], "sliding_attention"]  # of a module that predicts further tokens too
+    published |= {"layer_types": kinds, "num_nextn_predict_layers": 1, "moe_layers_enum": "1,2,3", "moe_top_k": 2}
+    published |= {"rope_theta": [500.0, 1e4, 1e4, 500.0, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0]}
+    published |= {
+        "moe_num_experts": 4,
+        "num_attention_groups": 2,
+        "attention_other_setting": {"num_attention_heads": 6},
+    }
+    assert registry.transformer(published) == registry.transformer(written)
+    written = options_of("hunyuan_moe")
+    published = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "moe_intermediate_size": [48] * 3, "use_cla": False}
+    assert registry.transformer(written | published) == registry.transformer(written)
+    written = options_of("internlm3")
+    published = {"qkv_bias": True, "bias": True, "attention_bias": None, "mlp_bias": None}
+    assert registry.transformer(written | published) == registry.transformer(written)
 
 
 def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
@@ -88,6 +156,7 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
     [
         ("gemma4", {}, "no formulas for layers that read the keys and values of others and inputs of each layer's own"),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
+        ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
         ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),
         (
             "gemma4",

@@ -14,10 +14,10 @@ SHAPES = {"q": (K, H), "k": (K, H), "v": (N, V)}
 RUN = jax.jit(delta_net_of_drafts)
 
 
-def numbers(rng, tokens: int):
-    """x and, as one array each, logarithms of decays and betas."""
+def numbers(rng, tokens: int, decays: tuple[int, ...]):
+    """x and, as one array each, logarithms of decays, of this shape, and betas."""
     x = {name: rng.normal(size=(B, tokens, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
-    decay, beta = (rng.normal(size=(B, tokens, N)).astype(np.float32) for _ in range(2))
+    decay, beta = (rng.normal(size=(B, tokens, *shape)).astype(np.float32) for shape in (decays, (N,)))
     return x, (-(decay**2) * np.exp(rng.normal(size=decay.shape)).astype(np.float32), 1 / (1 + np.exp(-beta)))
 
 
@@ -31,21 +31,23 @@ def read(x, taps, rates, memory, at, valid, each: int):
     return np.concatenate(out, axis=1), memory
 
 
-@pytest.mark.parametrize(("drafts", "one_by_one"), [(1, False), (4, False), (2, True)])
-def test_what_stays_is_as_if_there_had_been_no_drafts(drafts, one_by_one):
+@pytest.mark.parametrize(
+    ("drafts", "one_by_one", "decays"), [(1, False, (N,)), (4, False, (N,)), (2, True, (N,)), (3, False, (N, H))]
+)
+def test_what_stays_is_as_if_there_had_been_no_drafts(drafts, one_by_one, decays):
     """Of every row some drafts stay at each step, none of them, or all; now and then a row pauses. A model that drafts
     reads a token at a time."""
     rng, P = np.random.default_rng(drafts), 1 + drafts
     taps = {name: rng.normal(size=(*shape, W)).astype(np.float32) for name, shape in SHAPES.items()}
-    text, rates = numbers(rng, STEPS * P)  # more than will stay
+    text, rates = numbers(rng, STEPS * P, decays)  # more than will stay
     memory = empty_memory(text, W) | {"start": jnp.zeros(B, jnp.int32)}
     memory |= {n: jnp.pad(memory[n], ((0, 0), (0, P), (0, 0), (0, 0))) for n in ("conv_q", "conv_k", "conv_v")}
-    memory |= {name: jnp.zeros((B, P, N)) for name in ("log_decay", "beta")}
+    memory |= {"log_decay": jnp.zeros((B, P, *decays)), "beta": jnp.zeros((B, P, N))}
     at, outs, rows = np.zeros(B, int), [[] for _ in range(B)], np.arange(B)[:, None]
     for _ in range(STEPS):
         count, runs = rng.integers(0, P, B), rng.uniform(size=B) < 0.8  # drafts that there are
         right = np.minimum(rng.integers(0, P, B), count)
-        wrong, index, own = numbers(rng, P), at[:, None] + np.arange(P), np.arange(P) <= right[:, None]
+        wrong, index, own = numbers(rng, P, decays), at[:, None] + np.arange(P), np.arange(P) <= right[:, None]
         own = {n: own.reshape(B, P, *(1,) * n) for n in (1, 2)}
         x, how = jax.tree.map(lambda a, b, i=index, o=own: np.where(o[a.ndim - 2], a[rows, i], b), (text, rates), wrong)
         valid = (np.arange(P) <= count[:, None]) & runs[:, None]

@@ -14,19 +14,22 @@ from shardlm.ops.unit_inverse import inverse_of_unit
 B, K, N, H, V, W = 2, 2, 4, 16, 8, 4
 
 
-def numbers(length: int, seed: int = 0) -> list[jax.Array]:
-    """Queries, keys, values, logarithms of decays and betas of [B, length, ...], and a state."""
+def numbers(length: int, seed: int = 0, channels: bool = False) -> list[jax.Array]:
+    """Queries, keys, values, logarithms of decays, of each number of a key if `channels`, and betas of [B, length,
+    ...], and a state."""
     rng = np.random.default_rng(seed)
-    shapes = [(B, length, K, H), (B, length, K, H), (B, length, N, V), (B, length, N), (B, length, N), (B, N, H, V)]
+    rates = [(B, length, N, H)[: 3 + channels], (B, length, N)]
+    shapes = [(B, length, K, H), (B, length, K, H), (B, length, N, V), *rates, (B, N, H, V)]
     q, k, v, decay, beta, state = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     return [unit(jnp.asarray(q)), unit(jnp.asarray(k)), v, -(decay**2), 1 / (1 + np.exp(-beta)), state]
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("length", [1, 5, CHUNK, 2 * CHUNK + 22])
-def test_chunks_are_the_rule(length):
+def test_chunks_are_the_rule(length, channels):
     new = np.random.default_rng(1).uniform(size=(B, length)) < 3 / CHUNK
     text = texts(jnp.asarray(new).at[0].set(False))  # a row that goes on from its state to the end
-    given = numbers(length)
+    given = numbers(length, channels=channels)
 
     def of(rule):
         def loss(*given):
@@ -67,10 +70,10 @@ def test_factors_in_16_bits():
             assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back):
+@pytest.mark.parametrize(("back", "decays"), [(False, 1), (True, 1), (False, 32), (True, 32)])
+def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back, decays):
     rng, n, H, V = np.random.default_rng(0), 5, 32, 64
-    left, P = rng.uniform(size=(n, B, N)).astype(np.float32), rng.normal(size=(n, B, N, H, H)) / H
+    left, P = rng.uniform(size=(n, B, N, decays)).astype(np.float32), rng.normal(size=(n, B, N, H, H)) / H
     into, state = rng.normal(size=(n, B, N, H, V)), rng.normal(size=(B, N, H, V)).astype(np.float32)
     P, into = (jnp.asarray(a, jnp.bfloat16) for a in (P, into))
     assert states_kernel.fits(P, into)

@@ -66,10 +66,10 @@ class ServedModel:
         folder = path if path.is_dir() else path.parent
         options = read_config(folder)
         source = Pretrained(str(folder), length, config=json.dumps(dict(options)))
-        longest = registry.text_config(options).get("max_position_embeddings") or options.get("n_positions") or 0
         shape = source.transformer()
         few = str(folder) if supported(options) else ""
         name = folder.name if given == path else given.name
+        longest = registry.longest(options)
         return cls(name or str(given), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few)
 
 

@@ -64,7 +64,7 @@ class Held:
 
     @property
     def of_experts(self) -> bool:
-        return self.names[0] == "experts"
+        return self.names[:1] == ("experts",)
 
 
 @dataclasses.dataclass(frozen=True)
