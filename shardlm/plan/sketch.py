@@ -75,15 +75,15 @@ class Weight:
 
 
 def refuse(shape: TransformerConfig, length: int, served: bool = False) -> None:
-    """Raises ShardlmError for models whose memory and time have no formulas, with rows of this length."""
+    """Raises ShardlmError for models whose memory and time have no formulas, trained or served, with rows of this
+    length."""
     chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
     reasons = {
-        "layers that read the keys and values of others": shape.reads,
-        "inputs of each layer's own": shape.inputs is not None,
+        "layers that read the keys and values of others": shape.reads and not served,
+        "inputs of each layer's own": shape.inputs is not None and not served,
         f"attention within chunks of {', '.join(map(str, chunks))} tokens in rows of {length}": any(
             length > chunk for chunk in chunks
         ),
-        "heads of different sizes in one pool of pages": served and len(shape.kept_heads) > 1,
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         raise ShardlmError(
