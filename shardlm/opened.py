@@ -117,7 +117,7 @@ class Prepared:
 
 
 def _stretched(source: Pretrained) -> bool:
-    return any(a.rope and a.rope.kind in STRETCHED for a in source.transformer().attentions())
+    return any(a.rope and a.rope.kind in STRETCHED for a in source.transformer().attention_kinds)
 
 
 def describe(path: str | os.PathLike, length: int = 0, base: Any = None) -> Found:
@@ -386,8 +386,8 @@ def execution_of(
             f"quantization=fp8_dynamic on {device.device_kind}: its matrix units do not take fp8, which came with "
             "compute capability 8.9 (Ada, Hopper, Blackwell); choose int8_dynamic, or fp8 for weights alone"
         )
-    heads = {(a.head_dim, a.value_dim) for a in shape.attentions()}
-    capped = any(a.softcap for a in shape.attentions())
+    heads = {(a.head_dim, a.value_dim) for a in shape.attention_kinds}
+    capped = any(a.softcap for a in shape.attention_kinds)
     experts = any(block.mlp.num_experts for block in shape.all_blocks())
     return Execution(
         rules,

@@ -82,6 +82,11 @@ class TransformerConfig:
         return (b.attention for b in self.all_blocks() if not isinstance(b.attention, DeltaNetConfig))
 
     @functools.cached_property
+    def attention_kinds(self) -> tuple[AttentionConfig | MlaConfig, ...]:
+        """Those of them that differ."""
+        return tuple(dict.fromkeys(k.attention for k in self.kinds if not isinstance(k.attention, DeltaNetConfig)))
+
+    @functools.cached_property
     def memories(self) -> tuple[int, ...]:
         """The layers that keep none: they remember a text by arrays of one size."""
         return tuple(i for i, b in enumerate(self.blocks()) if isinstance(b.attention, DeltaNetConfig))

@@ -75,18 +75,18 @@ class Weight:
 
 
 def refuse(shape: TransformerConfig, length: int, served: bool = False) -> None:
-    """Raises ShardlmError for models whose memory and time have no formulas, with rows of this length."""
+    """Raises ShardlmError for models whose memory and time have no formulas, trained or served, with rows of this
+    length."""
     chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
     chosen = {one.top_k for block in shape.kinds if (one := getattr(block.attention, "indexer", None))}
     reasons = {
-        "layers that read the keys and values of others": shape.reads,
-        "inputs of each layer's own": shape.inputs is not None,
+        "layers that read the keys and values of others": shape.reads and not served,
+        "inputs of each layer's own": shape.inputs is not None and not served,
         f"attention within chunks of {', '.join(map(str, chunks))} tokens in rows of {length}": any(
             length > chunk for chunk in chunks
         ),
         f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": not served
         and any(length > count for count in chosen),
-        "heads of different sizes in one pool of pages": served and len(shape.kept_heads) > 1,
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),

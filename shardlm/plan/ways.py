@@ -67,7 +67,7 @@ def linear_heads(shape: TransformerConfig) -> int:
 
 def _by_heads(shape: TransformerConfig, linear: int, tensor: int, context: int) -> bool:
     """Whether rows that context splits can be exchanged by heads, as beside linear attention all are."""
-    attending = {(a.num_heads // tensor, max(1, a.num_kv_heads // tensor)) for a in shape.attentions()}
+    attending = {(a.num_heads // tensor, max(1, a.num_kv_heads // tensor)) for a in shape.attention_kinds}
     return linear % (tensor * context) == 0 and all(fits(*heads, context) for heads in attending)
 
 

@@ -73,8 +73,8 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_preference(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
-    heads = {(a.head_dim, a.value_dim) for a in shape.attentions()}
-    capped = any(a.softcap for a in shape.attentions())
+    heads = {(a.head_dim, a.value_dim) for a in shape.attention_kinds}
+    capped = any(a.softcap for a in shape.attention_kinds)
     execution = Execution(
         rules=rules,
         dtype=dtype,

@@ -20,12 +20,8 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving.case import ServedModel, ServingCase
-from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.sketch import Sketch
 from shardlm.rules import Rules
-from shardlm.serve.engine_config import EngineConfig
 from shardlm.state import ModelDef, cache_entries
 from shardlm.train.config import RunConfig, TrainConfig
 
@@ -175,13 +171,6 @@ def test_what_is_not_planned_is_refused_by_name(name, changes, message):
     config = RunConfig(model=Pretrained(str(REFERENCES / name)), train=train, mesh=MeshSpec(data=1))
     with pytest.raises(ShardlmError, match=message):
         Sketch.of(dataclasses.replace(config, **changes), GPUS["h100"])
-
-
-def test_pools_for_heads_of_two_sizes_are_not_planned():
-    served = ServedModel.of_folder(REFERENCES / "gemma4_moe", 48)
-    case = ServingCase(served, Cluster.of(GPUS["h100"], 1), EngineConfig(kv_cache_bytes=2**17), 20, 9)
-    with pytest.raises(ShardlmError, match="no formulas for heads of different sizes in one pool of pages"):
-        serving_memory(case)
 
 
 def test_chunks_that_no_row_exceeds_are_planned():

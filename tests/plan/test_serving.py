@@ -99,6 +99,8 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("gemma3", {"tensor": 2}, {"speculative_config": {"model": str(REFERENCES / "llama")} | DRAFTED}),
         ("llama", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3")} | DRAFTED}),
         ("llama", {"data": 2}, {"speculative_config": {"method": "ngram"} | DRAFTED}),
+        ("gemma4", {"tensor": 4}, {"kv_cache_bytes": 2**19}),
+        ("gemma4_moe", {"pipeline": 2}, {"kv_cache_dtype": "fp8"}),
         ("../mtp_reference", {"tensor": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("../hybrid_mtp_references/qwen3_5_moe", {"expert": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("qwen3_5", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3_next")} | DRAFTED}),
@@ -106,7 +108,7 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
 )
 def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):
     mesh, folder = MeshSpec(**axes), REFERENCES / family
-    config = EngineConfig(mesh=mesh, dtype="float32", kv_cache_bytes=2**17, **SIZES, **options)
+    config = EngineConfig(mesh=mesh, dtype="float32", **({"kv_cache_bytes": 2**17} | SIZES | options))
     drafts = config.speculative_config
     drafting = ServedModel.of_folder(drafts.model, 48) if drafts and drafts.model else None
     asked = {"acceptance_rate": 0.5, "draft": drafting} if drafts else {}

@@ -22,6 +22,7 @@ from shardlm.plan.sketch import Described
 from shardlm.plan.sketch import refuse as unknown
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import few_bits_of
+from shardlm.serve.layers import apart
 from shardlm.serve.memories import refuse
 from shardlm.serve.memories import slot_bytes as memory_bytes
 from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
@@ -33,7 +34,7 @@ from shardlm.serve.stages import layout_of as part_of_layout
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
-from shardlm.state import ModelDef
+from shardlm.state import ModelDef, kv_ways
 
 ACTIVATION = 4  # bytes of a logit
 # Arrays of [rows, vocabulary] in float32 that a decode program keeps at once: 5.6 (compiled for an H100: Llama 3's
@@ -153,10 +154,10 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
     drafter = drafter_of(case)
     lengths = case.length, engine.block_size, engine.decoded
-    layout, *beside = layouts_for(shape, drafter and drafter.windows, *lengths, engine.drafts)
+    layout, *beside = layouts_for(shape, drafter and drafter.windows, *lengths, engine.drafts, kv_ways(model))
     own = [weights.stage(run, i == 0, i == len(runs) - 1) for i, run in enumerate(runs)]
     held = [held_bytes(stage, rules) for stage in own]
-    each = [page_bytes(model, part_of_layout(layout, run), engine.block_size) for run in runs]
+    each = _page_bytes(case, model, layout, runs)
     if drafter:
         held[-1] += drafter.weight_bytes
         each[-1] += page_bytes(drafter.model, beside[0], engine.block_size)
@@ -191,6 +192,18 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             "max_num_batched_tokens"
         )
     return found
+
+
+def _page_bytes(case: ServingCase, model: ModelDef, layout: PageLayout, runs: list[slice]) -> list[int]:
+    """Of one page in the layers of each stage, over all its devices. A stage's layers may have heads of fewer sizes
+    than those of the model."""
+    shape, engine, models = case.model.shape, case.engine, [model] * len(runs)
+    if len(runs) > 1 and len(shape.kept_heads) > 1:
+        whole = apart(shape)
+        shapes = (dataclasses.replace(whole, segments=whole.segments[run]) for run in runs)
+        models = [one_layer(own, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype) for own in shapes]
+    parts = (part_of_layout(layout, run) for run in runs)
+    return [page_bytes(own, part, engine.block_size) for own, part in zip(models, parts, strict=True)]
 
 
 def _prefill(case: ServingCase, model: ModelDef) -> str:

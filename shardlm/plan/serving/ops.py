@@ -218,6 +218,20 @@ def _all_reduced(nbytes: float, axes: tuple[str, ...], rules: Rules) -> float:
     return 2 * (devices - 1) / devices * nbytes
 
 
+def inputs_work(weights: Sequence[InUse], rules: Rules, one: Pass) -> Work:
+    """What each layer takes of each token, made at once for all of them (layers/layer_inputs.py): rows of a table that
+    is split by tokens, and a projection of the embedding."""
+    (made,) = (held for held in weights if held.summed)
+    each = made.numbers / made.summed  # of a token, of all layers
+    nbytes, axes = one.tokens * each * one.itemsize, rules.use.axes("vocab")
+    ops = [
+        *_projection(made, "embedding", _beside(weights), one.tokens, one.itemsize),
+        Op("embedding", "layers' inputs: lookup and norm", "memory", 0, 3 * nbytes, 2),
+    ]
+    exchanged = [Exchanged("all-reduce", axes, _all_reduced(nbytes, axes, rules), 1)] if axes else []
+    return Work(tuple(ops), tuple(exchanged), made.nbytes)
+
+
 def ends_work(head: InUse, rules: Rules, one: Pass, vocab: int, D: int) -> Work:
     """Embedding, head and sampling, of the stages that have them."""
     axes, B = rules.use.axes("vocab"), one.rows * (1 + one.drafts)

@@ -6,6 +6,9 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mla import MlaConfig
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
@@ -15,7 +18,7 @@ from shardlm.plan.op import Op
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
-from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, layer_work
+from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_replica, of_stage
@@ -185,11 +188,13 @@ class Speed:
     def _works(self, i: int, one: Pass) -> list[tuple[Work, float]]:
         """(work, how often) of each kind of layer of a stage, and of the ends of the model, where they are there."""
         shape = self.case.model.shape
-        D, cache = shape.embed_dim, self._cache
+        D = shape.embed_dim
         found = [
-            (layer_work(block, self._in_use[own], self.rules, cache, one, D), count)
+            (layer_work(block, self._in_use[own], self.rules, self._cached(block.attention), one, D), count)
             for (block, own), count in self._kinds[i].items()
         ]
+        if shape.inputs:
+            found.append((inputs_work(self._inputs, self.rules, one), 1))
         if i == self.stages - 1:
             found.append((ends_work(self._head, self.rules, one, shape.vocab_size, D), 1))
         if i == self.stages - 1 and self._drafter:
@@ -224,11 +229,16 @@ class Speed:
         return InUse.of(head, self.rules)
 
     @functools.cached_property
-    def _cache(self) -> float:
+    def _inputs(self) -> list[InUse]:
+        """Weights that make what each layer takes of a token."""
+        return [InUse.of(held, self.rules) for held in self.weights.beside["layer_inputs"]]
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
+    def _cached(self, attention: AttentionConfig | MlaConfig | DeltaNetConfig) -> float:
+        """Bytes of one position in a layer."""
         engine = self.case.engine
-        return cache_bytes(
-            one_layer(self.case.model.shape, of_stage(engine.mesh), self.case.dtype, engine.kv_cache_dtype)
-        )
+        model = one_layer(self.case.model.shape, of_stage(engine.mesh), self.case.dtype, engine.kv_cache_dtype)
+        return cache_bytes(model, attention)
 
     @functools.cached_property
     def _drafter(self) -> Drafter | None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from shardlm.held_weights import of_scale
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.lora import A
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution, in_groups
@@ -27,7 +29,7 @@ from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
-from shardlm.state import ModelDef, held_as, is_adapter
+from shardlm.state import ModelDef, held_as, is_adapter, kv_ways
 
 BY_HEAD = ("wk_up", "wv_up")  # latent attention multiplies by each head's part of them (layers/mla.py)
 
@@ -109,7 +111,7 @@ class InUse:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """layers  the parameters of each layer, first to last
-    beside  of no layer, by name: embedding, final_norm, head, positions
+    beside  of no layer, by name: embedding, final_norm, head, positions, layer_inputs
     """
 
     layers: tuple[tuple[Held, ...], ...]
@@ -118,7 +120,7 @@ class Weights:
 
     def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
         """Of a pipeline stage (serve/stages.py)."""
-        here = ["embedding", "positions"] if first else []
+        here = ["embedding", "positions", "layer_inputs"] if first else []
         here += ["final_norm", "head"] if last else []
         here += ["embedding"] if last and self.tied and not first else []
         own = [held for layer in self.layers[layers] for held in layer]
@@ -186,19 +188,32 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
 
 @functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    """A model of one layer that attends and one that does not, where there are such, on the mesh of a stage: they keep
-    of a text what all do (serve/pool_size.py's page_bytes, serve/memories.py's slot_bytes)."""
+    """A model of one layer that attends, or one for each size of heads, and one that does not, where there are such, on
+    the mesh of a stage: they keep of a text what all do (serve/pool_size.py's page_bytes, serve/memories.py's
+    slot_bytes)."""
     execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
-    whole, linear = apart(shape), set(shape.memories)
-    kinds = {layer in linear: segment for layer, segment in reversed(list(enumerate(whole.segments)))}
+    whole = apart(shape)
+    own = [(layer, whole.segments[layer]) for layer in sorted(set(shape.sources[: shape.num_layers]), reverse=True)]
+    kinds = {(layer in shape.memories, _heads(shape, segment.pattern[0].attention)): segment for layer, segment in own}
     small = dataclasses.replace(whole, segments=tuple(kinds.values()))
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         return ModelDef.make(small, execution)
 
 
-def cache_bytes(model: ModelDef) -> float:
-    """Of one position in one layer of `one_layer`'s, on one device."""
-    return page_bytes(model, PageLayout.whole(1, 0), 1) / model.execution.rules.mesh.size("expert", "tensor")
+def _heads(shape: TransformerConfig, attention: Any) -> tuple[int, int] | None:
+    """(kv heads, numbers of one), where layers' differ."""
+    differ = len(shape.kept_heads) > 1 and isinstance(attention, AttentionConfig)
+    return (attention.num_kv_heads, attention.head_dim) if differ else None
+
+
+def cache_bytes(model: ModelDef, attention: Any = None) -> float:
+    """Of one position in one layer of `one_layer`'s, on one device. Where heads are of several sizes, in a layer with
+    this attention: its part of a place in the pages, which others share."""
+    place = page_bytes(model, PageLayout.whole(1, 0), 1) / model.execution.rules.mesh.size("expert", "tensor")
+    if not (own := _heads(model.config, attention)):
+        return place
+    numbers = model.config.kept_numbers(kv_ways(model))
+    return place * numbers[own] / math.lcm(*numbers.values())
 
 
 def held_bytes(weights: Sequence[Held], rules: Rules) -> int:
