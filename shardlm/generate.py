@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import MEMORIES, Paged, Pages
+from shardlm.layers.context import MEMORIES, Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.ops.kv_format import held, order_of, pool_names, pool_shape
 from shardlm.ops.sampling import sample
 from shardlm.state import ModelDef, cache_entries, memory_entries

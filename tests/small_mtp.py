@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 
 
 def further_logits(model, params, tokens):

@@ -14,8 +14,8 @@ from small_mtp import further_logits
 
 from shardlm.errors import ShardlmError
 from shardlm.generate import make_pages
-from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules

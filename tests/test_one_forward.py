@@ -12,8 +12,9 @@ from small_moe import DEEPSEEK, MOE
 
 from shardlm.errors import ShardlmError
 from shardlm.generate import PAGE_SIZE, Sampling, generate, make_pages
-from shardlm.layers.context import Packed, Paged
+from shardlm.layers.packed import Packed
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules

@@ -13,7 +13,7 @@ from flax import nnx
 from small import init, init_on_mesh, mesh_of, model_on, on_devices, packed_batch, relative_error, whole_init
 from small_moe import DEEPSEEK
 
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.layers.stack import scan_blocks
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.train.step import NextToken, StepConfig, gradients

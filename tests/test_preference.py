@@ -14,8 +14,8 @@ from small import mesh_of, on_devices, relative_error
 
 from shardlm.data.config import DataConfig
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import Packed
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.packed import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.pretrained import Pretrained

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.layers.context import Paged, Pages
+from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, rank_of, sample_rows
 from shardlm.ops.delta_rows import Rows

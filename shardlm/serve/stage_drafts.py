@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import programs
 from shardlm.serve.speculation.programs import Tally, both, nothing_yet, places, proposed, rows_of, verified

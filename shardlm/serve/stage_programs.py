@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Paged, Pages
+from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.models.transformer import Transformer
 from shardlm.serve import programs
 from shardlm.serve.programs import ChunkRows

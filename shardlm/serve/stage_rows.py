@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.serve import token_rows
 from shardlm.serve.stage_programs import through
 from shardlm.serve.stages import Stage

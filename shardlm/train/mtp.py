@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.models.transformer import Transformer
 from shardlm.ops.cross_entropy import HeadLayout, cross_entropy
 from shardlm.rules import Rules

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
 from shardlm.layers.stack import run_repeat, spreading
 from shardlm.layers.stage_weights import add_at, cast_ahead

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from shardlm.data.packing import MAX_PAIRS
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import Packed
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.packed import Packed
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.cross_entropy import token_nll
 from shardlm.ops.preference import pair_sums, preference_loss

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardlm.layers.context import Packed
 from shardlm.layers.moe import LOSSES
+from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
 from shardlm.models.transformer import Transformer
 from shardlm.ops.cross_entropy import HeadLayout, cross_entropy

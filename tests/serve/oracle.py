@@ -13,8 +13,8 @@ from engines import TOKENIZER
 from flax.traverse_util import flatten_dict, unflatten_dict
 from small import mesh_of
 
-from shardlm.layers.context import Packed
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig

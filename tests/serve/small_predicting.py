@@ -11,7 +11,7 @@ from engines import CONFIG, TOKENIZER
 from small import init, mesh_of, model_on
 from small_moe import DEEPSEEK
 
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.state import ModelDef
 from shardlm.train.step import NextToken, StepConfig, gradients

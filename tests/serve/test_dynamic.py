@@ -18,7 +18,7 @@ from engines import CONFIG, folder_of
 import shardlm
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, copy_beside, write_folder
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained

@@ -16,7 +16,7 @@ from small import init
 
 from shardlm.errors import ShardlmError
 from shardlm.generate import Sampling, generate
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bad_words import BadWords

@@ -12,7 +12,7 @@ from engines import CONFIG, TOKENIZER, finished, of_model
 from small import init, mesh_of
 from small_hybrid import HYBRID
 
-from shardlm.layers.context import Packed
+from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules

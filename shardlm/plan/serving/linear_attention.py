@@ -1,5 +1,5 @@
 """Layers of linear attention in a served model: what a request is remembered by, and what a pass through a layer
-computes and moves (serve/programs.py, layers/context.py's Paged.recur)."""
+computes and moves (serve/programs.py, layers/paged.py)."""
 
 import math
 from collections.abc import Iterable, Iterator

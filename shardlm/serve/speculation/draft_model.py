@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.generate import make_pages
-from shardlm.layers.context import Paged
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.serve.memory_copies import copy_memories
 from shardlm.serve.programs import WHOLE, hidden_of_one, sampled_of
 from shardlm.state import ModelDef

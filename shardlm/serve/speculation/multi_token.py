@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.generate import make_pages
-from shardlm.layers.context import Paged, Pages
+from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.models.transformer import Transformer
 from shardlm.serve.programs import WHOLE, sampled_of
 from shardlm.serve.speculation.proposer import Rows

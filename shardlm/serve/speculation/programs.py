@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Paged, Pages
+from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged import Paged
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import programs
 from shardlm.serve.programs import WHOLE, ChunkRows, DecodeRows, keep_slots, none_sampled, sampled_of

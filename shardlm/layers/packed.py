@@ -1,0 +1,145 @@
+"""The context of training and scoring (context.py): packed rows, in which each document attends to itself."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.context import Selection, heads_of, one_per_device, rates_of
+from shardlm.layers.param import Execution
+from shardlm.mesh import shard_map
+from shardlm.ops.attention import packed_attention
+from shardlm.ops.gated_delta import delta_net, empty_memory
+from shardlm.ops.token_choice import Index, chosen_in_rows
+from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
+from shardlm.rules import Rules
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]; held bool
+    [repeats], False for the empty slots of a pipeline's stage, in which experts get no tokens: by a router of zeros all
+    would go to the same few. `kept`: by name, the keys and values "k" and "v" [B, T, K, H] that later layers read."""
+
+    absorbs: ClassVar[bool] = False
+    segment_ids: jax.Array
+    rules: Rules = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(default="xla", metadata={"static": True})
+    weights: jax.Array | None = None
+    context: str = dataclasses.field(default="ring", metadata={"static": True})  # where rows are split
+    held: jax.Array | None = None
+    inputs: jax.Array | None = None
+    kept: dict[str, dict[str, jax.Array]] | None = None
+    selection: Selection | None = None
+
+    @classmethod
+    def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
+        """The context of a batch, as a model with this execution runs it."""
+        return cls(segment_ids, execution.rules, execution.attention, weights, execution.context_attention)
+
+    @property
+    def real(self) -> jax.Array:
+        real = self.segment_ids > 0
+        return real if self.held is None else real & self.held
+
+    def of_repeat(self, index):
+        if self.held is None:
+            return self
+        return dataclasses.replace(self, held=jax.lax.dynamic_index_in_dim(self.held, index, keepdims=False))
+
+    def kept_by(self, name):
+        return self.kept[name]["k"], self.kept[name]["v"]
+
+    def select(self, index, positions, pages, layer):
+        del positions, layer
+        act = self.rules.act
+        if self.segment_ids.shape[1] <= index.count:
+            return None, pages
+        over = act.axes("whole_seq")
+        if over and self.context == "ring":
+            raise ShardlmError(
+                "context_attention=ring: a ring's devices see a part of the keys at a time, and sparse attention "
+                "chooses among all; choose ulysses, or context=1"
+            )
+        rows = act.spec("batch", "whole_seq")
+        parts = {name: act.spec("batch", "whole_seq", *[None] * n) for name, n in (("q", 2), ("weights", 1), ("k", 1))}
+        run = shard_map(
+            partial(chosen_in_rows, over=over[0] if over else ""),
+            in_specs=(Index(**parts, count=index.count), rows),
+            out_specs=act.spec("batch", None, None),
+        )
+        return run(index, self.segment_ids), pages
+
+    def unselected(self, positions, pages, count):
+        del positions, pages
+        B, T = self.segment_ids.shape
+        if count >= T:
+            return None
+        return jnp.zeros((B, T, T), bool, out_sharding=self.rules.act.spec("batch", None, None))
+
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        positions,
+        pages,
+        layer,
+        *,
+        scale,
+        window,
+        kv_name,
+        softcap=0.0,
+        sinks=None,
+        kv_heads=0,
+        chunk=0,
+        selection=None,
+    ):
+        del layer, kv_heads  # rows are in order, so the index is the position
+        if kv_name == "kv_heads_whole":
+            k, v = (one_per_device(a, self.rules) for a in (k, v))
+        out = packed_attention(
+            q,
+            k,
+            v,
+            self._chunked(positions, chunk) if chunk else self.segment_ids,
+            scale=scale,
+            rules=self.rules,
+            implementation=self.implementation,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            context=self.context,
+            chosen=selection,
+        )
+        return out, pages
+
+    def recur(self, x, taps, log_decay, beta, positions, pages, layer):
+        del positions, layer
+        act = self.rules.act
+        over = act.axes("whole_seq")
+        heads, rows = heads_of(act), act.spec("batch", "whole_seq")
+
+        def local(x, taps, log_decay, beta, segment_ids):
+            if over:  # whole rows of a share of the heads, and back
+                x, log_decay, beta = (by_heads(a, over[0]) for a in (x, log_decay, beta))
+                taps = own_heads(taps, over[0])
+                segment_ids = jax.lax.all_gather(segment_ids, over[0], axis=1, tiled=True)
+            new = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+            memory = empty_memory(x, taps["q"].shape[-1])
+            out, _ = delta_net(x, taps, log_decay, beta, memory, new, jnp.ones_like(new))
+            return by_tokens(out, over[0]) if over else out
+
+        specs = (heads["x"], heads["taps"], rates_of(act, log_decay), heads["each"], rows)
+        run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
+        return run(x, taps, log_decay, beta, self.segment_ids), pages
+
+    def _chunked(self, positions: jax.Array, chunk: int) -> jax.Array:
+        """Segments of which each chunk is one of its own, int32 [B, T]."""
+        count = -(-positions.shape[1] // chunk)
+        positions = jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec)
+        return jnp.where(self.segment_ids > 0, self.segment_ids * count + positions // chunk, 0)

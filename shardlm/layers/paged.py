@@ -1,0 +1,209 @@
+"""The context of prefill and decoding (context.py): rows of texts whose beginnings are in pages, and in slots of
+memories."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.layers.context import INDEX, INDEXES, MEMORIES, Selection, heads_of, one_per_device, rates_of
+from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.param import Execution
+from shardlm.mesh import shard_map
+from shardlm.ops import paged_attention, paged_choice
+from shardlm.ops.attention import of_rows
+from shardlm.ops.delta_rows import Rows, remembered
+from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
+from shardlm.rules import Rules
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Prefill (T > 1) and decode (T = 1): write k and v into pages, then attend to all positions so far.
+
+    page_table int32 [B, groups * W], of each group of layers the pages of a row's tokens, page 0 is scrap; valid bool
+    [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
+    every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
+    is for models without soft caps and latents; "": to pages. adapter int32 [B]: which of several each row has
+    (layers/lora.py); None where the model has not several. slot int32 [B]: where layers without pages remember each
+    row's text; None where the model has none. `rows`: how these take tokens in (ops/delta_rows.py). sure int32 [B]:
+    where in each row's text the tokens begin that may turn out wrong; None: with the row.
+    """
+
+    absorbs: ClassVar[bool] = True
+    page_table: jax.Array
+    valid: jax.Array
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+    rules: Rules = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(default="blocked", metadata={"static": True})
+    whole: str = dataclasses.field(default="", metadata={"static": True})
+    weights: None = None
+    adapter: jax.Array | None = None
+    slot: jax.Array | None = None
+    inputs: jax.Array | None = None
+    selection: Selection | None = None
+    rows: Rows = dataclasses.field(default="known", metadata={"static": True})
+    sure: jax.Array | None = None
+
+    @classmethod
+    def make(
+        cls,
+        page_table: jax.Array,
+        valid: jax.Array,
+        layout: PageLayout,
+        execution: Execution,
+        whole: str = "",
+        adapter: jax.Array | None = None,
+        slot: jax.Array | None = None,
+        rows: Rows = "known",
+        sure: jax.Array | None = None,
+    ) -> "Paged":
+        """The context of a batch, as a model with this execution runs it."""
+        how = (layout, execution.rules, execution.paged_attention, whole)
+        beside = {"adapter": adapter if execution.adapters else None, "slot": slot if layout.memories else None}
+        return cls(page_table, valid, *how, **beside, rows=rows, sure=sure)
+
+    @property
+    def real(self) -> jax.Array:
+        return self.valid
+
+    def of_repeat(self, index):
+        del index
+        return self
+
+    def kept_by(self, name):
+        del name
+        return None, None
+
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        positions,
+        pages,
+        layer,
+        *,
+        scale,
+        window,
+        kv_name,
+        softcap=0.0,
+        sinks=None,
+        value_dim=0,
+        kv_heads=0,
+        chunk=0,
+        selection=None,
+    ):
+        act = self.rules.act
+        heads = act.spec("batch", "whole_seq", "heads", "head_dim")
+        beside = {name: a for name, a in pages.items() if name in MEMORIES or name in INDEXES}
+        pages = {name: a for name, a in pages.items() if name not in beside}
+        orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
+        tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
+        new = {name: a for name, a in (("k", k), ("v", v)) if a is not None}
+        over = jax.typeof(pages["k"]).sharding.spec[orders["k"].index("k")]
+        if kv_name == "kv_heads_whole" and kv_heads and over:  # other layers' heads are split, and so are the pages
+            new = {name: one_per_device(a, self.rules) for name, a in new.items()}
+            kv_name, kv_heads = "kv_heads", self.rules.mesh.size(*act.axes("kv_heads"))
+        kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
+        pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
+        page_table, place, part = self._of_layer(layer)
+        heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
+
+        def local(q, new, pages, page_table, positions, valid, place, part, sinks, selection):
+            shapes, parts = {name: a.shape for name, a in pages.items()}, 1
+            if heads_here:
+                parts = parts_of_page(pages["k"], orders["k"], heads_here, q.shape[3])
+                pages = {name: as_heads(a, orders[name], heads_here, parts) for name, a in pages.items()}
+            page_table, first = page_table * parts, place * self.layout.num_pages * parts + part
+            where = (page_table, positions, valid, first)
+            pages = paged_attention.write(pages, new, *where, implementation=self.implementation)
+            if self.whole and (not chunk or q.shape[1] <= chunk):
+                assert not softcap and not value_dim, "checked before (serve/prefill.py)"
+                if kv_name == "kv_heads_whole":
+                    head = self._own_head(new["k"].shape[2], q.shape[2])
+                    new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
+                pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
+                return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
+            if isinstance(selection, dict):
+                out = paged_choice.attend(q, pages["k"], pages.get("k" + SCALE), selection, first, scale, value_dim)
+                return out, pages
+            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
+            options |= {"chosen": selection} if selection is not None else {}
+            options |= {"chunk": chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
+            if kv_name == "kv_heads_whole":
+                options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
+            where = (page_table, positions, first)
+            attend = paged_attention.implementation(self.implementation)
+            out = attend(q, pages["k"], pages.get("v"), *where, **options)
+            return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
+
+        out, pages = shard_map(
+            local,
+            in_specs=(heads, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads"), tokens),
+            out_specs=(heads, pools),
+        )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
+        return out, pages | beside
+
+    def select(self, index, positions, pages, layer):
+        act, scalar = self.rules.act, jax.sharding.PartitionSpec()
+        held = {name: a for name, a in pages.items() if name in INDEXES}
+        page_table, place, _ = self._of_layer(layer)
+        orders = {name: order_of(name, a.dtype, self.implementation) for name, a in held.items()}
+        pools = {name: act.spec(*pool_names(order, "kv_heads_whole")) for name, order in orders.items()}
+        tokens = act.spec("batch", "whole_seq")
+
+        def local(index, held, page_table, positions, valid, place):
+            where = page_table, positions, valid, place * self.layout.num_pages
+            return paged_choice.choose(index, held, INDEX, *where, self.implementation)
+
+        run = shard_map(local, in_specs=(tokens, pools, *(tokens,) * 3, scalar), out_specs=(tokens, pools))
+        selection, held = run(index, held, page_table, positions, self.valid, place)
+        return selection, pages | held
+
+    def unselected(self, positions, pages, count):
+        pool = pages[INDEX]
+        page_size = pool.shape[order_of(INDEX, pool.dtype, self.implementation).index("s")]
+        reach = self.page_table.shape[1] // len(self.layout.windows) * page_size
+        if reach <= count:
+            return None
+        found = paged_choice.shape_of(positions.shape, reach, count, self.implementation)
+        spec = self.rules.act.spec("batch", "whole_seq")
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=spec), found)
+
+    def recur(self, x, taps, log_decay, beta, positions, pages, layer):
+        act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
+        heads, rows = heads_of(act), act.spec("batch", "whole_seq")
+        held = {name: a for name, a in pages.items() if name in MEMORIES}
+        specs = {name: act.spec(*MEMORIES[name]) for name in held}
+
+        def local(x, taps, log_decay, beta, sure, positions, valid, slot, place, held):
+            where = place * self.layout.slots + slot  # rows of padding all have the last slot
+            return remembered(self.rows, x, taps, log_decay, beta, sure, positions[:, 0], valid, held, where)
+
+        slot, scalar = act.spec("batch"), jax.sharding.PartitionSpec()
+        of_x = (heads["x"], heads["taps"], rates_of(act, log_decay), heads["each"])
+        how = (slot, rows, rows, slot, scalar, specs)
+        run = shard_map(local, in_specs=(*of_x, *how), out_specs=(heads["x"]["v"], specs))
+        sure = positions[:, 0] if self.sure is None else self.sure
+        out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
+        return out, pages | held
+
+    def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The page table [B, W] of a layer, its place among the layers that share it, and its part of that."""
+        layout = self.layout
+        groups = len(layout.windows)
+        if layout.in_order:
+            return self.page_table, layer, jnp.int32(0)
+        group, place = jnp.asarray(layout.places, jnp.int32)[layer]
+        part = jnp.asarray(layout.parts, jnp.int32)[layer] if layout.parts else jnp.int32(0)
+        width = self.page_table.shape[1] // groups
+        return jax.lax.dynamic_slice_in_dim(self.page_table, group * width, width, axis=1), place, part
+
+    def _own_head(self, num_kv_heads: int, local_heads: int) -> jax.Array:
+        """Which of the kv heads, held whole, this device's query heads share."""
+        axes = self.rules.act.axes("heads") or ("tensor",)
+        group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
+        return jax.lax.axis_index(axes) * local_heads // group
