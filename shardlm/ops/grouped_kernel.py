@@ -100,7 +100,7 @@ class Sizes:
 
     @property
     def steps(self) -> int:
-        return steps_of(self.summed, self.group, self.how)
+        return pl.cdiv(self.summed, self.step)
 
     @property
     def share(self) -> int:
@@ -131,8 +131,7 @@ def pallas(x: jax.Array, held: Grouped, how: Groups, *, interpret: bool = False)
     `interpret` runs it anywhere, slowly."""
     (M, K), F = x.shape, held.values.shape[1]
     group = K // held.scale.shape[0]
-    steps = steps_of(K, group, how)
-    splits, written = splits_of(steps, F), parts_written(steps, F, M)
+    splits, written = splits_of(K, F), parts_written(K, F, M)
     sizes = Sizes(M, K, F, group, how, splits, written < splits, not interpret)
     out = jax.ShapeDtypeStruct((written, M, F), x.dtype if written == 1 else jnp.float32)
     parts = pl.pallas_call(
@@ -154,7 +153,7 @@ def of_experts(
     expert without rows is not read."""
     (n, K), (E, _, F) = x.shape, held.values.shape
     group = K // held.scale.shape[1]
-    splits = splits_of_experts(steps_of(K, group, how), F, n, E)
+    splits = splits_of_experts(K, F, n, E)
     sizes = Sizes(_of_expert(n, E), K, F, group, how, splits, False, not interpret)
     ends = jnp.cumsum(group_sizes)
     parts = pl.pallas_call(
@@ -166,10 +165,6 @@ def of_experts(
         name="few_bits_experts",
     )(x, jnp.stack([ends - group_sizes, ends]), *_arrays(held, sizes))
     return jnp.where((jnp.arange(n) < ends[-1])[:, None], _summed_up(parts, x.dtype), 0)
-
-
-def steps_of(summed: int, group: int, how: Groups) -> int:
-    return pl.cdiv(summed, step_of(group, how.a_byte))
 
 
 def _summed_up(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:

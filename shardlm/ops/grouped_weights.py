@@ -41,7 +41,7 @@ COLUMNS = 128  # of such a program: 128 bytes of a row of the weight, which lie 
 # For a weight and few rows: about three for each of a GPU's multiprocessors, which has four schedulers to fill. What is
 # counted of instructions leaves no time for waits (bench/machine_code.py).
 PROGRAMS = 384
-LEAST_STEPS = 8  # that are worth a program of their own, whose sums are written and read again; of few rows, half of it
+LEAST = 512  # numbers that are worth a program of their own, whose sums are written and read again; of few rows, half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,19 +223,19 @@ def step_of(group: int, a_byte: int) -> int:
     return next(n for n in range(min(GROUP * a_byte, group), 0, -1) if group % n == 0)
 
 
-def splits_of(steps: int, columns: int) -> int:
-    """Parts of the steps that the kernel's programs sum up; by the weight's shape alone."""
-    return max(1, min(PROGRAMS // -(-columns // COLUMNS), steps // LEAST_STEPS))
+def splits_of(summed: int, columns: int) -> int:
+    """Parts of what is summed over, each by programs of its own; by the weight's shape alone."""
+    return max(1, min(PROGRAMS // -(-columns // COLUMNS), summed // LEAST))
 
 
-def parts_written(steps: int, columns: int, rows: int) -> int:
+def parts_written(summed: int, columns: int, rows: int) -> int:
     """Those that are written and read again, 1: none. With several blocks of rows there are programs enough, and parts
     would be more than the weight: each program goes through all of them."""
-    return 1 if rows > ROWS else splits_of(steps, columns)
+    return 1 if rows > ROWS else splits_of(summed, columns)
 
 
-def splits_of_experts(steps: int, columns: int, rows: int, experts: int) -> int:
+def splits_of_experts(summed: int, columns: int, rows: int, experts: int) -> int:
     """The same of experts' weights while there are fewer rows than experts, and as many weights are read: one token's 8
     experts of 128 are 48 programs with 768 columns each."""
     programs = -(-columns // COLUMNS) * rows
-    return max(1, min(PROGRAMS // programs, 2 * steps // LEAST_STEPS)) if rows < experts else 1
+    return max(1, min(PROGRAMS // programs, 2 * summed // LEAST)) if rows < experts else 1

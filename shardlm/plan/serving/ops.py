@@ -11,7 +11,7 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE, ZERO
-from shardlm.ops.grouped_weights import parts_written, step_of
+from shardlm.ops.grouped_weights import parts_written
 from shardlm.plan.op import Layer, Op
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.weights import InUse, made_anew
@@ -132,7 +132,7 @@ def _projection(held: InUse, layer: Layer, scales: Mapping[str, int], tokens: fl
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
     elif held.packed:
-        parts = parts_written(-(-k // step_of(held.group, held.packed)), int(n), tokens)
+        parts = parts_written(int(k), int(n), tokens)
         weight += scales[held.name] + (2 * 4 * parts * tokens * n if parts > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
