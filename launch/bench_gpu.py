@@ -14,7 +14,7 @@ from shardlm.files import write_atomically
 
 OUTPUT = "benchmarks/results/gpu.json"
 
-_PARTS = flags.DEFINE_list("parts", [], "gpu: of train, decode, kernels, plan, tests; empty: all.")
+_PARTS = flags.DEFINE_list("parts", [], "gpu: of train, decode, kernels, code, plan, tests; empty: all.")
 _SIZES = flags.DEFINE_string(
     "sizes", "full", "gpu: full, for a GPU of 80 GB or more; tiny, to see that all of it runs."
 )

@@ -13,6 +13,7 @@ PARTS = {
     "train": "training steps of dense models against the roofline, and against PyTorch",
     "decode": "the serving engine, decoding and prefill, against the bandwidth and FLOP bounds, and transformers",
     "kernels": "each kernel against its reference: largest error, times, share of the roofline",
+    "code": "registers, spills and instructions of the kernels written here, as compiled",
     "plan": "predicted against measured seconds and memory of training steps",
     "tests": "pytest -m gpu",
 }

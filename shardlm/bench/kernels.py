@@ -325,7 +325,7 @@ def _in_groups(key: jax.Array, shape: tuple[int, ...], axis: int, how: Groups) -
     else:
         numbers = jax.random.normal(key, values).astype(how.stored)
     factors = jax.random.uniform(key, scales, jnp.float32, 0.5, 1.5) * GROUP**-0.5
-    return [numbers, factors.astype(dtype), *(jax.random.randint(key, own, -8, 9, kind) for own, kind in zeros)]
+    return [numbers, factors.astype(dtype), *(jax.random.randint(key, own, -8, 9).astype(kind) for own, kind in zeros)]
 
 
 def _held(how: Groups, arrays: Arrays) -> grouped_weights.Grouped:

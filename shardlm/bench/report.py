@@ -11,7 +11,7 @@ Column = tuple[str, Callable[[Row], Any]]  # head, cell
 
 
 def number(value: float | None, form: str = ".3g", scale: float = 1) -> str:
-    return "" if value is None else format(value / scale, form)
+    return "" if value is None else format(value / scale if scale != 1 else value, form)
 
 
 def percent(value: float | None) -> str:
@@ -51,6 +51,19 @@ KERNELS: tuple[Column, ...] = (
     ("GB/s", lambda r: number(r["bytes_per_second"], ",.0f", 1e9)),
     ("of the roofline", lambda r: percent(r["of_roofline"])),
 )
+CODE: tuple[Column, ...] = (
+    ("shape", lambda r: r["name"]),
+    ("kernel", lambda r: r["kernel"]),
+    ("grid", lambda r: " x ".join(map(str, r["grid"]))),
+    ("blocks for each core", lambda r: number(r["blocks_each"], ".1f")),
+    ("that fit", lambda r: number(r["blocks_fit"], "d")),
+    ("threads", lambda r: number(r["threads"], "d")),
+    ("registers", lambda r: number(r["registers"], "d")),
+    ("bytes spilled", lambda r: number(r["spilled_bytes"], "d")),
+    ("KiB shared", lambda r: number(r["shared_bytes"], ".0f", 2**10)),
+    ("instructions of the loop", lambda r: f"{r['loop'].get('all', '')} {r['source']}"),
+    ("of tensor cores", lambda r: number(r["loop"].get("tensor cores"), "d")),
+)
 PLAN: tuple[Column, ...] = (
     ("step", lambda r: r["name"]),
     ("predicted s", lambda r: number(r.get("predicted_seconds"))),
@@ -68,11 +81,12 @@ TESTS: tuple[Column, ...] = (
     ("s", lambda r: number(r["seconds"], ".1f")),
     ("why", lambda r: (r.get("reason") or "").splitlines()[0] if r.get("reason") else ""),
 )
-COLUMNS = {"train": TRAIN, "decode": DECODE, "kernels": KERNELS, "plan": PLAN, "tests": TESTS}
+COLUMNS = {"train": TRAIN, "decode": DECODE, "kernels": KERNELS, "code": CODE, "plan": PLAN, "tests": TESTS}
 NEEDED = {  # what a row has that belongs into its part's table
     "train": "tokens_per_second",
     "decode": "tokens_per_second",
     "kernels": "largest_error",
+    "code": "kernel",
     "plan": "measured_seconds",
     "tests": "outcome",
 }

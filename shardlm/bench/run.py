@@ -22,6 +22,7 @@ MODULES = {
     "train": "training",
     "decode": "decoding",
     "kernels": "kernel_timing",
+    "code": "code_table",
     "plan": "planning",
     "tests": "testing",
 }

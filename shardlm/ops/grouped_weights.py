@@ -31,14 +31,17 @@ _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
 LONGEST = 128  # of published checkpoints' groups as they are held
 # Rows up to which the kernel multiplies. A weight of one byte that is made anew moves 5 bytes a number, and the kernel
-# 1 for every 128 rows; beyond two such blocks it is the products that take the time, and cuBLAS's are faster.
+# 1 for all 64 rows that run together; beyond that it is the products that take the time, and cuBLAS's are faster.
 FEW_ROWS = 256
 # And of an expert, on average. All experts' weights are made anew together: where 2,048 tokens choose 8 of 128 that is
-# 5 bytes a number for products of 128 rows, a block of the kernel's, which reads 1. Further blocks read it again.
+# 5 bytes a number for products of 128 rows, two blocks of the kernel's, which read 1. Further ones read it again.
 FEW_ROWS_OF_EXPERT = 128
-COLUMNS = 64  # of such a program: 64 bytes of a row of the weight, which lie together
-PROGRAMS = 256  # for a weight and few rows: about two for each of a GPU's multiprocessors
-LEAST_STEPS = 4  # that are worth a program of their own, whose sums are written and read again
+ROWS = 64  # of a program of the kernel, whose sums fit in registers
+COLUMNS = 128  # of such a program: 128 bytes of a row of the weight, which lie together
+# For a weight and few rows: about three for each of a GPU's multiprocessors, which has four schedulers to fill. What is
+# counted of instructions leaves no time for waits (bench/machine_code.py).
+PROGRAMS = 384
+LEAST = 512  # numbers that are worth a program of their own, whose sums are written and read again; of few rows, half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +223,19 @@ def step_of(group: int, a_byte: int) -> int:
     return next(n for n in range(min(GROUP * a_byte, group), 0, -1) if group % n == 0)
 
 
-def splits_of(steps: int, columns: int) -> int:
-    """Parts of the steps that the kernel's programs sum up; by the weight's shape alone."""
-    return max(1, min(PROGRAMS // -(-columns // COLUMNS), steps // LEAST_STEPS))
+def splits_of(summed: int, columns: int) -> int:
+    """Parts of what is summed over, each by programs of its own; by the weight's shape alone."""
+    return max(1, min(PROGRAMS // -(-columns // COLUMNS), summed // LEAST))
+
+
+def parts_written(summed: int, columns: int, rows: int) -> int:
+    """Those that are written and read again, 1: none. With several blocks of rows there are programs enough, and parts
+    would be more than the weight: each program goes through all of them."""
+    return 1 if rows > ROWS else splits_of(summed, columns)
+
+
+def splits_of_experts(summed: int, columns: int, rows: int, experts: int) -> int:
+    """The same of experts' weights while there are fewer rows than experts, and as many weights are read: one token's 8
+    experts of 128 are 48 programs with 768 columns each."""
+    programs = -(-columns // COLUMNS) * rows
+    return max(1, min(PROGRAMS // programs, 2 * summed // LEAST)) if rows < experts else 1

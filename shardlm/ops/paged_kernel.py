@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from shardlm.ops import packed_numbers
 from shardlm.ops.attention import MASKED
 from shardlm.ops.kv_format import SCALE, numbers_each
 
@@ -49,6 +50,7 @@ class Sizes:
     value_columns the same of a value; of values inside keys, they are the first of key_columns
     block_rows, block_keys  of one program and of one turn of its loop
     splits        of the keys of a sequence
+    compiled      for a GPU, or else interpreted
     """
 
     tokens: int
@@ -62,6 +64,7 @@ class Sizes:
     block_rows: int
     block_keys: int
     splits: int
+    compiled: bool
 
     @property
     def group(self) -> int:
@@ -128,6 +131,7 @@ def pallas(
         values_inside,
         page_table.shape[1],
         q.shape[1] <= FEW_TOKENS if alone is None else alone,
+        not interpret,
     )
     inputs = {
         "q": q,
@@ -146,7 +150,7 @@ def pallas(
 
 
 def _sizes(
-    shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int, alone: bool
+    shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int, alone: bool, compiled=True
 ) -> Sizes:
     """For queries of this shape and dtype."""
     B, T, N, key_dim = shape
@@ -154,7 +158,9 @@ def _sizes(
     wide = max(key_dim, value_dim) > 256
     block = (32 if wide else 64) * 2 // dtype.itemsize  # more of float32 does not fit in registers
     rows = T * N // kv_heads
-    block_rows = min(block, max(16, pl.next_power_of_2(rows)))
+    # Of latents, of which 64 rows share what 32 read twice. Bytes have no registers left for it.
+    twice = wide and values_inside and pack == 1 and dtype.itemsize == 2
+    block_rows = min(2 * block if twice else block, max(16, pl.next_power_of_2(rows)))
     of_value = pieces(value_dim // pack)
     beyond = pieces((key_dim - value_dim) // pack, value_dim // pack)
     programs = kv_heads * pl.cdiv(rows, block_rows) * (1 if alone else B)
@@ -171,6 +177,7 @@ def _sizes(
         block_rows=block_rows,
         block_keys=block,
         splits=max(1, min(pl.cdiv(PROGRAMS, programs), most)),
+        compiled=compiled,
     )
 
 
@@ -234,7 +241,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         here = index <= last
         page = triton.load(refs["table"].at[b, jax.lax.div(index, sizes.page_size)], mask=here, other=0)
         at = (page + refs["where"][0], jax.lax.rem(index, sizes.page_size), head)
-        keys, of_keys = _tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype)
+        keys, of_keys = _tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype, sizes.compiled)
         scores = sum(_dot(one, key.T) for one, key in zip(q, keys, strict=True)) * (rule.scale * of_keys)
         if rule.softcap:
             scores = rule.softcap * jnp.tanh(scores / rule.softcap)
@@ -248,7 +255,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         total = total * keep + weights.sum(axis=1)
         values, of_values = keys[: len(sums)], of_keys
         if "v" in refs:
-            values, of_values = _tiles(refs, "v", at, here, sizes.value_columns, q[0].dtype)
+            values, of_values = _tiles(refs, "v", at, here, sizes.value_columns, q[0].dtype, sizes.compiled)
         weights = (weights * of_values).astype(q[0].dtype)
         return new, total, tuple(s * keep[:, None] + _dot(weights, v) for s, v in zip(sums, values, strict=True))
 
@@ -278,7 +285,7 @@ def _query(ref, piece: Piece, row, real, pack: int) -> jax.Array:
     return triton.load(ref.at[b, t[:, None], n[:, None], (first + pack * column)[None]], mask=mask, other=0)
 
 
-def _tiles(refs, name: str, at, here, pieces, dtype):
+def _tiles(refs, name: str, at, here, pieces, dtype, compiled: bool):
     """(the numbers of these positions, [block_keys, size] for each piece and each of the numbers in an element, their
     scale [1, block_keys] or 1)."""
     page, offset, head = at
@@ -291,18 +298,12 @@ def _tiles(refs, name: str, at, here, pieces, dtype):
         tile = triton.load(ref.at[page[:, None], offset[:, None], head, (first + column)[None]], mask=mask, other=0)
         if tile.dtype != jnp.int16:
             found.append(tile.astype(dtype))
-        elif name + SCALE in refs:
-            found += [((tile << 8) >> 8).astype(dtype), (tile >> 8).astype(dtype)]
-        else:
-            found += [from_fp8(tile).astype(dtype), from_fp8(tile >> 8).astype(dtype)]
+            continue
+        how = "int8" if name + SCALE in refs else "fp8"
+        for bits in packed_numbers.bytes_of(tile, compiled):
+            [numbers] = packed_numbers.numbers(bits, how, compiled)
+            found.append(numbers.astype(dtype))
     return found, scale
-
-
-def from_fp8(bits: jax.Array) -> jax.Array:
-    """The lower 8 bits of int16 as e4m3: float16 has more bits for exponent and fraction, and a bias that is 8 more.
-    What is not a number there becomes 480."""
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

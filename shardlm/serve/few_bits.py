@@ -7,7 +7,7 @@ from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT, GroupedPro
 from shardlm.ops.weight_format import DYNAMIC, AsPublished, WeightFormat, groups_of
 from shardlm.serve.chunk_programs import WHILE_WEIGHTS_ARE_READ, FewBits
 
-BLOCK = 128  # rows for which the kernel reads a weight once (ops/grouped_kernel.py)
+BLOCK = 128  # rows for which the kernel reads a weight once: two of its blocks, which run beside each other
 IN_USE = 2  # bytes of a number in the compute dtype
 SIXTEEN_BITS = WHILE_WEIGHTS_ARE_READ["gpu"]  # tokens that take as long as reading weights that each of them multiplies
 

@@ -10,8 +10,7 @@ from oracle import opened_of
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
-from shardlm.ops import grouped_kernel
-from shardlm.ops.grouped_weights import Groups
+from shardlm.ops.grouped_weights import ROWS, Groups
 from shardlm.ops.weight_format import AsPublished
 from shardlm.serve.build import assemble
 from shardlm.serve.chunk_programs import Cuts, FewBits, sizes_of
@@ -23,7 +22,7 @@ DENSE = {"int4": FewBits(256, 128, 64, 256, 320), "int8": FewBits(256, 128, 128,
 
 
 def test_what_is_read_and_made_is_by_the_format_and_by_what_multiplies_it():
-    assert BLOCK == grouped_kernel.ROWS
+    assert BLOCK == 2 * ROWS
     assert {how: few_bits_of(LLAMA, how, "pallas") for how in DENSE} == {how: (one,) for how, one in DENSE.items()}
     assert few_bits_of(LLAMA, "fp8", "pallas") == (DENSE["int8"],)
     published = AsPublished((("wq", Groups("fp4", 16, published=True)), ("up", Groups("int4", 128, published=True))))

@@ -11,7 +11,7 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE, ZERO
-from shardlm.ops.grouped_weights import splits_of, step_of
+from shardlm.ops.grouped_weights import parts_written
 from shardlm.plan.op import Layer, Op
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
@@ -142,8 +142,8 @@ def _projection(held: InUse, layer: Layer, scales: Mapping[str, int], tokens: fl
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
     elif held.packed:
-        splits = splits_of(-(-k // step_of(held.group, held.packed)), int(n))
-        weight += scales[held.name] + (2 * 4 * splits * tokens * n if splits > 1 else 0)
+        parts = parts_written(int(k), int(n), tokens)
+        weight += scales[held.name] + (2 * 4 * parts * tokens * n if parts > 1 else 0)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
     yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=held.product or NAMES[itemsize])

@@ -1,0 +1,54 @@
+"""The part `code`: what becomes of the kernels that this project has written, on the GPU at hand or else on an H100,
+without running them (machine_code.py)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from shardlm import hardware
+from shardlm.bench import machine_code
+from shardlm.bench.case import Given
+from shardlm.bench.kernels import kernel_of
+from shardlm.bench.sizes import Sizes, named
+
+OWN = ("paged_attention", "paged_attention_merge", "few_bits_matmul", "few_bits_experts", "chunk_states")
+NO_PTXAS = "registers are not known without ptxas: pip install nvidia-cuda-nvcc"
+FAMILIES = ("paged attention", "weights in few bits")
+
+
+def cases(sizes: Sizes) -> tuple[str, ...]:
+    return tuple(name for name in sizes.kernels if name in FAMILIES)
+
+
+def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
+    """A row for each kernel of ours at each shape of a family; what does not compile is its row's `error`."""
+    device = jax.devices()[0]
+    gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else hardware.named("h100")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    for shape, what in named(given.sizes).kernels[name].items():
+        kernel = kernel_of(what, True)
+        inputs = lambda kernel=kernel: jax.eval_shape(kernel.inputs, key)  # noqa: E731
+        try:
+            for code in machine_code.kernels(kernel.run, inputs, gpu.name if gpu else device.device_kind):
+                if code.name in OWN:
+                    yield {"name": shape, **_row(code, gpu.name)}
+        except Exception as error:  # of the compiler, or of a GPU that it does not know: the other shapes are wanted
+            yield {"name": shape, "error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _row(code: machine_code.Code, gpu: str) -> dict[str, Any]:
+    return {
+        "kernel": code.name,
+        "gpu": gpu,
+        "grid": list(code.grid),
+        "threads": code.threads,
+        "shared_bytes": code.shared_bytes,
+        "registers": code.registers,
+        "spilled_bytes": code.spilled,
+        "blocks_fit": code.blocks(gpu),
+        "blocks_each": code.filled(gpu),
+        "loop": dict(code.loop),
+        "source": code.source,
+        **({} if code.registers is not None else {"error": NO_PTXAS}),
+    }

@@ -1,0 +1,102 @@
+"""What becomes of our kernels on GPUs, compiled without one: tensor cores multiply, 16 bytes are read at a time and
+before they are used, registers suffice, and a byte takes no more instructions than it did (bench/machine_code.py)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_programs import MARKS
+
+from shardlm.bench import machine_code
+from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged
+from shardlm.bench.kernels import kernel_of
+from shardlm.ops import states_kernel
+
+pytestmark = MARKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Of one kernel at a shape.
+
+    nbytes   that a block reads from memory in one turn of its loop
+    most     PTX instructions of a warp for each of them
+    blocks   that fit on a multiprocessor, at least
+    filled   blocks of the grid for each multiprocessor, at least
+    """
+
+    shape: Paged | FewBits | FewBitsExperts
+    nbytes: int
+    most: float
+    blocks: int
+    filled: float
+
+
+DECODE = FULL["paged attention"]["decode 64 x 4k"]
+PAIR = 64 * 128 * 2  # of 64 positions, the numbers of key and value of a head
+# As compiled with jax 0.10.2, and a little more. At the memory's full rate an H100 issues 0.31 instructions of a warp
+# for each byte and an H200 0.22, of SASS, of which there are a third fewer than of PTX in the kernels of few bits.
+CASES = {
+    "decode": Expected(DECODE, 2 * PAIR, 0.051, 4, 62),
+    "decode, fp8": Expected(dataclasses.replace(DECODE, how="fp8"), PAIR, 0.21, 4, 62),
+    "decode, int8": Expected(dataclasses.replace(DECODE, how="int8"), PAIR, 0.21, 4, 62),
+    "decode, latents": Expected(FULL["paged attention"]["decode 64 x 4k, latents"], 32 * 576 * 2, 0.26, 1, 3),
+    "decode alone": Expected(dataclasses.replace(DECODE, rows=1), 2 * PAIR, 0.051, 4, 0.9),
+    "chunk": Expected(FULL["paged attention"]["chunk 1 x 2k of 8k"], 2 * PAIR, 0.13, 2, 7),
+    "int4": Expected(FewBits(1, 4096, 14_336, FORMS["int4"], True), 128 * 32, 0.37, 4, 2.4),
+    "int4, 64 rows": Expected(FewBits(64, 4096, 14_336, FORMS["int4"], True), 128 * 32, 0.6, 2, 2.4),
+    "int4 with zeros": Expected(FewBits(1, 4096, 14_336, FORMS["int4 with zeros"], True), 128 * 64, 0.33, 3, 2.4),
+    "int8": Expected(FewBits(1, 4096, 14_336, FORMS["int8"], True), 128 * 64, 0.21, 4, 2.4),
+    "fp8": Expected(FewBits(1, 4096, 14_336, FORMS["fp8"], True), 128 * 64, 0.25, 4, 2.4),
+    "mxfp4": Expected(FewBits(1, 4096, 14_336, FORMS["mxfp4"], True), 128 * 64, 0.42, 3, 2.4),
+    "experts": Expected(FewBitsExperts(1, 2048, 768, 128, FORMS["int4"], True), 128 * 32, 0.37, 3, 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [
+        *((case, "h100") for case in CASES),
+        *((case, "a100") for case in ("decode, fp8", "chunk", "int4, 64 rows", "mxfp4")),
+    ],
+)
+def test_kernels(case, gpu):
+    expected = CASES[case]
+    kernel, key = kernel_of(expected.shape, True), jax.eval_shape(lambda: jax.random.key(0))
+    found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
+    [code] = [one for one in found if one.name in ("paged_attention", "few_bits_matmul", "few_bits_experts")]
+    _check(code, gpu)
+    assert code.filled(gpu) >= expected.filled
+    if code.source == "ptx":
+        assert code.per_byte(expected.nbytes) <= expected.most
+    if code.registers is not None:
+        assert code.blocks(gpu) >= expected.blocks
+
+
+@pytest.mark.parametrize(("back", "gpu"), [(False, "h100"), (True, "a100")])
+def test_states_of_linear_attention(back, gpu):
+    """2,048 tokens of 32 heads: about a block for each multiprocessor."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    each = array(jnp.bfloat16, 32, 1, 32, 128, 128)
+    given = array(jnp.float32, 32, 1, 32), each, each, array(jnp.float32, 1, 32, 128, 128)
+    run = functools.partial(states_kernel.pallas, back=back)
+    [code] = [one for one in machine_code.kernels(run, lambda: given, gpu) if one.name == "chunk_states"]
+    _check(code, gpu)
+    assert code.filled(gpu) > 0.9
+
+
+def _check(code: machine_code.Code, gpu: str) -> None:
+    loop = code.loop
+    assert loop["tensor cores"] and loop["read 16 bytes, ahead"] and not loop.get("spilled")
+    assert loop.get("read fewer, ahead", 0) <= 8  # what says where to read, and x, 8 bytes at a time
+    assert code.shared_bytes <= {"h100": 232_448, "a100": 166_912}[gpu]
+    if code.registers is None:
+        pytest.skip("no ptxas here: registers and what is spilled of them are not known (pip install nvidia-cuda-nvcc)")
+    assert code.spilled <= 64  # bytes, of what loops go around
+
+
+def test_what_is_left_for_each_byte():
+    """4 instructions a clock of 132 multiprocessors at 1.98 GHz, and 3.35 TB/s."""
+    assert machine_code.left_per_byte("h100") == pytest.approx(4 * 132 * 1.98e9 / 3.35e12)
