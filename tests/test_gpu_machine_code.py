@@ -12,7 +12,7 @@ from gpu_programs import MARKS
 from shardlm.bench import machine_code
 from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged
 from shardlm.bench.kernels import kernel_of
-from shardlm.ops import states_kernel
+from shardlm.ops import choice_kernel, states_kernel
 
 pytestmark = MARKS
 
@@ -85,6 +85,24 @@ def test_states_of_linear_attention(back, gpu):
     [code] = [one for one in machine_code.kernels(run, lambda: given, gpu) if one.name == "chunk_states"]
     _check(code, gpu)
     assert code.filled(gpu) > 0.9
+
+
+def test_choice_of_tokens():
+    """DeepSeek V3.2's, of 128 queries of a text of 128k: scores are multiplied by tensor cores, and those that a block
+    goes over are read 16 bytes at a time."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    T, pages = 128, 8192
+    given = array(jnp.bfloat16, 1, T, 64, 128), array(jnp.float32, 1, T, 64), array(jnp.int32, 1, T)
+    held = array(jnp.bfloat16, pages + 1, 16, 1, 128), array(jnp.int32, 1, pages), array(jnp.int32)
+
+    def run(q, weights, positions, pool, table, first):
+        pages = {"pool": pool, "scale": None, "page_table": table, "first_page": first}
+        return choice_kernel.chosen(choice_kernel.scored(q, weights, positions, **pages), positions, table, 2048, 16)
+
+    found = {code.name: code for code in machine_code.kernels(run, lambda: (*given, *held), "h100")}
+    _check(found["index_scores"], "h100")
+    assert found["index_scores"].blocks("h100") >= 4 and found["choose_tokens"].blocks("h100") >= 3
+    assert found["choose_tokens"].loop["read 16 bytes"] and not found["choose_tokens"].spilled
 
 
 def _check(code: machine_code.Code, gpu: str) -> None:

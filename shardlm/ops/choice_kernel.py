@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from shardlm.ops.kv_format import numbers_each
-from shardlm.ops.paged_kernel import Piece, _dot, _tiles, pieces
+from shardlm.ops.paged_kernel import Piece, dot, pieces, tiles
 
 BLOCK_KEYS, TOKENS = 64, 8  # of one program that scores
 BLOCK_SCORES = 2048  # that one which chooses has at a time
@@ -25,7 +25,7 @@ LOWEST = np.int32(-(2**31))
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """What is known when compiling: queries' heads, padded to what Triton multiplies, and their tokens of a program;
-    `pack` numbers in an element of the pool, which is read in `columns`."""
+    `pack` numbers in an element of the pool, which is read in `columns`; `compiled`: for a GPU, or else interpreted."""
 
     heads: int
     padded_heads: int
@@ -34,6 +34,7 @@ class Sizes:
     pack: int
     columns: tuple[Piece, ...]
     positions: int
+    compiled: bool
 
 
 def scored(
@@ -53,7 +54,9 @@ def scored(
     B, T, N, H = q.shape
     pack, page_size = numbers_each(pool), pool.shape[1]
     S = page_table.shape[1] * page_size
-    sizes = Sizes(N, max(16, pl.next_power_of_2(N)), min(T, TOKENS), page_size, pack, pieces(H // pack), S)
+    sizes = Sizes(
+        N, max(16, pl.next_power_of_2(N)), min(T, TOKENS), page_size, pack, pieces(H // pack), S, not interpret
+    )
     inputs = {"q": q, "weights": weights, "positions": positions, "table": page_table}
     inputs |= {"k": pool, "where": first_page[None]} | ({} if scale is None else {"k_scale": scale})
     run = pl.pallas_call(
@@ -78,7 +81,7 @@ def _score(sizes: Sizes, refs, out):
     page = triton.load(refs["table"].at[b, jax.lax.div(index, sizes.page_size)], mask=here, other=0)
     at = (page + refs["where"][0], jax.lax.rem(index, sizes.page_size), 0)
     dtype = refs["q"].dtype
-    keys, of_keys = _tiles(refs, "k", at, here, sizes.columns, dtype)
+    keys, of_keys = tiles(refs, "k", at, here, sizes.columns, dtype, sizes.compiled)
     pieces = [(sizes.pack * start + i, size, real) for start, size, real in sizes.columns for i in range(sizes.pack)]
     head = jnp.arange(sizes.padded_heads)
     real_head = head < sizes.heads
@@ -91,7 +94,7 @@ def _score(sizes: Sizes, refs, out):
             column = jnp.arange(size)
             mask = there[:, None] & (column < width)[None]
             where = refs["q"].at[b, t, head[:, None], (start + sizes.pack * column)[None]]
-            found += _dot(triton.load(where, mask=mask, other=0), key.T)
+            found += dot(triton.load(where, mask=mask, other=0), key.T)
         weight = triton.load(refs["weights"].at[b, t, head], mask=there, other=0)
         score = jnp.sum(jnp.maximum(found * of_keys, 0) * weight[:, None], axis=0)
         triton.store(out.at[b, t, index], score, mask=(index < sizes.positions) & (t < T))
@@ -131,12 +134,14 @@ def _choose(count: int, page_size: int, width: int, scores, positions, table, sl
     t, b = pl.program_id(0), pl.program_id(1)
     there = positions[b, t] + 1  # tokens to choose from
     blocks = pl.cdiv(there, width)
+    aligned = 16 if scores.shape[2] % 16 == 0 else 1
+    read = pl.cdiv(there, aligned) * aligned  # a mask that begins anywhere would have them read one by one
 
     def block(i):
         """(which tokens, whether they are there, their scores as int32 of the same order)."""
         token = i * width + jnp.arange(width)
         real = token < there
-        score = triton.load(scores.at[b, t, token], mask=real, other=0)
+        score = triton.load(scores.at[b, t, token], mask=token < read, other=0)
         bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
         return token, real, bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

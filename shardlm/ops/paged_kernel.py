@@ -85,7 +85,7 @@ class Sizes:
         return SPLIT_KEYS // self.block_keys
 
     def spread(self, pieces: tuple[Piece, ...]) -> list[Piece]:
-        """The numbers that `_tiles` finds in each piece, by the first: every `pack`-th one."""
+        """The numbers that `tiles` finds in each piece, by the first: every `pack`-th one."""
         return [(self.pack * first + i, size, real) for first, size, real in pieces for i in range(self.pack)]
 
 
@@ -241,8 +241,8 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         here = index <= last
         page = triton.load(refs["table"].at[b, jax.lax.div(index, sizes.page_size)], mask=here, other=0)
         at = (page + refs["where"][0], jax.lax.rem(index, sizes.page_size), head)
-        keys, of_keys = _tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype, sizes.compiled)
-        scores = sum(_dot(one, key.T) for one, key in zip(q, keys, strict=True)) * (rule.scale * of_keys)
+        keys, of_keys = tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype, sizes.compiled)
+        scores = sum(dot(one, key.T) for one, key in zip(q, keys, strict=True)) * (rule.scale * of_keys)
         if rule.softcap:
             scores = rule.softcap * jnp.tanh(scores / rule.softcap)
         distance = position[:, None] - index[None]
@@ -255,9 +255,9 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         total = total * keep + weights.sum(axis=1)
         values, of_values = keys[: len(sums)], of_keys
         if "v" in refs:
-            values, of_values = _tiles(refs, "v", at, here, sizes.value_columns, q[0].dtype, sizes.compiled)
+            values, of_values = tiles(refs, "v", at, here, sizes.value_columns, q[0].dtype, sizes.compiled)
         weights = (weights * of_values).astype(q[0].dtype)
-        return new, total, tuple(s * keep[:, None] + _dot(weights, v) for s, v in zip(sums, values, strict=True))
+        return new, total, tuple(s * keep[:, None] + dot(weights, v) for s, v in zip(sums, values, strict=True))
 
     peak = jnp.full((sizes.block_rows,), MASKED, jnp.float32)
     total = jnp.zeros((sizes.block_rows,), jnp.float32)
@@ -285,7 +285,7 @@ def _query(ref, piece: Piece, row, real, pack: int) -> jax.Array:
     return triton.load(ref.at[b, t[:, None], n[:, None], (first + pack * column)[None]], mask=mask, other=0)
 
 
-def _tiles(refs, name: str, at, here, pieces, dtype, compiled: bool):
+def tiles(refs, name: str, at, here, pieces, dtype, compiled: bool):
     """(the numbers of these positions, [block_keys, size] for each piece and each of the numbers in an element, their
     scale [1, block_keys] or 1)."""
     page, offset, head = at
@@ -306,7 +306,7 @@ def _tiles(refs, name: str, at, here, pieces, dtype, compiled: bool):
     return found, scale
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Sums, and products of float32, in float32."""
     return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
