@@ -101,7 +101,7 @@ def test_choice_of_tokens():
 
     found = {code.name: code for code in machine_code.kernels(run, lambda: (*given, *held), "h100")}
     _check(found["index_scores"], "h100")
-    assert found["index_scores"].blocks("h100") >= 4 and found["choose_tokens"].blocks("h100") >= 3
+    assert found["index_scores"].blocks("h100") >= 4 and found["choose_tokens"].blocks("h100") >= 2
     assert found["choose_tokens"].loop["read 16 bytes"] and not found["choose_tokens"].spilled
 
 
