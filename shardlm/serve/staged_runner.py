@@ -161,13 +161,23 @@ class StagedRunner(Runner):
         return {key: one for key, one in work.items() if self._here[key[-1]]}
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
-        rules, layouts = self.model.execution.rules, [stage.layout(self.config.layout) for stage in self.stages]
-        drafts = [self._copied_drafts if stage.last else () for stage in self.stages]
-        return {
-            ("copies", s): (copier(layout, rules, *drafts[s]), ((), self._state[s], *NO_COPIES))
-            for s, layout in enumerate(layouts)
-            if self.config.snapshots and (layout.memories or drafts[s])
-        }
+        rules, work = self.model.execution.rules, {}
+        for s in self._copying:
+            stage = self.stages[s]
+            copy = copier(stage.layout(self.config.layout), rules, *(self._copied_drafts if stage.last else ()))
+            work["copies", s] = copy, ((), self._state[s], *NO_COPIES)
+        return work
+
+    @functools.cached_property
+    def _copying(self) -> list[int]:
+        """Stages some of whose layers remember texts."""
+        if not self.config.snapshots:
+            return []
+        return [
+            s
+            for s, stage in enumerate(self.stages)
+            if stage.layout(self.config.layout).memories or (stage.last and self._copied_drafts)
+        ]
 
     def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:
         last, edits = len(self.stages) - 1, self._edits()
@@ -259,7 +269,7 @@ class StagedRunner(Runner):
 
     def _copied(self, pairs: np.ndarray) -> Later:
         def call(s: int) -> None:
-            if ("copies", s) in self._programs:
+            if s in self._copying and self._here[s]:
                 self._state[s] = self._programs["copies", s]((), self._state[s], pairs)
 
         return [launcher.submit(functools.partial(call, s)) for s, launcher in enumerate(self._launchers)][-1]
