@@ -80,7 +80,7 @@ def granite_factors(told: Told) -> dict[str, float]:
 
 
 def granite_moe(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
-    """Without a shared expert, which some of them have and shardlm does not."""
+    """Without a shared expert, which files of some of them have."""
     usual_routing(told)
     return "GraniteMoeForCausalLM", decoder(told, gguf, "granitemoe") | biases(gguf) | granite_factors(told) | {
         "num_local_experts": told.count("expert_count"),

@@ -2,7 +2,9 @@
 are tiny random checkpoints that transformers itself saved, with what it computed (make_references.py)."""
 
 import json
+import os
 import pathlib
+import sys
 from functools import partial
 
 import jax
@@ -23,6 +25,9 @@ from shardlm.state import ModelDef, at_rest
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 NAMES = sorted(path.name for path in REFERENCES.iterdir())
+# Made of what others have: with Python 3.12, or with SHARDLM_EVERY_FAMILY=1 (3.4 s of a core each, nothing cached).
+ALIKE = ("glm", "granite_swa", "granitemoeshared", "helium", "hunyuan_moe", "internlm3")
+ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
 LOGITS, GRADIENTS = 1e-4, 1e-3
 OF_MEMORIES = 3e-4  # a norm makes much of what is read where little is remembered (most tokens 2e-6, one 9e-5)
@@ -61,7 +66,7 @@ def loss(model, tokens, params):
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits[:, :-1]) * hit, axis=-1)), logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if ALL or name not in ALIKE])
 def test_a_family_computes_what_transformers_computes(name, tmp_path):
     check(Reference(name, MeshSpec()), tmp_path / "back")
 
