@@ -44,7 +44,8 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
         return
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
     of_queries = 2 if attention.gate else 1
-    yield "queries, keys and values", (of_queries * N + 2 * K) * attention.head_dim, D
+    made = 0 if attention.reads else 1 if attention.keys_are_values else 2  # those of another layer, keys, values
+    yield "queries, keys and values", (of_queries * N + made * K) * attention.head_dim, D
     yield "output", D, N * attention.head_dim
 
 

@@ -82,6 +82,12 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch.
         found["gradients"] = 2 * parts.resting + parts.around if sketch.passes > 1 else parts.resting
+        # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
+        found["inputs"] = itemsize(sketch) * sum(
+            weight.numbers(sketch.rules.use)
+            for weight in sketch.weights
+            if weight.path == "layer_inputs.table" and weight.trained
+        )
     return found
 
 
