@@ -43,7 +43,11 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
         yield "output", D, N * attention.value_dim
         return
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
-    columns = (N + K) * attention.head_dim + K * attention.value_dim
+    keys, values = (
+        K * width * (letter in attention.made)
+        for letter, width in (("k", attention.head_dim), ("v", attention.value_dim))
+    )
+    columns = N * attention.head_dim + keys + values
     yield "queries, keys and values", columns + attention.gates / tensor, D
     yield "output", D, N * attention.value_dim
 

@@ -188,6 +188,10 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         yield Op("mlp", "activation", "memory", 0, 3 * sketch.itemsize * tokens * F, 1)
     else:
         yield from _experts(sketch, block.mlp, matmul, ours)
+    if block.inputs:  # of tokens split as between blocks, by whole weights (layers/layer_inputs.py)
+        P = block.inputs.dim
+        yield matmul("mlp", "gate of the layer's input", tokens / tensor, P, D)
+        yield matmul("mlp", "layer's input", tokens / tensor, D, P)
     norms = 4 if block.norms == "both" else 2
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
 
@@ -282,6 +286,11 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
     if ours and sketch.gpu.generation != "cpu":
         read = program_memory.of_losses(sketch)
         yield Op("head", "softmax", "memory", 0, read, run.passes, run.passes, in_stages=run.idle > 1)
+    if shape.inputs:
+        made = _matmul(
+            sketch, "embedding", "layers' inputs", tokens / mesh.tensor, shape.num_layers * shape.inputs.dim, D
+        )
+        yield changed(made, count=3 * run.passes, forward=run.passes, in_stages=run.idle > 1)
     read = 3 * sketch.itemsize * tokens / mesh.tensor * D
     yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.idle > 1)
 

@@ -54,6 +54,10 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "linear attention with remat=none in two repeats of a pattern needed 5% less (1 compiled program)": (
             bool(shape.memories) and config.remat == "none" and max(one.repeats for one in shape.segments) < 3
         ),
+        "inputs of each layer's own were compared with remat=full, fsdp and one microbatch alone": (
+            shape.inputs is not None
+            and (config.remat != "full" or sketch.passes > 1 or sketch.mesh.data > 1 or config.lora.rank > 0)
+        ),
         "preference training was not compared": config.preference.beta > 0,
         "modules that predict further tokens were not compared": shape.mtp is not None,
         "steps with compressed exchanges were not compared": exchanged,

@@ -74,27 +74,29 @@ class Weight:
         return int(rest.partition(".")[0]) if head == "segments" else None
 
 
-def refuse(shape: TransformerConfig, length: int, served: bool = False) -> None:
-    """Raises ShardlmError for models whose memory and time have no formulas, trained or served, with rows of this
-    length."""
+def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) -> None:
+    """Raises ShardlmError for models whose memory and time have no formulas, with rows of this length: trained on a
+    mesh, or served."""
+    split = [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in BATCH_AXES] if mesh else []
+    over = f" over {', '.join(split)}"
     chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
     chosen = {one.top_k for block in shape.kinds if (one := getattr(block.attention, "indexer", None))}
     reasons = {
-        "layers that read the keys and values of others": shape.reads and not served,
-        "inputs of each layer's own": shape.inputs is not None and not served,
+        f"layers that read the keys and values of others{over}": shape.reads and bool(split),
+        f"inputs of each layer's own{over}": shape.inputs is not None and bool(split),
         f"attention within chunks of {', '.join(map(str, chunks))} tokens in rows of {length}": any(
             length > chunk for chunk in chunks
         ),
-        f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": not served
+        f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": mesh is not None
         and any(length > count for count in chosen),
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
+        instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"
         raise ShardlmError(
-            f"the planner has no formulas for {' and '.join(lacking)}, which this model has: choose a mesh without a "
-            "plan"
+            f"the planner has no formulas for {' and '.join(lacking)}, which this model has: choose {instead}"
         )
 
 
@@ -119,7 +121,7 @@ class Sketch:
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
         settled = settle(config, config.mesh, Described.of(gpu), traced=False)
-        refuse(settled.shape, config.train.seq_len)
+        refuse(settled.shape, config.train.seq_len, config.mesh)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
 
     @property

@@ -19,6 +19,7 @@ from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, ke
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
+from shardlm.rules import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,15 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch.
         found["gradients"] = 2 * parts.resting + parts.around if sketch.passes > 1 else parts.resting
+        # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
+        found["inputs"] = itemsize(sketch) * _of_inputs(sketch, sketch.rules.use)
     return found
+
+
+def _of_inputs(sketch: Sketch, table: Table) -> int:
+    """Numbers of the table of layers' inputs on one device, where it is trained."""
+    found = (w for w in sketch.weights if w.path == "layer_inputs.table" and w.trained)
+    return sum(weight.numbers(table) for weight in found)
 
 
 def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
@@ -382,6 +391,7 @@ def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
     rules = sketch.rules
     rests, split = (set(table.axes("embed")) for table in (rules.rest, rules.optimizer))
     if rests == split:  # gradients of all layers come back where they rest, whole over pipeline too
-        return {"gradients": parts.between}
+        # The table of layers' inputs, its moments and what they become are turned (5 arrays beside its gradient).
+        return {"gradients": parts.between, "inputs": 5 * MASTER * _of_inputs(sketch, rules.rest)}
     ways = sketch.mesh.size(*(split - rests))
     return {"weights gathered": parts.between, "gradients": 1.25 * parts.between / ways}

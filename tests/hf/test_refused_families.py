@@ -150,7 +150,12 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gemma4", {}, "no formulas for layers that read the keys and values of others and inputs of each layer's own"),
+        (
+            "gemma4",
+            {"mesh": MeshSpec(data=1, fsdp=2, tensor=2)},
+            "no formulas for layers that read the keys and values of others over tensor and inputs of each layer's own "
+            "over tensor, which this model has: choose a mesh of data and fsdp",
+        ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
         ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),

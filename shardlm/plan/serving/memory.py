@@ -147,7 +147,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
     as the engine does."""
     engine, shape = case.engine, case.model.shape
-    unknown(shape, case.length, served=True)
+    unknown(shape, case.length)
     refuse(shape)
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
