@@ -163,9 +163,6 @@ class Attention(nnx.Module):
             v = v * config.value_scale
         if config.query_growth:
             q = grown(q, positions, config.query_growth)
-        wider = config.head_dim - config.value_dim if ctx.absorbs else 0
-        if wider:
-            v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, wider)))
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,
@@ -176,7 +173,6 @@ class Attention(nnx.Module):
             "kv_heads": config.num_kv_heads,
         }
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
-        out = out[..., : config.value_dim] if wider else out
         if config.gate:
             opened = jax.nn.softplus if config.gate_softplus else jax.nn.sigmoid
             out = out * opened(project("btd,dnh->btnh", x, self, "wg", execution))

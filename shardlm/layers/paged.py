@@ -119,7 +119,8 @@ class Paged:
                 pages = {name: as_heads(a, orders[name], heads_here, parts) for name, a in pages.items()}
             page_table, first = page_table * parts, place * self.layout.num_pages * parts + part
             where = (page_table, positions, valid, first)
-            pages = paged_attention.write(pages, new, *where, implementation=self.implementation)
+            held, narrow = widened(new, q.shape[3])
+            pages = paged_attention.write(pages, held, *where, implementation=self.implementation)
             if self.whole and (not chunk or q.shape[1] <= chunk):
                 assert not softcap and not value_dim, "checked before (serve/prefill.py)"
                 if kv_name == "kv_heads_whole":
@@ -138,6 +139,7 @@ class Paged:
             where = (page_table, positions, first)
             attend = paged_attention.implementation(self.implementation)
             out = attend(q, pages["k"], pages.get("v"), *where, **options)
+            out = out[..., :narrow] if narrow else out
             return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
 
         out, pages = shard_map(
@@ -207,3 +209,12 @@ class Paged:
         axes = self.rules.act.axes("heads") or ("tensor",)
         group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
         return jax.lax.axis_index(axes) * local_heads // group
+
+
+def widened(new: dict[str, jax.Array], head_dim: int) -> tuple[dict[str, jax.Array], int]:
+    """Keys and values [B, T, K, H] as pages have them, and how wide values were where they are narrower than keys, else
+    0: pages have room for as many numbers of both, zeros behind (MiMo-V2-Flash)."""
+    if "v" not in new or new["v"].shape[-1] == head_dim:
+        return new, 0
+    narrow = new["v"].shape[-1]
+    return new | {"v": jnp.pad(new["v"], ((0, 0), (0, 0), (0, 0), (0, head_dim - narrow)))}, narrow
