@@ -11,6 +11,7 @@ import pytest
 
 from shardlm.bench import results, run, training
 from shardlm.bench.case import PARTS, chosen_parts
+from shardlm.bench.code_table import OWN
 from shardlm.bench.planning import summary
 from shardlm.bench.report import markdown
 from shardlm.bench.sizes import FULL, TINY, named
@@ -47,6 +48,7 @@ def test_every_part_runs(measured):
     kernels = {name for family in TINY.kernels.values() for name in family}
     assert {row["name"] for row in rows["kernels"]} == kernels
     assert all(row["largest_error"] <= row["allowed_error"] and row["seconds"] > 0 for row in rows["kernels"])
+    assert all("not_compared" in row or row["kernel"] in OWN for row in rows["code"])
     steps = rows["plan"][1:]
     assert [row["name"] for row in steps] == list(TINY.plan) and all(row["profiled"] for row in steps)
     assert all(row["predicted_seconds"] > 0 and row["compiled_bytes"] > 0 for row in steps)
@@ -135,7 +137,7 @@ def test_failures_are_measured_again_and_others_wait_for_time(tmp_path, monkeypa
 
 
 def test_what_is_refused():
-    with pytest.raises(ShardlmError, match="there is no part 'trian'; there are train, decode, kernels, plan, tests"):
+    with pytest.raises(ShardlmError, match="no part 'trian'; there are train, decode, kernels, code, plan, tests"):
         chosen_parts(["trian"])
     assert chosen_parts(["plan", "train"]) == ("train", "plan")
     assert training.cases(FULL)[len(FULL.train) :] == ("torch, 0.5B", "torch, 1B", "torch, 8B, 8 layers")

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
-from shardlm import hardware
 from shardlm.bench import machine_code
 from shardlm.bench.case import Given
 from shardlm.bench.kernels import kernel_of
 from shardlm.bench.sizes import Sizes, named
+from shardlm.errors import ShardlmError
+from shardlm.topology import topology
 
 OWN = ("paged_attention", "paged_attention_merge", "few_bits_matmul", "few_bits_experts", "chunk_states")
 NO_PTXAS = "registers are not known without ptxas: pip install nvidia-cuda-nvcc"
@@ -22,18 +23,24 @@ def cases(sizes: Sizes) -> tuple[str, ...]:
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
-    """A row for each kernel of ours at each shape of a family; what does not compile is its row's `error`."""
+    """A row for each kernel of ours at each shape of a family; what does not compile is its row's `error`. Where
+    nothing can be compiled for that GPU, one row that says why."""
     device = jax.devices()[0]
-    gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else hardware.named("h100")
+    gpu = device.device_kind if device.platform == "gpu" else "h100"
+    try:
+        topology(gpu, 1, 1)
+    except ShardlmError as error:
+        yield {"name": name, "not_compared": str(error)}
+        return
     key = jax.eval_shape(lambda: jax.random.key(0))
     for shape, what in named(given.sizes).kernels[name].items():
         kernel = kernel_of(what, True)
         inputs = lambda kernel=kernel: jax.eval_shape(kernel.inputs, key)  # noqa: E731
         try:
-            for code in machine_code.kernels(kernel.run, inputs, gpu.name if gpu else device.device_kind):
+            for code in machine_code.kernels(kernel.run, inputs, gpu):
                 if code.name in OWN:
-                    yield {"name": shape, **_row(code, gpu.name)}
-        except Exception as error:  # of the compiler, or of a GPU that it does not know: the other shapes are wanted
+                    yield {"name": shape, **_row(code, gpu)}
+        except Exception as error:  # of the compiler: the other shapes are still wanted
             yield {"name": shape, "error": f"{type(error).__name__}: {error}"[:2000]}
 
 
@@ -50,5 +57,5 @@ def _row(code: machine_code.Code, gpu: str) -> dict[str, Any]:
         "blocks_each": code.filled(gpu),
         "loop": dict(code.loop),
         "source": code.source,
-        **({} if code.registers is not None else {"error": NO_PTXAS}),
+        **({} if code.registers is not None else {"not_compared": NO_PTXAS}),
     }

@@ -34,6 +34,8 @@ from shardlm.serve.started import Call
 from shardlm.serve.state import empty_state
 from shardlm.state import ModelDef, at_rest
 
+UNTRIED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}  # options of XLA
+
 
 class StagedRunner(Runner):
     """As Runner, with a state of each stage."""
@@ -80,11 +82,12 @@ class StagedRunner(Runner):
     def _options(self) -> dict[str, Any]:
         """As Runner's; where stages are in several processes each compiles its own. Processes that share a stage have
         to make the same of it without having tried the same kernels out, or their collectives could differ in order
-        (https://github.com/openxla/xla/issues/7716)."""
+        (https://github.com/openxla/xla/issues/7716). Untried, matmuls of XLA's own are left at 16 x 16 numbers a block,
+        8 bytes read at a time and none ahead (compiled), and cuBLAS has its own choice."""
         if jax.process_count() == 1 or self.platform == "cpu":
             return super()._options
         shared = any(0 < len(stage.mesh.local_devices) < stage.mesh.size for stage in self.stages)
-        return super()._options | alone(self.platform) | ({"xla_gpu_autotune_level": 0} if shared else {})
+        return super()._options | alone(self.platform) | (UNTRIED if shared else {})
 
     @property
     def spec(self) -> MeshSpec:
