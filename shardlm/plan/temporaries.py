@@ -391,7 +391,10 @@ def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
     rules = sketch.rules
     rests, split = (set(table.axes("embed")) for table in (rules.rest, rules.optimizer))
     if rests == split:  # gradients of all layers come back where they rest, whole over pipeline too
-        # The table of layers' inputs, its moments and what they become are turned (5 arrays beside its gradient).
-        return {"gradients": parts.between, "inputs": 5 * MASTER * _of_inputs(sketch, rules.rest)}
+        # A table of layers' inputs whose gradient is scattered is turned, as are its moments and what they become: 5
+        # arrays beside its gradient; on one GPU it is not.
+        table = _of_inputs(sketch, rules.rest)
+        turned = 5 * MASTER * table if table < _of_inputs(sketch, rules.use) else 0
+        return {"gradients": parts.between, "inputs": turned}
     ways = sketch.mesh.size(*(split - rests))
     return {"weights gathered": parts.between, "gradients": 1.25 * parts.between / ways}
