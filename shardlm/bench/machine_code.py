@@ -108,7 +108,9 @@ def kernels(run: Callable[..., Any], inputs: Callable[[], Sequence[Any]], gpu: s
     whole = NamedSharding(mesh, jax.P())
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
         held = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs())
-        options = {"xla_dump_to": folder, "xla_dump_emitter_re": ".*"}  # the latter for PTX, as jax 0.11 asks
+        options = {"xla_dump_to": folder}
+        if jax.__version_info__ >= (0, 11):  # which writes PTX for this alone, beside each pass of Triton's: slow
+            options |= {"xla_dump_emitter_re": ".*"}
         options |= {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
         jax.jit(run).lower(*held).compile(compiler_options=options)  # as they run, whatever this process's flags are
         return list(_read(pathlib.Path(folder), gpu))
