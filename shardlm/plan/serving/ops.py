@@ -2,6 +2,7 @@
 the engine do it (serve/programs.py, compiled): operations and collectives for kernels.py and links.py to time."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
+from shardlm.serve.few_bits import BLOCK
 
 # Kernels that are neither matmuls nor attention, compiled for an H100: of a layer 6 besides 7 matmuls and attention's 2
 # (norms, rotation, writes of keys and values, activation), of sampling 32.
@@ -134,15 +136,15 @@ def _layer_of(held: InUse, attention: Layer) -> Layer:
 
 def _projection(held: InUse, layer: Layer, scales: Mapping[str, int], tokens: float, itemsize: int) -> Iterator[Op]:
     """The matmul and, where a weight in few bits is not multiplied as it is held, its numbers made and written first
-    (compiled: XLA makes them anew for each use). The kernel's parts, 13 MB at most (64 rows of 384 blocks of 128
-    columns), stay in a GPU's cache."""
+    (compiled: XLA makes them anew for each use). The kernel reads a weight once for so many rows; its parts, 13 MB at
+    most (64 rows of 384 blocks of 128 columns), stay in a GPU's cache."""
     k = held.summed
     weight, n = held.nbytes, held.numbers / k
     if made_anew(held, tokens):
         weight = held.numbers * itemsize
         yield Op(layer, f"{held.name}: dequantised", "memory", 0, held.nbytes + weight, 1)
     elif held.packed:
-        weight += scales[held.name]
+        weight = (weight + scales[held.name]) * math.ceil(tokens / BLOCK)
     moved = weight + itemsize * tokens * (n + k)
     flops, dims = 2.0 * tokens * held.numbers, (tokens, n, k)
     yield Op(layer, held.name, "matmul", flops, moved, 1, dims=dims, dtype=held.product or NAMES[itemsize])
