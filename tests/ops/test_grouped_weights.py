@@ -29,8 +29,11 @@ from shardlm.ops.grouped_weights import (
     dequantised,
     grouped_axis,
     packed_shape,
+    parts_written,
     quantised,
     scale_shape,
+    splits_of,
+    splits_of_experts,
 )
 from shardlm.ops.weight_format import AsPublished
 from shardlm.rules import Rules
@@ -149,6 +152,17 @@ def test_the_kernel_multiplies_as_the_reference_does(how, shape):
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * float(jnp.abs(expected).max()))
 
 
+def test_parts_of_many_rows_are_summed_in_one_program():
+    M, K, F, groups = 130, 1024, 64, FORMS["int4"]
+    assert splits_of(K, F) > 1 == parts_written(K, F, M)
+    rng = np.random.default_rng(0)
+    held, x = any_weight(rng, (K, F), 0, groups), jnp.asarray(rng.normal(size=(M, K)), jnp.float32)
+    run = jax.jit(lambda x: pallas(x, held, groups, interpret=True))
+    found, expected = run(x), x @ dequantised(held, 0, groups, jnp.float32)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * K**0.5 * float(jnp.abs(expected).max()))
+    assert np.array_equal(run(x[:1])[0], found[0])
+
+
 @pytest.mark.parametrize(("how", "sizes"), [*((how, [3, 0, 37, 1]) for how in FORMS), ("int4", [300, 0, 129, 111])])
 def test_experts_by_the_kernel(how, sizes):
     """One without rows, one with several blocks of them, and rows of none at the end."""
@@ -161,6 +175,17 @@ def test_experts_by_the_kernel(how, sizes):
     expected = grouped_matmul.reference(x, dequantised(held, 1, groups, jnp.float32), sizes)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert not np.any(found[n:])
+
+
+def test_few_experts_are_split():
+    """Of a few rows, so that a GPU has work for all of its cores."""
+    E, K, F, sizes, groups = 4, 1024, 64, jnp.array([2, 0, 0, 1], jnp.int32), FORMS["int4"]
+    assert splits_of_experts(K, F, 3, E) > 1
+    rng = np.random.default_rng(0)
+    held, x = any_weight(rng, (E, K, F), 1, groups), jnp.asarray(rng.normal(size=(3, K)), jnp.float32)
+    found = jax.jit(functools.partial(of_experts, how=groups, interpret=True))(x, held, sizes)
+    expected = grouped_matmul.reference(x, dequantised(held, 1, groups, jnp.float32), sizes)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * K**0.5 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("how", ["int4", "fp8", "AWQ"])
