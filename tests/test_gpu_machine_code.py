@@ -80,7 +80,7 @@ def test_states_of_linear_attention(back, gpu):
     """2,048 tokens of 32 heads: about a block for each multiprocessor."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     each = array(jnp.bfloat16, 32, 1, 32, 128, 128)
-    given = array(jnp.float32, 32, 1, 32), each, each, array(jnp.float32, 1, 32, 128, 128)
+    given = array(jnp.float32, 32, 1, 32, 1), each, each, array(jnp.float32, 1, 32, 128, 128)
     run = functools.partial(states_kernel.pallas, back=back)
     [code] = [one for one in machine_code.kernels(run, lambda: given, gpu) if one.name == "chunk_states"]
     _check(code, gpu)
