@@ -1,6 +1,8 @@
 """What is refused before anything compiles: each message has the values and choices that work."""
 
 import dataclasses
+import json
+import pathlib
 
 import pytest
 from small import LLAMA
@@ -8,7 +10,16 @@ from small_moe import DEEPSEEK
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.train.check import check_outside_stages, check_pipeline, check_positions, check_remat, check_vocabulary
+from shardlm.models import registry
+from shardlm.rules import Rules
+from shardlm.train.check import (
+    check_model,
+    check_outside_stages,
+    check_pipeline,
+    check_positions,
+    check_remat,
+    check_vocabulary,
+)
 from shardlm.train.config import PipelineConfig, TrainConfig
 
 
@@ -81,3 +92,12 @@ def test_a_tokenizer_larger_than_a_checkpoint_is_told_where_its_own_is():
     shape = LLAMA.transformer()
     with pytest.raises(ShardlmError, match=r"set data\.tokenizer to base"):
         check_vocabulary(shape, shape.vocab_size + 1, "base")
+
+
+def test_sparse_attention_in_a_ring_is_refused():
+    folder = pathlib.Path(__file__).parent / "hf" / "references" / "deepseek_v32"
+    model = registry.transformer(json.loads((folder / "config.json").read_text()))
+    rules = Rules.make("zero3", MeshSpec(context=2))
+    check_model(model, rules, "auto")
+    with pytest.raises(ShardlmError, match=r"context_attention=ring: .* set context_attention to auto or ulysses"):
+        check_model(model, rules, "ring")

@@ -71,8 +71,7 @@ class Context(Protocol):
         positions, 0 for all before it, or those of its own `chunk`; `softcap` and `sinks` [N] are ops/attention.py's;
         `kv_name` names how the K dimension is split. Where v is None, values are the first `value_dim` of keys; where k
         is too, the `kv_heads` of another layer are in its pages. `selection`: the tokens that each query attends to,
-        None: all. Returns the heads' output [B, T, N, H] and the pages
-        with k and v written."""
+        None: all. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
 
     def select(
         self, index: Index, positions: jax.Array, pages: Pages | None, layer: jax.Array

@@ -7,7 +7,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from shardlm.errors import ShardlmError
 from shardlm.layers.context import Selection, heads_of, one_per_device, rates_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
@@ -60,11 +59,7 @@ class Packed:
         if self.segment_ids.shape[1] <= index.count:
             return None, pages
         over = act.axes("whole_seq")
-        if over and self.context == "ring":
-            raise ShardlmError(
-                "context_attention=ring: a ring's devices see a part of the keys at a time, and sparse attention "
-                "chooses among all; choose ulysses, or context=1"
-            )
+        assert not over or self.context != "ring", "checked before (train/check.py)"
         rows = act.spec("batch", "whole_seq")
         parts = {name: act.spec("batch", "whole_seq", *[None] * n) for name, n in (("q", 2), ("weights", 1), ("k", 1))}
         run = shard_map(

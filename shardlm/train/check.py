@@ -62,7 +62,16 @@ def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec
         raise ShardlmError(
             f"context_attention=ulysses splits heads={local[0]} and kv_heads={local[1]} of each device (tensor="
             f"{mesh.tensor}) over context={mesh.context}; choose context from {', '.join(map(str, works))}"
-            + (", or context_attention=ring" if ring else "; linear attention takes no ring")
+            + (", or context_attention=ring" if ring else "; linear and sparse attention take no ring")
+        )
+
+
+def check_choice(mesh: MeshSpec, context_attention: str) -> None:
+    """Refuses sparse attention (layers/indexer.py) in a ring."""
+    if mesh.context > 1 and context_attention == "ring":
+        raise ShardlmError(
+            "context_attention=ring: its devices see a part of the keys at a time, and sparse attention chooses among "
+            "all; set context_attention to auto or ulysses, or mesh.context to 1"
         )
 
 
@@ -135,6 +144,8 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             "devices to data, fsdp or tensor"
         )
     model.check_stages(rules.mesh.pipeline)
+    if model.sparse:
+        check_choice(rules.mesh, context_attention)
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
         if isinstance(block.attention, DeltaNetConfig):

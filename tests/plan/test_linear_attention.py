@@ -106,7 +106,7 @@ def test_a_search_lays_out_what_the_heads_allow():
     for laid in laid_out(run(), Cluster.of(H100, 8), Constraints()):
         if laid.mesh.pipeline == 1 and 8 % laid.mesh.size("data", "fsdp") == 0:
             Sketch.of(laid, H100)  # which refuses what does not divide
-    with pytest.raises(ShardlmError, match=r"heads=8.* over context=3.*; linear attention takes no ring"):
+    with pytest.raises(ShardlmError, match=r"heads=8.* over context=3.*; linear and sparse attention take no ring"):
         check_model(SMALL.transformer(), Rules.make("zero3", MeshSpec(context=3)))
     with pytest.raises(ShardlmError, match=r"tensor=4.*6 heads of the queries and keys of linear attention"):
         search(run(), Cluster.of(H100, 8), Constraints.parse(["mesh.tensor=4"]))

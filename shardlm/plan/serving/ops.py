@@ -90,8 +90,7 @@ def layer_work(
         share, count = sparse.Share.of(block.attention, cache_bytes), block.attention.indexer.top_k
         (seen, pairs), (_, few) = attended(0, one), attended(count, one)
         ops += sparse.operations(block.attention, share, one.tokens, pairs, one.rows * seen, one.itemsize)
-        kv = few * share.latent  # each query reads its own
-        ops.append(_attention(block.attention, rules, one, few, kv))
+        ops.append(_attention(block.attention, rules, one, few, few * share.latent))  # each query reads its own
         kv = one.rows * (min(seen, count * one.each) * share.latent + seen * share.key)
     else:
         seen, pairs = attended(block.attention.window, one)
