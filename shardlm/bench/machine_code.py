@@ -109,8 +109,8 @@ def kernels(run: Callable[..., Any], inputs: Callable[[], Sequence[Any]], gpu: s
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
         held = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs())
         options = {"xla_dump_to": folder}
-        if jax.__version_info__ >= (0, 11):  # which writes PTX for this alone, beside each pass of Triton's: slow
-            options |= {"xla_dump_emitter_re": ".*"}
+        if jax.__version_info__ >= (0, 11):  # which writes PTX for this alone; of ".*" LLVM's text and a trace of the
+            options |= {"xla_dump_emitter_re": "ptx"}  # stack too, 90 s for 1 where llvm-symbolizer is installed
         options |= {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
         jax.jit(run).lower(*held).compile(compiler_options=options)  # as they run, whatever this process's flags are
         return list(_read(pathlib.Path(folder), gpu))
