@@ -339,10 +339,12 @@ def test_weights_in_few_bits_are_read_as_they_are_held():
 
 
 def test_what_leaves_a_stage_for_another_host_is_sent_at_once():
+    """By one collective and nothing else, whose start and end are one from jax 0.11 on: there is nothing between."""
     hosts = np.array(topology("h100", 2, 8)).reshape(2, 8)
     shapes = [jax.ShapeDtypeStruct((64, 1, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)]
     text = lowered(of_both(*hosts), shapes).compile().as_text()
     module = parse(text)
     kinds = collections.Counter(op.opcode for op in module.computations[module.entry].instructions)
-    assert kinds == {"parameter": 2, "collective-permute-start": 1, "collective-permute-done": 1}
+    sent = {"collective-permute": 1}, {"collective-permute-start": 1, "collective-permute-done": 1}
+    assert kinds in [{"parameter": 2} | how for how in sent]
     assert "source_target_pairs={{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}" in text
