@@ -74,7 +74,8 @@ def serve(config) -> int:
     """Offline in this process, then over HTTP from another one."""
     from launch.devices import use_cpu_devices
     from shardlm.mesh import MeshSpec
-    from shardlm.serve.bench.engine import bench_serving, random_engine, serve_to
+    from shardlm.serve.bench.engine import bench_serving, serve_to
+    from shardlm.serve.bench.random_engine import random_engine
     from shardlm.serve.bench.workload import check_shared, read_jobs, spread
     from shardlm.serve.engine_config import EngineConfig
 

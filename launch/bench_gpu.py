@@ -14,7 +14,9 @@ from shardlm.files import write_atomically
 
 OUTPUT = "benchmarks/results/gpu.json"
 
-_PARTS = flags.DEFINE_list("parts", [], "gpu: of train, decode, kernels, code, plan, tests; empty: all.")
+_PARTS = flags.DEFINE_list(
+    "parts", [], "gpu: of train, decode, kernels, plan, tests, code, the first cases of each in this order; empty: all."
+)
 _SIZES = flags.DEFINE_string(
     "sizes", "full", "gpu: full, for a GPU of 80 GB or more; tiny, to see that all of it runs."
 )
@@ -24,6 +26,7 @@ _TORCH = flags.DEFINE_string(
     "torch_python", sys.executable, "gpu: a Python with torch and transformers to compare with."
 )
 _CASES = flags.DEFINE_multi_string("case", [], "gpu: measure this case of one part in this process, rows to --output.")
+_HAVE = flags.DEFINE_multi_string("have", [], "gpu: with --case, rows (CASE: NAME) that it need not measure again.")
 
 
 def main(benchmark: str) -> int:
@@ -32,7 +35,6 @@ def main(benchmark: str) -> int:
     parts = chosen_parts(_PARTS.value)
     if _CASES.value:
         return _measure(parts, output)
-    from shardlm.bench.planning import summary
     from shardlm.bench.report import markdown, rows_of
     from shardlm.bench.run import run_all
 
@@ -40,13 +42,18 @@ def main(benchmark: str) -> int:
         parts,
         _SIZES.value,
         output,
-        lambda part, cases, rows: _command(part, cases, rows, output),
+        lambda part, cases, rows, have: _command(part, cases, rows, have, output),
         resume=_RESUME.value,
         seconds=_LIMIT.value,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     plan = found["parts"].get("plan")
-    text = markdown(found, {"plan": summary(list(rows_of(plan)))} if plan else {})
+    summaries = {}
+    if plan:
+        from shardlm.bench.planning import summary
+
+        summaries["plan"] = summary(list(rows_of(plan)))
+    text = markdown(found, summaries)
     if left:
         text += f"\n{len(left)} cases are left, for the same command with --resume: {'; '.join(left)}\n"
     if output.exists():
@@ -64,11 +71,15 @@ def _measure(parts: Sequence[str], output: pathlib.Path) -> int:
         raise ShardlmError("--case: name the one part that it is of, as --parts=kernels")
     use_compile_cache()
     profile = pathlib.Path(flags.FLAGS.profile or output.with_suffix(".profile.json"))
-    given = Given(_SIZES.value, _TORCH.value, profile)
+    given = Given(_SIZES.value, _TORCH.value, profile, tuple(_HAVE.value))
     return write_rows(parts[0], _CASES.value, given, output)
 
 
-def _command(part: str, cases: Sequence[str], rows: pathlib.Path, output: pathlib.Path) -> list[str]:
+def _command(
+    part: str, cases: Sequence[str], rows: pathlib.Path, have: Sequence[str], output: pathlib.Path
+) -> list[str]:
     own = [f"--parts={part}", *(f"--case={case}" for case in cases), f"--output={rows}", f"--sizes={_SIZES.value}"]
     given = [f"--profile={output.with_suffix('.profile.json')}", f"--torch_python={_TORCH.value}"]
+    given += [f"--have={name}" for name in have]
+    given += [f"--compile_cache={flags.FLAGS.compile_cache}"] if flags.FLAGS.compile_cache else []
     return [sys.executable, "-m", "launch.bench", "gpu", *own, *given]

@@ -23,7 +23,7 @@ FLOORS = [
         "flops",
         "token_bound",
         "tokenizer",
-        *("chat", "progress_bar"),
+        *("chat", "progress_bar", "versions"),
     },
     {"gguf_files"},
     {"hf_files"},

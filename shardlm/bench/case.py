@@ -1,11 +1,11 @@
 """Parts and cases of `launch.bench gpu`. A case is measured by a process of its own, which yields rows; a part is a
-module of this folder with `cases(sizes)` and `measure(name, given)`. Imports no jax."""
+module of this folder with `measure(name, given)`, of the cases that cases.py names. Imports no jax."""
 
 import dataclasses
 import pathlib
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from shardlm.errors import ShardlmError
 
@@ -13,10 +13,12 @@ PARTS = {
     "train": "training steps of dense models against the roofline, and against PyTorch",
     "decode": "the serving engine, decoding and prefill, against the bandwidth and FLOP bounds, and transformers",
     "kernels": "each kernel against its reference: largest error, times, share of the roofline",
-    "code": "registers, spills and instructions of the kernels written here, as compiled",
     "plan": "predicted against measured seconds and memory of training steps",
     "tests": "pytest -m gpu",
+    "code": "registers, spills and instructions of the kernels written here, as compiled: known without a GPU too",
 }
+CONTINUED = ("kernels", "code")
+T = TypeVar("T")
 LAST_LINES = 12  # of what a process that failed has said
 
 
@@ -27,18 +29,29 @@ class Given:
     sizes         "full" or "tiny" (sizes.py)
     torch_python  a Python that may have torch and transformers
     profile       file of the machine's profile, which the first case of `plan` writes
+    have          rows that were measured before, of those parts that need not measure them again (CONTINUED)
     """
 
     sizes: str
     torch_python: str
     profile: pathlib.Path
+    have: tuple[str, ...] = ()
+
+    def left(self, case: str, shapes: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """Those of a case that are still to be measured."""
+        return ((name, shape) for name, shape in shapes.items() if of_case(case, name) not in self.have)
+
+
+def of_case(case: str, name: str) -> str:
+    """How `have` calls a row."""
+    return f"{case}: {name}"
 
 
 def chosen_parts(words: Sequence[str]) -> tuple[str, ...]:
-    """In the order of PARTS; all for none. Raises ShardlmError for an unknown one."""
+    """Each once, as they are named; all for none. Raises ShardlmError for an unknown one."""
     if unknown := [word for word in words if word not in PARTS]:
         raise ShardlmError(f"--parts: there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    return tuple(part for part in PARTS if not words or part in words)
+    return tuple(dict.fromkeys(words or PARTS))
 
 
 def said(text: str) -> str:
@@ -66,6 +79,6 @@ def of_roofline(seconds: float, flops: float, nbytes: float, peak: float | None,
 
 
 def errors(case: Mapping[str, Any]) -> list[str]:
-    """What went wrong in a case and in its rows."""
+    """What went wrong in a case and in its rows; that time ended is no fault of a case."""
     rows = [f"{row.get('name', '')}: {row['error']}" for row in case["rows"] if row.get("error")]
     return [*([case["error"]] if case["error"] else []), *rows]

@@ -9,17 +9,12 @@ import jax
 from shardlm.bench import machine_code
 from shardlm.bench.case import Given
 from shardlm.bench.kernels import kernel_of
-from shardlm.bench.sizes import Sizes, named
+from shardlm.bench.sizes import named
 from shardlm.errors import ShardlmError
 from shardlm.topology import topology
 
 OWN = ("paged_attention", "paged_attention_merge", "few_bits_matmul", "few_bits_experts", "chunk_states")
 NO_PTXAS = "registers are not known without ptxas: pip install nvidia-cuda-nvcc"
-FAMILIES = ("paged attention", "weights in few bits")
-
-
-def cases(sizes: Sizes) -> tuple[str, ...]:
-    return tuple(name for name in sizes.kernels if name in FAMILIES)
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
@@ -33,7 +28,7 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
         yield {"name": name, "not_compared": str(error)}
         return
     key = jax.eval_shape(lambda: jax.random.key(0))
-    for shape, what in named(given.sizes).kernels[name].items():
+    for shape, what in given.left(name, named(given.sizes).kernels[name]):
         kernel = kernel_of(what, True)
         inputs = lambda kernel=kernel: jax.eval_shape(kernel.inputs, key)  # noqa: E731
         try:

@@ -13,6 +13,7 @@ import jax
 
 from shardlm import hardware
 from shardlm.bench.case import Given, missing, said
+from shardlm.bench.cases import TRANSFORMERS
 from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, forward_flops
@@ -22,7 +23,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.time import Speed
-from shardlm.serve.bench.engine import random_engine
+from shardlm.serve.bench.random_engine import random_engine
 from shardlm.serve.bench.workload import prompts
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
@@ -30,13 +31,8 @@ from shardlm.serve.outputs import whole
 from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.sampling_params import SamplingParams
 
-TRANSFORMERS = "transformers"
 PEER = pathlib.Path(__file__).parents[2] / "benchmarks/peers/transformers_generate.py"
 TARGETS = {1: 0.7, 64: 0.6}  # share of the bandwidth bound to be reached by 16-bit weights and cache, by batch
-
-
-def cases(sizes: Sizes) -> tuple[str, ...]:
-    return (*sizes.served, TRANSFORMERS)
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:

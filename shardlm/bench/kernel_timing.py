@@ -11,21 +11,17 @@ from shardlm import hardware
 from shardlm.bench.case import Given, of_roofline
 from shardlm.bench.kernel_cases import Shape
 from shardlm.bench.kernels import Arrays, Kernel, kernel_of
-from shardlm.bench.sizes import Sizes, named
+from shardlm.bench.sizes import named
 from shardlm.mesh import MeshSpec
 
 ROUNDS = 5
 MOST = 400  # repeats in it
 
 
-def cases(sizes: Sizes) -> tuple[str, ...]:
-    return tuple(sizes.kernels)
-
-
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     """A row for each shape of a family; what fails is its row's `error`, and the next goes on."""
     device, sizes = jax.devices()[0], named(given.sizes)
-    for shape, what in sizes.kernels[name].items():
+    for shape, what in given.left(name, sizes.kernels[name]):
         try:
             with jax.set_mesh(MeshSpec().build([device])):
                 yield from _measured(shape, what, device, sizes.round_seconds)

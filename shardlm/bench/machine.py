@@ -1,12 +1,12 @@
 """What is said of the machine beside what is measured on it: versions, the driver, clocks. Starts no backend."""
 
 import datetime
-import importlib.metadata
 import os
-import platform
 import subprocess
 import sys
 from typing import Any
+
+from shardlm.versions import versions
 
 PACKAGES = ("shardlm", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "tokamax", "numpy")
 FACTS = ("name", "driver_version", "vbios_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
@@ -21,17 +21,6 @@ print(json.dumps([{"platform": d.platform, "kind": d.device_kind,
 def now() -> str:
     """The clock's date and time."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def smi(fields: tuple[str, ...]) -> list[dict[str, str]] | str:
@@ -52,7 +41,7 @@ def facts() -> dict[str, Any]:
     return {
         "date": now(),
         "host_cpus": os.cpu_count(),
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "nvidia_smi": smi(FACTS),
         "state_at_start": smi(NOW),
     }

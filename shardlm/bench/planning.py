@@ -9,7 +9,8 @@ import jax
 
 from shardlm import hardware
 from shardlm.bench.case import Given
-from shardlm.bench.sizes import Sizes, named
+from shardlm.bench.cases import PROFILE
+from shardlm.bench.sizes import named
 from shardlm.bench.training import trained
 from shardlm.network.profile import load_profile, save_profile
 from shardlm.plan.cluster import Cluster
@@ -17,12 +18,6 @@ from shardlm.plan.local import cluster_of_profile, measure_here
 from shardlm.plan.plan import Plan
 from shardlm.plan.ranking import spearman
 from shardlm.train.config import RunConfig
-
-PROFILE = "profile"
-
-
-def cases(sizes: Sizes) -> tuple[str, ...]:
-    return (PROFILE, *sizes.plan)
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:

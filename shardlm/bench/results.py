@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from shardlm.bench.case import errors
+from shardlm.bench.case import CONTINUED, errors
 from shardlm.errors import ShardlmError
 from shardlm.files import write_atomically
 
@@ -38,9 +38,15 @@ def read(path: pathlib.Path, sizes: str, machine: Mapping[str, Any]) -> Results:
 
 
 def done(results: Results, part: str, case: str) -> bool:
-    """Whether a case was measured and nothing in it failed."""
+    """Whether a case was measured to its end and nothing in it failed."""
     found = results["parts"].get(part, {}).get(case)
-    return found is not None and not errors(found)
+    return found is not None and not found.get("unfinished") and not errors(found)
+
+
+def kept(results: Results, part: str, case: str) -> list[dict[str, Any]]:
+    """The rows of a case that need not be measured again."""
+    found = results["parts"].get(part, {}).get(case, {"rows": []})
+    return [row for row in found["rows"] if not row.get("error")] if part in CONTINUED else []
 
 
 def put(results: Results, part: str, case: str, found: Mapping[str, Any], path: pathlib.Path) -> None:

@@ -1,5 +1,6 @@
 """Runs the cases of `launch.bench gpu` in processes of their own, one after another, each with a limit, and keeps what
-they yield. A case that fails, hangs or dies is recorded with what it said last, and the next goes on."""
+they yield. A case that fails, hangs or dies is recorded with what it said last, and the next goes on; one that time
+ends for is left with the rows that it has."""
 
 import importlib
 import json
@@ -7,14 +8,14 @@ import os
 import pathlib
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from shardlm.bench import machine, results
-from shardlm.bench.case import errors, said
+from shardlm.bench.case import errors, of_case, said
+from shardlm.bench.cases import jobs
 from shardlm.bench.sizes import Sizes, named
 from shardlm.errors import ShardlmError
 
@@ -27,19 +28,10 @@ MODULES = {
     "tests": "testing",
 }
 LEAST = 60.0  # seconds that are worth beginning a case in
-Command = Callable[[str, Sequence[str], pathlib.Path], list[str]]  # (part, cases, file for rows)
-
-
-def module_of(part: str):
-    """The module that measures a part."""
-    return importlib.import_module(f"shardlm.bench.{MODULES[part]}")
-
-
-def jobs(parts: Sequence[str], sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(part, cases of one process), in order."""
-    for part in parts:
-        cases = module_of(part).cases(sizes)
-        yield from ((part, (case,)) for case in cases) if sizes.apart else [(part, cases)]
+LIMIT = "the limit of a case"
+START = 300.0  # that jax may take to say what devices it has
+Command = Callable[[str, Sequence[str], pathlib.Path, Sequence[str]], list[str]]
+"""(part, cases, file for rows, names of rows that there are)."""
 
 
 def run_all(
@@ -60,6 +52,8 @@ def run_all(
     if resume and output.exists():
         found = results.read(output, sizes_name, about)
         found.setdefault("resumed", []).append(machine.now())
+    if resume:
+        _take_up(found, parts, output)
     left = []
     for part, cases in jobs(parts, sizes):
         todo = [case for case in cases if not results.done(found, part, case)]
@@ -67,18 +61,67 @@ def run_all(
         if not todo or room < LEAST:
             left += [f"{part}: {case}" for case in todo]
             continue
-        limit = min(sizes.seconds, room)
+        limit, rows = min(sizes.seconds, room), _rows_of(part, output)
         own = sizes.served[todo[0]].environment if part == "decode" and todo[0] in sizes.served else {}
-        for case, one in measured(part, todo, command, limit, own):
+        had = {case: results.kept(found, part, case) for case in todo}
+        rows.unlink(missing_ok=True)
+        for case, one in measured(part, todo, command, limit, rows, own, had, whole=limit == sizes.seconds):
             results.put(found, part, case, one, output)
-            wrong = errors(one)
-            say(f"{part}: {case}: {one['seconds']:.0f} s, {wrong[0].splitlines()[-1] if wrong else 'done'}")
+            left += [f"{part}: {case}"] if one["unfinished"] else []
+            say(f"{part}: {case}: {one['seconds']:.0f} s, {_word(one)}")
+        rows.unlink(missing_ok=True)
     return found, left
+
+
+def _word(case: Mapping[str, Any]) -> str:
+    if wrong := errors(case):
+        return wrong[0].splitlines()[-1]
+    return f"left with {len(case['rows'])} rows, for want of time" if case["unfinished"] else "done"
+
+
+def _rows_of(part: str, output: pathlib.Path) -> pathlib.Path:
+    """What a process writes to: beside the file, where it stays if this process is killed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output.with_suffix(f".{part}.rows.jsonl")
+
+
+def _take_up(found: results.Results, parts: Sequence[str], output: pathlib.Path) -> None:
+    """What processes had measured when the command that started them was killed."""
+    for part in parts:
+        rows = _rows_of(part, output)
+        told: dict[str, list[dict[str, Any]]] = {}
+        for line in _lines(rows):
+            told.setdefault(line["case"], []).extend([line["row"]] if "row" in line else [])
+        for case, own in told.items():
+            if not results.done(found, part, case):
+                own = [*results.kept(found, part, case), *own]
+                results.put(found, part, case, _case(own, None, True, 0.0), output)
+        rows.unlink(missing_ok=True)
+
+
+def _lines(rows: pathlib.Path) -> list[dict[str, Any]]:
+    """The last one may be half written."""
+    return list(map(json.loads, rows.read_text().split("\n")[:-1])) if rows.exists() else []
+
+
+def _case(rows: list[dict[str, Any]], error: str | None, unfinished: bool, seconds: float) -> dict[str, Any]:
+    return {
+        "rows": rows,
+        "error": error,
+        "unfinished": unfinished,
+        "seconds": seconds,
+        "date": machine.now(),
+        "state_after": machine.smi(machine.NOW),
+    }
 
 
 def devices(sizes: Sizes) -> list[dict[str, Any]]:
     """jax's, as a process of its own sees them. Raises ShardlmError where they are not what the sizes need."""
-    done = subprocess.run(machine.devices_command(), capture_output=True, text=True, env=environment())
+    try:
+        asked = {"capture_output": True, "text": True, "timeout": START}
+        done = subprocess.run(machine.devices_command(), env=environment(), **asked)
+    except subprocess.TimeoutExpired as error:
+        raise ShardlmError(f"jax does not say within {START:.0f} s what devices it has") from error
     if done.returncode:
         raise ShardlmError(f"jax does not start: {said(done.stderr)}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -98,28 +141,31 @@ def environment(own: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]
 
 
 def measured(
-    part: str, cases: Sequence[str], command: Command, limit: float, own: Mapping[str, str] = MappingProxyType({})
+    part: str,
+    cases: Sequence[str],
+    command: Command,
+    limit: float,
+    rows: pathlib.Path,
+    own: Mapping[str, str] = MappingProxyType({}),
+    had: Mapping[str, list[dict[str, Any]]] = MappingProxyType({}),
+    *,
+    whole: bool = True,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(case, what is kept of it) of one process, with variables of its own."""
+    """(case, what is kept of it) of one process, with variables of its own. `had`: rows of before. `whole`: the limit
+    is that of a case, and one that reaches it has failed; else it is unfinished."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, log = pathlib.Path(folder, "rows.jsonl"), pathlib.Path(folder, "log")
-        error = _run(command(part, cases, rows), log, limit, environment(own))
-        lines = rows.read_text().split("\n")[:-1] if rows.exists() else []  # the last one may be half written
-    seconds, state = time.monotonic() - started, machine.smi(machine.NOW)
+    have = [of_case(case, row["name"]) for case in cases for row in had.get(case, ())]
+    log = rows.with_suffix(".log")
+    error = _run(command(part, cases, rows, have), log, limit, environment(own))
+    log.unlink(missing_ok=True)
+    lines, seconds = _lines(rows), time.monotonic() - started
     for case in cases:
-        own = [row for row in map(json.loads, lines) if row["case"] == case]
-        ended = any(row.get("ended") for row in own)
-        yield (
-            case,
-            {
-                "rows": [row["row"] for row in own if "row" in row],
-                "error": None if ended else next((row["error"] for row in own if "error" in row), error),
-                "seconds": seconds,
-                "date": machine.now(),
-                "state_after": state,
-            },
-        )
+        told = [line for line in lines if line["case"] == case]
+        found = [*had.get(case, ()), *(line["row"] for line in told if "row" in line)]
+        said_last = next((line["error"] for line in told if "error" in line), error)
+        wrong = None if any(line.get("ended") for line in told) else said_last
+        unfinished = not whole and wrong is not None and wrong == error and error.endswith(LIMIT)
+        yield case, _case(found, None if unfinished else wrong, unfinished, seconds)
 
 
 def _run(command: list[str], log: pathlib.Path, limit: float, env: dict[str, str]) -> str:
@@ -134,16 +180,17 @@ def _run(command: list[str], log: pathlib.Path, limit: float, env: dict[str, str
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return f"{said(log.read_text(errors='replace'))}\nended after {limit:.0f} s, the limit of a case"
+            return f"{said(log.read_text(errors='replace'))}\nended after {limit:.0f} s, {LIMIT}"
     return f"{said(log.read_text(errors='replace'))}\nended with status {status}"
 
 
 def write_rows(part: str, cases: Sequence[str], given, file: pathlib.Path) -> int:
     """In the process that measures: each row as it comes, then that the case ended or what it raised. 1 if one did."""
-    module, status = module_of(part), 0
+    status = 0
     with open(file, "a") as out:
         for case in cases:
             try:
+                module = importlib.import_module(f"shardlm.bench.{MODULES[part]}")
                 for row in module.measure(case, given):
                     print(json.dumps({"case": case, "row": row}), file=out, flush=True)
                 print(json.dumps({"case": case, "ended": True}), file=out, flush=True)

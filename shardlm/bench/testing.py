@@ -1,51 +1,54 @@
-"""The part `tests`: pytest's tests that need a GPU, one row each."""
+"""The part `tests`: pytest's tests that need a GPU, one row each, as they end."""
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree
+import time
 from collections.abc import Iterator
 from typing import Any
 
+from shardlm.bench import pytest_rows
 from shardlm.bench.case import Given, said
-from shardlm.bench.sizes import Sizes, named
+from shardlm.bench.sizes import named
 from shardlm.errors import ShardlmError
 
 FOLDER = pathlib.Path(__file__).parents[2] / "tests/gpu"
-
-
-def cases(sizes: Sizes) -> tuple[str, ...]:
-    return ("pytest",)
+RAN = (0, 1, 5)  # pytest's statuses of a run to the end: all passed, some failed, none was there
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
-    """Raises ShardlmError where the source tree, pytest or a test is missing."""
+    """Raises ShardlmError where the source tree, pytest or a test is missing, and where pytest dies."""
     if not FOLDER.is_dir():
         raise ShardlmError(
             f"{FOLDER} is not there: the tests need the source tree (git clone, pip install -e '.[test]')"
         )
-    sizes = named(given.sizes)
-    environment = os.environ | ({"JAX_PLATFORMS": "cuda,cpu"} if sizes.gpu else {})
+    own = {"JAX_PLATFORMS": "cuda,cpu"} if named(given.sizes).gpu else {}
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-p", pytest_rows.__name__, str(FOLDER)]
     with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", str(FOLDER), f"--junit-xml={file}"]
-        done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True)
-        if not file.exists():
-            raise ShardlmError(f"pytest ended with status {done.returncode}: {said(done.stdout + done.stderr)}")
-        cases = xml.etree.ElementTree.parse(file).getroot().iter("testcase")
-        rows = [_row(case) for case in cases]
-    if not rows:
-        raise ShardlmError(f"pytest found no test: {said(done.stdout + done.stderr)}")
-    yield from rows
+        rows, log = pathlib.Path(folder, "rows.jsonl"), pathlib.Path(folder, "log")
+        rows.touch()
+        environment = os.environ | own | {pytest_rows.ROWS: str(rows)}
+        with open(log, "wb") as out, open(rows) as told:
+            running = subprocess.Popen(command, cwd=FOLDER.parents[1], env=environment, stdout=out, stderr=out)
+            found = 0
+            for row in _rows(told, running):
+                found += 1
+                yield row
+        if running.returncode not in RAN or not found:
+            last = said(log.read_text(errors="replace"))
+            raise ShardlmError(f"pytest ended with status {running.returncode} after {found} tests: {last}")
 
 
-def _row(case: xml.etree.ElementTree.Element) -> dict[str, Any]:
-    found = {"name": case.get("name"), "seconds": float(case.get("time") or 0), "outcome": "passed"}
-    for outcome in ("failure", "error", "skipped"):
-        element = case.find(outcome)
-        if element is not None:
-            message = said(f"{element.get('message') or ''}\n{element.text or ''}")
-            found |= {"outcome": outcome, "reason" if outcome == "skipped" else "error": message}
-    return found
+def _rows(told, running: subprocess.Popen) -> Iterator[dict[str, Any]]:
+    """Until it has ended and all is read."""
+    text = ""
+    while True:
+        ended = running.poll() is not None
+        *lines, text = (text + told.read()).split("\n")
+        yield from map(json.loads, lines)
+        if ended:
+            return
+        time.sleep(0.2)

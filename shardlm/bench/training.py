@@ -10,24 +10,17 @@ import jax
 
 from shardlm import hardware
 from shardlm.bench.case import Given, missing, said
+from shardlm.bench.cases import TORCH, torch_shape
 from shardlm.bench.sizes import Sizes, named
 from shardlm.train.bench import bench_training
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
 
-TORCH = "torch, "  # before the name of the case that it is beside
 PEER = pathlib.Path(__file__).parents[2] / "benchmarks/peers/torch_train.py"
 STATE_BYTES = 24  # a parameter's float32 weight and AdamW's two moments, read and written
 KEPT = ("tokens_per_second", "mfu", "model_flops_per_step", "step_seconds", "compile_seconds", "peak_memory_bytes")
 KEPT += ("compiled_argument_bytes", "compiled_temporary_bytes", "loss_first", "loss_last", "steps", "parameters")
 KEPT += ("global_batch", "seq_len", "precision", "remat", "attention", "xla_options", "xla_options_left_out")
-
-
-def cases(sizes: Sizes) -> tuple[str, ...]:
-    """PyTorch multiplies the compute dtype alone, and each model once."""
-    shapes = {name: torch_shape(config) for name, config in sizes.train.items() if config.matmul == "dtype"}
-    first = [name for name, shape in shapes.items() if list(shapes.values()).index(shape) == list(shapes).index(name)]
-    return (*sizes.train, *(TORCH + name for name in first))
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
@@ -65,22 +58,6 @@ def against_torch(config: RunConfig, sizes: Sizes, given: Given) -> dict[str, An
     while "OutOfMemoryError" in (found := _peer(shape, sizes, given)).get("error", "") and shape["batch"] > 1:
         shape = shape | {"batch": shape["batch"] // 2}
     return found
-
-
-def torch_shape(config: RunConfig) -> dict[str, Any]:
-    """As benchmarks/peers/torch_train.py takes it."""
-    model, train = config.model, config.train
-    return {
-        "hidden": model.embed_dim,
-        "layers": model.num_layers,
-        "heads": model.num_heads,
-        "kv_heads": model.num_kv_heads,
-        "ffn": model.mlp_dim,
-        "vocab": model.vocab_size,
-        "tied": model.tie_embeddings,
-        "batch": train.global_batch,
-        "seq": train.seq_len,
-    }
 
 
 def _peer(shape: dict[str, Any], sizes: Sizes, given: Given) -> dict[str, Any]:

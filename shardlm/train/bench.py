@@ -2,10 +2,8 @@
 that training compiles; data loading and logging are left out. What PyTorch does on the same shape is benchmarks/'s."""
 
 import datetime
-import importlib.metadata
 import math
 import os
-import platform
 import resource
 import time
 from typing import Any
@@ -19,6 +17,7 @@ from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.train.batches import local_rows, to_devices
 from shardlm.train.program import Program
+from shardlm.versions import versions
 
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax", "optax")
 PERCENTILES = (10, 50, 90)
@@ -141,6 +140,5 @@ def _setting(program: Program) -> dict[str, Any]:
         "processes": jax.process_count(),
         "host_cpus": os.cpu_count(),
         "date": datetime.date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": versions(PACKAGES),
     }

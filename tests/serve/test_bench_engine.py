@@ -8,7 +8,8 @@ import sys
 from engines import CONFIG
 
 from shardlm.mesh import MeshSpec
-from shardlm.serve.bench.engine import bench_serving, random_engine, words
+from shardlm.serve.bench.engine import bench_serving
+from shardlm.serve.bench.random_engine import random_engine, words
 from shardlm.serve.engine_config import EngineConfig
 
 ROOT = pathlib.Path(__file__).parents[2]

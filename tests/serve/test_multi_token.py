@@ -19,7 +19,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.opened import Opened
-from shardlm.serve.bench.engine import random_engine
+from shardlm.serve.bench.random_engine import random_engine
 from shardlm.serve.build import assemble
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
