@@ -43,7 +43,8 @@ def compiled(base: str, mesh: MeshSpec, rows: int):
 def test_llama3_8b_on_int4_is_tuned_on_one_gpu():
     memory = compiled("int4", MeshSpec(), 1).memory_analysis()
     assert memory.argument_size_in_bytes < 5.9 * 2**30  # bfloat16: 15.4
-    assert memory.temp_size_in_bytes < 2.3 * 2**30
+    # 2.20 with jaxlib 0.10.2; 2.41 with 0.11.2, which sums adapters' products apart from those of the weights.
+    assert memory.temp_size_in_bytes < 2.45 * 2**30
 
 
 def test_a_base_in_few_bits_is_gathered_as_it_is_and_has_no_gradient():

@@ -33,7 +33,7 @@ class Expected:
     most: float
     blocks: int
     filled: float
-    barriers: int = 8
+    barriers: int = 11
 
 
 DECODE = FULL["paged attention"]["decode 64 x 4k"]
