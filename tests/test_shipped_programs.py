@@ -77,8 +77,8 @@ KINDS = {
 }
 # Of the gathered bytes of layers' weights, the share that moves beside kernels where it is not all of them: of V3's
 # first mixture one small weight is gathered where it is used; inside a host gathers are not pipelined (xla_options.py),
-# and of one row of 131,072 tokens 2% of the bytes are gathered where they are used.
-HIDDEN = {"deepseek_v3": 0.999, "llama3_8b_128k": 0.98}
+# and of one row of 131,072 tokens 2% of the bytes are gathered where they are used (2.9% with jaxlib 0.11.2).
+HIDDEN = {"deepseek_v3": 0.999, "llama3_8b_128k": 0.98 if FAMILY == "0.10" else 0.97}
 
 
 pytestmark = MARKS
