@@ -133,11 +133,12 @@ def manual_over(axes: Sequence[str], f: Callable, *, in_specs: Any, out_specs: A
     options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
 
     def run(*args):
+        traced = jax.jit(f, inline=True)  # once for its types and its place, which take half of the tracing each
         mesh = jax.sharding.get_abstract_mesh()
         others = tuple(axis for axis in mesh.axis_names if axis not in axes and axis not in mesh.manual_axes)
         inside = jax.tree.map(lambda a: without_axes(jax.typeof(a).sharding.spec, axes), args)
-        out = jax.tree.map(lambda s: s.sharding.spec, jax.eval_shape(jax.shard_map(f, **options), *args))
-        body = jax.sharding.explicit_axes(f, axes=others, in_sharding=inside)
+        out = jax.tree.map(lambda s: s.sharding.spec, jax.eval_shape(jax.shard_map(traced, **options), *args))
+        body = jax.sharding.explicit_axes(traced, axes=others, in_sharding=inside)
         return jax.sharding.auto_axes(jax.shard_map(body, **options), axes=others, out_sharding=out)(*args)
 
     return run

@@ -167,7 +167,7 @@ def _as_stored(tensor: Tensor, shape: tuple[int, ...], axis: int) -> bool:
 
 def _projections(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Param]:
     """Shapes, with their metadata, of what may be held in few bits."""
-    _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, Execution(rules), nnx.Rngs(0))))
+    _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, Execution(rules), None)))
     params = {path: param for path, param in nnx.to_flat_state(state) if path[0] in ("segments", "mtp")}
     return {path: param for path, param in params.items() if param.get_metadata("into")}
 

@@ -75,7 +75,7 @@ class ModelDef:
 
         Raises ShardlmError when a parameter does not divide over the mesh.
         """
-        graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, execution, nnx.Rngs(0))))
+        graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, execution, None)))
         shapes = flatten_dict(nnx.to_pure_dict(state))
         names = {path: (v.get_metadata("stack_names"), v.get_metadata("names")) for path, v in nnx.to_flat_state(state)}
         alone = execution.lora.rank and not execution.adapters  # several are served, and none is trained

@@ -2,6 +2,7 @@
 set before jax is imported."""
 
 import contextlib
+import functools
 import gc
 import os
 import pathlib
@@ -51,10 +52,12 @@ LONGEST = (
     "test_offload",
     "test_parallel_context",
     "test_families",
+    "test_families_served",
+    "test_adapters",
     "test_opening",
+    "test_as_published",
     "test_parallel_parity",
     "test_parallel_pipeline",
-    "test_attention",
     "test_one_forward",
     "test_ring_attention",
     "test_train_cli",
@@ -73,4 +76,17 @@ def programs_when_called():
     from lazy_programs import compile_when_called, compiling_by
 
     with contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else compiling_by(compile_when_called):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_of_any_devices():
+    """A program that is another's but for its devices, as a replica's is, is read from the cache: jax does so on GPUs
+    alone."""
+    from jax._src import cache_key
+
+    hashed = cache_key._hash_serialized_compile_options
+    anywhere = functools.partial(hashed, strip_device_assignment=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_key, hashed.__name__, lambda of, options, **_: anywhere(of, options))
         yield

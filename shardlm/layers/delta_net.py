@@ -11,7 +11,7 @@ from flax import nnx
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES, Context, Pages
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import Execution, Params, constant, gathered, in_use, normal, project
+from shardlm.layers.param import Execution, Params, constant, drawn, gathered, in_use, normal, project
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _widths(config: DeltaNetConfig) -> tuple[int, int, int]:
 def _log_uniform(most: float):
     """Logarithms of numbers that are uniform up to `most`."""
 
-    def init(key, shape, spec):
+    def draw(key, shape, spec):
         return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, most, out_sharding=spec))
 
-    return init
+    return drawn(draw)

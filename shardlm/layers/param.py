@@ -35,7 +35,8 @@ from shardlm.rules import Rules
 MADE_FIRST = "_made_first"  # after the name of a weight that lies so
 SCALE, ZERO = "_scale", "_zero"  # after that of one in few bits, what is beside it
 
-Initializer = Callable[[jax.Array, tuple[int, ...], jax.sharding.PartitionSpec], jax.Array]
+Initializer = Callable[[jax.Array | None, tuple[int, ...], jax.sharding.PartitionSpec], jax.Array]
+"""(key, shape, spec) -> float32 values; without a key any, where only shapes are asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,17 @@ class Execution:
 def normal(std: float) -> Initializer:
     """Normal with this standard deviation, truncated at two of them."""
 
-    def init(key, shape, spec):
+    def draw(key, shape, spec):
         return std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
+
+    return drawn(draw)
+
+
+def drawn(draw: Initializer) -> Initializer:
+    """Random values. Without a key nothing is drawn, which is most of what a model's constructor traces."""
+
+    def init(key, shape, spec):
+        return jnp.zeros(shape, jnp.float32, out_sharding=spec) if key is None else draw(key, shape, spec)
 
     return init
 
@@ -110,9 +120,9 @@ def _zeros(dtype) -> Initializer:
 class Params:
     """Makes the parameters of one module: carries the random stream, the rules, the leading stack dimensions, and what
     projections are held in, how they lie, and what they have beside them; `place` as weight_format.weight_key has it,
-    and the numbers of the layers."""
+    and the numbers of the layers. `rngs` is None where only shapes are asked for."""
 
-    rngs: nnx.Rngs
+    rngs: nnx.Rngs | None
     rules: Rules
     lora: LoraConfig = LoraConfig()
     weights: WeightFormat = "dtype"
@@ -190,7 +200,7 @@ class Params:
         stack_names = ("layers",) * len(self.stack)
         full = (*self.stack, *shape)
         spec = self.rules.rest.spec(*stack_names, *names, shape=full)
-        value = init(self.rngs.params(), full, spec)
+        value = init(None if self.rngs is None else self.rngs.params(), full, spec)
         return nnx.Param(value, names=names, stack_names=stack_names, into=into, **metadata)
 
 

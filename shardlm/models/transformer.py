@@ -209,7 +209,7 @@ class Transformer(nnx.Module):
     with learned positions "positions" (P, D); norms "final_norm" and, where there is one, "embed_norm"; "mtp" where
     there are modules that predict further tokens, and "layer_inputs" where layers have any."""
 
-    def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim
         lora = execution.lora.of_model(any(block.mlp.num_experts for block in config.all_blocks()))
         params = Params(rngs, execution.rules, lora, execution.weights, execution.made_first)

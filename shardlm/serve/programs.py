@@ -169,7 +169,7 @@ def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array)
         told=slots.told.at[slot].set(rows.told),
     )
     sampled, own = sampled_of(logits, take(slots, slot), start + length, samples > 0)
-    score = lambda: _scores(lm, hidden, rows.targets)  # noqa: E731
+    score = jax.jit(lambda: _scores(lm, hidden, rows.targets), inline=True)  # traced once for its types and the branch
     none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(score))
     scores = jax.lax.cond(jnp.any(scored > 0), score, lambda: none)
     return keep_slots(slots, slot, own), sampled, scores, jax.reshard(last[:, 0], WHOLE).astype(jnp.float32)

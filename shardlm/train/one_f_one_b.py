@@ -96,6 +96,7 @@ def _ticks(stages: Stages, replicas: tuple[str, ...], own, shared, rows):
     rows = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), rows)  # [M, B, T]
     up, down = [(s, (s + 1) % S) for s in range(S)], [((s + 1) % S, s) for s in range(S)]
     forward, backward = (functools.partial(run, stages, me, own, shared) for run in (_forward, _backward))
+    backward = jax.jit(backward, inline=True)  # traced once for its types and the loop
 
     def take(m):
         real = (m >= 0) & (m < M)
@@ -226,6 +227,7 @@ def _outside(stages: Stages, own, shared, rows):
 def _only_if(condition, work, otherwise, *args):
     """`work(*args)` on the stage where the condition holds; elsewhere `otherwise(*args)` for the first result, and
     zeros for the others."""
+    work = jax.jit(work, inline=True)  # traced once for its types and the branch
     others = jax.eval_shape(work, *args)[1:]
     return jax.lax.cond(condition, work, lambda *args: (otherwise(*args), *_zeros(others)), *args)
 

@@ -83,7 +83,9 @@ class Program:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
         with jax.set_mesh(self.mesh):
-            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), jax.eval_shape(self._make_state, 0))
+            # Of parameters that are there: drawing them is most of what would be traced.
+            shapes = jax.eval_shape(self._make_state, 0, self.model.shapes)
+            shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
         shapes = dataclasses.replace(shapes, frozen=self.frozen_shapes())
         return offload.at_rest(shapes, self.config.offload, self.mesh)
 

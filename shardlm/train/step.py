@@ -177,9 +177,11 @@ def accumulated(model: ModelDef, params: Any, batch: Batch, weights: Any, config
     rules = model.execution.rules
     grad = jax.value_and_grad(lambda p, b, w: config.objective.sums(model, p, b, w), has_aux=True)
 
+    once = jax.jit(grad, inline=True)  # traced once for its types and the loop
+
     def micro(i, carry):
         total, grads = carry
-        (_, parts), new = grad(params, *jax.tree.map(lambda a: a[i], split))
+        (_, parts), new = once(params, *jax.tree.map(lambda a: a[i], split))
         new = model.place(new, rules.grads)
         return jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)
 
@@ -196,7 +198,7 @@ def accumulated(model: ModelDef, params: Any, batch: Batch, weights: Any, config
     else:
         zeros = model.place(jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), rules.grads)
         split = jax.tree.map(lambda a: microbatches(a, config.accumulation, rules), (batch, weights))
-        parts = jax.eval_shape(grad, params, *jax.tree.map(lambda a: a[0], split))[0][1]
+        parts = jax.eval_shape(once, params, *jax.tree.map(lambda a: a[0], split))[0][1]
         start = (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), parts), zeros)
         parts, grads = jax.lax.fori_loop(0, _kept_from_xla(count), micro, start)
     return grads, parts

@@ -160,7 +160,7 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
     shape = shape.apart() if layers_differ(weights) else shape
     execution = executed(Execution(serving_rules(shape, mesh, weights), jnp.dtype(dtype), weights=weights), room)
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
-        _, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, execution, nnx.Rngs(0))))
+        _, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, execution, None)))
     shapes = flatten_dict(nnx.to_pure_dict(state))
     blocks: dict[tuple[int, int], list[Held]] = {}
     beside: dict[str, list[Held]] = {}
