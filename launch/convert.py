@@ -41,6 +41,7 @@ def main() -> int:
     from shardlm.opened import find, is_hf
     from shardlm.peft import CONFIG, base_of, is_peft
     from shardlm.train.convert import to_hf, to_run
+    from shardlm.train.report import python
 
     prepare_for(_CHECKPOINT.value, 1)
     folder = find(_CHECKPOINT.value)
@@ -52,7 +53,8 @@ def main() -> int:
                     "and is written as a run: leave it out"
                 )
         to_run(_CHECKPOINT.value, _OUTPUT.value)
-        print(f"generate:  python -m launch.generate --checkpoint={shlex.quote(_OUTPUT.value)} --prompt='...'")
+        run = shlex.quote(_OUTPUT.value)
+        print(f"generate:  {python()} -m launch.generate --checkpoint={run} --prompt='Once upon a time'")
     else:
         shard_bytes = int(_SHARD_GB.value * 1e9)
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}

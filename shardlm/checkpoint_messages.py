@@ -22,9 +22,10 @@ def save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Excep
         why = f"the disk is full: it needs {format_bytes(nbytes)}, and there are {free_space(path)}{limit}"
     steps = ", ".join(map(str, intact))
     earlier = f"The checkpoints at step {steps} are intact" if intact else "It was the first"
+    otherwise = "lower checkpoint.keep" if intact else "set run_dir to another disk"  # fewer than none cannot be kept
     return ShardlmError(
-        f"Checkpoint {path} could not be written: {why}. {earlier}. Free some space or lower "
-        "checkpoint.keep, then run the same command again."
+        f"Checkpoint {path} could not be written: {why}. {earlier}. Free some space or {otherwise}, then run the same "
+        "command again."
     )
 
 

@@ -175,8 +175,10 @@ def _tensors(path: pathlib.Path) -> dict[str, Stored]:
     if not files:
         others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
         how = "transformers' AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) does"
-        found = f"; {', '.join(others)} would run code on loading: save them as safetensors ({how})" if others else ""
-        raise ShardlmError(f"{path} holds no *.safetensors{found}")
+        found = "the weights are those files: download them too, or name the folder that has them"
+        if others:
+            found = f"{', '.join(others)} would run code on loading: save them as safetensors ({how})"
+        raise ShardlmError(f"{path} holds no *.safetensors; {found}")
     _check_numbers(files)
     return _together((file, header(file)) for file in files)
 

@@ -88,4 +88,7 @@ def _asked(path: str, ask: Callable[[], Any]) -> Any:
 
 def _refused(path: str, error: Exception) -> ShardlmError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return ShardlmError(f"there is no folder {path}, and the Hugging Face hub did not give it: {reason}")
+    return ShardlmError(
+        f"there is no folder {path}, and the Hugging Face hub did not give it: {reason}. Name a run or a folder that "
+        f"is there (from {pathlib.Path.cwd()}), or OWNER/NAME of the hub"
+    )

@@ -154,8 +154,10 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
     return one_by_one(registry.text_config(folder.config), found)
 
 
-def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored]) -> None:
-    """Refuses what does not fit, with all names. A head that repeats the embedding may be there."""
+def _check(
+    config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored], hint: str = ""
+) -> None:
+    """Refuses what does not fit, with all names and a hint. A head that repeats the embedding may be there."""
     tied = config.tie_embeddings
     flat = jax.tree.leaves(shapes)
     needed: dict[str, tuple[int, ...]] = {}
@@ -174,7 +176,8 @@ def _check(config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: M
     problems = [*wrong, *(f"{name} is missing" for name in missing), *(f"{name} is not known" for name in extra)]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ShardlmError(f"the checkpoint does not fit its config.json: {'; '.join(problems[:8])}{more}")
+        advice = f". {hint}" if hint else ""
+        raise ShardlmError(f"the checkpoint does not fit its config.json: {'; '.join(problems[:8])}{more}{advice}")
 
 
 def _bias_of_zeros(name: str, stored: Mapping[str, Stored]) -> bool:
@@ -257,7 +260,8 @@ class _Reader:
         originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
         known = registry.names(folder.config, model.config, next(model.config.blocks()))
         repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
-        _check(model.config, named, whole, {name: a for name, a in stored.items() if name not in repeated})
+        own = {name: a for name, a in stored.items() if name not in repeated}
+        _check(model.config, named, whole, own, registry.otherwise_written(folder.config))
         check_copies(repeated, stored)
         reader = cls(stored, progress)
         for leaf in named:

@@ -25,6 +25,10 @@ FIXED = {
     "num_nextn_predict_layers": 0,
     "hidden_act": "silu",
 }
+OTHERWISE_WRITTEN = (
+    "save_pretrained of transformers 5.24 writes dense layers as block_sparse_moe.*, which published checkpoints have "
+    "as mlp.*: rename those tensors"
+)
 # The longest text, rotations that no layer has, and sizes that repeat others.
 ASIDE = ("model_max_length", "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "qk_head_dim")
 

@@ -13,6 +13,12 @@ from shardlm.models.transformer import TransformerConfig
 
 # How rates begin, in training from nothing.
 ASIDE = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
+OTHERWISE_WRITTEN = (
+    "save_pretrained of transformers 5.24 writes q_conv1d, k_conv1d and v_conv1d as thirds of all channels, which "
+    "published checkpoints have as those of queries, keys and values, and post_attention_layernorm of layers that "
+    "attend to tokens as feedforward_layer_norm: join the three, split them by the sizes of q_proj, k_proj and v_proj, "
+    "and rename those norms"
+)
 OUT_EPS = 1e-5  # of the norm of what is read, whatever the others have
 
 

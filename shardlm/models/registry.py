@@ -121,6 +121,12 @@ def unused(config: Mapping[str, Any]) -> re.Pattern | None:
     return of_family(text) if of_family else None
 
 
+def otherwise_written(config: Mapping[str, Any]) -> str:
+    """What to tell of a checkpoint that does not fit, where transformers writes a family otherwise than it is
+    published; empty: it does not."""
+    return getattr(_family(text_config(config)["model_type"]), "OTHERWISE_WRITTEN", "")
+
+
 def modules(config: Mapping[str, Any]) -> Modules | None:
     """Where modules that predict further tokens are, in families whose checkpoints have them under names of their own;
     None where they are layers after the last, or there are none."""

@@ -103,7 +103,7 @@ def other_shape(path):
         (pointer, "is a Git LFS pointer, not the weights; run `git lfs pull`"),
         (other_dtype, "a has dtype C64; supported: F64"),
         (other_shape, r"a has 24 bytes, and F32\[2, 4\] needs 32"),
-        (lambda path: path.unlink(), r"holds no \*\.safetensors"),
+        (lambda path: path.unlink(), r"holds no \*\.safetensors; the weights are those files: download"),
         (lambda path: path.rename(path.with_name("pytorch_model.bin")), "pytorch_model.bin would run code on loading"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot read .*model.safetensors: Is a directory"),
         (longer, r"has \d+ bytes and its tensors end at \d+; download"),

@@ -26,6 +26,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, at_rest
+from shardlm.train import report
 from shardlm.train.convert import to_hf
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
@@ -99,10 +100,21 @@ def test_tensors_that_do_not_fit_are_all_named(llama):
     assert "model.surprise is not known" in str(refused.value)
 
 
+def test_what_transformers_writes_otherwise_than_published_is_said(tmp_path):
+    """Kimi Linear's dense layers, as save_pretrained of transformers 5.24 names them."""
+    folder = shutil.copytree(REFERENCES / "kimi_linear", tmp_path / "kimi_linear")
+    there = hf_files.Folder.open(folder).tensors
+    down = next(name for name in there if name.endswith(".mlp.down_proj.weight"))
+    array = there[down].read(...)
+    change_tensors(folder, **{down: None, down.replace(".mlp.", ".block_sparse_moe."): array})
+    with pytest.raises(ShardlmError, match=r"block_sparse_moe.* is not known. save_pretrained .* rename"):
+        shardlm.load(folder)
+
+
 def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(ShardlmError, match="there is no folder"):
         shardlm.load(tmp_path / "nothing")
-    with pytest.raises(ShardlmError, match=r"pip install 'shardlm\[hub\]'|hub did not give it"):
+    with pytest.raises(ShardlmError, match=r"pip install 'shardlm\[hub\]'|hub did not give it: .*OWNER/NAME"):
         shardlm.load("nobody/nothing")
     with pytest.raises(ShardlmError, match="needs 64 devices and there are 8"):
         shardlm.load(REFERENCES / "llama", mesh=MeshSpec(fsdp=64))
@@ -329,6 +341,7 @@ def test_a_folder_is_trained_further_and_written_back(tmp_path):
     assert exported.returncode == 0, exported.stderr
     back = run("launch.convert", f"--checkpoint={tmp_path}/hf2", f"--output={tmp_path}/run2")
     assert back.returncode == 0, back.stderr
+    assert f"{report.python()} -m launch.generate --checkpoint={tmp_path}/run2 --prompt='" in back.stdout
     opened = [shardlm.load(tmp_path / name, dtype="float32") for name in ("hf2", "run2", "more")]
     one, two, three = (logits_of(each, tokens) for each in opened)
     assert np.array_equal(one, two) and np.array_equal(one, three)
