@@ -95,10 +95,12 @@ def open_draft_model(
             "kept where that of the model's is, which has none; choose another, or method 'ngram'"
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
-    if draft.model.config.reads:
+    of_draft = draft.model.config
+    if of_draft.reads or of_draft.compressed:
+        what = "read others' keys and values" if of_draft.reads else "keep entries of several tokens"
         raise ShardlmError(
-            f"the draft model {config.model} has layers that read others' keys and values, which no draft model may; "
-            "choose another, or method 'ngram'"
+            f"the draft model {config.model} has layers that {what}, which no draft model may; choose another, or "
+            "method 'ngram'"
         )
     with jax.set_mesh(draft.mesh):
         return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
