@@ -48,7 +48,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
-        attention = {AttentionConfig: Attention, MlaConfig: Mla, DeltaNetConfig: DeltaNet, CompressedConfig: CompressedAttention}
+        attention = {
+            AttentionConfig: Attention,
+            MlaConfig: Mla,
+            DeltaNetConfig: DeltaNet,
+            CompressedConfig: CompressedAttention,
+        }
         attention = attention[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         for name in ("attention", "mlp"):
@@ -91,7 +96,9 @@ class Block(nnx.Module):
 
     def _of_streams(self, x, positions, ctx: Context, pages, layer, execution: Execution):
         read, weights = self.attention_streams.before(x, execution)
-        h, pages, kept = self.attention(self._before(read, "attention", execution), positions, ctx, pages, layer, execution)
+        h, pages, kept = self.attention(
+            self._before(read, "attention", execution), positions, ctx, pages, layer, execution
+        )
         x = self.attention_streams.after(x, checkpoint_name(h, "attention_out"), weights)
         read, weights = self.mlp_streams.before(x, execution)
         h, aux = self.mlp(self._before(read, "mlp", execution), ctx, execution, read)

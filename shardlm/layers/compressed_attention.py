@@ -170,7 +170,9 @@ class CompressedAttention(nnx.Module):
         self.kv_norm = Norm(config.norm, H, params)
         of_group = ("heads", "groups", "head_dim", "latent")
         self.wo_down = params((G, N // G, H, R), of_group, normal((N // G * H) ** -0.5))
-        params.projection(self, "wo_up", (G, R, D), ("heads", "latent_whole", "embed"), normal(out_scale * (G * R) ** -0.5), into=2)
+        params.projection(
+            self, "wo_up", (G, R, D), ("heads", "latent_whole", "embed"), normal(out_scale * (G * R) ** -0.5), into=2
+        )
         self.sinks = params((N,), ("heads",), constant(0.0))
         if config.rate:
             self.compressor = Compressor(config.rate, config.series, H, config.rope, D, config.norm, params)

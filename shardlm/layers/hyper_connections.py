@@ -52,7 +52,9 @@ class HyperConnection(nnx.Module):
         scale, base = gathered(self, "scale", execution), gathered(self, "base", execution)
         before, after, mix = (
             part * scale[i] + bias
-            for i, (part, bias) in enumerate(zip(*(jnp.split(a, [S, 2 * S], axis=-1) for a in (made, base)), strict=True))
+            for i, (part, bias) in enumerate(
+                zip(*(jnp.split(a, [S, 2 * S], axis=-1) for a in (made, base)), strict=True)
+            )
         )
         mix = jax.nn.softmax(mix.reshape(*mix.shape[:2], S, S), axis=-1) + config.eps
         mix = _sums_of_one(mix, config)

@@ -172,7 +172,12 @@ class Moe(nnx.Module):
             routed["expert_scale"] = jax.reshard(self.expert_scale[...], PartitionSpec(None))
         if config.hashed:
             table = jax.reshard(self.experts_of_token[...], PartitionSpec(None, None))
-            reads = reads | {"chosen": jax.reshard(jax.lax.stop_gradient(table).at[ctx.tokens].get(out_sharding=act.spec("batch", "whole_seq", None)), act.spec("batch", "seq", None))}
+            reads = reads | {
+                "chosen": jax.reshard(
+                    jax.lax.stop_gradient(table).at[ctx.tokens].get(out_sharding=act.spec("batch", "whole_seq", None)),
+                    act.spec("batch", "seq", None),
+                )
+            }
         experts, few, anew = {}, {}, {}
         rows = math.prod(shared_reads.shape[:2]) * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):

@@ -179,4 +179,6 @@ def _grouped(kinds: Sequence[tuple[int, int, int]], num_pages: int, size: int) -
         groups += [window] * count
         strides += [stride] * count
     shared = tuple(parts) if any(parts) else ()
-    return PageLayout(num_pages, tuple(groups), tuple(places), parts=shared, strides=tuple(strides) if max(strides) > 1 else ())
+    return PageLayout(
+        num_pages, tuple(groups), tuple(places), parts=shared, strides=tuple(strides) if max(strides) > 1 else ()
+    )

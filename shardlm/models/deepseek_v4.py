@@ -112,7 +112,9 @@ def _rope(options: Options, kind: str, head_dim: int, length: int) -> Rope:
     turned = options("qk_rope_head_dim", 0)
     told = dict(options("rope_parameters", None) or options("rope_scaling", None) or {})
     partial = options("partial_rotary_factor", 0.0) or (turned or 64) / head_dim
-    theta = {SLIDING: float(options("rope_theta", 10_000.0))}.get(kind, float(options("compress_rope_theta", 160_000.0)))
+    theta = {SLIDING: float(options("rope_theta", 10_000.0))}.get(
+        kind, float(options("compress_rope_theta", 160_000.0))
+    )
     options("rope_scaling", None)
     own = told.get("main" if kind == SLIDING else "compress")
     if own is None:

@@ -224,8 +224,10 @@ class TransformerConfig:
         """Multiply-adds of all layers for so many tokens and the (query, key) pairs among them (flops.py)."""
         linear = [b.attention for b in self.all_blocks() if isinstance(b.attention, DeltaNetConfig)]
         compressed = (a.macs(pairs, tokens) for a in self.attentions() if isinstance(a, CompressedConfig))
-        return pairs * self.attention_width() + sum(compressed) + tokens * sum(
-            memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear
+        return (
+            pairs * self.attention_width()
+            + sum(compressed)
+            + tokens * sum(memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear)
         )
 
 

@@ -80,6 +80,4 @@ def _gathered(compressed: Compressed, gather) -> Compressed:
     """With the raw numbers of whole rows; queries stay where they are."""
     whole = lambda series: dataclasses.replace(series, raw=gather(series.raw))  # noqa: E731
     chooser = compressed.chooser
-    return Compressed(
-        whole(compressed.series), chooser and dataclasses.replace(chooser, series=whole(chooser.series))
-    )
+    return Compressed(whole(compressed.series), chooser and dataclasses.replace(chooser, series=whole(chooser.series)))

@@ -98,7 +98,9 @@ STEP = {
 }
 STEP_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
 STEP_VISION |= {"mlp_ratio": 1.0}
-UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|ffn\.gate\.(bias|tid2eid)|act_fn\.(beta|eps)")
+UNTRAINED = re.compile(
+    r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|ffn\.gate\.(bias|tid2eid)|act_fn\.(beta|eps)"
+)
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
@@ -406,7 +408,12 @@ def published_kimi_linear(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 def published_deepseek_v4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Transformers undoes a part of its own renaming alone."""
-    changes = ((r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^hc_head\.hc_", "hc_head_"), (r"attn\.norm", "attn.kv_norm"))
+    changes = (
+        (r"^model\.", ""),
+        (r"^embed_tokens", "embed"),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"attn\.norm", "attn.kv_norm"),
+    )
     found = {}
     for name, a in tensors.items():
         for pattern, to in changes:
@@ -448,7 +455,11 @@ def without_sight(folder: pathlib.Path) -> None:
 
 
 # What transformers writes otherwise than checkpoints of these are published, and reads as published.
-PUBLISHED = {"deepseek_v4": published_deepseek_v4, "kimi_linear": published_kimi_linear, "olmo_hybrid": published_olmo_hybrid}
+PUBLISHED = {
+    "deepseek_v4": published_deepseek_v4,
+    "kimi_linear": published_kimi_linear,
+    "olmo_hybrid": published_olmo_hybrid,
+}
 
 
 def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -43,7 +43,9 @@ NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in 
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
-REST = [case for case in REST if case not in SAMPLE and case not in (("gemma4", PIPELINE), ("deepseek_v4", PIPELINE))]  # which stages refuse
+REST = [
+    case for case in REST if case not in SAMPLE and case not in (("gemma4", PIPELINE), ("deepseek_v4", PIPELINE))
+]  # which stages refuse
 # Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
 ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
