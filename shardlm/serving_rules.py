@@ -13,7 +13,6 @@ from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Preset, Rules
 
-
 Attention = AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig
 
 

@@ -114,8 +114,8 @@ class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
     (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,);
-    "experts_of_token" (V, k)
-    where tokens are hashed; where both are apart "router_norm", "before_norm", "after_norm", "shared_norm" and "expert_scale" (E,)."""
+    where tokens are hashed "experts_of_token" (V, k); where both are apart "router_norm", "before_norm", "after_norm",
+    "shared_norm" and "expert_scale" (E,)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
@@ -171,13 +171,9 @@ class Moe(nnx.Module):
         if config.apart:
             routed["expert_scale"] = jax.reshard(self.expert_scale[...], PartitionSpec(None))
         if config.hashed:
-            table = jax.reshard(self.experts_of_token[...], PartitionSpec(None, None))
-            reads = reads | {
-                "chosen": jax.reshard(
-                    jax.lax.stop_gradient(table).at[ctx.tokens].get(out_sharding=act.spec("batch", "whole_seq", None)),
-                    act.spec("batch", "seq", None),
-                )
-            }
+            table = jax.lax.stop_gradient(jax.reshard(self.experts_of_token[...], PartitionSpec(None, None)))
+            chosen = table.at[ctx.tokens].get(out_sharding=act.spec("batch", "whole_seq", None))
+            reads = reads | {"chosen": jax.reshard(chosen, act.spec("batch", "seq", None))}
         experts, few, anew = {}, {}, {}
         rows = math.prod(shared_reads.shape[:2]) * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):

@@ -9,9 +9,9 @@ docs.vllm.ai/en/stable/design/prefix_caching). Only full pages are shared and no
 there is no copy on write. Page 0 is scrap: padded rows write there, and it is never given away.
 
 Layers come in groups (layers/page_layout.py), and an owner has pages in each. In a group with a window it gives back
-those that no token to come can see; in a group with a stride a page holds entries that stand for several tokens each,
-so that it goes with several hashes, of which it has the last. All groups take their pages from the one pool, so that no share of memory is set
-aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
+those that no token to come can see. In a group with a stride a page holds entries that stand for several tokens each:
+it goes with as many pages of tokens, and has the hash of the last of them. All groups take their pages from the one
+pool, so that no share of memory is set aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
 docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager).
 """
 
@@ -78,8 +78,9 @@ class PageTable:
         snapshots: Snapshots | None = None,
     ):
         """A pool of `num_pages` pages, scrap page 0 included, for groups that see back as far as their window (0: to
-        the start), whose places stand for so many tokens (`strides`; (): one), and owners that grow by at most `longest_step` tokens before `drop` is called. Without `caching` no
-        page is ever shared; with `snapshots` none behind the last one of them.
+        the start) and whose places stand for so many tokens (`strides`; (): one), and for owners that grow by at most
+        `longest_step` tokens before `drop` is called. Without `caching` no page is ever shared; with `snapshots` none
+        behind the last one of them.
 
         Raises:
             ShardlmError: there is no page beside the scrap page, or no token in a page.

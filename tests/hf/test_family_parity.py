@@ -23,7 +23,7 @@ def loss_and_gradients(family: str, spec: MeshSpec):
     folder = hf_files.Folder.open(REFERENCES / family)
     mesh = mesh_of(spec)
     with jax.set_mesh(mesh):
-        # Gradients jump where a number passes the limit, which one of DeepSeek V4's did by rounding (13% of a weight's).
+        # Gradients jump where a number passes the limit, as one of DeepSeek V4's did by rounding (13% of a weight's).
         unlimited = {"swiglu_limit": 1e3} if family == "deepseek_v4" else {}
         config = registry.transformer({**folder.config, **unlimited}, 16)
         context = "ulysses" if config.sparse or config.memories or config.compressed else "ring"

@@ -80,8 +80,8 @@ def test_rows_are_what_each_query_sees(kind, monkeypatch):
 @pytest.mark.parametrize("reads", ["blocked", "pallas"])
 @pytest.mark.parametrize("kind", ["none", "all", "chosen"])
 def test_pages_hold_what_rows_have(kind, reads, monkeypatch):
-    """Chunks of 8, 1, 5 and 1 tokens, the last of 6 of which two are padding. Entries of 4 tokens share pages with those
-    of a layer that has none here."""
+    """Chunks of 8, 1, 5 and 1 tokens, and of 6 with two of padding. Entries of 4 tokens share pages with those of a
+    layer that has none here."""
     monkeypatch.setattr(compressed_pages, "GATHERED_BYTES", 2**12)
     (q, kv, sinks), compressed = inputs(), made(kind)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))

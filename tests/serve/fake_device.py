@@ -64,8 +64,10 @@ class FakeDevice:
                 for page in table[table > 0]:
                     holders.setdefault(page, []).append(index)
         for index, row in enumerate(batch.rows):
-            for group, table in enumerate(batch.page_table[index]):
-                for page in {table[position // self.pages.page_size] for position in range(row.start, row.end)}:
+            groups = zip(batch.page_table[index], self.pages.strides, strict=True)
+            for group, (table, stride) in enumerate(groups):
+                entries = range(row.start // stride, row.end // stride)
+                for page in {table[entry // self.pages.page_size] for entry in entries}:
                     assert page != 0, f"{row} writes to scrap"
                     assert holders[page][0] == index, f"{row} writes page {page}, which rows {holders[page]} hold"
                     inside = sum(page in self.pages.pages(batch.rows[i].request.id, group) for i in holders[page])

@@ -73,8 +73,9 @@ class Serving(RuleBasedStateMachine):
         snapshots,
         tail,
     ):
-        """`snapshots`: None for a model that remembers by pages alone."""
+        """`snapshots`: None for a model that remembers by pages alone, as those do that have entries."""
         windows, strides = zip(*groups, strict=True)
+        snapshots = snapshots if max(strides) == 1 else None
         memories = snapshots is not None
         drafts, caching = 0 if memories else drafts, caching and snapshots != 0
         tokens = max_rows * (1 + drafts) + budget
