@@ -43,8 +43,8 @@ class BlockConfig:
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs", with an out_scale "out_scale" (1,) and with several
-    streams "attention_streams" and "mlp_streams"."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs", with an out_scale "out_scale" (1,) and
+    with several streams "attention_streams" and "mlp_streams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
