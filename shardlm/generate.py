@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES, Pages
-from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.page_layout import PageLayout, layout_of_rows, page_size_for
 from shardlm.layers.paged import Paged
 from shardlm.ops.kv_format import held, order_of, pool_names, pool_shape
 from shardlm.ops.sampling import sample
@@ -81,12 +81,9 @@ def generate(
         raise ShardlmError(
             f"token {bad[0]} of the prompt is outside the vocabulary of {vocab}; use the model's tokenizer"
         )
-    num_pages = -(-(len(prompt) + max_new_tokens) // PAGE_SIZE)
-    table = np.arange(1, num_pages + 1, dtype=np.int32)[None]  # page 0 is scrap
-    shape, own = model.config, len(set(model.config.sources))
-    layout = PageLayout.whole(own, num_pages + 1, shape.memories, slots=1).reading(shape.sources)
-    pages = jax.jit(partial(make_pages, model, layout))()
-    step = jax.jit(partial(_next_token, model, layout, sampling), donate_argnums=1)
+    layout, table, page_size = _one_text(model, len(prompt) + max_new_tokens)
+    pages = jax.jit(partial(make_pages, model, layout, page_size))()
+    step = jax.jit(partial(_next_token, model, layout, page_size, sampling), donate_argnums=1)
     tokens, start = _padded(prompt), 0
     for _ in range(max_new_tokens):
         token, pages = step(params, pages, table, tokens, np.int32(start), np.int32(start + len(prompt)))
@@ -95,6 +92,20 @@ def generate(
         if prompt[0] in stop_ids:
             return
         yield prompt[0]
+
+
+def _one_text(model: ModelDef, length: int) -> tuple[PageLayout, np.ndarray, int]:
+    """The pages of one text of so many tokens, all of which are kept: (layout, table [1, groups * W], page size)."""
+    shape, own = model.config, len(set(model.config.sources))
+    size = page_size_for(shape.rows, PAGE_SIZE)
+    width = -(-length // size)
+    if shape.compressed:
+        layout = layout_of_rows(shape.rows, 0, length, size, length)
+    else:
+        layout = PageLayout.whole(own, 0, shape.memories, slots=1).reading(shape.sources)
+    groups = len(layout.windows)
+    table = np.arange(1, groups * width + 1, dtype=np.int32)[None]  # page 0 is scrap
+    return dataclasses.replace(layout, num_pages=groups * width + 1), table, size
 
 
 def stream(
@@ -123,11 +134,11 @@ def _padded(prompt: Sequence[int]) -> np.ndarray:
 
 
 def _next_token(
-    model: ModelDef, layout: PageLayout, sampling: Sampling, params, pages: Pages, table, tokens, start, end
+    model: ModelDef, layout: PageLayout, page_size: int, sampling: Sampling, params, pages, table, tokens, start, end
 ):
     """Runs tokens [1, T] at positions start, start + 1, ... of which those before `end` count; (next token, pages)."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    last = table.shape[1] * PAGE_SIZE - 1
+    last = table.shape[1] // len(layout.windows) * page_size - 1
     slot = jnp.zeros(tokens.shape[0], jnp.int32)
     ctx = Paged.make(table, positions < end, layout, model.execution, slot=slot)
     lm = model.model(params)

@@ -98,8 +98,8 @@ def _is_load_bias(path) -> bool:
 
 
 def _is_untrained(path) -> bool:
-    """Whether a weight takes no part in the loss (layers/indexer.py)."""
-    return any(getattr(part, "key", None) == "indexer" for part in path)
+    """Whether a weight takes no part in the loss (layers/indexer.py; tables of experts, layers/moe.py)."""
+    return any(getattr(part, "key", None) in ("indexer", "experts_of_token") for part in path)
 
 
 def _with_load_biases(tx: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:

@@ -4,6 +4,7 @@ axis. What is beside the routed experts is split over that axis as over tensor, 
 import functools
 
 from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
@@ -11,6 +12,8 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Preset, Rules
+
+Attention = AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig
 
 
 @functools.lru_cache(maxsize=1024)
@@ -33,12 +36,14 @@ def serving_rules(
     return Rules.make(preset, mesh).fitting(shape.widths()).for_serving(spread)
 
 
-def _heads_divide(attention: AttentionConfig | MlaConfig | DeltaNetConfig, devices: int, tensor: int) -> bool:
+def _heads_divide(attention: Attention, devices: int, tensor: int) -> bool:
     """Also where kv heads stay whole, unless they are split over tensor: each device would have a larger cache."""
     if attention.num_heads % devices:
         return False
     if isinstance(attention, DeltaNetConfig):
         return attention.num_kv_heads % devices == 0
+    if isinstance(attention, CompressedConfig):
+        return attention.out_groups % devices == 0
     if isinstance(attention, MlaConfig):
         return True  # all heads share one latent, which each device has
     kv_heads = attention.num_kv_heads

@@ -176,6 +176,10 @@ def on_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device) if on_host(a) else a, tree)
 
 
+# The steps of a bias that decides between experts, numbers of experts, and what mixes streams (beside "..streams").
+EXACT = ("router_bias", "experts_of_token")
+
+
 def is_adapter(path: tuple) -> bool:
     """Whether a parameter belongs to an adapter (layers/lora.py)."""
     return str(path[-1]).endswith((A, B))
@@ -192,9 +196,10 @@ def replaced(first: Tree, second: Tree) -> Tree:
 
 
 def held_as(path: tuple, shape: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """A parameter that no step changes: in the compute dtype, unless it is in few bits or a scale of such, or a bias
-    that decides between experts, whose steps are smaller than 16 bits resolve."""
-    keep = shape.dtype != jnp.float32 or path[-1] == "router_bias" or path[-1].endswith("_scale")
+    """A parameter that no step changes: in the compute dtype, unless it is in few bits or a scale of such, or one of
+    those that 16 bits do not resolve."""
+    exact = path[-1] in EXACT or (len(path) > 1 and str(path[-2]).endswith("streams"))
+    keep = shape.dtype != jnp.float32 or exact or path[-1].endswith("_scale")
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype if keep else dtype, sharding=shape.sharding)
 
 

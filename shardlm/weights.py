@@ -139,8 +139,12 @@ def unpacked(model: ModelDef) -> Tree:
 def own_tensors(folder: Folder) -> dict[str, Readable]:
     """The language model's tensors, by the names of a checkpoint of it alone."""
     found, modules = {}, registry.modules(folder.config)
+    published = registry.published_name(folder.config)
     for name, stored in dequantised(folder.tensors, folder.config).items():
         if NOT_OURS.search(name) and not (modules and name.startswith(modules.prefix)):
+            continue
+        if published:
+            found[published(name)] = stored
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
         name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
@@ -327,10 +331,11 @@ def planned(
     for group in _groups(named, flat).values():
         shape = _their_shape(group)
         first, ours = group[0]
+        own = np.dtype(first.tensor.dtype or dtype)
         for place, layer in enumerate(first.layers or (0,)):
             for expert in range(_one(first, ours)[0]) if first.tensor.per_expert() else (0,):
 
-                def make(group=group, place=place, expert=expert) -> np.ndarray:
+                def make(group=group, place=place, expert=expert, dtype=own) -> np.ndarray:
                     parts = []
                     for leaf, _ in group:
                         at = (place,) * bool(leaf.layers) + (expert,) * leaf.tensor.per_expert()
@@ -338,7 +343,7 @@ def planned(
                     return join(parts)
 
                 name = first.tensor.name.format(layer=layer, expert=expert)
-                yield Planned(name, dtype, shape, make)
+                yield Planned(name, own, shape, make)
     of_all = {leaf.path: leaf for leaf in named if not leaf.layers}
     for name, ours in copies(config, names(next(config.blocks()))):
         leaf, a = of_all[ours,], arrays[ours,]

@@ -20,7 +20,7 @@ from shardlm.hlo.text import parse
 from shardlm.layers.context import MEMORIES
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mtp import MtpConfig
-from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.layers.page_layout import PageLayout, layout_of, layout_of_rows
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
@@ -96,6 +96,8 @@ def decoding(
         if len(shape.kept_heads) > 1:
             windows = [block.attention.window for block in shape.blocks()]
             layout = layout_of(windows, PAGES, 4096, 16, 8, shape.sharing(tensor), shape.sources)
+        if shape.compressed:
+            layout = layout_of_rows(shape.rows, PAGES, 4096, 16, 8)
         layout = dataclasses.replace(layout, unsure=5 if drafts and shape.memories else 0)
         one = PageLayout.whole(1, PAGES)
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
@@ -244,6 +246,23 @@ class Choosing:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """DeepSeek V4's layers, one of each kind, with entries of 4 and of 64 tokens."""
+
+    num_layers: int = 3
+
+    def transformer(self):
+        kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+        return registry.transformer(
+            {"model_type": "deepseek_v4", "vocab_size": 2048, "hidden_size": 1024, "hidden_act": "silu"}
+            | {"num_hidden_layers": self.num_layers, "layer_types": kinds, "num_attention_heads": 64, "head_dim": 512}
+            | {"compress_rates": dict(zip(kinds[1:], (4, 64), strict=True)), "q_lora_rank": 512, "o_lora_rank": 256}
+            | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_hash_layers": 1}
+            | {"rms_norm_eps": 1e-6, "num_key_value_heads": 1, "index_topk": 256}
+        )
+
+
 @pytest.mark.parametrize(
     ("config", "gpu", "tensor", "kv_cache"),
     [
@@ -272,6 +291,22 @@ def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
         made = collections.Counter(made)
         assert set(made) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
         assert made["scatter"] == pools.count((dtype, *page)) * config.num_layers
+
+
+def test_entries_are_made_and_read_where_they_lie():
+    """A kernel of attention a layer, and those that score entries and choose some; pools are only written into, and
+    sums cross devices as in other layers."""
+    compiled, state = decoding(4, Entries())
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == Entries.num_layers + 2
+    assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * Entries.num_layers + 1)
+    own = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values())  # whole on each device
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= own > 5 * memory.temp_size_in_bytes
+    for pool in state.pages.values():
+        page = ",".join(map(str, pool.shape[1:]))
+        made = set(re.findall(rf" = bf16\[[\d,]+,{page}\]\S* ([\w-]+)\(", text))
+        assert made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
 
 
 @pytest.mark.parametrize("window,sinks", [(0, False), (1024, True)])

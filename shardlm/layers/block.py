@@ -8,8 +8,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlm.layers.attention import Attention, AttentionConfig
+from shardlm.layers.compressed_attention import CompressedAttention, CompressedConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
+from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
 from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig
@@ -26,24 +28,33 @@ class BlockConfig:
     residual_scale  factor on what is added to the stream (Granite)
     inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
     out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
+    streams    there are several streams, mixed around both layers (layers/hyper_connections.py)
     """
 
-    attention: AttentionConfig | MlaConfig | DeltaNetConfig
+    attention: AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig
     mlp: MlpConfig | MoeConfig
     norms: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
     parallel: bool = False
     inputs: LayerInputsConfig | None = None
     out_scale: bool = False
+    streams: StreamsConfig | None = None
 
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs" and with an out_scale "out_scale" (1,)."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs", with an out_scale "out_scale" (1,) and
+    with several streams "attention_streams" and "mlp_streams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
-        attention = {AttentionConfig: Attention, MlaConfig: Mla, DeltaNetConfig: DeltaNet}[type(config.attention)]
+        attention = {
+            AttentionConfig: Attention,
+            MlaConfig: Mla,
+            DeltaNetConfig: DeltaNet,
+            CompressedConfig: CompressedAttention,
+        }
+        attention = attention[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         for name in ("attention", "mlp"):
             if config.norms != "post" and not (config.parallel and name == "mlp"):
@@ -54,6 +65,10 @@ class Block(nnx.Module):
                 self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
             if config.norms != "pre":
                 setattr(self, f"{name}_post_norm", Norm(norm, embed_dim, params))
+        if config.streams:
+            self.attention_streams, self.mlp_streams = (
+                HyperConnection(config.streams, embed_dim, params) for _ in range(2)
+            )
         if config.inputs:
             self.inputs = LayerInput(config.inputs, embed_dim, norm, params)
         if config.out_scale:
@@ -65,6 +80,8 @@ class Block(nnx.Module):
         """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: a mixture's, and keys
         and values that later layers read)."""
         x = checkpoint_name(x, "block_input")
+        if self.config.streams:
+            return self._of_streams(x, positions, ctx, pages, layer, execution)
         first = self._before(x, "attention", execution)
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
@@ -76,6 +93,16 @@ class Block(nnx.Module):
         if self.config.out_scale:
             x = x * jax.lax.stop_gradient(in_use(self.out_scale, execution))
         return x, pages, aux | kept
+
+    def _of_streams(self, x, positions, ctx: Context, pages, layer, execution: Execution):
+        read, weights = self.attention_streams.before(x, execution)
+        h, pages, kept = self.attention(
+            self._before(read, "attention", execution), positions, ctx, pages, layer, execution
+        )
+        x = self.attention_streams.after(x, checkpoint_name(h, "attention_out"), weights)
+        read, weights = self.mlp_streams.before(x, execution)
+        h, aux = self.mlp(self._before(read, "mlp", execution), ctx, execution, read)
+        return self.mlp_streams.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
 
     def _before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array:
         return x if self.config.norms == "post" else getattr(self, f"{layer}_norm")(x, execution)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlm.ops.compression import Compressed
 from shardlm.ops.kv_format import SCALE
 from shardlm.ops.token_choice import Index
 from shardlm.rules import Rules, Table
@@ -23,6 +24,7 @@ MEMORIES = {
     "start": (None,),
 }
 
+ROWS = "c"  # the pages' entry of attention to entries that stand for several tokens (ops/compressed_pages.py)
 INDEX = "i"  # the pages' entry that indexers' keys are in
 INDEXES = (INDEX, INDEX + SCALE)
 SELECTION = "selection"  # and the name, among a block's auxiliary values, of the tokens that one chose
@@ -36,6 +38,7 @@ class Context(Protocol):
     weights: jax.Array | None  # float32 [B, T], of each token in the loss; None outside training
     inputs: jax.Array | None  # [L, B, T, P], what each layer takes of each token besides the stream
     selection: Selection | None  # what the last indexer chose, where layers share choices; None elsewhere
+    tokens: jax.Array | None  # int32 [B, T], where layers look at the tokens themselves; None elsewhere
 
     @property
     def real(self) -> jax.Array:
@@ -72,6 +75,24 @@ class Context(Protocol):
         `kv_name` names how the K dimension is split. Where v is None, values are the first `value_dim` of keys; where k
         is too, the `kv_heads` of another layer are in its pages. `selection`: the tokens that each query attends to,
         None: all. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
+
+    def attend_compressed(
+        self,
+        q: jax.Array,
+        kv: jax.Array,
+        compressed: Compressed | None,
+        positions: jax.Array,
+        pages: Pages | None,
+        layer: jax.Array,
+        sinks: jax.Array,
+        *,
+        scale: float,
+        window: int,
+        rows: int,
+    ) -> tuple[jax.Array, Pages | None]:
+        """q [B, T, N, H] to the last `window` tokens' kv [B, T, H], keys and values of all heads, and to entries that
+        stand for several tokens; sinks [N]. `rows`: in how many a layer keeps that in pages. Returns q's shape, and the
+        pages with all that is new."""
 
     def select(
         self, index: Index, positions: jax.Array, pages: Pages | None, layer: jax.Array
@@ -116,3 +137,11 @@ def heads_of(act: Table) -> dict[str, Any]:
         "taps": {name: act.spec(of, "head_dim", None) for name, of in names.items()},
         "each": act.spec("batch", "whole_seq", "heads"),
     }
+
+
+def specs_of(compressed: Compressed | None, act: Table) -> Compressed | None:
+    """How what entries are made of and chosen by is split: as tokens are; what a layer has of it is whole."""
+    tokens = act.spec("batch", "whole_seq")
+    return jax.tree.map_with_path(
+        lambda path, a: jax.sharding.PartitionSpec() if path[-1].name in ("bias", "scale") else tokens, compressed
+    )

@@ -60,6 +60,8 @@ class MoeConfig:
     norm                those norms
     weighs_inputs       a token is multiplied by its expert's weight before the expert, not after it (Llama 4)
     load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
+    hashed              experts go by the token, by a table that is not trained, of so many tokens; 0: by scores
+                        (DeepSeek V4's first layers)
     capacity_factor     limit on the pairs that one device takes from the others (ops/expert_dispatch.py); 0: none, no
                         token is dropped
     """
@@ -81,6 +83,7 @@ class MoeConfig:
     norm: NormConfig = NormConfig()
     load_bias: bool = False
     weighs_inputs: bool = False
+    hashed: int = 0
     capacity_factor: float = 0.0
 
     def __post_init__(self):
@@ -111,7 +114,8 @@ class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
     (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,);
-    where both are apart "router_norm", "before_norm", "after_norm", "shared_norm" and "expert_scale" (E,)."""
+    where tokens are hashed "experts_of_token" (V, k); where both are apart "router_norm", "before_norm", "after_norm",
+    "shared_norm" and "expert_scale" (E,)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
         D, E, F = embed_dim, config.num_experts, config.expert_dim
@@ -126,6 +130,8 @@ class Moe(nnx.Module):
             self.gate_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
             self.up_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
             self.down_bias = params((E, D), ("experts", "norm"), constant(0.0))
+        if config.hashed:
+            self.experts_of_token = params((config.hashed, config.top_k), ("norm", "norm"), _hashed(E))
         if config.load_bias:
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
@@ -164,6 +170,10 @@ class Moe(nnx.Module):
             routed["bias"] = self.router_bias[...]
         if config.apart:
             routed["expert_scale"] = jax.reshard(self.expert_scale[...], PartitionSpec(None))
+        if config.hashed:
+            table = jax.lax.stop_gradient(jax.reshard(self.experts_of_token[...], PartitionSpec(None, None)))
+            chosen = table.at[ctx.tokens].get(out_sharding=act.spec("batch", "whole_seq", None))
+            reads = reads | {"chosen": jax.reshard(chosen, act.spec("batch", "seq", None))}
         experts, few, anew = {}, {}, {}
         rows = math.prod(shared_reads.shape[:2]) * config.top_k / config.num_experts  # of an expert, on average
         for name in ("gate", "up", "down"):
@@ -213,6 +223,16 @@ class Moe(nnx.Module):
         return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
 
 
+def _hashed(num_experts: int):
+    """A table of a model from nothing: the experts of each token, one after the other from a random one on."""
+
+    def init(key, shape, spec):
+        first = jax.random.randint(key, (*shape[:-1], 1), 0, num_experts, out_sharding=spec)
+        return ((first + jnp.arange(shape[-1])) % num_experts).astype(jnp.float32)
+
+    return init
+
+
 def _local(
     config: MoeConfig, dispatch: Dispatch, execution: Execution, few, anew, reads, real, weights, routed, experts
 ):
@@ -227,7 +247,11 @@ def _local(
     if config.bias:
         logits = logits + routed["logit_bias"]
     scores = routing.scores(logits, config.router)
-    mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
+    if config.hashed:
+        chosen = reads["chosen"].reshape(-1, k).astype(jnp.int32)
+        mix = routing.weights_of(scores.reshape(-1, E), chosen, config.router)
+    else:
+        mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
     if config.apart:
         mix = mix * (jax.nn.one_hot(chosen, E, dtype=mix.dtype) @ routed["expert_scale"].astype(mix.dtype))
     chosen = jnp.where(real.reshape(-1, 1), chosen, E)

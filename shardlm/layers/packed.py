@@ -7,10 +7,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Selection, heads_of, one_per_device, rates_of
+from shardlm.layers.context import Selection, heads_of, one_per_device, rates_of, specs_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops.attention import packed_attention
+from shardlm.ops.compressed_rows import attend_rows
 from shardlm.ops.gated_delta import delta_net, empty_memory
 from shardlm.ops.token_choice import Index, chosen_in_rows
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
@@ -34,6 +35,7 @@ class Packed:
     inputs: jax.Array | None = None
     kept: dict[str, dict[str, jax.Array]] | None = None
     selection: Selection | None = None
+    tokens: jax.Array | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
@@ -112,6 +114,17 @@ class Packed:
             chosen=selection,
         )
         return out, pages
+
+    def attend_compressed(self, q, kv, compressed, positions, pages, layer, sinks, *, scale, window, rows):
+        del layer, rows
+        act = self.rules.act
+        over = act.axes("whole_seq")
+        assert not over or self.context != "ring", "checked before (train/check.py)"
+        heads, whole = act.spec("batch", "whole_seq", "heads", "head_dim"), act.spec("batch", "whole_seq")
+        how = {"scale": scale, "window": window, "over": over[0] if over else ""}
+        specs = (heads, whole, specs_of(compressed, act), whole, whole, act.spec("heads"))
+        run = shard_map(partial(attend_rows, **how), in_specs=specs, out_specs=heads)
+        return run(q, kv, compressed, positions, self.segment_ids, sinks), pages
 
     def recur(self, x, taps, log_decay, beta, positions, pages, layer):
         del positions, layer

@@ -26,6 +26,8 @@ class PageLayout:
                several share one; (): the first
     slots      texts that such layers remember at once, one that padding writes to included
     unsure     tokens that they remember besides, those of a step that verifies drafts (ops/delta_drafts.py); 0: none
+    strides    of each group, the tokens that a place in a page stands for (ops/compressed_pages.py); (): one
+    firsts     of each layer that keeps rows of several kinds, the first of them among `places`; (): each keeps one
     """
 
     num_pages: int
@@ -34,6 +36,8 @@ class PageLayout:
     slots: int = 0
     parts: tuple[int, ...] = ()
     unsure: int = 0
+    strides: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
 
     @classmethod
     def whole(cls, num_layers: int, num_pages: int, memories: Collection[int] = (), slots: int = 0) -> "PageLayout":
@@ -89,7 +93,9 @@ class PageLayout:
 
     def pages_of(self, length: int, page_size: int, steps: int) -> int:
         """That a request of `length` tokens holds at most, in all groups, going on by `steps` tokens at a time."""
-        return sum(seen_pages(window, length, page_size, steps) for window in self.windows)
+        strides = self.strides or (1,) * len(self.windows)
+        groups = zip(self.windows, strides, strict=True)
+        return sum(seen_pages(window, length, page_size * stride, steps) for window, stride in groups)
 
 
 def seen_pages(window: int, length: int, page_size: int, steps: int) -> int:
@@ -122,24 +128,57 @@ def layout_of(
         of_all = tuple((MEMORY, next(memories)) if w is None else next(places) for w in windows)
         return dataclasses.replace(paged, places=of_all)
     whole = PageLayout.whole(len(windows), num_pages)
-    kinds = list(zip(windows, sharing or (1,) * len(windows), strict=True))
+    kinds = [(window, share, 1) for window, share in zip(windows, sharing or (1,) * len(windows), strict=True)]
     choices = [_grouped(kinds, num_pages, size) for size in range(1, len(windows) + 1)]
+    return _least([whole, *choices], kinds, length, page_size, steps)
+
+
+def layout_of_rows(
+    rows: Sequence[Sequence[tuple[int, int]]], num_pages: int, length: int, page_size: int, steps: int
+) -> PageLayout:
+    """The same for layers that keep rows of several kinds each (layers/compressed_attention.py): (the tokens that see a
+    row, 0: all; the tokens that it stands for). Rows that stand for more tokens than the others' share places."""
+    least = entry_rate(rows)
+    kinds = [(window, max(1, rate // least), least if rate > 1 else 1) for own in rows for window, rate in own]
+    choices = [_grouped(kinds, num_pages, size) for size in range(1, len(kinds) + 1)]
+    firsts = tuple(itertools.accumulate(map(len, rows[:-1]), initial=0))
+    return dataclasses.replace(_least(choices, kinds, length, page_size, steps), firsts=firsts)
+
+
+def entry_rate(rows: Sequence[Sequence[tuple[int, int]]]) -> int:
+    """The fewest tokens that an entry of such layers stands for; 1 where there are no entries."""
+    return min((rate for own in rows for _, rate in own if rate > 1), default=1)
+
+
+def page_size_for(rows: Sequence[Sequence[tuple[int, int]]], page_size: int) -> int:
+    """The least multiple of a page size whose pages of entries end with a window of each layer."""
+    most = max((rate for own in rows for _, rate in own), default=1)
+    return next(size for size in itertools.count(page_size, page_size) if size * entry_rate(rows) % most == 0)
+
+
+def _least(choices, kinds, length: int, page_size: int, steps: int) -> PageLayout:
     few = max(MOST_GROUPS, len(set(kinds)))
     return min(
-        (layout for layout in (whole, *choices) if len(layout.windows) <= few),
+        (layout for layout in choices if len(layout.windows) <= few),
         key=lambda layout: (layout.layers * layout.pages_of(length, page_size, steps), len(layout.windows)),
     )
 
 
-def _grouped(kinds: Sequence[tuple[int, int]], num_pages: int, size: int) -> PageLayout:
-    """Groups of at most `size` places, for layers with these windows, of which so many share a place."""
+def _grouped(kinds: Sequence[tuple[int, int, int]], num_pages: int, size: int) -> PageLayout:
+    """Groups of at most `size` places, for layers with these windows, of which so many share a place, that stands for
+    so many tokens."""
     groups: list[int] = []
+    strides: list[int] = []
     places, parts = [(0, 0)] * len(kinds), [0] * len(kinds)
-    for window, sharing in sorted(set(kinds)):
-        layers = [layer for layer, own in enumerate(kinds) if own == (window, sharing)]
+    for window, sharing, stride in sorted(set(kinds)):
+        layers = [layer for layer, own in enumerate(kinds) if own == (window, sharing, stride)]
         count = -(-len(layers) // (size * sharing))
         for index, layer in enumerate(layers):
             place, parts[layer] = divmod(index // count, sharing)
             places[layer] = len(groups) + index % count, place
         groups += [window] * count
-    return PageLayout(num_pages, tuple(groups), tuple(places), parts=tuple(parts) if any(parts) else ())
+        strides += [stride] * count
+    shared = tuple(parts) if any(parts) else ()
+    return PageLayout(
+        num_pages, tuple(groups), tuple(places), parts=shared, strides=tuple(strides) if max(strides) > 1 else ()
+    )

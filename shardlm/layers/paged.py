@@ -7,12 +7,23 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import INDEX, INDEXES, MEMORIES, Selection, heads_of, one_per_device, rates_of
+from shardlm.layers.context import (
+    INDEX,
+    INDEXES,
+    MEMORIES,
+    ROWS,
+    Selection,
+    heads_of,
+    one_per_device,
+    rates_of,
+    specs_of,
+)
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import paged_attention, paged_choice
 from shardlm.ops.attention import of_rows
+from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
 from shardlm.rules import Rules
@@ -46,6 +57,7 @@ class Paged:
     selection: Selection | None = None
     rows: Rows = dataclasses.field(default="known", metadata={"static": True})
     sure: jax.Array | None = None
+    tokens: jax.Array | None = None
 
     @classmethod
     def make(
@@ -148,6 +160,33 @@ class Paged:
             out_specs=(heads, pools),
         )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
         return out, pages | beside
+
+    def attend_compressed(self, q, kv, compressed, positions, pages, layer, sinks, *, scale, window, rows):
+        act, layout = self.rules.act, self.layout
+        held = {name: a for name, a in pages.items() if name in (ROWS, INDEX)}
+        orders = {name: order_of(name, a.dtype, self.implementation) for name, a in held.items()}
+        pools = {name: act.spec(*pool_names(order, "kv_heads_whole")) for name, order in orders.items()}
+        first = jnp.asarray(layout.firsts, jnp.int32)[layer]
+        spots = [self._of_layer(first + row) for row in range(rows)]
+        least = max(layout.strides, default=1)  # tokens of an entry, where layers do not share places
+
+        def local(q, kv, compressed, held, spots, positions, valid, sinks):
+            where = [Spot(table, place * layout.num_pages, part) for table, place, part in spots]
+            if compressed:
+                last = where[-1]
+                narrow, parts = -(-last.table.shape[1] // least), compressed.series.rate // least
+                where[-1] = Spot(last.table[:, :narrow], last.first, last.part, parts)
+            pools = Pools(held, ROWS, INDEX, self.implementation)
+            how = {"scale": scale, "window": window}
+            return attend_pages(q, kv, compressed, pools, where, positions, valid, sinks, **how)
+
+        heads, tokens = act.spec("batch", "whole_seq", "heads", "head_dim"), act.spec("batch", "whole_seq")
+        scalar = jax.sharding.PartitionSpec()
+        of_spots = [(tokens, scalar, scalar)] * rows
+        specs = (heads, tokens, specs_of(compressed, act), pools, of_spots, tokens, tokens, act.spec("heads"))
+        run = shard_map(local, in_specs=specs, out_specs=(heads, pools))
+        out, held = run(q, kv, compressed, held, spots, positions, self.valid, sinks)
+        return out, pages | held
 
     def select(self, index, positions, pages, layer):
         act, scalar = self.rules.act, jax.sharding.PartitionSpec()

@@ -24,6 +24,7 @@ class Tensor:
     pairs        (letter, first, size): rotated dimensions that they keep in adjacent pairs, we in two halves
     group        (dimension of ours, size): heads that they keep in groups of so many, a group and what follows of ours
                  as one dimension of the layout
+    dtype        of the file's, where it is not that of weights
     """
 
     name: str
@@ -32,6 +33,7 @@ class Tensor:
     inner: tuple[str, int, int] | None = None
     pairs: tuple[str, int, int] | None = None
     group: tuple[int, int] | None = None
+    dtype: str = ""
 
     def viewed(self, ours: Sequence[int]) -> tuple[int, ...]:
         """Our shape as the layout has it."""

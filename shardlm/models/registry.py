@@ -4,7 +4,7 @@ import difflib
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardlm.errors import ShardlmError
@@ -31,6 +31,7 @@ FAMILIES = {
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "deepseek_v32": "deepseek_sparse",
+    "deepseek_v4": "deepseek_v4",
     "glm_moe_dsa": "glm_dsa",
     "kimi_k2": "deepseek",
     "glm4_moe_lite": "deepseek",
@@ -125,6 +126,12 @@ def otherwise_written(config: Mapping[str, Any]) -> str:
     """What to tell of a checkpoint that does not fit, where transformers writes a family otherwise than it is
     published; empty: it does not."""
     return getattr(_family(text_config(config)["model_type"]), "OTHERWISE_WRITTEN", "")
+
+
+def published_name(config: Mapping[str, Any]) -> Callable[[str], str] | None:
+    """What gives tensors the names that they are published under, in families of which transformers writes others and
+    whose names do not begin as most; None elsewhere."""
+    return getattr(_family(text_config(config)["model_type"]), "published_name", None)
 
 
 def modules(config: Mapping[str, Any]) -> Modules | None:

@@ -14,8 +14,10 @@ from shardlm.errors import ShardlmError
 from shardlm.flops import attention_width, memory_width
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.context import KEPT, SELECTION, Context, Pages
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.hyper_connections import StreamsConfig, StreamsHead
 from shardlm.layers.indexer import IndexerConfig
 from shardlm.layers.layer_inputs import LayerInputs, LayerInputsConfig
 from shardlm.layers.lora import shares
@@ -38,6 +40,7 @@ class TransformerConfig:
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
     mtp            modules that predict further tokens (layers/mtp.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
+    streams        there are several streams, mixed around every layer (layers/hyper_connections.py)
     """
 
     vocab_size: int
@@ -51,6 +54,7 @@ class TransformerConfig:
     max_positions: int = 0
     mtp: MtpConfig | None = None
     inputs: LayerInputsConfig | None = None
+    streams: StreamsConfig | None = None
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
@@ -118,6 +122,21 @@ class TransformerConfig:
         return max((own.top_k for block in self.kinds if (own := _indexer(block)) and own.shared), default=0)
 
     @functools.cached_property
+    def compressed(self) -> bool:
+        """Whether queries attend to entries that stand for several tokens (layers/compressed_attention.py)."""
+        return any(isinstance(block.attention, CompressedConfig) for block in self.kinds)
+
+    @functools.cached_property
+    def rows(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each layer of such a model, the rows that it keeps in pages (layers/page_layout.py, layout_of_rows)."""
+        return tuple(block.attention.rows for block in self.blocks()) if self.compressed else ()
+
+    @functools.cached_property
+    def hashed(self) -> bool:
+        """Whether experts of some layers go by the token."""
+        return any(getattr(block.mlp, "hashed", 0) for block in self.kinds)
+
+    @functools.cached_property
     def kept_heads(self) -> frozenset[tuple[int, int]]:
         """(kv heads, numbers of one) of the layers that keep keys and values of heads."""
         kinds = (block.attention for block in self.kinds)
@@ -149,9 +168,15 @@ class TransformerConfig:
 
     def check_stages(self, count: int) -> None:
         """Refuses pipelines of models whose layers need more than the stream of the one before."""
-        what = "have inputs of their own, made of the embedding" if self.inputs else "attend to what others chose"
-        what = "read the keys and values of others" if self.reads else what
-        if count > 1 and (self.reads or self.inputs or self.shared_choice):
+        needs = {
+            "read the keys and values of others": self.reads,
+            "have inputs of their own, made of the embedding": self.inputs,
+            "attend to what others chose": self.shared_choice,
+            "look at the tokens themselves": self.hashed,
+            "keep rows of several kinds in pages": self.compressed,
+        }
+        what = next((what for what, needed in needs.items() if needed), "")
+        if count > 1 and what:
             raise ShardlmError(
                 f"pipeline={count}: layers of the model {what}, which stages do not send on; set pipeline to 1 and "
                 "give its devices to tensor, fsdp or data"
@@ -171,6 +196,8 @@ class TransformerConfig:
         """Sizes of the dimensions by which weights are spread over devices that see other tokens (rules.py)."""
         attentions = {block.attention for block in self.kinds}
         latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
+        compressed = [a for a in attentions if isinstance(a, CompressedConfig)]
+        latents |= {n for a in compressed for n in (a.q_latent_dim, a.out_latent_dim)}
         latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.by_channel}
         beside = {self.inputs.dim} if self.inputs else set()
         return {"embed": {self.embed_dim} | beside, "expert_embed": {self.embed_dim}, "latent": latents}
@@ -189,19 +216,23 @@ class TransformerConfig:
         return layers + head + further
 
     def attention_width(self) -> int:
-        """Multiply-adds of one (query, key) pair in all layers together (flops.py)."""
-        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in self.attentions())
+        """Multiply-adds of one (query, key) pair in all layers together that see all of them (flops.py)."""
+        every = (a for a in self.attentions() if not isinstance(a, CompressedConfig))
+        return sum(attention_width(a.num_heads, a.head_dim, a.value_dim) for a in every)
 
     def attention_macs(self, pairs: float, tokens: float) -> float:
         """Multiply-adds of all layers for so many tokens and the (query, key) pairs among them (flops.py)."""
         linear = [b.attention for b in self.all_blocks() if isinstance(b.attention, DeltaNetConfig)]
-        return pairs * self.attention_width() + tokens * sum(
-            memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear
+        compressed = (a.macs(pairs, tokens) for a in self.attentions() if isinstance(a, CompressedConfig))
+        return (
+            pairs * self.attention_width()
+            + sum(compressed)
+            + tokens * sum(memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear)
         )
 
 
 def _indexer(block: BlockConfig) -> IndexerConfig | None:
-    return block.attention.indexer if isinstance(block.attention, MlaConfig) else None
+    return block.attention.indexer if isinstance(block.attention, MlaConfig) else None  # of tokens
 
 
 class Transformer(nnx.Module):
@@ -230,6 +261,8 @@ class Transformer(nnx.Module):
             ]
         )
         self.final_norm = Norm(config.norm, D, params)
+        if config.streams:
+            self.head_streams = StreamsHead(config.streams, D, params)
         if config.embed_norm:
             self.embed_norm = Norm(config.embed_norm, D, params)
         if not config.tie_embeddings:
@@ -245,6 +278,8 @@ class Transformer(nnx.Module):
         """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
         values [layers that have them, ...])."""
         x = self.embed(tokens, positions)
+        if self.config.hashed:
+            ctx = dataclasses.replace(ctx, tokens=tokens)
         if self.config.inputs:
             ctx = dataclasses.replace(ctx, inputs=self.layer_inputs(tokens, x, self.execution))
         x, pages, aux = self.run(x, positions, ctx, pages)
@@ -265,7 +300,8 @@ class Transformer(nnx.Module):
         if self.config.max_positions:
             x = x + in_use(self.positions, self.execution).at[positions].get(out_sharding=looked_up)
         x = jax.reshard(x, act.spec("batch", "seq", "embed"))
-        return self.embed_norm(x, self.execution) if self.config.embed_norm else x
+        x = self.embed_norm(x, self.execution) if self.config.embed_norm else x
+        return jnp.tile(x, self.config.streams.count) if self.config.streams else x
 
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
         """x [B, T, D] through the blocks of all segments, or of a slice of them."""
@@ -289,7 +325,8 @@ class Transformer(nnx.Module):
         return x, pages, {name: jnp.concatenate(values) for name, values in found.items()}
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """The norm after the last block: x [B, T, D] -> hidden [B, T, D]."""
+        """The norm after the last block: x [B, T, D], or streams side by side -> hidden [B, T, D]."""
+        x = self.head_streams(x, self.execution) if self.config.streams else x
         return self.final_norm(x, self.execution)
 
     def predict_next(

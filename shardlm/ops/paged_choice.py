@@ -46,32 +46,48 @@ def choose(
     `name` is that of the keys' pool among `pools`, page_table int32 [B, W], positions int32 and valid bool [B, T]."""
     where = (page_table, positions, valid, first_page)
     pools = paged_attention.write(pools, {name: index.k[:, :, None]}, *where, implementation=implementation)
+    query = (index.q, index.weights, index.count)
+    return among(*query, pools, name, page_table, positions, first_page, implementation, interpret), pools
+
+
+def among(
+    q: jax.Array,
+    weights: jax.Array,
+    count: int,
+    pools: Mapping[str, jax.Array],
+    name: str,
+    page_table: jax.Array,
+    positions: jax.Array,
+    first_page: jax.Array,
+    implementation: PagedAttention,
+    interpret: bool = False,
+) -> Selection | None:
+    """What queries [B, T, N, H] choose of the keys that are held up to `positions`; arguments as of `choose`."""
     pool, scale = pools[name], pools.get(name + SCALE)
     page_size = pool.shape[order_of(name, pool.dtype, implementation).index("s")]
     B, T = positions.shape
     S = page_table.shape[1] * page_size
-    if index.count >= S:
-        return None, pools
+    if count >= S:
+        return None
     held = {"pool": pool, "scale": scale, "page_table": page_table, "first_page": first_page}
 
     def by_blocks(q, weights, positions):
         found = _by_blocks(q, weights, positions, **held)
-        return highest(found, jnp.arange(S) <= positions[:, :, None], index.count)
+        return highest(found, jnp.arange(S) <= positions[:, :, None], count)
 
     def by_kernels(q, weights, positions):
         from shardlm.ops.choice_kernel import chosen, scored  # Pallas takes a while to import
 
         found = scored(q, weights, positions, **held, interpret=interpret)
-        return chosen(found, positions, page_table, index.count, page_size, interpret)
+        return chosen(found, positions, page_table, count, page_size, interpret)
 
     some = by_kernels if implementation == "pallas" else by_blocks
-
     size = block_of(T, AT_ONCE // (B * S))
     if size == T:
-        return some(index.q, index.weights, positions), pools
+        return some(q, weights, positions)
     in_blocks = lambda a: jnp.moveaxis(a.reshape(B, T // size, size, *a.shape[2:]), 1, 0)  # noqa: E731
-    found = jax.lax.map(lambda part: some(*part), tuple(in_blocks(a) for a in (index.q, index.weights, positions)))
-    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found), pools
+    found = jax.lax.map(lambda part: some(*part), tuple(in_blocks(a) for a in (q, weights, positions)))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found)
 
 
 def _by_blocks(q, weights, positions, *, pool, scale, page_table, first_page) -> jax.Array:

@@ -136,3 +136,10 @@ def rope(x: jax.Array, positions: jax.Array, config: Rope) -> jax.Array:
     first, second = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return rotated if dim == x.shape[-1] else jnp.concatenate([rotated, x[..., dim:]], axis=-1)
+
+
+def rope_of_tail(x: jax.Array, positions: jax.Array, config: Rope, back: bool = False) -> jax.Array:
+    """The same of the last `config.dim` dimensions of a head; `back` turns them the other way (DeepSeek V4)."""
+    still, tail = jnp.split(x, [x.shape[-1] - config.dim], axis=-1)
+    turned = rope(tail, -positions if back else positions, config)
+    return jnp.concatenate([still, turned], axis=-1)

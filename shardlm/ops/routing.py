@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Router:
     """How scores become choices.
 
     scoring         of the router's logits: softmax over all experts (https://arxiv.org/abs/2401.04088, section 2.1) or
-                    sigmoid of each (DeepSeek-V3, https://arxiv.org/abs/2412.19437, eq. 15)
+                    sigmoid of each (DeepSeek-V3, https://arxiv.org/abs/2412.19437, eq. 15), or the square root of its
+                    softplus (DeepSeek V4)
     normalize       the weights of the chosen experts sum to 1; softmax over the chosen logits is the same thing
     groups          experts are chosen from the best `top_groups` of this many groups (DeepSeek-V2,
                     https://arxiv.org/abs/2405.04434, section 2.2.2); a group's score is its best expert's, or, with
@@ -52,7 +53,9 @@ def check_router(router: Router, num_experts: int, top_k: int) -> None:
 
 
 def scores(logits: jax.Array, router: Router) -> jax.Array:
-    """float32 [..., E] -> the same shape, each from 0 to 1."""
+    """float32 [..., E] -> the same shape, each at least 0."""
+    if router.scoring == "sqrtsoftplus":
+        return jnp.sqrt(jax.nn.softplus(logits))
     return jax.nn.softmax(logits, axis=-1) if router.scoring == "softmax" else jax.nn.sigmoid(logits)
 
 
@@ -63,11 +66,16 @@ def route(scores: jax.Array, bias: jax.Array | None, top_k: int, router: Router)
     if router.groups > 1:
         preference = jnp.where(_in_best_groups(preference, router), preference, -jnp.inf)
     experts = jax.lax.top_k(preference, top_k)[1]
+    return weights_of(scores, experts, router), experts
+
+
+def weights_of(scores: jax.Array, experts: jax.Array, router: Router) -> jax.Array:
+    """Of the chosen experts int32 [n, k], by scores float32 [n, E]: float32 [n, k]."""
     chosen = jax.nn.one_hot(experts, scores.shape[-1], dtype=scores.dtype)  # a gather's gradient would be a scatter
     weights = jnp.einsum("nke,ne->nk", chosen, scores)
     if router.normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return weights * router.scale, experts
+    return weights * router.scale
 
 
 def _in_best_groups(preference, router: Router):

@@ -5,7 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped", "xielu", "silu_of_cut"]
 ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
 
 
@@ -23,7 +23,9 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 def gated(gate: jax.Array, up: jax.Array, activation: Activation, limit: float = 0.0) -> jax.Array:
     """activation(gate) * up. "clamped" is GPT-OSS's (https://arxiv.org/abs/2508.10925, section 2.2): a sigmoid gate of
     slope 1.702 on clamped values, and 1 added to `up`. With a limit both factors are cut to it, `up` on both sides
-    (Step 3.5)."""
+    (Step 3.5), or with "silu_of_cut" the gate before its SiLU (DeepSeek V4)."""
+    if activation == "silu_of_cut":
+        return swiglu(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
     if limit:
         return jnp.minimum(activate(gate, activation), limit) * jnp.clip(up, -limit, limit)
     if activation == "silu":

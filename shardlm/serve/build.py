@@ -24,6 +24,7 @@ from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.entries import fitted
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
@@ -71,6 +72,7 @@ def build(
     if speculative:
         speculative.check_room(length)
     refuse(shape)
+    config = fitted(config, shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)

@@ -9,8 +9,9 @@ docs.vllm.ai/en/stable/design/prefix_caching). Only full pages are shared and no
 there is no copy on write. Page 0 is scrap: padded rows write there, and it is never given away.
 
 Layers come in groups (layers/page_layout.py), and an owner has pages in each. In a group with a window it gives back
-those that no token to come can see. All groups take their pages from the one pool, so that no share of memory is set
-aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
+those that no token to come can see. In a group with a stride a page holds entries that stand for several tokens each:
+it goes with as many pages of tokens, and has the hash of the last of them. All groups take their pages from the one
+pool, so that no share of memory is set aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
 docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager).
 """
 
@@ -56,7 +57,7 @@ class _Held:
     """What one owner has."""
 
     pages: list[list[int]]  # of each group in the order of tokens, 0 where they were given back
-    count: int  # of pages that every group has, those given back included
+    count: int  # of pages of tokens for which every group has its own, those given back included
     behind: list[int]  # of each group, leading pages that were given back
     drops_at: float  # the position from which the next one can be
     known: int  # leading pages that are registered under their hash, or whose hash another page had already
@@ -71,13 +72,15 @@ class PageTable:
         page_size: int,
         *,
         windows: Sequence[int] = (0,),
+        strides: Sequence[int] = (),
         longest_step: int = 1,
         caching: bool = True,
         snapshots: Snapshots | None = None,
     ):
         """A pool of `num_pages` pages, scrap page 0 included, for groups that see back as far as their window (0: to
-        the start) and owners that grow by at most `longest_step` tokens before `drop` is called. Without `caching` no
-        page is ever shared; with `snapshots` none behind the last one of them.
+        the start) and whose places stand for so many tokens (`strides`; (): one), and for owners that grow by at most
+        `longest_step` tokens before `drop` is called. Without `caching` no page is ever shared; with `snapshots` none
+        behind the last one of them.
 
         Raises:
             ShardlmError: there is no page beside the scrap page, or no token in a page.
@@ -89,6 +92,8 @@ class PageTable:
             )
         self.num_pages, self.page_size, self.caching, self.snapshots = num_pages, page_size, caching, snapshots
         self.windows, self.longest_step = tuple(windows), longest_step
+        self.strides = tuple(strides) or (1,) * len(self.windows)
+        self._unit = math.lcm(*self.strides)  # in how many pages of tokens prefixes are found
         self.statistics = Statistics()
         self._held: dict[Hashable, _Held] = {}
         self._references = [0] * num_pages
@@ -110,7 +115,8 @@ class PageTable:
 
     def renewed(self) -> "PageTable":
         """One that is empty in its place, with this one's counts."""
-        sizes = {"windows": self.windows, "longest_step": self.longest_step, "caching": self.caching}
+        sizes = {"windows": self.windows, "strides": self.strides}
+        sizes |= {"longest_step": self.longest_step, "caching": self.caching}
         snapshots = None if self.snapshots is None else self.snapshots.renewed()
         new = PageTable(self.num_pages, self.page_size, snapshots=snapshots, **sizes)
         new.statistics = self.statistics
@@ -142,7 +148,8 @@ class PageTable:
 
     def most(self, num_tokens: int) -> int:
         """How many pages an owner of `num_tokens` tokens ever holds, in all groups."""
-        return sum(seen_pages(window, num_tokens, self.page_size, self.longest_step) for window in self.windows)
+        groups = zip(self.windows, self.strides, strict=True)
+        return sum(seen_pages(window, num_tokens, self.page_size * n, self.longest_step) for window, n in groups)
 
     def first(self, group: int, position: int) -> int:
         """The first page of a sequence that the token at `position`, and so any after it, sees."""
@@ -162,11 +169,13 @@ class PageTable:
         """How many leading pages of a sequence with these hashes are cached, as far as the token after them sees them:
         all in a group without a window, the last ones in the others."""
         count = len(hashes)
-        for window, cached in zip(self.windows, self._page_of, strict=True):
+        for window, stride, cached in zip(self.windows, self.strides, self._page_of, strict=True):
             if not window:
-                count = next((i for i, digest in enumerate(hashes[:count]) if digest not in cached), count)
+                ends = range(stride - 1, count, stride)
+                count = next((end - stride + 1 for end in ends if hashes[end] not in cached), count // stride * stride)
+        count -= count % self._unit
         while count and (gap := self._gap(hashes, count)) is not None:
-            count = gap
+            count = gap - gap % self._unit
         return count
 
     def _gap(self, hashes: Sequence[bytes], count: int) -> int | None:
@@ -180,15 +189,16 @@ class PageTable:
 
     def _shared(self, hashes: Sequence[bytes], found: int) -> Iterator[tuple[int, list[int]]]:
         """Of each group, the first of the `found` leading pages that is still seen, and the cached pages from there."""
-        for group, cached in enumerate(self._page_of):
+        for group, (stride, cached) in enumerate(zip(self.strides, self._page_of, strict=True)):
             first = self.first(group, found * self.page_size)
-            yield first, [cached[digest] for digest in hashes[first:found]]
+            yield first, [cached[digest] for digest in hashes[first + stride - 1 : found : stride]]
 
     def _ends(self, num_tokens: int, found: int) -> list[int]:
         """How many pages a new owner gets in each group, those before the first included: those of all its tokens or,
         in a group with a window, as many as it will hold at most, so that a long prompt that was begun can go on."""
         reach = (max(found * self.page_size, w) + self.longest_step if w else num_tokens for w in self.windows)
-        return [self.pages_for(min(num_tokens, tokens)) for tokens in reach]
+        each = zip(self.strides, reach, strict=True)
+        return [-(-self.pages_for(min(num_tokens, tokens)) // stride) for stride, tokens in each]
 
     def missing(self, num_tokens: int, hashes: Sequence[bytes] = ()) -> int:
         """How many of `num_free` an `allocate` of the same arguments would use up."""
@@ -217,7 +227,7 @@ class PageTable:
         for end, (first, pages) in zip(self._ends(num_tokens, found), shared, strict=True):
             every.append([0] * first + pages + [self._take() for _ in range(end - first - len(pages))])
         behind = [first for first, _ in shared]
-        self._held[owner] = _Held(every, min(map(len, every)), behind, self._drops_at(behind), found)
+        self._held[owner] = _Held(every, self._count(every), behind, self._drops_at(behind), found)
         self.statistics.queried += num_tokens
         self.statistics.found += found * self.page_size
         return found * self.page_size
@@ -227,17 +237,22 @@ class PageTable:
         held, end = self._held[owner], self.pages_for(num_tokens)
         if end <= held.count:  # most often
             return 0
-        return sum(max(0, end - len(pages)) for pages in held.pages)
+        groups = zip(self.strides, held.pages, strict=True)
+        return sum(max(0, -(-end // stride) - len(pages)) for stride, pages in groups)
 
     def append(self, owner: Hashable, num_tokens: int) -> bool:
         """Makes the pages of `owner` hold `num_tokens` tokens in all; False, and nothing changed, if pages lack."""
         if self.lacking(owner, num_tokens) > self.num_free:
             return False
         held, end = self._held[owner], self.pages_for(num_tokens)
-        for pages in held.pages:
-            pages.extend(self._take() for _ in range(end - len(pages)))
+        for stride, pages in zip(self.strides, held.pages, strict=True):
+            pages.extend(self._take() for _ in range(-(-end // stride) - len(pages)))
         held.count = max(held.count, end)
         return True
+
+    def _count(self, every: Sequence[Sequence[int]]) -> int:
+        """For how many pages of tokens all groups have theirs."""
+        return min(len(pages) * stride for stride, pages in zip(self.strides, every, strict=True))
 
     def register(self, owner: Hashable, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Lets others share the full pages among the first `num_tokens` tokens of `owner`, which have `hashes`.
@@ -248,9 +263,12 @@ class PageTable:
             return
         held = self._held[owner]
         for index in range(held.known, num_tokens // self.page_size):
-            for group, (pages, cached) in enumerate(zip(held.pages, self._page_of, strict=True)):
+            groups = zip(self.strides, held.pages, self._page_of, strict=True)
+            for group, (stride, pages, cached) in enumerate(groups):
+                if (index + 1) % stride:
+                    continue
                 # Else an equal page was first, and this one stays private; or it was given back before it was known.
-                if (page := pages[index]) and cached.setdefault(hashes[index], page) == page:
+                if (page := pages[index // stride]) and cached.setdefault(hashes[index], page) == page:
                     self._hash_of[page] = group, hashes[index]
             held.known = index + 1
 
@@ -325,10 +343,12 @@ class PageTable:
             pages = [page for group, n in zip(held.pages, held.behind, strict=True) for page in group[n:]]
             assert len(set(pages)) == len(pages) and 0 not in pages, f"{owner!r} holds a page twice, or scrap: {pages}"
             counts.update(pages)
-            assert held.count == min(map(len, held.pages))
+            assert held.count <= self._count(held.pages) < held.count + self._unit
             for group, (pages, behind) in enumerate(zip(held.pages, held.behind, strict=True)):
-                assert not any(pages[:behind]) and 0 <= held.known <= max(len(pages), behind)
-                most = seen_pages(self.windows[group], len(pages) * size, size, self.longest_step)
+                stride = self.strides[group]
+                assert not any(pages[:behind]) and 0 <= held.known <= max(len(pages), behind) * stride
+                own = size * stride
+                most = seen_pages(self.windows[group], len(pages) * own, own, self.longest_step)
                 assert len(pages) - behind <= most, f"{owner!r} holds too much in group {group}"
                 for index in range(behind, len(pages)):
                     where = place.setdefault(pages[index], (group, index))

@@ -96,6 +96,7 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
         layout.num_pages,
         sizes.page_size,
         windows=layout.windows,
+        strides=layout.strides,
         longest_step=own.longest_step,
         caching=caching,
         snapshots=snapshots,

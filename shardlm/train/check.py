@@ -5,6 +5,7 @@ import jax
 from shardlm import hardware
 from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
@@ -67,7 +68,7 @@ def check_context(choice: str, num_heads: int, num_kv_heads: int, mesh: MeshSpec
 
 
 def check_choice(mesh: MeshSpec, context_attention: str) -> None:
-    """Refuses sparse attention (layers/indexer.py) in a ring."""
+    """Refuses sparse attention (layers/indexer.py, compressed_attention.py) in a ring."""
     if mesh.context > 1 and context_attention == "ring":
         raise ShardlmError(
             "context_attention=ring: its devices see a part of the keys at a time, and sparse attention chooses among "
@@ -144,13 +145,16 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             "devices to data, fsdp or tensor"
         )
     model.check_stages(rules.mesh.pipeline)
-    if model.sparse:
+    if model.sparse or model.compressed:
         check_choice(rules.mesh, context_attention)
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
         if isinstance(block.attention, DeltaNetConfig):
             rules.act.check("heads", heads[0])
             check_memory(heads[1], rules.mesh, context_attention)
+        elif isinstance(block.attention, CompressedConfig):  # each device has its tokens, and all keys and entries
+            rules.act.check("heads", heads[0])
+            rules.act.check("heads", block.attention.out_groups)
         else:
             kv_heads_name(heads[1], heads[0], rules.mesh.tensor)  # which tells the sizes that suit both kinds of heads
             rules.act.check("heads", heads[0])

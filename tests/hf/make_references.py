@@ -52,6 +52,8 @@ DENSE_MLA = {
 }
 MLA = {**DENSE_MLA, **ROUTED}
 INDEXED = {"index_topk": 7, "index_n_heads": 6, "index_head_dim": 12}
+COMPRESSED = ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"]
+COMPRESSED += ["heavily_compressed_attention", "compressed_sparse_attention"]
 EVERY = {**ROUTED, "first_k_dense_replace": 0}
 
 
@@ -96,7 +98,9 @@ STEP = {
 }
 STEP_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
 STEP_VISION |= {"mlp_ratio": 1.0}
-UNTRAINED = re.compile(r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|act_fn\.(beta|eps)")
+UNTRAINED = re.compile(
+    r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|ffn\.gate\.(bias|tid2eid)|act_fn\.(beta|eps)"
+)
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 # name -> (model_type, options besides SIZES)
 CASES = {
@@ -149,6 +153,15 @@ CASES = {
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**MLA, **INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {"num_hidden_layers": 5, "layer_types": COMPRESSED, "mlp_layer_types": ["hash_moe", "hash_moe", *["moe"] * 3]}
+        | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}, "head_dim": 16}
+        | {"partial_rotary_factor": 0.5, "q_lora_rank": 20, "o_groups": 2, "o_lora_rank": 10, "sliding_window": 6}
+        | {"index_n_heads": 14, "index_head_dim": 12, "index_topk": 3, "hc_mult": 3, "hc_sinkhorn_iters": 4}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "swiglu_limit": 0.4}
+        | {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "yarn", **LONG}},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**MLA, "n_group": 4, "topk_group": 2}),
     "youtu": ("youtu", DENSE_MLA),
@@ -342,6 +355,8 @@ def make(name: str, folder: pathlib.Path) -> None:
             if weight.ndim and weight.is_floating_point() and "rotary" not in path and "attn.bias" not in path:
                 centre, spread = (weight, 0.2) if weight.ndim == 1 else (0.0, weight.shape[-1] ** -0.5)
                 weight.copy_((centre + torch.randn_like(weight) * spread).bfloat16())
+            if path.endswith("tid2eid"):  # experts of each token, not two times the same
+                weight.copy_(torch.rand(len(weight), config.n_routed_experts).argsort()[:, : weight.shape[1]])
     saved(model, folder)
     tokens = torch.randint(3, config.get_text_config().vocab_size, (ROWS, LENGTH))
     logits = model(tokens, use_cache=False).logits
@@ -391,6 +406,22 @@ def published_kimi_linear(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {dense.sub(r"mlp\1", name): a for name, a in tensors.items()}
 
 
+def published_deepseek_v4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transformers undoes a part of its own renaming alone."""
+    changes = (
+        (r"^model\.", ""),
+        (r"^embed_tokens", "embed"),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"attn\.norm", "attn.kv_norm"),
+    )
+    found = {}
+    for name, a in tensors.items():
+        for pattern, to in changes:
+            name = re.sub(pattern, to, name)
+        found[name] = a
+    return found
+
+
 def published_olmo_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convolutions of queries, keys and values, where transformers writes thirds of all; and layers that attend to
     tokens have the names of their norms, where it writes one as layers of linear attention have it."""
@@ -424,7 +455,11 @@ def without_sight(folder: pathlib.Path) -> None:
 
 
 # What transformers writes otherwise than checkpoints of these are published, and reads as published.
-PUBLISHED = {"kimi_linear": published_kimi_linear, "olmo_hybrid": published_olmo_hybrid}
+PUBLISHED = {
+    "deepseek_v4": published_deepseek_v4,
+    "kimi_linear": published_kimi_linear,
+    "olmo_hybrid": published_olmo_hybrid,
+}
 
 
 def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

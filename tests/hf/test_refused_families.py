@@ -158,6 +158,7 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
+        ("deepseek_v4", {}, "no formulas for attention to entries that stand for several tokens"),
         ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),
         (
             "gemma4",

@@ -71,7 +71,12 @@ def of_model(
     config = SchedulerConfig(rows, tokens, length, (1, steps), drafts, cuts or Cuts(), memories)
     kept = Snapshots(rows + 1, snapshots, 4, least=8, tail=2) if snapshots else None
     caching = caching and (kept is not None or not memories)
-    how = {"windows": layout.windows, "longest_step": config.longest_step, "caching": caching}
+    how = {
+        "windows": layout.windows,
+        "strides": layout.strides,
+        "longest_step": config.longest_step,
+        "caching": caching,
+    }
     table = PageTable(pages, 4, **how, snapshots=kept)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 
@@ -79,7 +84,12 @@ def of_model(
 def another(engine: Engine, *, tokens: int, pages: int, caching=True) -> Engine:
     """One over the same programs, that cuts prompts into chunks of fewer tokens and has fewer pages."""
     config, sizes = dataclasses.replace(engine.scheduler.config, max_batch_tokens=tokens), engine.runner.config
-    how = {"windows": sizes.layout.windows, "longest_step": config.longest_step, "caching": caching}
+    how = {
+        "windows": sizes.layout.windows,
+        "strides": sizes.layout.strides,
+        "longest_step": config.longest_step,
+        "caching": caching,
+    }
     if caching and config.memories:
         how["snapshots"] = Snapshots(config.max_rows + 1, sizes.snapshots, 4, least=8, tail=2)
     table = PageTable(pages, 4, **how)

@@ -64,8 +64,10 @@ class FakeDevice:
                 for page in table[table > 0]:
                     holders.setdefault(page, []).append(index)
         for index, row in enumerate(batch.rows):
-            for group, table in enumerate(batch.page_table[index]):
-                for page in {table[position // self.pages.page_size] for position in range(row.start, row.end)}:
+            groups = zip(batch.page_table[index], self.pages.strides, strict=True)
+            for group, (table, stride) in enumerate(groups):
+                entries = range(row.start // stride, row.end // stride)
+                for page in {table[entry // self.pages.page_size] for entry in entries}:
                     assert page != 0, f"{row} writes to scrap"
                     assert holders[page][0] == index, f"{row} writes page {page}, which rows {holders[page]} hold"
                     inside = sum(page in self.pages.pages(batch.rows[i].request.id, group) for i in holders[page])
@@ -128,18 +130,20 @@ class FakeDevice:
         return fed, range(len(sequence) - 1, len(fed))
 
     def _write(self, row, fed, written, tables, attempt) -> None:
-        for group, table in enumerate(tables):
-            for position in written:
-                place = table[position // self.pages.page_size], position % self.pages.page_size
+        for group, (table, stride) in enumerate(zip(tables, self.pages.strides, strict=True)):
+            for position in range(written.start // stride * stride + stride - 1, written.stop, stride):
+                place = self._place(table, position // stride)
                 assert self.writer[place] != (attempt, position), f"{row.request} writes position {position} twice"
                 self.writer[place] = attempt, position
                 self.pool[place] = (group, row.request.salt, tuple(fed[: position + 1]))
 
     def _read(self, row, fed, written, tables) -> None:
-        """What the queries of a step see, the first of them back to its window."""
-        for group, (table, window) in enumerate(zip(tables, self.pages.windows, strict=True)):
-            for position in range(max(0, written.start - window + 1) if window else 0, written.stop):
-                found = self.pool[table[position // self.pages.page_size], position % self.pages.page_size]
+        """What the queries of a step see, the first of them back to its window; of entries those that are complete."""
+        groups = zip(tables, self.pages.windows, self.pages.strides, strict=True)
+        for group, (table, window, stride) in enumerate(groups):
+            first = max(0, written.start - window + 1) if window else 0
+            for position in range(first + stride - 1, written.stop, stride):
+                found = self.pool[self._place(table, position // stride)]
                 want = (group, row.request.salt, tuple(fed[: position + 1]))
                 assert found == want, f"{row.request} attends to {found} at position {position}, not to {want}"
 
@@ -158,7 +162,10 @@ class FakeDevice:
         while right and len(sequence) <= len(fed):
             sequence.append(next_token(row.request.salt, row.request.params.seed, sequence))
             right = len(sequence) <= len(fed) and sequence[-1] == fed[len(sequence) - 1]
-        for table in tables:
+        for table, stride in zip(tables, self.pages.strides, strict=True):
             for position in range(len(sequence) - 1, written.stop):
-                self.writer[table[position // self.pages.page_size], position % self.pages.page_size] = None
+                self.writer[self._place(table, position // stride)] = None
         return sequence[before:]
+
+    def _place(self, table, entry: int) -> tuple[int, int]:
+        return table[entry // self.pages.page_size], entry % self.pages.page_size

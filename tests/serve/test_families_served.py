@@ -23,6 +23,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("llama", TENSOR),
     ("gemma2", PIPELINE),
     ("deepseek_v32", ONE),
+    ("deepseek_v4", TENSOR),
     ("qwen3_moe", EXPERT),
     ("gpt_oss", DATA),
     ("gemma4", TENSOR),
@@ -30,7 +31,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
 ]
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-ROUTED = ("deepseek_v32", "qwen3_moe", "gpt_oss")
+ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -42,7 +43,9 @@ NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in 
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
-REST = [case for case in REST if case not in SAMPLE and case != ("gemma4", PIPELINE)]  # which stages refuse
+REST = [
+    case for case in REST if case not in SAMPLE and case not in (("gemma4", PIPELINE), ("deepseek_v4", PIPELINE))
+]  # which stages refuse
 # Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
 ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}

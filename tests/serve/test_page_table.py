@@ -145,6 +145,25 @@ def test_a_window_gives_back_what_no_token_to_come_sees():
     assert table.num_used == 0
 
 
+def test_pages_of_entries_are_found_with_those_of_tokens():
+    """Entries of 2 tokens, 4 a page: pages of tokens go two by two."""
+    table = PageTable(20, 4, windows=(6, 0), strides=(1, 2), longest_step=24)
+    hashes = hashes_of(range(24))
+    assert table.most(24) == 6 + 3 and table.allocate("a", 20, hashes[:5]) == 0
+    assert len(table.pages("a", 0)) == 5 and len(table.pages("a", 1)) == 3
+    assert table.append("a", 24)
+    table.register("a", hashes, 20)  # five pages of tokens, two of entries
+    table.check_invariants()
+    assert table.find(hashes) == table.find(hashes[:5]) == 4 and table.find(hashes[:3]) == 2
+    table.drop("a", 20)
+    assert table.allocate("b", 24, hashes[:5]) == 16
+    assert list(table.pages("b", 1)[:2]) == list(table.pages("a", 1)[:2])
+    table.check_invariants()
+
+
+# Of each group its window and how many tokens a place stands for.
+GROUPS = (((0, 1),), ((0, 1),), ((3, 1),), ((0, 1), (4, 1)), ((0, 1), (1, 1), (5, 1)))
+GROUPS += (((4, 1), (0, 2)), ((2, 1), (5, 1), (0, 3)))
 KINDS = st.sampled_from(("allocate", "allocate", "append", "drop", "free"))
 ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 4), st.lists(st.integers(0, 1), max_size=9)), max_size=40)
 
@@ -153,13 +172,14 @@ ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 4), st.lists(st.integers(0, 1
 @given(
     num_pages=st.integers(2, 20),
     page_size=st.integers(1, 3),
-    windows=st.sampled_from(((0,), (0,), (3,), (0, 4), (0, 1, 5))),
+    groups=st.sampled_from(GROUPS),
     actions=ACTIONS,
 )
-def test_pages_hold_what_their_owners_wrote(num_pages, page_size, windows, actions):
+def test_pages_hold_what_their_owners_wrote(num_pages, page_size, groups, actions):
     """Owners of random binary sequences; each knows what its pages must hold, and nobody's pages are written but by
     their one owner. A page that was found must hold what the tokens after it see."""
-    table, tokens = PageTable(num_pages, page_size, windows=windows, longest_step=9), {}
+    windows, strides = zip(*groups, strict=True)
+    table, tokens = PageTable(num_pages, page_size, windows=windows, strides=strides, longest_step=9), {}
     contents: dict[int, tuple] = {}  # page -> its group, and the prefix that ends with its last token
     for action, owner, new in actions:
         if action == "free" and owner in tokens:
@@ -189,21 +209,22 @@ def test_pages_hold_what_their_owners_wrote(num_pages, page_size, windows, actio
             assert (table.num_held(owner) < held) == would
         table.check_invariants()
         for owner, known in tokens.items():
-            for group, window in enumerate(windows):
+            for group, (window, stride) in enumerate(groups):
                 pages = table.pages(owner, group)
                 first = max(0, len(known) - window + 1) // page_size if window else 0
-                assert len(pages) == table.pages_for(len(known)) and 0 not in pages[first:]
+                assert len(pages) == -(-table.pages_for(len(known)) // stride) and 0 not in pages[first:]
                 for index, page in enumerate(pages):
-                    assert page == 0 or contents[page] == (group, tuple(known[: (index + 1) * page_size]))
+                    assert page == 0 or contents[page] == (group, tuple(known[: (index + 1) * page_size * stride]))
     held = {page for owner in tokens for group in range(len(windows)) for page in table.pages(owner, group)}
     assert table.num_used == len(held - {0})
 
 
 def write(table, owner, tokens, start, contents):
-    for group in range(len(table.windows)):
-        for index in range(start // table.page_size, table.pages_for(len(tokens))):
+    for group, stride in enumerate(table.strides):
+        size = table.page_size * stride
+        for index in range(start // size, -(-len(tokens) // size)):
             page = table.pages(owner, group)[index]
             holders = sum(page in held.pages[group] for held in table._held.values())
             assert page and holders == 1, f"page {page} is written while shared, or scrap"
-            contents[page] = group, tuple(tokens[: (index + 1) * table.page_size])
+            contents[page] = group, tuple(tokens[: (index + 1) * size])
     table.register(owner, hashes_of(tokens, table.page_size), len(tokens))

@@ -19,6 +19,8 @@ from shardlm.serve.snapshots import Snapshots
 
 MAX_DELAY = 2  # batches that the host may be ahead of the one that lands
 MAX_MODEL_LEN = 20
+# Of each group its window and how many tokens a place stands for.
+GROUPS = (((0, 1),), ((0, 1),), ((0, 1), (3, 1)), ((5, 1),), ((0, 1), (2, 1), (2, 1), (7, 1)), ((5, 1), (0, 2)))
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 6])  # shared by many prompts
 
 
@@ -49,7 +51,7 @@ class Serving(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         decode_steps=st.sampled_from(((1,), (1, 4), (1, 2, 8))),
         caching=st.sampled_from((True, True, True, False)),
-        windows=st.sampled_from(((0,), (0,), (0, 3), (5,), (0, 2, 2, 7))),
+        groups=st.sampled_from(GROUPS),
         drafts=st.sampled_from((0, 0, 1, 3)),
         least=st.sampled_from((None, 0, 3)),
         seed=st.integers(0, 100),
@@ -64,23 +66,25 @@ class Serving(RuleBasedStateMachine):
         budget,
         decode_steps,
         caching,
-        windows,
+        groups,
         drafts,
         least,
         seed,
         snapshots,
         tail,
     ):
-        """`snapshots`: None for a model that remembers by pages alone."""
+        """`snapshots`: None for a model that remembers by pages alone, as those do that have entries."""
+        windows, strides = zip(*groups, strict=True)
+        snapshots = snapshots if max(strides) == 1 else None
         memories = snapshots is not None
         drafts, caching = 0 if memories else drafts, caching and snapshots != 0
         tokens = max_rows * (1 + drafts) + budget
         cuts = Cuts() if least is None else Cuts(tuple(sorted({min(n, tokens) for n in (2, 4, 8, 16, 32)})), least)
         config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories)
         step = config.longest_step
-        least = PageLayout(0, windows, ()).pages_of(MAX_MODEL_LEN, page_size, step)
+        least = PageLayout(0, windows, (), strides=strides).pages_of(MAX_MODEL_LEN, page_size, step)
         kept = Snapshots(max_rows + 1, snapshots, page_size, page_size, tail) if snapshots and caching else None
-        sizes = {"windows": windows, "longest_step": step, "caching": caching, "snapshots": kept}
+        sizes = {"windows": windows, "strides": strides, "longest_step": step, "caching": caching, "snapshots": kept}
         self.pages = PageTable(1 + least + spare_pages, page_size, **sizes)
         self.scheduler = Scheduler(config, self.pages)
         self.device = FakeDevice(self.pages, max_rows, drafts, memories)

@@ -10,7 +10,7 @@ import jax
 from shardlm.errors import ShardlmError
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
-from shardlm.layers.page_layout import PageLayout, layout_of
+from shardlm.layers.page_layout import PageLayout, layout_of, layout_of_rows
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.opened import describe, load
@@ -95,10 +95,12 @@ def open_draft_model(
             "kept where that of the model's is, which has none; choose another, or method 'ngram'"
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
-    if draft.model.config.reads:
+    of_draft = draft.model.config
+    if of_draft.reads or of_draft.compressed:
+        what = "read others' keys and values" if of_draft.reads else "keep entries of several tokens"
         raise ShardlmError(
-            f"the draft model {config.model} has layers that read others' keys and values, which no draft model may; "
-            "choose another, or method 'ngram'"
+            f"the draft model {config.model} has layers that {what}, which no draft model may; choose another, or "
+            "method 'ngram'"
         )
     with jax.set_mesh(draft.mesh):
         return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
@@ -123,6 +125,12 @@ def layouts_for(
 ) -> tuple[PageLayout, ...]:
     """The same from the shape of the model, the windows of the layers that draft, where there are any, and the devices
     that kv heads are split over."""
+    if shape.compressed:
+        if drafting is not None:
+            raise ShardlmError(
+                "layers that keep entries of several tokens share no pages with a draft model; choose method 'ngram'"
+            )
+        return (layout_of_rows(shape.rows, 0, length, page_size, steps),)
     windows, sources = _windows(shape.blocks()), shape.sources[: shape.num_layers]
     layout = layout_of(windows, 0, length, page_size, steps, shape.sharing(ways)[: shape.num_layers], sources)
     beside = layout.beside(drafting or ())
