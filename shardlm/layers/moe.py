@@ -19,6 +19,7 @@ from shardlm.layers.param import (
     Execution,
     Params,
     constant,
+    drawn,
     has_kernel,
     held_parts,
     in_groups,
@@ -226,11 +227,11 @@ class Moe(nnx.Module):
 def _hashed(num_experts: int):
     """A table of a model from nothing: the experts of each token, one after the other from a random one on."""
 
-    def init(key, shape, spec):
+    def draw(key, shape, spec):
         first = jax.random.randint(key, (*shape[:-1], 1), 0, num_experts, out_sharding=spec)
         return ((first + jnp.arange(shape[-1])) % num_experts).astype(jnp.float32)
 
-    return init
+    return drawn(draw)
 
 
 def _local(
