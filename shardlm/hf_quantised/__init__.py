@@ -70,6 +70,8 @@ def _options(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found = next((config[name] for name in OPTIONS if config.get(name)), None)
     if found is not None and not isinstance(found, Mapping):
         raise ShardlmError(f"config.json has quantization_config={found!r}; an object is needed. Download it again")
+    if found is not None and config.get("expert_dtype"):  # which DeepSeek V4 says beside it
+        found = {"expert_dtype": config["expert_dtype"], **found}
     return found
 
 

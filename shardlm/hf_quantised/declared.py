@@ -73,9 +73,12 @@ def _look(method: str, options: Mapping[str, Any]) -> Look:
     if method in ("fp8", "fbgemm_fp8"):
         block = options.get("weight_block_size")
         fp8 = Kept("fp8", block[1] if block else 0, "float32", zeros=False)
+        fp4 = Kept("fp4", 32, "bfloat16", zeros=False) if options.get("expert_dtype") == "fp4" else fp8
         # What joins both inputs of a module for further tokens is in 16 bits without being listed (eh_proj in
         # https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/models/deepseek_nextn.py).
-        return lambda modules: None if modules[0].endswith(".eh_proj") else fp8
+        # And so is what compressors and indexers of DeepSeek V4 project to (transformers' modeling_deepseek_v4.py).
+        plain = (".eh_proj", ".compressor.wkv", ".compressor.wgate", ".weights_proj")
+        return lambda modules: None if modules[0].endswith(plain) else fp4 if ".experts." in modules[0] else fp8
     if method == "mxfp4":
         mxfp4 = Kept("fp4", 32, "bfloat16", zeros=False)
         return lambda modules: mxfp4 if ".experts." in modules[0] else None

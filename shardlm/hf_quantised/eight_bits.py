@@ -1,5 +1,5 @@
-"""8-bit floats with scales: DeepSeek's in blocks, vLLM's and AutoFP8's for a tensor, Meta's (FBGEMM) for a row, and
-what NVIDIA's ModelOpt writes, 4-bit floats included."""
+"""8-bit floats with scales: DeepSeek's in blocks, with V4's experts in 4-bit floats, vLLM's and AutoFP8's for a
+tensor, Meta's (FBGEMM) for a row, and what NVIDIA's ModelOpt writes, 4-bit floats included."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def check(options: Mapping[str, Any]) -> None:
             f"config.json has a quantization_config with weight_block_size={size!r}; it needs a list of two whole "
             "numbers, rows and columns. Download it again, or open a checkpoint in 16 bits"
         )
-    only(options, "expert_dtype", "fp8")
+    only(options, "expert_dtype", "fp8", "fp4")
 
 
 def check_modelopt(options: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def check_modelopt(options: Mapping[str, Any]) -> None:
 
 def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str, Any]:
     """The weights by the names that they have in 16 bits."""
-    modules, found = split(tensors, PARTS)
+    modules, found = split({_part(name, tensors): stored for name, stored in tensors.items()}, PARTS)
     for module, parts in modules.items():
         name, weight = f"{module}.weight", needed(module, parts, "weight")[0]
         if "weight_scale_2" in parts:
@@ -55,9 +55,20 @@ def read(tensors: Mapping[str, Stored], options: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def _part(name: str, tensors: Mapping[str, Stored]) -> str:
+    """What a tensor is called; a scale is `scale` in DeepSeek V4, where other models have parameters of that name."""
+    module, _, own = name.rpartition(".")
+    weight = tensors.get(f"{module}.weight") if own == "scale" else None
+    return f"{module}.weight_scale_inv" if weight is not None and weight.dtype.itemsize == 1 else name
+
+
 def _scaled(module: str, parts: Mapping[str, Stored], size: list[int] | None) -> Grid:
     other = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     numbers, scales = parts["weight"], parts[other]
+    if numbers.dtype in (np.int8, np.uint8) and len(numbers.shape) == 2:
+        O, I = numbers.shape
+        if scales.shape == (O, 2 * I // MX) and 2 * I % MX == 0:  # two 4-bit floats a byte
+            return Grid(fp4(numbers), Factors(scales, scales.shape), (1, MX))
     of_floats = numbers.dtype.name.startswith("float8") and ("float" in scales.dtype.name or scales.dtype == np.uint8)
     if len(numbers.shape) != 2 or 0 in numbers.shape or not of_floats:
         raise misfit(f"{module}.weight", numbers, f"{module}.{other}", scales, "8-bit floats [O, I] and floats")

@@ -37,7 +37,8 @@ class Factors:
         """In which all of them are exact, of two bytes where it can be."""
         if self.common is not None:
             return "float32"
-        two = {"bfloat16": "bfloat16", "float16": "float16", "uint8": "bfloat16"}  # the last: exponents alone
+        two = {"bfloat16": "bfloat16", "float16": "float16"}
+        two |= dict.fromkeys(("uint8", "float8_e8m0fnu"), "bfloat16")  # exponents alone
         return two.get(self.stored.dtype.name, "float32")
 
     def read(self) -> np.ndarray:

@@ -53,6 +53,22 @@ def test_modelopt_in_blocks_and_with_exponents(tmp_path):
     check(found["w.weight"], FLOATS.astype(np.float32) * np.exp2(exponents - np.float32(127)).repeat(32, 1))
 
 
+def test_deepseek_v4_has_exponents_and_experts_in_4_bits(tmp_path):
+    """`expert_dtype` and `.scale` in transformers/quantizers/quantizer_finegrained_fp8.py. A parameter of that name
+    beside a weight in 16 bits is none."""
+    exponents = RNG.integers(120, 134, (O, I // 32)).astype(np.uint8)
+    factors = np.exp2(exponents - np.float32(127))
+    options, e8m0 = FP8 | {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}, ml_dtypes.float8_e8m0fnu
+    found = opened(tmp_path / "f", options, weight=BYTES.view(np.int8), scale=exponents.view(e8m0))
+    check(found["w.weight"], codes.FP4[NIBBLES] * factors.repeat(32, 1))
+    block = exponents[:1, :1].view(e8m0)
+    options["weight_block_size"] = [128, 128]
+    found = opened(tmp_path / "g", options, weight=FLOATS, scale=block)
+    check(found["w.weight"], FLOATS.astype(np.float32) * factors[:1, :1])
+    found = opened(tmp_path / "h", options, weight=FLOATS.astype(np.float16), scale=factors[0])
+    assert set(found) == {"w.weight", "w.scale"}
+
+
 NIBBLES = RNG.integers(0, 16, (O, I))
 BYTES = (NIBBLES[:, ::2] | NIBBLES[:, 1::2] << 4).astype(np.uint8)  # the first of two in the lower bits
 OF_16 = RNG.uniform(1, 400, (O, I // 16)).astype(ml_dtypes.float8_e4m3fn)
@@ -167,7 +183,7 @@ def test_methods_by_their_options(options, method):
         ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type='mx_fp'; supported"),
         ({"quant_method": "awq", "version": "GEMV"}, "version='gemv'; supported"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'; supported"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'; supported"),
+        ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype='fp6'; supported"),
         (compressed({}, "marlin-24"), "format='marlin-24'; supported"),
         (compressed({"type": "int", "num_bits": 3}), "num_bits=3; supported with quant_method='compressed-tensors'"),
         ({**compressed({}), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* packed sparsely"),
