@@ -107,19 +107,19 @@ def _attention(options: Options, kind: str, rates: dict[str, int], length: int) 
     )
 
 
-def _rope(options: Options, kind: str, head_dim: int, length: int) -> Rope:
+def _rope(options: Options, of: str, head_dim: int, length: int) -> Rope:
     """Layers with entries have a base of their own, and are stretched; their sines and cosines are as they are."""
     turned = options("qk_rope_head_dim", 0)
     told = dict(options("rope_parameters", None) or options("rope_scaling", None) or {})
     partial = options("partial_rotary_factor", 0.0) or (turned or 64) / head_dim
-    theta = {SLIDING: float(options("rope_theta", 10_000.0))}.get(
-        kind, float(options("compress_rope_theta", 160_000.0))
-    )
+    main, compress = float(options("rope_theta", 10_000.0)), float(options("compress_rope_theta", 160_000.0))
+    theta = main if of == SLIDING else compress
     options("rope_scaling", None)
-    own = told.get("main" if kind == SLIDING else "compress")
+    own = told.get("main" if of == SLIDING else "compress")
     if own is None:
-        flat = {} if kind == SLIDING else {k: v for k, v in told.items() if k not in ("main", "compress")}
-        own = {"rope_type": "default"} | flat | {"rope_theta": theta, "partial_rotary_factor": partial}
+        flat = {} if of == SLIDING else {k: v for k, v in told.items() if k not in ("main", "compress")}
+        kind = flat.get("rope_type") or flat.get("type") or "default"
+        own = flat | {"rope_type": kind, "rope_theta": theta, "partial_rotary_factor": partial}
     plain = Options({**options.values, "rope_parameters": own})
     rope = rope_of(plain, head_dim, length=length, partial=partial)
     magnitude = float(own.get("attention_factor") or 1.0)
@@ -129,6 +129,7 @@ def _rope(options: Options, kind: str, head_dim: int, length: int) -> Rope:
 def _experts(options: Options) -> MoeConfig:
     count = options("n_routed_experts", 0) or options("num_local_experts")
     width = options("moe_intermediate_size")
+    options.only("intermediate_size", None, width)
     limit = float(options("swiglu_limit", 10.0))
     if options.activation() != "silu":
         raise ShardlmError(f"config.json has hidden_act={options('hidden_act')!r}; supported: silu")

@@ -114,6 +114,10 @@ PUBLISHED = {
         },
         {Q: None, GATE: ("int8", 128), EXPERT: ("int4", 128), "mtp.layers.0.mlp.up_proj": None},
     ),
+    "DeepSeek V4": (
+        BLOCKS | {"expert_dtype": "fp4"},
+        {Q: ("fp8", 128), EXPERT: ("fp4", 32), "layers.3.attn.compressor.wkv": None},
+    ),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {Q: ("", 0)}),
 }
 

@@ -223,6 +223,16 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
                use_parallel_block=True, use_parallel_embedding=True),
         8.03,
     ),
+    "DeepSeek V4 Flash": (
+        common(43, 4096, 64, 1, 2048, 129280, model_type="deepseek_v4", moe_intermediate_size=2048,
+               n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=6,
+               q_lora_rank=1024, o_lora_rank=1024, o_groups=8, head_dim=512,
+               compress_ratios=[0, 0, *[4, 128] * 20, 4, 0], compress_rope_theta=160000, index_n_heads=64,
+               index_head_dim=128, index_topk=512, num_hash_layers=3, qk_rope_head_dim=64, sliding_window=128,
+               swiglu_limit=10.0, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, scoring_func="sqrtsoftplus",
+               norm_topk_prob=True, routed_scaling_factor=1.5, num_nextn_predict_layers=1, rope_scaling=YARN),
+        284,
+    ),
     "AFM 4.5B": (
         common(36, 2560, 20, 4, 18432, 128004, model_type="arcee", head_dim=128, hidden_act="relu2", mlp_bias=False,
                attention_bias=False, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
@@ -245,6 +255,9 @@ FORMS = {  # a reference -> its options of a rotation in the older form
     "minimax_m2": {"rope_theta": 5000000.0, "rotary_dim": 6},
     "olmo3": {"rope_theta": 10000.0, "rope_scaling": ROPE, "layer_types": None},
     "exaone4": {"rope_theta": 10000.0, "sliding_window_pattern": "LG", "layer_types": None},
+    "deepseek_v4": {"rope_scaling": {**ROPE, "type": ROPE["rope_type"], "rope_type": None}, "qk_rope_head_dim": 8}
+    | {"compress_rates": None, "compress_rate_csa": 2, "compress_rate_hca": 4, "partial_rotary_factor": None}
+    | {"mlp_layer_types": None, "num_hash_layers": 2, "expert_dtype": "fp4"},
 }
 
 
