@@ -71,6 +71,11 @@ def _rates(options: Options) -> dict[str, int]:
     rates = dict(options("compress_rates", None) or RATES)
     for kind, name in ((CHOSEN, "compress_rate_csa"), (ALL, "compress_rate_hca")):
         rates[kind] = options(name, 0) or rates[kind]
+    if min(rates.values()) < 2 or rates[ALL] % rates[CHOSEN]:
+        raise ShardlmError(
+            f"config.json has entries of {rates[CHOSEN]} tokens for {CHOSEN} and of {rates[ALL]} for {ALL}; the second "
+            "must be a multiple of the first, which must be at least 2"
+        )
     return rates
 
 

@@ -147,6 +147,13 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
         shardlm.load(folder)
 
 
+def test_entries_of_one_kind_end_where_those_of_another_do():
+    config = json.loads((REFERENCES / "deepseek_v4" / "config.json").read_text())
+    config["compress_rates"]["heavily_compressed_attention"] = 3
+    with pytest.raises(ShardlmError, match="entries of 2 tokens for compressed_sparse_attention and of 3 for heavily"):
+        registry.transformer(config)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
