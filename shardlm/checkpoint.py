@@ -106,7 +106,12 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(self.directory, error) from error
-        self.removed = tuple(sorted(path.name for path in self.directory.glob(f"*{TEMPORARY}*")))
+        left = sorted(self.directory.glob(f"*{TEMPORARY}*"))
+        self.removed = tuple(path.name for path in left)
+        # Not by Orbax's `cleanup_tmp_directories`: its thread outlives `close`, and a run that ended soon after (a
+        # damaged checkpoint, say) printed that thread's traceback.
+        for path in left if jax.process_index() == 0 else ():
+            shutil.rmtree(path, ignore_errors=True)
         self._log_filter.enter_context(quiet_orbax())
         context = _saving()
         # A lambda because Orbax copies its context deeply, and a bound method would take this object along.
@@ -115,7 +120,6 @@ class Checkpoints:
             self.directory,
             context=context,
             preservation_policy=_Retention(self._retained),
-            cleanup_tmp_directories=True,
         )
 
     # Saving
