@@ -106,21 +106,16 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(self.directory, error) from error
-        left = sorted(self.directory.glob(f"*{TEMPORARY}*"))
-        self.removed = tuple(path.name for path in left)
-        # Not by Orbax's `cleanup_tmp_directories`: its thread outlives `close`, and a run that ended soon after (a
-        # damaged checkpoint, say) printed that thread's traceback.
-        for path in left if jax.process_index() == 0 else ():
-            shutil.rmtree(path, ignore_errors=True)
+        self.removed = tuple(sorted(path.name for path in self.directory.glob(f"*{TEMPORARY}*")))
+        # Orbax's own thread for this outlives `close`: a run that ended soon after printed its traceback.
+        for name in self.removed * (jax.process_index() == 0):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
         self._log_filter.enter_context(quiet_orbax())
         context = _saving()
         # A lambda because Orbax copies its context deeply, and a bound method would take this object along.
         context.asynchronous.post_finalization_callback = lambda: self._write_manifest()
-        self._writer = ocp.training.Checkpointer(
-            self.directory,
-            context=context,
-            preservation_policy=_Retention(self._retained),
-        )
+        policy = _Retention(self._retained)
+        self._writer = ocp.training.Checkpointer(self.directory, context=context, preservation_policy=policy)
 
     # Saving
 

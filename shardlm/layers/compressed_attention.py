@@ -57,9 +57,14 @@ class CompressedConfig:
 
     def __post_init__(self):
         if self.num_heads % self.out_groups:
-            raise ShardlmError(f"num_heads={self.num_heads} cannot be split into out_groups={self.out_groups}")
-        if not self.rope.dim or (self.chooser and self.rope.dim > self.chooser.head_dim):
-            raise ShardlmError(f"rotary embedding of {self.rope.dim} dimensions: it needs some that all heads have")
+            raise ShardlmError(
+                f"num_heads={self.num_heads} cannot be split into out_groups={self.out_groups}; choose a divisor"
+            )
+        least = min(self.head_dim, self.chooser.head_dim if self.chooser else self.head_dim)
+        if not 0 < self.rope.dim <= least:
+            raise ShardlmError(
+                f"rotary embedding of {self.rope.dim} dimensions; heads have {least} at least: choose from 2 to {least}"
+            )
         self.rope.check(self.head_dim)
 
     num_kv_heads, softcap, indexer = 1, 0.0, None

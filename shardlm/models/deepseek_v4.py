@@ -95,7 +95,6 @@ def _hashed(options: Options, layers: int) -> list[bool]:
 def _attention(options: Options, kind: str, rates: dict[str, int], length: int) -> CompressedConfig:
     head_dim = options("head_dim", 512)
     own = ChooserConfig(options("index_n_heads", 64), options("index_head_dim", 128), options("index_topk", 512))
-    rate = rates.get(kind, 0) if kind != SLIDING else 0
     return CompressedConfig(
         num_heads=options("num_attention_heads"),
         head_dim=head_dim,
@@ -104,7 +103,7 @@ def _attention(options: Options, kind: str, rates: dict[str, int], length: int) 
         rope=_rope(options, kind, head_dim, length),
         out_groups=options("o_groups", 8),
         out_latent_dim=options("o_lora_rank", 1024),
-        rate=rate,
+        rate=rates.get(kind, 0),
         overlap=kind == CHOSEN,
         chooser=own if kind == CHOSEN else None,
         index_dim=own.head_dim if CHOSEN in _kinds(options) else 0,

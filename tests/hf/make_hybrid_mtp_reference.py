@@ -14,7 +14,8 @@ import sys
 import torch
 import transformers
 from make_mtp_reference import WEIGHT, slope, summary
-from make_references import CASES, LENGTH, ROWS, SIZES, UNTRAINED, per_expert
+from make_references import LENGTH, ROWS, UNTRAINED, per_expert
+from reference_cases import CASES, SIZES
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as moe

@@ -10,7 +10,8 @@ import sys
 
 import torch
 import transformers
-from make_references import DENSE_MLA, GEMMA4, HYBRID, LENGTH, MOE, ROWS, SIZES, STEP, STEP_VISION, YARN, saved
+from make_references import LENGTH, ROWS, saved
+from reference_cases import DENSE_MLA, GEMMA4, HYBRID, MOE, SIZES, STEP, STEP_VISION, YARN
 from safetensors.torch import save_file
 
 TEXT = {**SIZES, "num_hidden_layers": 2, "head_dim": 12}
