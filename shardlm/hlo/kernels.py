@@ -62,7 +62,7 @@ def noted_seconds(at: Instruction) -> float | None:
 
 def _matmuls(module: Module, computation: Computation, at: Instruction) -> list[Matmul]:
     """Its own, or those of a fusion."""
-    if at.opcode != "fusion":
+    if not at.is_fusion:
         one = matmul(at, computation)
         return [one] if one else []
     inner = module.computations[at.called("calls")[0]]
@@ -73,7 +73,7 @@ def _changed(module: Module, computation: Computation, at: Instruction) -> list[
     """The arrays that it writes: of a fusion that updates part of an array in place, that part."""
     if at.opcode == "dynamic-update-slice":
         return list(computation.named[at.operands[1]].arrays)
-    if at.opcode != "fusion":
+    if not at.is_fusion:
         return list(at.arrays)
     inner = module.computations[at.called("calls")[0]]
     roots = [inner.named[name] for name in inner.root.operands] if inner.root.opcode == "tuple" else [inner.root]
@@ -94,7 +94,7 @@ def _through(inner: Computation, at: Instruction) -> Instruction:
 def _read(module: Module, computation: Computation, at: Instruction) -> float:
     """Bytes that it reads of its operands: of a fusion's, what its results take of them."""
     whole = [sum(array.nbytes for array in computation.named[name].arrays) for name in at.operands]
-    if at.opcode == "fusion":
+    if at.is_fusion:
         inner = module.computations[at.called("calls")[0]]
         asked = _demanded(inner)
         parameters = {int(one.inside): one.name for one in inner.instructions if one.opcode == "parameter"}

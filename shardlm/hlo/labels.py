@@ -83,7 +83,7 @@ class Labels:
             flops = matmul_of(visit.instruction, visit.computation)
             if not flops:
                 return []
-            while visit.caller and visit.caller.instruction.opcode == "fusion":  # the kernel that is timed
+            while visit.caller and visit.caller.instruction.is_fusion:  # the kernel that is timed
                 visit = visit.caller
             label = self.of(visit.instruction.name)
             return [(label.row, label.phase, flops * visit.count)]

@@ -11,7 +11,7 @@ from shardlm.hlo.walk import Visit
 # What changes how an array lies or how much of it there is, but not whose it is.
 _SAME = {
     *("bitcast", "copy", "convert", "reshape", "transpose", "slice", "dynamic-slice", "optimization-barrier"),
-    *("all-gather", "all-gather-start", "all-gather-done", "copy-start", "copy-done"),
+    *("all-gather", "all-gather-start", "all-gather-done", "copy-start", "copy-done", "fusion-done"),
 }
 
 
@@ -42,7 +42,7 @@ def _trace(module: Module, computation: Computation, name: str, path: tuple[int,
         elif at.opcode == "tuple" and path:
             name, path = at.operands[path[0]], path[1:]
             continue
-        elif at.opcode == "fusion":
+        elif at.is_fusion:
             fused = module.computations[at.called("calls")[0]]
             inner = _trace(module, fused, fused.root.name, path)
             if inner is None:
@@ -82,7 +82,7 @@ def cause(module: Module, visit: Visit, operand: str) -> tuple[str, tuple[Frame,
 def origins(module: Module, here: Computation, at: Instruction) -> Iterator[tuple[str, tuple[Frame, ...]]]:
     """(op_name, frames) of an instruction that computes: of the matmul in it, if it is a fusion with one, else its own
     or, of what it fuses, the last one's. Where nothing was noted, those of its makers and users, the nearest first."""
-    fused = module.computations[at.called("calls")[0]].instructions if at.opcode == "fusion" else ()
+    fused = module.computations[at.called("calls")[0]].instructions if at.is_fusion else ()
     matmuls = [inner for inner in fused if inner.opcode == "dot"]
     for one in (*matmuls, at, *reversed(fused)):
         if _is_noted(one):
@@ -128,7 +128,7 @@ def _makers(module: Module, computation: Computation, name: str) -> list[_Place]
 
 
 def _inside(module: Module, at: Instruction) -> Computation | None:
-    names = at.called({"while": "body", "fusion": "calls"}.get(at.opcode, "-"))
+    names = at.called("body" if at.opcode == "while" else "calls" if at.is_fusion else "-")
     return module.computations[names[0]] if names else None
 
 

@@ -59,6 +59,11 @@ class Instruction:
     attributes: str
     is_root: bool
 
+    @property
+    def is_fusion(self) -> bool:
+        """Whether its computation is one kernel: one that runs beside others too (jax 0.11 copies slices so)."""
+        return self.opcode in ("fusion", "fusion-start")
+
     def called(self, key: str) -> tuple[str, ...]:
         """Names of the computations in attribute `key`: one, or a list in braces."""
         match = re.search(rf"\b{key}=(?:%([\w.\-]+)|\{{([^}}]*)\}})", self.attributes)

@@ -202,6 +202,8 @@ ENTRY %main (stack: f32[32,64,64], i: s32[], x: f32[64,64]) -> bf16[64,64] {
   %x = f32[64,64] parameter(2)
   %slice = bf16[64,64] fusion(%stack, %i), kind=kLoop, calls=%sliced
   %update = f32[32,64,64] fusion(%stack, %x, %i), kind=kLoop, calls=%updated
+  %beside = ((f32[32,64,64], f32[64,64], s32[]), f32[32,64,64], u32[]) fusion-start(%stack, %x, %i), calls=%updated
+  %ended = f32[32,64,64] fusion-done(%beside)
   %cast = bf16[1,64,64] fusion(%stack), kind=kLoop, calls=%cast_first
   %changed = f32[32,64,64] fusion(%stack, %slice, %i), kind=kLoop, calls=%updated_and_used
   %rows = bf16[100,64] custom-call(%i, %slice, %stack), MOSAIC
@@ -218,11 +220,12 @@ def test_what_kernels_read_and_write():
     text = FUSIONS.replace("MOSAIC", of_experts).replace("TRITON", 'custom_call_target="__gpu$xla.gpu.triton"')
     module = parse(text)
     entry = module.computations[module.entry]
-    names = ("slice", "update", "cast", "changed", "rows", "blackwell", "grads", "few_bits", "i")
+    names = ("slice", "update", "beside", "ended", "cast", "changed", "rows", "blackwell", "grads", "few_bits", "i")
     found = {name: kernel(module, entry, entry.named[name]) for name in names}
-    assert found["i"] is None
+    assert found["i"] is None and found["ended"] is None
     assert found["slice"].nbytes == 64 * 64 * (4 + 2) + 4  # a slice of what is stacked, and its index
     assert found["update"].nbytes == 64 * 64 * (4 + 4) + 4  # what is new; the rest stays in its place
+    assert found["beside"] == found["update"]  # on a stream of its own: its tuple names the same arrays
     assert found["cast"].nbytes == 64 * 64 * (4 + 2)  # of what is cast, the slice
     assert found["changed"].nbytes == 32 * 64 * 64 * (4 + 4) + 64 * 64 * 2 + 4  # all of it is read and written
     assert found["rows"].grouped and found["rows"].flops == 2 * 64 * 64 * 64
