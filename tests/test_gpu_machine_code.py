@@ -12,7 +12,7 @@ from gpu_programs import MARKS
 from shardlm.bench import machine_code
 from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged
 from shardlm.bench.kernels import kernel_of
-from shardlm.ops import choice_kernel, states_kernel
+from shardlm.ops import choice_kernel, delta_step_kernel, states_kernel
 
 pytestmark = MARKS
 
@@ -91,6 +91,21 @@ def test_states_of_linear_attention(back, gpu):
     [code] = [one for one in machine_code.kernels(run, lambda: given, gpu) if one.name == "chunk_states"]
     _check(code, gpu)
     assert code.filled(gpu) > 0.9
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_steps_of_linear_attention(gpu):
+    """64 rows of Qwen3-Next's 32 heads: what blocks read at once covers the memory's latency (16 KB each, where 40 KB
+    of a multiprocessor would)."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    B, N, H, V = 64, 32, 128, 128
+    near = [array(jnp.bfloat16, B, 1, heads, H) for heads in (16, 16, N)]
+    rates, held = [array(jnp.float32, B, 1, N)] * 2, array(jnp.float32, 200, N, H, V)
+    given = *near, *rates, held, array(jnp.int32, B, 1), array(jnp.int32, B)
+    found = machine_code.kernels(delta_step_kernel.pallas, lambda: given, gpu)
+    [code] = [one for one in found if one.name == "delta_step"]
+    assert code.spilled in (0, None) and code.filled(gpu) > 50
+    assert code.blocks(gpu) is None or code.blocks(gpu) >= 5
 
 
 def test_choice_of_tokens():

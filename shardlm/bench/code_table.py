@@ -13,7 +13,10 @@ from shardlm.bench.sizes import named
 from shardlm.errors import ShardlmError
 from shardlm.topology import topology
 
-OWN = ("paged_attention", "paged_attention_merge", "few_bits_matmul", "few_bits_experts", "chunk_states")
+OWN = (
+    *("paged_attention", "paged_attention_merge", "few_bits_matmul", "few_bits_experts"),
+    *("chunk_states", "delta_step"),
+)
 NO_PTXAS = "registers are not known without ptxas: pip install nvidia-cuda-nvcc"
 
 

@@ -115,7 +115,21 @@ class Held8:
     how: WeightFormat
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """Linear attention by the gated delta rule, of rows that begin, in chunks, or (`served`) of tokens one after the
+    other of rows that are remembered in slots. `by_channel`: a decay for each number of a key."""
+
+    rows: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    by_channel: bool = False
+    served: bool = False
+
+
+Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8 | Recurrent
 KernelCases = Mapping[str, Shape]
 
 FORMS: Mapping[str, Groups] = MappingProxyType(
@@ -131,6 +145,7 @@ _DECODE = Paged(64, 1, 4096, 32, 8, 128)
 _ROWS = Whole(2, 4096, 32, 8, 128)
 _MEETING = Meeting(1, 4096, 32, 8, 128)
 _EXPERTS = Grouped(16_384, 4096, 14_336, 8)
+_REMEMBERED = Recurrent(64, 16, 32, 16, 128, served=True)  # as Qwen3-Next and Qwen 3.5 9B
 FULL: Mapping[str, KernelCases] = MappingProxyType(
     {
         "paged attention": {
@@ -158,6 +173,13 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "earlier block": dataclasses.replace(_MEETING, diagonal=False),
             "own block, back": dataclasses.replace(_MEETING, back=True),
             "earlier block, back": dataclasses.replace(_MEETING, diagonal=False, back=True),
+        },
+        "linear attention": {
+            "decode 64, 16 tokens": _REMEMBERED,
+            "decode 1, 16 tokens": dataclasses.replace(_REMEMBERED, rows=1),
+            "decode 64, 16 tokens, by channel": dataclasses.replace(_REMEMBERED, kv_heads=32, by_channel=True),
+            "prompt of 8k": Recurrent(1, 8192, 32, 16, 128),
+            "prompt of 8k, by channel": Recurrent(1, 8192, 32, 32, 128, by_channel=True),
         },
         "grouped matmul": {
             "8 experts": _EXPERTS,
@@ -202,6 +224,10 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         },
         "attention": {"backward, sinks": Whole(1, 64, 4, 2, 16, documents=2, back=True, sinks=True)},
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
+        "linear attention": {
+            "decode, by channel": Recurrent(2, 3, 4, 2, 16, by_channel=True, served=True),
+            "prompt": Recurrent(1, 100, 4, 2, 16),
+        },
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
         "8-bit products": {
             "fp8": EightBit(32, 64, 64, "fp8"),

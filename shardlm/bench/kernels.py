@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardlm.bench import recurrent_kernels
 from shardlm.bench.kernel_cases import (
     PAGE,
     EightBit,
@@ -20,6 +21,7 @@ from shardlm.bench.kernel_cases import (
     Held8,
     Meeting,
     Paged,
+    Recurrent,
     Shape,
     Whole,
 )
@@ -362,6 +364,21 @@ def _few_bits_experts(s: FewBitsExperts, on_gpu: bool) -> Kernel:
     )
 
 
+def _recurrent(s: Recurrent, on_gpu: bool) -> Kernel:
+    run, reference = recurrent_kernels.served(s, on_gpu) if s.served else recurrent_kernels.in_chunks(s)
+    flops, nbytes = recurrent_kernels.least(s)
+    return Kernel(
+        what=_named(s.served, on_gpu, "in chunks"),
+        inputs=recurrent_kernels.inputs_of(s),
+        run=local(run),
+        reference=reference,
+        flops=flops,
+        nbytes=nbytes,
+        peak="bf16",
+        allowed=ROUNDED if s.served else ROUNDED_BACK,  # chunks round states too
+    )
+
+
 def _named(kernel: bool, on_gpu: bool, otherwise: str = "XLA") -> str:
     return ("pallas" if on_gpu else "pallas, interpreted") if kernel else otherwise
 
@@ -375,4 +392,5 @@ _MAKERS = {
     FewBits: _few_bits,
     FewBitsExperts: _few_bits_experts,
     Held8: _held_8,
+    Recurrent: _recurrent,
 }

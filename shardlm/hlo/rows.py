@@ -38,7 +38,7 @@ def exposed(row: str) -> str:
 # A file, below the folder of the package, of a kind. What is not listed says nothing (param.py, stack.py, step.py), so
 # that the next frame outwards decides.
 _FILES = {
-    "linear attention": r"layers/delta_net|ops/(gated_delta|gated_delta_chunks|states_kernel|unit_inverse|short_conv)",
+    "linear attention": r"layers/delta_net|ops/(gated_delta|\w*delta_\w+|states_kernel|unit_inverse|short_conv)",
     "attention": r"layers/(attention|mla|context)|ops/(attention|attention_pair|\w+_attention|ulysses|rope)",
     "mlp": r"layers/mlp|ops/swiglu",
     "moe": r"layers/moe|ops/(expert_dispatch|grouped_matmul|grouped_weights|routing|row_search)",

@@ -38,7 +38,7 @@ def remembered(
     if rows == "in_turn":
         return _in_turn(*given)
     if rows == "known":
-        return _at_once(delta_net_of_known, *given)
+        return _known(*given)
 
     def run(x, taps, log_decay, beta, memory, position, valid):
         return delta_net_of_drafts(x, taps, log_decay, beta, memory, sure, position, valid)
@@ -46,10 +46,31 @@ def remembered(
     return _at_once(run, *given)
 
 
-def _at_once(run, x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:
-    memory = {name: a.at[slot].get(mode="promise_in_bounds") for name, a in held.items()}
+def _known(*given) -> tuple[jax.Array, Memory]:
+    """Of one token each by a kernel on NVIDIA GPUs."""
+    from shardlm.ops import delta_step_kernel  # Pallas takes a while to import
+
+    (x, *_, held, _), here = given, functools.partial(_at_once, delta_net_of_known)
+    if not delta_step_kernel.fits(x["k"], held["state"]):
+        return here(*given)
+    kernel = functools.partial(in_place, delta_step_kernel.pallas)
+    return jax.lax.platform_dependent(*given, cuda=kernel, default=here)
+
+
+def in_place(rule: Callable, *given) -> tuple[jax.Array, Memory]:
+    """Known rows, by a rule that takes states from their slots and leaves them there (delta_step_kernel.py)."""
+    run = functools.partial(delta_net_of_known, rule=functools.partial(rule, slot=given[-1]))
+    return _at_once(run, *given, whole=("state",))
+
+
+def _at_once(
+    run, x, taps, log_decay, beta, position, valid, held: Memory, slot, whole: tuple[str, ...] = ()
+) -> tuple[jax.Array, Memory]:
+    """Of what is remembered `run` has the rows' parts and gives them back; of what is named in `whole`, all slots'."""
+    memory = {n: a if n in whole else a.at[slot].get(mode="promise_in_bounds") for n, a in held.items()}
     out, memory = run(x, taps, log_decay, beta, memory, position, valid)
-    return out, held | {name: held[name].at[slot].set(a, mode="promise_in_bounds") for name, a in memory.items()}
+    put = {n: a if n in whole else held[n].at[slot].set(a, mode="promise_in_bounds") for n, a in memory.items()}
+    return out, held | put
 
 
 def _in_turn(x, taps, log_decay, beta, position, valid, held: Memory, slot) -> tuple[jax.Array, Memory]:

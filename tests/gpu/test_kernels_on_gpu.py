@@ -17,6 +17,7 @@ from shardlm.bench.kernel_cases import (
     Held8,
     Meeting,
     Paged,
+    Recurrent,
     Whole,
 )
 from shardlm.bench.kernel_timing import largest_error
@@ -42,6 +43,12 @@ SHAPES = {
         f"{place}{', back' if back else ''}": Meeting(1, 512, 8, 2, 128, diagonal=place == "own block", back=back)
         for place in ("own block", "earlier block")
         for back in (False, True)
+    },
+    "linear attention": {
+        "decode": Recurrent(5, 7, 6, 2, 64, served=True),
+        "decode, by channel": Recurrent(3, 7, 4, 4, 128, by_channel=True, served=True),
+        "chunks": Recurrent(2, 300, 4, 2, 64),
+        "chunks, by channel": Recurrent(1, 300, 4, 4, 128, by_channel=True),
     },
     "grouped matmul": {"forward": Grouped(1024, 256, 384, 8), "back": Grouped(1024, 256, 384, 8, back=True)},
     "8-bit products": {

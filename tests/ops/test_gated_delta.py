@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.ops import states_kernel
+from shardlm.ops import delta_step_kernel, states_kernel
+from shardlm.ops.delta_rows import in_place, remembered
 from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, reference, unit
 from shardlm.ops.gated_delta_chunks import through
 from shardlm.ops.short_conv import short_conv, texts
@@ -81,6 +82,31 @@ def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back, decays):
     for a, b in zip(found, through(left, P, into, state, back), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_the_kernel_for_gpus_steps_where_states_lie(channels):
+    """A row that begins in a slot another text left, one that goes on, one without a token; other slots stay as they
+    are."""
+    rng, slots, rows = np.random.default_rng(0), 5, 3
+    of = {"q": (K, H), "k": (K, H), "v": (N, V)}
+    random = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, taps = {n: random(rows, 1, *own) for n, own in of.items()}, {n: random(*own, W) for n, own in of.items()}
+    held = {f"conv_{name}": random(slots, W - 1, *own) for name, own in of.items()} | {"state": random(slots, N, H, V)}
+    log_decay, beta = -jnp.abs(random(rows, 1, N, *(H,) * channels)), jax.nn.sigmoid(random(rows, 1, N))
+    position, valid, slot = jnp.array([0, 7, 9]), jnp.array([[True], [True], [False]]), jnp.array([3, 0, 4])
+    given = x, taps, log_decay, beta
+    assert delta_step_kernel.fits(x["k"], held["state"])
+
+    def rule(*given, slot):
+        return delta_step_kernel.pallas(*given, slot, interpret=True)
+
+    out, found = in_place(rule, *given, position, valid, held, slot)
+    wanted, expected = remembered("known", *given, position, position, valid, held, slot)
+    np.testing.assert_allclose(out[:2], wanted[:2], atol=1e-5)  # measured: 1e-6
+    for name, a in expected.items():
+        np.testing.assert_allclose(found[name], a, atol=1e-5)
+    np.testing.assert_array_equal(found["state"][jnp.array([1, 2, 4])], held["state"][jnp.array([1, 2, 4])])
 
 
 def test_what_decays_at_once_is_no_infinity():

@@ -12,10 +12,11 @@ from shardlm.plan.op import Op
 from shardlm.rules import Rules
 
 # Of a row's state, how often a decode program reads or writes it, and the layer's kernels beside its projections
-# (compiled for an H100, 64 rows: it is read for key and query at once, and read again where it is written).
-PASSES, KERNELS = 3, 12
-# Where two drafts are verified the state is read and written as often, in more kernels (ops/delta_drafts.py, compiled).
-VERIFYING = 39
+# (compiled for an H100, 64 rows): once each where one token goes through ops/delta_step_kernel.py. Where two drafts are
+# verified (ops/delta_drafts.py) it is read for keys and queries at once, read and written anew, and read once more to
+# be put into its slot.
+PASSES, KERNELS = 2, 9
+VERIFYING_PASSES, VERIFYING = 5, 39
 
 
 def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: int = 0) -> float:
@@ -33,8 +34,9 @@ def operations(
 ) -> Iterator[Op]:
     """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks, and those of which
     all but one are drafts through that of few tokens, whose sums are little beside reading the state."""
-    own, kernels = rows * state_bytes(attention, rules, itemsize, drafts), VERIFYING if drafts else KERNELS
-    yield Op("linear attention", "states", "memory", 0, PASSES * own / kernels, kernels)
+    passes, kernels = (VERIFYING_PASSES, VERIFYING) if drafts else (PASSES, KERNELS)
+    own = rows * state_bytes(attention, rules, itemsize, drafts)
+    yield Op("linear attention", "states", "memory", 0, passes * own / kernels, kernels)
     if each > 1 and not drafts:
         ways = rules.mesh.size(*rules.use.axes("heads"))
         rule = Rule.of_rows(attention, math.ceil(each), rows, ways, itemsize)
