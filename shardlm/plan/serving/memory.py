@@ -149,6 +149,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     engine, shape = case.engine, case.model.shape
     unknown(shape, case.length)
     refuse(shape)
+    shape.check_stages(engine.mesh.pipeline)
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
