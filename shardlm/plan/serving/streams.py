@@ -10,12 +10,11 @@ WIDE = 4  # bytes of a float32
 # Kernels around one layer: the norm, the product's two, the sum that the layer reads, weights of the mix, the mix and
 # what is added to it. Projecting the matrices takes two where a row has one token, and else three for each iteration.
 KERNELS, PROJECTED, OF_ITERATION = 6, 2, 3
-PASSES = 6  # over the streams in their own type: for the norm, the sum, the mix (read and written), what is added (both)
+PASSES = 6  # over the streams in their own type: norm, sum, the mix (read, written), what is added (read, written)
 
 
 def around(streams: StreamsConfig, D: int, tokens: float, each: float, itemsize: int) -> Iterator[Op]:
-    """One layer, of rows of `each` tokens. The normed streams are written in float32 and read by a product of float32.
-    """
+    """One layer, of rows of `each` tokens. The normed streams are written in float32 and read by a product of float32."""
     S = streams.count
     numbers, made = tokens * S * D, (2 + S) * S
     kernels = KERNELS - 2 + (PROJECTED if each == 1 else OF_ITERATION * streams.iterations)
