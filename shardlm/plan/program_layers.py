@@ -7,13 +7,27 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
+from shardlm.plan.compressed_attention import chooser_of, numbers
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import GATHER, PERMUTE, RAGGED, REDUCE, SCATTER, Sent, idling, ordered, rows_for_heads, share
+from shardlm.plan.traffic import (
+    GATHER,
+    PERMUTE,
+    RAGGED,
+    REDUCE,
+    SCATTER,
+    Sent,
+    entries_gathered,
+    idling,
+    ordered,
+    rows_for_heads,
+    share,
+)
 from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
@@ -188,6 +202,11 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
         scatters += (attention.q_latent_dim or D) * item
         sums += 2 * narrow * item
+    elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
+        of_loss, of_choice = numbers(attention, sketch)
+        own = chooser_of(attention, sketch)
+        gathers += there * ((attention.q_latent_dim + of_loss + of_choice) * item + (4 * own.num_heads if own else 0))
+        scatters += (attention.q_latent_dim + of_loss) * item
     elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
         gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
         sums += 2 * D * item
@@ -242,6 +261,13 @@ def buffers_filled(sketch: Sketch) -> float:
 
 def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetConfig, runs: Runs) -> Iterator[Sent]:
     mesh, tokens, item = sketch.mesh, sketch.tokens, sketch.itemsize
+    if isinstance(attention, CompressedConfig):
+        there, back = entries_gathered(attention, sketch)
+        times = (runs.forward + runs.again) * runs.layers
+        yield Sent(("context",), "keys and numbers of tokens", there * (mesh.context - 1) * times, GATHER, 3 * times)
+        sums = back * (mesh.context - 1) * runs.layers
+        yield Sent(("context",), "gradients of keys and numbers", sums, SCATTER, 2 * runs.layers)
+        return
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
     if isinstance(attention, DeltaNetConfig):

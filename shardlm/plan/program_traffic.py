@@ -22,7 +22,8 @@ from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
 # Not split over tensor, and used on each device's part of the sequence.
-WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
+WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "attention.wkv", "mlp.router", "compressor.wkv")
+WHOLE_OVER_TENSOR += ("compressor.wgate", "streams.fn", "indexer.heads")
 _NOTHING = Sent((), "nothing", 0.0)
 
 

@@ -89,7 +89,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": mesh is not None
         and any(length > count for count in chosen),
-        "training with attention to entries that stand for several tokens": mesh is not None and shape.compressed,
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),

@@ -14,7 +14,7 @@ PASSES = 6  # over the streams in their own type: norm, sum, the mix (read, writ
 
 
 def around(streams: StreamsConfig, D: int, tokens: float, each: float, itemsize: int) -> Iterator[Op]:
-    """One layer, of rows of `each` tokens. The normed streams are written in float32 and read by a product of float32."""
+    """One layer, of rows of `each` tokens. The normed streams are written in float32, for a product of float32."""
     S = streams.count
     numbers, made = tokens * S * D, (2 + S) * S
     kernels = KERNELS - 2 + (PROJECTED if each == 1 else OF_ITERATION * streams.iterations)
