@@ -12,6 +12,7 @@ from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.answer import answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.compressed_attention import Seen
 from shardlm.plan.serving.memory import serving_memory
@@ -33,7 +34,6 @@ OPTIONS = {
     "head_dim": 512,
     "q_lora_rank": 1024,
     "o_lora_rank": 1024,
-    "n_routed_experts": 16,
     "num_experts_per_tok": 6,
     "moe_intermediate_size": 2048,
     "num_hash_layers": 1,
@@ -44,14 +44,15 @@ ROW, KEY = 2 * 512, 2 * 128  # bytes of a row, and of an indexer's entry
 
 
 @functools.cache
-def shape(*layers: int):
+def shape(*layers: int, experts: int = 16):
     """Of these kinds of layers."""
     kinds = [KINDS[kind] for kind in layers]
-    return registry.transformer(OPTIONS | {"num_hidden_layers": len(kinds), "layer_types": kinds})
+    own = {"num_hidden_layers": len(kinds), "layer_types": kinds, "n_routed_experts": experts}
+    return registry.transformer(OPTIONS | own)
 
 
-def served(layers=(0, 1, 2), count: int = 4, **options) -> ServingCase:
-    model = ServedModel("v4", shape(*layers), "bfloat16", 1_048_576)
+def served(layers=(0, 1, 2), count: int = 4, experts: int = 16, **options) -> ServingCase:
+    model = ServedModel("v4", shape(*layers, experts=experts), "bfloat16", 1_048_576)
     options = {"mesh": MeshSpec(tensor=count), "max_model_len": 8192} | options
     return ServingCase(model, Cluster.of(GPUS["h100"], count), EngineConfig(**options), 2048, 200)
 
@@ -134,3 +135,10 @@ def test_a_search_takes_no_stages():
     found = search(served(count=4))
     assert {plan.mesh.pipeline for plan in found.plans} == {1} and found.plans
     assert any("which stages do not send on" in why for _, why in found.refused)
+
+
+def test_what_does_not_fit_is_told_with_what_would():
+    """Not pages in 8 bits, which such models do not take."""
+    with pytest.raises(ShardlmError, match=r"it fits with quantization=int8 .* it needs at least num_gpus=2") as error:
+        answer_serving(served((1, 2) * 3, 1, 256))
+    assert "kv_cache_dtype" not in str(error.value)
