@@ -27,6 +27,7 @@ class Blocks:
     size     queries of a block
     entries  of a whole row; 0: there are none
     keys     that a query is multiplied with
+    anew     whether the backward pass of all makes each block once more: of several, unless all is kept
     """
 
     rows: float
@@ -35,6 +36,7 @@ class Blocks:
     size: int
     entries: int
     keys: int
+    anew: bool
 
     @classmethod
     def of(cls, attention: CompressedConfig, sketch: Sketch) -> "Blocks":
@@ -43,12 +45,8 @@ class Blocks:
         entries = math.ceil(T / attention.rate) if attention.rate else 0
         each = WIDE * max(1.0, rows) * heads * (attention.window + entries)
         size = block_of(tokens, max(1, int(SCORES_BYTES // each)))
-        return cls(rows, tokens, heads, size, entries, attention.window - 1 + size + entries)
-
-    @property
-    def several(self) -> bool:
-        """Which are made again one by one, in the backward pass of all."""
-        return self.size < self.tokens
+        anew = size < tokens and sketch.config.remat != "none"
+        return cls(rows, tokens, heads, size, entries, attention.window - 1 + size + entries, anew)
 
     @property
     def scores(self) -> float:
@@ -75,10 +73,10 @@ def operations(sketch: Sketch, attention: CompressedConfig, matmul) -> Iterator[
     yield from _projections(sketch, attention, matmul)
     blocks = Blocks.of(attention, sketch)
     rows, H = blocks.rows * blocks.tokens * blocks.heads, attention.head_dim
-    for what, n, k, gradients in (("scores", blocks.keys, H, 2 + blocks.several), ("values", H, blocks.keys, 2)):
+    for what, n, k, gradients in (("scores", blocks.keys, H, 2 + blocks.anew), ("values", H, blocks.keys, 2)):
         yield changed(matmul("attention", what, rows, n, k), both=True, gradients=gradients, **_plain(sketch))
     nbytes = UNFUSED_BYTES * blocks.scores
-    yield Op("attention", "softmax", "memory", 0, nbytes, 1, gradient_bytes=(2 + blocks.several) * nbytes)
+    yield Op("attention", "softmax", "memory", 0, nbytes, 1, gradient_bytes=(2 + blocks.anew) * nbytes)
     if attention.rate:
         yield _entries(attention, sketch, blocks)
     if own := chooser_of(attention, sketch):
@@ -128,10 +126,10 @@ def _choice(own: ChooserConfig, sketch: Sketch, blocks: Blocks) -> Iterator[Op]:
     flops = 2.0 * rows * blocks.entries * (own.head_dim + 1)
     moved = each * own.num_heads * (2 * WIDE)
     dims = (rows, blocks.entries, own.head_dim)
-    again = {"gradients": float(blocks.several), "both": True, "frozen": True}
+    again = {"gradients": float(blocks.anew), "both": True, "frozen": True}
     yield Op("attention", "index scores", "matmul", flops, moved, 1, dims=dims, **_plain(sketch), **again)
     passes = CHOICE * WIDE * each
-    yield Op("attention", "choice of entries", "memory", 0, passes, 1, gradient_bytes=blocks.several * passes)
+    yield Op("attention", "choice of entries", "memory", 0, passes, 1, gradient_bytes=blocks.anew * passes)
 
 
 def _entries(attention: CompressedConfig, sketch: Sketch, blocks: Blocks) -> Op:
