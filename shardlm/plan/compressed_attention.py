@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.compressed_attention import ChooserConfig, CompressedConfig
-from shardlm.ops.compressed_rows import SCORES_BYTES
-from shardlm.ops.token_choice import block_of
+from shardlm.ops.compressed_rows import queries_at_once
 from shardlm.plan.changed import changed
 from shardlm.plan.constants import UNFUSED_BYTES
 from shardlm.plan.op import Op
@@ -43,8 +42,7 @@ class Blocks:
         T, mesh = sketch.config.train.seq_len, sketch.mesh
         rows, heads, tokens = sketch.rows, attention.num_heads / mesh.tensor, T // mesh.context
         entries = math.ceil(T / attention.rate) if attention.rate else 0
-        each = WIDE * max(1.0, rows) * heads * (attention.window + entries)
-        size = block_of(tokens, max(1, int(SCORES_BYTES // each)))
+        size = queries_at_once(tokens, max(1.0, rows) * heads, attention.window, entries)
         anew = size < tokens and sketch.config.remat != "none"
         return cls(rows, tokens, heads, size, entries, attention.window - 1 + size + entries, anew)
 
