@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
-from shardlm.plan import linear_attention
+from shardlm.plan import compressed_attention, linear_attention
 from shardlm.plan.sketch import Sketch
 
 Kinds = dict[str, float]
@@ -71,15 +72,17 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     ulysses = sketch.mesh.context > 1 and sketch.execution.context_attention == "ulysses"
     twice = copies * kv * (attention.head_dim + attention.value_dim) + heads * attention.value_dim
     latent = isinstance(attention, MlaConfig)
+    compressed = isinstance(attention, CompressedConfig)
+    streams = block.streams.count if block.streams else 1
     moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
     exchange = _exchange(block, sketch)
     rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
     return Layer(
-        stream=nbytes * D / tensor,
+        stream=nbytes * D / tensor * streams,
         whole=nbytes * D,
         queries=nbytes * (kv if isinstance(attention, DeltaNetConfig) else heads) * attention.head_dim,
         keys=nbytes * kv * attention.head_dim,
-        values=nbytes * (heads if isinstance(attention, DeltaNetConfig) else kv) * attention.value_dim,
+        values=0 if compressed else nbytes * (heads if isinstance(attention, DeltaNetConfig) else kv) * attention.value_dim,
         output=nbytes * heads * attention.value_dim,
         exchanged=nbytes * twice if ulysses else 0,
         latents=nbytes * _latent_dims(attention) / tensor if latent else 0,

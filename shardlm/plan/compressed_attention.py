@@ -47,6 +47,11 @@ class Blocks:
         return cls(rows, tokens, heads, size, entries, attention.window - 1 + size + entries, anew)
 
     @property
+    def at_once(self) -> float:
+        """Scores of a block."""
+        return self.rows * self.size * self.heads * self.keys
+
+    @property
     def scores(self) -> float:
         """All of them."""
         return self.rows * self.tokens * self.heads * self.keys

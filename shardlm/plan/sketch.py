@@ -58,6 +58,12 @@ class Weight:
             return math.prod(n if n % ways else n // ways for n, ways in sizes)
         return self._all // table.ways(self.names)
 
+    @property
+    def unasked(self) -> bool:
+        """Whether no loss asks for its gradient, which is zeros, sent to nobody: of what chooses tokens or entries, and
+        of a table of experts by token."""
+        return ".indexer." in self.path or self.path.endswith("experts_of_token")
+
     @functools.cached_property
     def _all(self) -> int:
         return math.prod(self.shape)
