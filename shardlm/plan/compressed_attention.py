@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from shardlm.layers.compressed_attention import ChooserConfig, CompressedConfig
 from shardlm.ops.compressed_rows import queries_at_once
 from shardlm.plan.changed import changed
-from shardlm.plan.constants import UNFUSED_BYTES
+from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
 
 WIDE = 4  # bytes of a float32
+SCORE = 30  # bytes read and written of each score by kernels of their own, forward; as much again for gradients
+# Kernels of one block of queries, forward, where it is made again before its gradients, and of these; of a choice among
+# entries (4,096 tokens, 4 layers, compiled for an H100: 1,372 forward, 2,437 again, 1,177 back).
+OF_BLOCK, OF_BLOCK_ANEW, OF_GRADIENTS, OF_CHOICE = 9, 7, 13, 40
 CHOICE = 40  # passes over an indexer's scores: two bits of a threshold at a time, and a sum of what is equal
 
 
@@ -47,6 +51,10 @@ class Blocks:
         return cls(rows, tokens, heads, size, entries, attention.window - 1 + size + entries, anew)
 
     @property
+    def count(self) -> int:
+        return self.tokens // self.size
+
+    @property
     def at_once(self) -> float:
         """Scores of a block."""
         return self.rows * self.size * self.heads * self.keys
@@ -78,8 +86,11 @@ def operations(sketch: Sketch, attention: CompressedConfig, matmul) -> Iterator[
     rows, H = blocks.rows * blocks.tokens * blocks.heads, attention.head_dim
     for what, n, k, gradients in (("scores", blocks.keys, H, 2 + blocks.anew), ("values", H, blocks.keys, 2)):
         yield changed(matmul("attention", what, rows, n, k), both=True, gradients=gradients, **_plain(sketch))
-    nbytes = UNFUSED_BYTES * blocks.scores
-    yield Op("attention", "softmax", "memory", 0, nbytes, 1, gradient_bytes=(2 + blocks.anew) * nbytes)
+    nbytes, back = SCORE * blocks.scores, OF_GRADIENTS + blocks.anew * OF_BLOCK_ANEW
+    how = {"host": blocks.count * OF_BLOCK * GAP, "gradient_host": blocks.count * back * GAP}
+    yield Op("attention", "softmax", "memory", 0, nbytes, 1, gradient_bytes=(1 + blocks.anew) * nbytes, **how)
+    turned = 4 * sketch.itemsize * rows * H  # queries, and back what is read
+    yield Op("attention", "positions", "memory", 0, turned, 1, gradient_bytes=turned)
     if attention.rate:
         yield _entries(attention, sketch, blocks)
     if own := chooser_of(attention, sketch):
@@ -131,8 +142,9 @@ def _choice(own: ChooserConfig, sketch: Sketch, blocks: Blocks) -> Iterator[Op]:
     dims = (rows, blocks.entries, own.head_dim)
     again = {"gradients": float(blocks.anew), "both": True, "frozen": True}
     yield Op("attention", "index scores", "matmul", flops, moved, 1, dims=dims, **_plain(sketch), **again)
-    passes = CHOICE * WIDE * each
-    yield Op("attention", "choice of entries", "memory", 0, passes, 1, gradient_bytes=blocks.anew * passes)
+    passes, host = CHOICE * WIDE * each, blocks.count * OF_CHOICE * GAP
+    how = {"host": host, "gradient_host": blocks.anew * host}
+    yield Op("attention", "choice of entries", "memory", 0, passes, 1, gradient_bytes=blocks.anew * passes, **how)
 
 
 def _entries(attention: CompressedConfig, sketch: Sketch, blocks: Blocks) -> Op:

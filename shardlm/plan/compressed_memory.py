@@ -3,8 +3,7 @@ layers keep, while layers are done backwards. How many arrays there are is read 
 programs (doubt.py says how many)."""
 
 from shardlm.layers.compressed_attention import CompressedConfig
-from shardlm.plan import compressed_attention
-from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize
+from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges
 from shardlm.plan.compressed_attention import Blocks
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
@@ -12,6 +11,7 @@ from shardlm.plan.sketch import Sketch
 # Of each block of a pattern, all of which are in one loop: XLA makes weights' gradients late, so that of all of them
 # there are streams, half of them in float32, queries with their gradients, and arrays as wide as the stream of a layer.
 STREAMS, QUERIES, NARROW = 8, 4.5, 11
+SENT = 8.5  # arrays of rows that were sent to their experts, of each block
 SCORES = 2.5  # float32 arrays of the scores of a block of queries
 
 
@@ -27,17 +27,18 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
 
 def _of(sketch: Sketch, parts: Parts, pattern, layers: tuple[Layer, ...]) -> Kinds:
     tensor = sketch.mesh.tensor
-    each = sketch.tokens * itemsize(sketch)
     scores = [WIDE * Blocks.of(block.attention, sketch).at_once for block in pattern]
-    latents = sum(
-        each * (block.attention.q_latent_dim + sum(compressed_attention.numbers(block.attention, sketch)))
-        for block in pattern
-    )
     fullest = max(layers, key=lambda one: one.rows)
+    latents = sum(one.latents for one in layers)
+    if "all_to_all" in exchanges(sketch):
+        experts = SENT * sum(one.rows for one in layers) + 3 * fullest.expert_hidden
+    else:  # more of them where tensor scatters the sequence or tokens of several devices are gathered
+        wide, several = tensor > 1, sketch.mesh.expert > 1
+        experts = (2 + 2 * wide + 2.5 * several) * fullest.rows + (6 if wide or several else 3) * fullest.expert_hidden
     return {
         "streams": STREAMS * sum(one.stream for one in layers) + NARROW * sum(one.whole for one in layers) / tensor,
         "attention": QUERIES * sum(one.queries for one in layers) + SCORES * max(scores) + 2 * latents,
         "mlp": 6 * sum(one.hidden for one in layers),
-        "experts": 3 * fullest.expert_hidden + 2 * fullest.rows,
+        "experts": experts,
         "weights in use": parts.largest * (1.5 * len(pattern) if parts.gathers else 1),
     }

@@ -10,8 +10,9 @@ from shardlm.plan.sketch import Sketch
 
 WIDE = 4  # bytes of a float32
 PASSES = 6  # over the streams, forward: the norm, the sum, the mix and what is added to it (read and written)
-PASSES_BACK = 16
-OF_ITERATION = 3  # kernels of a projection to matrices whose rows and columns sum to 1; of its gradient as many
+PASSES_BACK = 20
+OF_ITERATION = 3  # kernels of a projection to matrices whose rows and columns sum to 1; of its gradient twice as many
+SMALL_BACK = 20  # and other small kernels of gradients
 
 
 def operations(streams: StreamsConfig, sketch: Sketch) -> Iterator[Op]:
@@ -23,7 +24,7 @@ def operations(streams: StreamsConfig, sketch: Sketch) -> Iterator[Op]:
     for what, again in (("attention", True), ("mlp", False)):
         yield weights(streams, sketch, (2 + S) * S, f"streams around {what}")
         flops, back = 2.0 * numbers * S, numbers * PASSES_BACK * sketch.itemsize
-        how = {"gradient_bytes": back, "host": small, "gradient_host": 2 * small}
+        how = {"gradient_bytes": back, "host": small, "gradient_host": 2 * small + SMALL_BACK * GAP}
         yield Op("other", f"streams mixed around {what}", "memory", flops, moved, 1, anew=again, **how)
 
 
