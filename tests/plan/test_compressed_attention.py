@@ -6,12 +6,16 @@ import functools
 import pathlib
 
 import pytest
+from random_runs import PICKED, run_of
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import operations
+from shardlm.plan.cost import step_cost
+from shardlm.plan.memory import memory
 from shardlm.plan.serving.answer import answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.compressed_attention import Seen
@@ -20,6 +24,7 @@ from shardlm.plan.serving.ops import Pass, attended, layer_work
 from shardlm.plan.serving.search import search
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.weights import InUse, weights_of
+from shardlm.plan.sketch import Sketch
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serving_rules import serving_rules
 
@@ -142,3 +147,42 @@ def test_what_does_not_fit_is_told_with_what_would():
     with pytest.raises(ShardlmError, match=r"it fits with quantization=int8 .* it needs at least num_gpus=2") as error:
         answer_serving(served((1, 2) * 3, 1, 256))
     assert "kv_cache_dtype" not in str(error.value)
+
+
+# By random_runs.py's names: bytes of arguments, of temporaries, and seconds, compiled for H100s (jax 0.10.2).
+COMPILED = {
+    "entries-fsdp": (1022572144, 2517883640, 0.0448),
+    "entries-tensor": (1075246320, 2416178168, 0.0495),
+    "entries-context": (1104361072, 2399625976, 0.0406),
+    "entries-experts": (552728176, 2465359864, 0.0454),
+    "entries-dots": (1022531184, 1601597944, 0.0246),
+    "entries-none": (1022531184, 4151846280, 0.0240),
+    "entries-sent": (3164451592, 61916916888, 0.665),
+    "entries-hashed": (2692477768, 9118299288, 0.313),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_training_step_needs_about_what_its_program_does(name):
+    """Arguments exactly. What FLOPs and traffic are is test_plan_matches_xla*.py's."""
+    arguments, temporaries, seconds = COMPILED[name]
+    sketch = Sketch.of(run_of(PICKED[name]), GPUS["h100"])
+    found = memory(sketch)
+    resting = sum(found.kinds.get(kind, 0) for kind in ("weights", "optimizer", "batch"))
+    assert resting == pytest.approx(arguments, rel=1e-3)
+    assert -0.11 < sum(found.kinds.values()) / (arguments + temporaries) - 1 < 0.05
+    assert "entries that stand for several tokens" in found.doubt
+    cost = step_cost(sketch, Cluster.of(GPUS["h100"], sketch.num_gpus))
+    # Of the last two it is gathers over hosts that lie behind less than is foreseen.
+    within = 0.25 if sketch.num_gpus > 8 else 0.13 if name.endswith("none") else 0.05
+    assert cost.step_seconds == pytest.approx(seconds, rel=within)
+
+
+def test_what_chooses_entries_takes_no_part_in_the_loss():
+    sketch = Sketch.of(run_of(PICKED["entries-fsdp"]), GPUS["h100"])
+    found = {op.what: op for op in operations(sketch) if op.layer == "attention"}
+    assert found["index queries"].count == 2 * found["index queries"].forward  # forward, and again
+    assert found["queries"].count == 4 * found["queries"].forward
+    few = dataclasses.replace(sketch.config.train, seq_len=1024)  # 256 entries, all of which are attended to
+    short = Sketch.of(dataclasses.replace(sketch.config, train=few), GPUS["h100"])
+    assert not any(op.what.startswith("index") for op in operations(short))
