@@ -48,7 +48,7 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         and config.lora.base != "dtype"
         and sketch.num_gpus > 1
         and sketch.tokens <= FEW,
-        "entries that stand for several tokens needed 5% less to 12% more (11 compiled programs)": shape.compressed,
+        "entries that stand for several tokens needed 15% less to 12% more (12 compiled programs)": shape.compressed,
         "adapters and muon were not compared with entries that stand for several tokens": (
             shape.compressed and (config.lora.rank > 0 or config.optim.name == "muon")
         ),
