@@ -8,17 +8,19 @@ import jax.numpy as jnp
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
-from shardlm.plan import linear_attention
+from shardlm.plan import compressed_attention, linear_attention
 from shardlm.plan.sketch import Sketch
 
 Kinds = dict[str, float]
 """Bytes by what they are for."""
 WIDE = 4  # bytes of a float32
+SCORE_KEPT = 7  # bytes of a score with entries of several tokens: as float32, as weight, and whether it counts
 BLOCKS = 8  # of queries in which XLA's attention goes through a row (ops/blocked_attention.py)
 
 
@@ -39,7 +41,8 @@ class Layer:
     zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
     mask     that keeps documents apart; of XLA's attention the scores of a block
     gate     of attention's output
-    rule     of linear attention, at its fullest; rule_kept: what of it is kept without recomputation
+    rule     of linear attention, at its fullest; rule_kept: what of it, or of scores, is kept without recomputation
+    one      of several streams, which `stream` has side by side; 0: there is one
     """
 
     stream: float
@@ -60,6 +63,7 @@ class Layer:
     gate: float = 0.0
     rule: float = 0.0
     rule_kept: float = 0.0
+    one: float = 0.0
 
 
 def layer(block: BlockConfig, sketch: Sketch) -> Layer:
@@ -71,32 +75,44 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     ulysses = sketch.mesh.context > 1 and sketch.execution.context_attention == "ulysses"
     twice = copies * kv * (attention.head_dim + attention.value_dim) + heads * attention.value_dim
     latent = isinstance(attention, MlaConfig)
+    compressed = isinstance(attention, CompressedConfig)
+    streams = block.streams.count if block.streams else 1
     moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
     exchange = _exchange(block, sketch)
     rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
     return Layer(
-        stream=nbytes * D / tensor,
+        stream=nbytes * D / tensor * streams,
         whole=nbytes * D,
         queries=nbytes * (kv if isinstance(attention, DeltaNetConfig) else heads) * attention.head_dim,
         keys=nbytes * kv * attention.head_dim,
-        values=nbytes * (heads if isinstance(attention, DeltaNetConfig) else kv) * attention.value_dim,
+        values=nbytes * _value_heads(attention, heads, kv) * attention.value_dim,
         output=nbytes * heads * attention.value_dim,
         exchanged=nbytes * twice if ulysses else 0,
-        latents=nbytes * _latent_dims(attention) / tensor if latent else 0,
+        latents=nbytes * _latent_dims(attention, sketch) / (1 if compressed else tensor),
         rotated=nbytes * kv * attention.rope_dim if latent else 0,
         hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
         expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
         rows=rows * D,
         pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
-        mask=0.0 if isinstance(attention, DeltaNetConfig) else _mask(sketch, heads),
+        mask=0.0 if compressed or isinstance(attention, DeltaNetConfig) else _mask(sketch, heads),
+        one=nbytes * D / tensor if block.streams else 0.0,
         **_gated(attention, sketch),
     )
+
+
+def _value_heads(attention, heads: float, kv: float) -> float:
+    """Of one device; with entries of several tokens keys are values too."""
+    if isinstance(attention, CompressedConfig):
+        return 0.0
+    return heads if isinstance(attention, DeltaNetConfig) else kv
 
 
 def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sketch) -> Kinds:
     """The sizes that only linear attention and gated attention have."""
     each = sketch.tokens * itemsize(sketch) / sketch.mesh.tensor
+    if isinstance(attention, CompressedConfig):
+        return {"rule_kept": SCORE_KEPT * compressed_attention.Blocks.of(attention, sketch).scores}
     if not isinstance(attention, DeltaNetConfig):
         gates = attention.gates if isinstance(attention, AttentionConfig) else 0
         return {"gate": each * gates} if gates else {}
@@ -108,8 +124,13 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
     }
 
 
-def _latent_dims(attention: MlaConfig) -> int:
-    return attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim
+def _latent_dims(attention, sketch: Sketch) -> int:
+    """Numbers of a token that heads of all devices read besides their own queries."""
+    if isinstance(attention, CompressedConfig):
+        return attention.q_latent_dim + sum(compressed_attention.numbers(attention, sketch))
+    if isinstance(attention, MlaConfig):
+        return attention.q_latent_dim + attention.kv_latent_dim + attention.rope_dim
+    return 0
 
 
 def _exchange(block: BlockConfig, sketch: Sketch) -> str:
@@ -173,11 +194,18 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
         return {}
     if remat == "full":
         return {"streams kept": one.stream}
-    if remat == "names":  # its input and the attention's part; the MLP's is not needed
-        return {"streams kept": 2 * one.stream}
+    if remat == "names":  # its input and the attention's part; the MLP's is not needed, but where streams are several
+        return {"streams kept": one.stream + 2 * one.one if one.one else 2 * one.stream}
     if remat == "dots":
         products = projections - one.rotated
         return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": 2 * one.hidden}
+    if one.one:  # streams in float32 too: normed, summed and mixed, around both parts
+        return {
+            "streams kept": 18 * one.stream + 6 * one.whole,
+            "attention kept": 2 * one.queries + one.output + 3 * one.latents + one.rule_kept,
+            "mlp kept": 3 * one.hidden,
+            "experts kept": 6 * one.expert_hidden + one.rows,
+        }
     return {
         # The inputs of the norms; what the projections read.
         "streams kept": 2 * one.stream + 2 * one.whole,

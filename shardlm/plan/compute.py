@@ -5,13 +5,15 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.lora import A as ADAPTER
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE
 from shardlm.ops.expert_dispatch import choose as choose_exchange
-from shardlm.plan import attention, linear_attention, program_memory
+from shardlm.plan import attention, compressed_attention, linear_attention, program_memory, streams
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
@@ -108,42 +110,48 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
         for block in segment.pattern:
             if in_stages:
                 idle = 1 / (1 - schedule.bubble_fraction())
-                run = _Run(sketch, block.norms, sketch.passes * segment.repeats / mesh.pipeline, 0, idle)
+                run = _Run(sketch, _ends(block), sketch.passes * segment.repeats / mesh.pipeline, 0, idle)
             else:
-                run = _Run.outside(sketch, block.norms, segment.repeats, number)
+                run = _Run.outside(sketch, _ends(block), segment.repeats, number)
             for op in _all_of(sketch, block, ours):
                 yield changed(run(op), in_stages=in_stages or both_ways)
     for _ in range(shape.mtp.depth if shape.mtp else 0):
-        run = _Run.outside(sketch, shape.mtp.block.norms, 1, len(shape.segments))
+        run = _Run.outside(sketch, _ends(shape.mtp.block), 1, len(shape.segments))
         D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
         for op in (*_all_of(sketch, shape.mtp.block, ours), _matmul(sketch, "mlp", "join", tokens, D, 2 * D)):
             yield changed(run(op), in_stages=both_ways)
+
+
+def _ends(block: BlockConfig) -> bool:
+    """Whether no gradient asks for what a layer's last product makes: it is added to the stream as it is."""
+    return block.norms == "pre" and not block.streams
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """How often a layer's operations run.
 
+    unasked  whether no gradient asks for what a layer's last product makes
     passes   of all its layers, forward and useful
     twice    share of the passes that 1F1B makes forward once more: those of layers ahead of its stages
     idle     runs of a device for each useful one
     """
 
     sketch: Sketch
-    norms: str
+    unasked: bool
     passes: float
     twice: float
     idle: float
 
     @classmethod
-    def outside(cls, sketch: Sketch, norms: str, repeats: int, segment: int) -> "_Run":
+    def outside(cls, sketch: Sketch, unasked: bool, repeats: int, segment: int) -> "_Run":
         """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
         mesh, schedule, stages = sketch.mesh, sketch.schedule, sketch.shape.pipelined_segment()
         if mesh.pipeline > 1 and schedule.both_ways:
             # XLA unrolls the loop twice; of an odd one the last layer is left, whose result nothing wants.
             ahead = repeats - (repeats % 2 if segment == stages - 1 else 0) if segment < stages else 0
-            return cls(sketch, norms, sketch.passes * repeats, ahead / repeats, schedule.ticks / sketch.passes)
-        return cls(sketch, norms, sketch.passes * repeats / mesh.pipeline, 0, 1.0)
+            return cls(sketch, unasked, sketch.passes * repeats, ahead / repeats, schedule.ticks / sketch.passes)
+        return cls(sketch, unasked, sketch.passes * repeats / mesh.pipeline, 0, 1.0)
 
     def __call__(self, op: Op) -> Op:
         """As often as a step's forward passes, recomputation and backward are worth executions of the forward one."""
@@ -151,7 +159,7 @@ class _Run:
         kept = op.unit == "matmul" and not op.both  # by "dots": what is no batch of products
         again = {"none": 0, "dots": 0 if kept else 1, "names": 1, "full": 1, "offload": 1}[remat]
         last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
-        if (self.norms == "pre" and last) or (remat == "names" and (last or op.what == "output")) or not op.anew:
+        if (self.unasked and last) or (remat == "names" and (last or op.what == "output")) or not op.anew:
             again = 0  # nothing in the backward pass asks for the result, or it was kept
         again += self.twice
         gradients = 2.5 if op.unit == "attention" else 2 if op.gradients is None else op.gradients
@@ -179,6 +187,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         for what, n, k in linear_attention.projections(block.attention, D, tensor):
             yield matmul("linear attention", what, tokens, n, k)
         yield from linear_attention.products(linear_attention.Rule.of(block.attention, sketch))
+    elif isinstance(block.attention, CompressedConfig):
+        yield from compressed_attention.operations(sketch, block.attention, matmul)
     else:
         yield from attention.operations(sketch, block.attention, matmul, ours)
     if isinstance(block.mlp, MlpConfig):
@@ -192,6 +202,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         P = block.inputs.dim
         yield matmul("mlp", "gate of the layer's input", tokens / tensor, P, D)
         yield matmul("mlp", "layer's input", tokens / tensor, D, P)
+    if block.streams:
+        yield from streams.operations(block.streams, sketch)
     norms = 4 if block.norms == "both" else 2
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
 
@@ -267,7 +279,7 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
     shape, mesh = sketch.shape, sketch.mesh
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
-    run = _Run.outside(sketch, "pre", heads, len(shape.segments))
+    run = _Run.outside(sketch, True, heads, len(shape.segments))
     moved = sketch.itemsize * (tokens * D + V * D) + 4 * tokens * V
     yield Op(
         "head",
@@ -286,6 +298,9 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
     if ours and sketch.gpu.generation != "cpu":
         read = program_memory.of_losses(sketch)
         yield Op("head", "softmax", "memory", 0, read, run.passes, run.passes, in_stages=run.idle > 1)
+    if shape.streams:
+        of_head = streams.weights(shape.streams, sketch, shape.streams.count, "streams joined")
+        yield changed(of_head, count=3 * run.passes, forward=run.passes)
     if shape.inputs:
         made = _matmul(
             sketch, "embedding", "layers' inputs", tokens / mesh.tensor, shape.num_layers * shape.inputs.dim, D

@@ -7,13 +7,27 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
+from shardlm.plan.compressed_attention import chooser_of, numbers
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import GATHER, PERMUTE, RAGGED, REDUCE, SCATTER, Sent, idling, ordered, rows_for_heads, share
+from shardlm.plan.traffic import (
+    GATHER,
+    PERMUTE,
+    RAGGED,
+    REDUCE,
+    SCATTER,
+    Sent,
+    entries_gathered,
+    idling,
+    ordered,
+    rows_for_heads,
+    share,
+)
 from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
@@ -85,7 +99,7 @@ def _layer(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     if mesh.tensor > 1:
         yield from _tensor(sketch, block, runs)
     if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
-        yield from _experts(sketch, block.mlp, runs)
+        yield from _experts(sketch, block, runs)
     if mesh.context > 1:
         yield from _context(sketch, block.attention, runs)
 
@@ -188,6 +202,12 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
         scatters += (attention.q_latent_dim or D) * item
         sums += 2 * narrow * item
+    elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
+        of_loss, of_choice = numbers(attention, sketch)
+        own = chooser_of(attention, sketch)
+        gathers += there * ((attention.q_latent_dim + of_loss + of_choice) * item + (4 * own.num_heads if own else 0))
+        scatters += (attention.q_latent_dim + of_loss - attention.head_dim) * item
+        sums += 2 * attention.head_dim * item  # keys' gradients, whole
     elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
         gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
         sums += 2 * D * item
@@ -201,6 +221,8 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         if moe.shared_dim:
             gathers += (there + 1) * D * item
             scatters += (back + 1) * D * item
+        if block.streams:  # how much of what is made goes to each is learned: it is made again
+            scatters += repeated * (1 + bool(moe.shared_dim)) * D * item
     else:
         gathers += there * D * item
         scatters += D * item
@@ -209,15 +231,17 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         yield Sent(("tensor",), "the sequence", one * nbytes, kind, count * runs.layers)
 
 
-def _experts(sketch: Sketch, moe: MoeConfig, runs: Runs) -> Iterator[Sent]:
+def _experts(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     """Tokens to the experts and back: forward, backward and again."""
+    moe = block.mlp
     ranks, item, n = sketch.mesh.expert, sketch.itemsize, sketch.tokens
     times = (runs.forward + 1 + runs.again) * runs.layers
     row = sketch.shape.embed_dim * item
     if choose_exchange(ranks, moe.top_k) == "gather":
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
-        scatters = (runs.forward + 1) * runs.layers  # the results of a second run are not needed
+        # The results of a second run are not needed, but where it is learned how much of them goes to each stream.
+        scatters = (runs.forward + 1 + (runs.again if runs.whole and block.streams else 0)) * runs.layers
         back = (row * scatters + mixed * runs.layers) * n * (ranks - 1)
         yield Sent(("expert",), "tokens gathered", there, GATHER, times)
         yield Sent(("expert",), "results scattered", back, SCATTER, scatters)
@@ -242,6 +266,13 @@ def buffers_filled(sketch: Sketch) -> float:
 
 def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetConfig, runs: Runs) -> Iterator[Sent]:
     mesh, tokens, item = sketch.mesh, sketch.tokens, sketch.itemsize
+    if isinstance(attention, CompressedConfig):
+        there, back = entries_gathered(attention, sketch)
+        times = (runs.forward + runs.again) * runs.layers
+        yield Sent(("context",), "keys and numbers of tokens", there * (mesh.context - 1) * times, GATHER, 3 * times)
+        sums = back * (mesh.context - 1) * runs.layers
+        yield Sent(("context",), "gradients of keys and numbers", sums, SCATTER, 2 * runs.layers)
+        return
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
     if isinstance(attention, DeltaNetConfig):

@@ -22,7 +22,9 @@ from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
 # Not split over tensor, and used on each device's part of the sequence.
-WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "mlp.router")
+WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "attention.wkv", "mlp.router", "compressor.wkv")
+WHOLE_OVER_TENSOR += ("compressor.wgate", "compressor.bias", "streams.fn", "indexer.heads")
+IN_FLOAT32 = ("router", "streams.fn", "compressor.bias")  # in use too
 _NOTHING = Sent((), "nothing", 0.0)
 
 
@@ -73,7 +75,7 @@ class Moved:
         copies = seen - {"data"} if sketch.config.local_sgd.inner_steps else seen
         if weight.path.endswith(WHOLE_OVER_TENSOR):
             copies = copies | {"tensor"}
-        itemsize = MASTER if weight.path.endswith("router") else sketch.itemsize
+        itemsize = MASTER if weight.path.endswith(IN_FLOAT32) else sketch.itemsize
         return cls(
             weight,
             ordered(mesh, gathered),
@@ -124,11 +126,12 @@ def _weights(sketch: Sketch, weights: Iterable[Moved]) -> Iterator[Sent]:
             found = _of_some_stages(sketch, moved)
         else:
             found = _of_all(sketch, moved)
-        if weight.trained:
+        if weight.trained and not weight.unasked:
             yield from found
-            yield from _updated(sketch, moved)
         else:  # it has no gradient
             yield from (sent for sent in found if sent.kind == GATHER or sent.why.endswith("to its stage"))
+        if weight.trained:
+            yield from _updated(sketch, moved)
 
 
 def _further(sketch: Sketch) -> int:

@@ -58,6 +58,12 @@ class Weight:
             return math.prod(n if n % ways else n // ways for n, ways in sizes)
         return self._all // table.ways(self.names)
 
+    @property
+    def unasked(self) -> bool:
+        """Whether no loss asks for its gradient, which is zeros, sent to nobody: of what chooses tokens or entries, and
+        of a table of experts by token."""
+        return ".indexer." in self.path or self.path.endswith("experts_of_token")
+
     @functools.cached_property
     def _all(self) -> int:
         return math.prod(self.shape)
@@ -89,7 +95,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": mesh is not None
         and any(length > count for count in chosen),
-        "attention to entries that stand for several tokens": shape.compressed,
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),

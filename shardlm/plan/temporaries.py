@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 
 from shardlm.ops.cross_entropy import CHUNK_BYTES
-from shardlm.plan import adapted, linear_memory
+from shardlm.plan import adapted, compressed_memory, linear_memory
 from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept, working
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
@@ -42,8 +42,8 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     if adapted.applies(sketch, parts):
         during = (_at_head_of_adapted, _between_layers_of_adapted)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
-    if linear := linear_memory.at_work(sketch, parts):
-        moments.append(_joined(always, linear, _around(sketch, parts)))
+    for own in filter(None, (linear_memory.at_work(sketch, parts), compressed_memory.at_work(sketch, parts))):
+        moments.append(_joined(always, own, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     fullest = max(moments, key=_total)
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or _zeros_later(sketch):

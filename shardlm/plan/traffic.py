@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
@@ -17,6 +18,7 @@ from shardlm.mesh import AXES, MeshSpec
 from shardlm.ops.expert_dispatch import Exchange
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.changed import changed
+from shardlm.plan.compressed_attention import numbers
 from shardlm.plan.sketch import Sketch
 
 WEIGHT, MASTER = 2, 4  # bytes of a number in use (16 bits) and at rest (float32)
@@ -175,10 +177,23 @@ def rows_for_heads(attention: DeltaNetConfig, sketch: Sketch) -> float:
     return sketch.tokens / sketch.mesh.tensor * (sketch.itemsize * wide + 2 * MASTER * attention.num_heads)
 
 
+def entries_gathered(attention: CompressedConfig, sketch: Sketch) -> tuple[float, float]:
+    """(bytes, of these those that have gradients) of what one device of `context` gives all others, whatever the heads:
+    its tokens' keys and what entries are made of, which are whole over tensor."""
+    each, (of_loss, of_choice) = sketch.tokens * sketch.itemsize, numbers(attention, sketch)
+    return each * (of_loss + of_choice), each * of_loss
+
+
 def _context(
     sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetConfig, layers: float, again: int
 ) -> Iterator[Sent]:
     mesh, tokens = sketch.mesh, sketch.tokens
+    if isinstance(attention, CompressedConfig):
+        there, back = entries_gathered(attention, sketch)
+        moved = ((1 + again) * there * layers, back * layers)
+        for what, kind, nbytes, times in (("tokens", GATHER, moved[0], 1 + again), ("gradients", SCATTER, moved[1], 1)):
+            yield Sent(("context",), f"keys and numbers of {what}", nbytes * (mesh.context - 1), kind, times * layers)
+        return
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
     if isinstance(attention, DeltaNetConfig):

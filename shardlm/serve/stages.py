@@ -50,7 +50,8 @@ class Stage:
 
 def layout_of(whole: PageLayout, layers: slice) -> PageLayout:
     """The same pages, of these layers alone."""
-    if len(whole.places[layers]) == len(whole.places):  # in which layers may share a place
+    each = whole.firsts or whole.places
+    if len(each[layers]) == len(each):  # in which layers may share a place, or have several
         return whole
     counts, places = collections.Counter(), []
     for group, _ in whole.places[layers]:

@@ -165,7 +165,7 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
-        ("deepseek_v4", {}, "no formulas for attention to entries that stand for several tokens"),
+        ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),
         (
             "gemma4",

@@ -66,7 +66,7 @@ def one_query(b, t, first, q, kv, compressed, sinks):
 @pytest.mark.parametrize("kind", ["none", "all", "chosen"])
 def test_rows_are_what_each_query_sees(kind, monkeypatch):
     """Two documents of a row, and one that padding follows, in blocks of 7 queries."""
-    monkeypatch.setattr(compressed_rows, "SCORES_BYTES", 4 * B * N * 7 * (WINDOW + 11))
+    monkeypatch.setattr(compressed_rows, "queries_at_once", lambda *sizes: 7)
     (q, kv, sinks), compressed = inputs(), made(kind)
     segments = np.array([[1] * 9 + [2] * 12, [1] * 18 + [0] * 3], np.int32)
     positions = np.array([[*range(9), *range(12)], [*range(18), 0, 0, 0]], np.int32)
@@ -75,6 +75,15 @@ def test_rows_are_what_each_query_sees(kind, monkeypatch):
         for t in range(first, stop):
             expected = one_query(b, t, first, q, kv, compressed, sinks)
             np.testing.assert_allclose(out[b, t], expected, atol=2e-5, err_msg=f"{b} {t}")
+
+
+def test_blocks_are_as_small_as_pays():
+    """One of 4,096 would multiply 4,255 keys a query, of which 128 tokens and 32 entries are seen; of scores no more
+    are there at once than fit; and what divides into nothing is a block."""
+    at_once = compressed_rows.queries_at_once
+    assert at_once(4096, 16, 128, 32) == 128 and at_once(4096, 16, 128, 1024) == 512
+    assert at_once(4096, 4096, 128, 1024) == 8 and compressed_rows.SCORES_BYTES >= 4 * 4096 * 8 * (127 + 8 + 1024)
+    assert (at_once(4099, 1, 128, 32), at_once(64, 1, 128, 0)) == (4099, 64)
 
 
 @pytest.mark.parametrize("reads", ["blocked", "pallas"])

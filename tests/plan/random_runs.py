@@ -25,6 +25,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
+from shardlm.models.pretrained import Pretrained
 from shardlm.models.qwen_hybrid import QwenHybridConfig
 from shardlm.plan.sketch import Sketch
 from shardlm.topology import topology
@@ -38,8 +39,20 @@ FAST = {
     "xla_backend_optimization_level": 0,
 }
 RECORD = pathlib.Path(__file__).with_suffix(".json")
-MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig, "hybrid": QwenHybridConfig}
 Settings = dict[str, Any]
+
+
+def _entries(kinds: str, **sizes) -> Pretrained:
+    """DeepSeek V4 with layers of these kinds: H for entries of 128 tokens, C for those of 4 that are chosen, S none."""
+    names = {"H": "heavily_compressed_attention", "C": "compressed_sparse_attention", "S": "sliding_attention"}
+    own = {"num_hidden_layers": len(kinds), "layer_types": [names[kind] for kind in kinds]}
+    return Pretrained("unread", config=json.dumps(_V4 | own | sizes))
+
+
+_V4 = {"model_type": "deepseek_v4", "hidden_act": "silu", "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
+_V4 |= {"max_position_embeddings": 65_536, "o_groups": 8, "tie_word_embeddings": False, "hc_sinkhorn_iters": 2}
+MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig, "hybrid": QwenHybridConfig}
+MODELS |= {"entries": _entries}
 
 
 _DENSE = {"vocab_size": 16_384, "embed_dim": 1024, "num_layers": 6, "num_heads": 16, "tie_embeddings": False}
@@ -71,7 +84,32 @@ def _linear(mesh: dict[str, int], remat: str, rows: int, accumulation: int = 1, 
     return _picked(mesh, "zero3", remat, rows, accumulation) | own
 
 
+# Attention to entries that stand for several tokens, and four streams.
+_SMALL = {"vocab_size": 16_384, "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 256, "q_lora_rank": 512}
+_SMALL |= {"o_lora_rank": 256, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+_SMALL |= {"index_topk": 256, "index_n_heads": 16, "index_head_dim": 64, "partial_rotary_factor": 0.25}
+_SMALL |= {"kinds": "HCHC", "num_hash_layers": 0}
+_LARGE = {"vocab_size": 129_280, "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 512, "q_lora_rank": 1024}
+_LARGE |= {"o_lora_rank": 1024, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 2048}
+_LARGE |= {"index_topk": 512, "index_n_heads": 64, "index_head_dim": 128, "partial_rotary_factor": 0.125}
+_LARGE |= {"kinds": "HCHCHCH", "num_hash_layers": 1}
+
+
+def _of_entries(sizes, mesh: dict[str, int], rows: int, seq_len: int = 4096, remat: str = "full") -> Settings:
+    train = {"global_batch": rows, "seq_len": seq_len, "accumulation": 1}
+    own = {"model": "entries", "sizes": sizes, "context_attention": "auto", "train": train}
+    return _picked(mesh, "zero3", remat, rows, 1) | own
+
+
 PICKED = {  # what chance left out
+    "entries-fsdp": _of_entries(_SMALL, {"fsdp": 2}, 2),
+    "entries-tensor": _of_entries(_SMALL, {"tensor": 2}, 2),
+    "entries-context": _of_entries(_SMALL, {"context": 2}, 2),
+    "entries-experts": _of_entries(_SMALL, {"expert": 2, "fsdp": 2}, 4),
+    "entries-dots": _of_entries(_SMALL, {"fsdp": 2}, 2, 2048, "dots"),
+    "entries-none": _of_entries(_SMALL, {"data": 2}, 2, 2048, "none"),
+    "entries-sent": _of_entries(_LARGE, {"fsdp": 8, "expert": 8}, 64),
+    "entries-hashed": _of_entries(_LARGE, {"fsdp": 8, "tensor": 4, "expert": 2}, 16),
     "names": _picked({"fsdp": 2, "tensor": 2}, "zero3", "names", 4, 1),
     "stages-dots": _picked({"pipeline": 2, "tensor": 2}, "zero1", "dots", 8, 4),
     "stages-names": _picked({"pipeline": 2, "tensor": 2}, "zero1", "names", 8, 4),

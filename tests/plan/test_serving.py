@@ -93,6 +93,7 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "int4", "kv_cache_dtype": "fp8"}),
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "fp8_dynamic"}),
         ("deepseek_v32", {"tensor": 2}, {"kv_cache_dtype": "int8"}),
+        ("deepseek_v4", {"tensor": 2}, {"kv_cache_bytes": 2**18}),
         ("gemma3", {"pipeline": 2, "data": 2}, {}),
         ("gemma3", {"pipeline": 2}, ROOM),
         ("deepseek_v2", {"tensor": 2}, {"quantization": "int8"} | ROOM),

@@ -27,6 +27,7 @@ from shardlm.precision import COMPUTE_DTYPE
 from shardlm.published_weights import as_published, kinds_of, not_published
 from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.entries import fitted
 from shardlm.serve.snapshots import LEAST
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
@@ -107,6 +108,7 @@ class ServingCase:
     listed: Mix | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "engine", fitted(self.engine, self.model.shape))  # as the engine takes its options
         if self.cluster.measured is not None:
             raise ShardlmError(
                 "a serving plan is by the table of GPUs and takes no measured profile: give --gpu=NAME instead of "

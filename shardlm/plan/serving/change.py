@@ -86,7 +86,7 @@ def _choices(case: ServingCase) -> Iterator[tuple[str, object]]:
         yield "max_model_len", both
     if case.dtype == "float32":
         yield "dtype", "bfloat16"
-    if engine.kv_cache_dtype in ("auto", "bfloat16"):
+    if engine.kv_cache_dtype in ("auto", "bfloat16") and not case.model.shape.compressed:  # serve/entries.py
         yield "kv_cache_dtype", "fp8"
     if case.model.folder and engine.quantization not in (None, PUBLISHED):
         yield "quantization", PUBLISHED

@@ -111,8 +111,12 @@ class ServingMemory:
     @property
     def tokens_held(self) -> int:
         """Of one sequence after another, in the pages of a replica, where every layer sees all; with windows, fewer
-        pages a token are needed once a sequence is longer than they are."""
-        return (self.layout.num_pages - 1) * self.sizes.page_size // len(self.layout.windows)
+        pages a token are needed once a sequence is longer than they are. Where pages of entries stand for more tokens
+        than others, of sequences of max_model_len."""
+        layout, sizes, count = self.layout, self.sizes, self.layout.num_pages - 1
+        if layout.strides:
+            return count * sizes.max_model_len // layout.pages_of(sizes.max_model_len, sizes.page_size, self.decoded)
+        return count * sizes.page_size // len(layout.windows)
 
     def at_once(self, prompt_len: int, output_len: int) -> int:
         """Requests of these lengths of which a replica preempts none, wherever in their replies they are: slots and
@@ -149,6 +153,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     engine, shape = case.engine, case.model.shape
     unknown(shape, case.length)
     refuse(shape)
+    shape.check_stages(engine.mesh.pipeline)
     mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
     rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
@@ -261,6 +266,7 @@ def _stage(
     widest = max(_layer_numbers(block, rules, shape.embed_dim) for block in shape.blocks())
     heads = max(block.attention.num_heads * block.attention.head_dim for block in shape.blocks())
     heads //= rules.mesh.size(*rules.use.axes("heads"))
+    between = 3 * shape.embed_dim * (1 + (shape.streams.count if shape.streams else 0))
 
     mixtures = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
     of_expert = max((mlp.top_k / mlp.num_experts for mlp in mixtures), default=0.0)  # of the tokens, on average
@@ -273,7 +279,7 @@ def _stage(
     def needs(kind: str, size: tuple[int, int]) -> float:
         rows, tokens = size
         more = WHOLE_ARRAYS * heads if kind == "whole" else 0
-        layer = rows * tokens * itemsize * (3 * shape.embed_dim + widest + more) + unpacked(rows * tokens)
+        layer = rows * tokens * itemsize * (between + widest + more) + unpacked(rows * tokens)
         scored = (
             SCORED_ARRAYS[bool(rules.use.axes("vocab"))] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
             if last
@@ -281,10 +287,10 @@ def _stage(
         )
         return max(layer, scored) + joined
 
-    own, D = list(shape.blocks())[run], shape.embed_dim
-    joined = linear.joined_bytes(own, rules, D, itemsize) if case.weights == "dtype" else 0
+    own = list(shape.blocks())[run]
+    joined = linear.joined_bytes(own, rules, shape.embed_dim, itemsize) if case.weights == "dtype" else 0
     rows, each = sizes.max_rows, 1 + case.engine.drafts
-    layer = rows * each * itemsize * (3 * shape.embed_dim + widest)
+    layer = rows * each * itemsize * (between + widest)
     sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V
     decode = (max(layer, sampler) if last else layer) + unpacked(rows * each)
     largest = max(sizes.chunk_programs, key=lambda key: needs(*key))

@@ -2,19 +2,23 @@
 the engine do it (serve/programs.py, compiled): operations and collectives for kernels.py and links.py to time."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.plan.op import Layer, Op
+from shardlm.plan.serving import compressed_attention as compressed
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
+from shardlm.plan.serving import streams
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import BLOCK
@@ -86,6 +90,12 @@ def layer_work(
         own = linear.state_bytes(block.attention, rules, one.itemsize, one.drafts)
         kv = 2 * one.rows * own  # read, and written
         ops += linear.operations(block.attention, rules, one.rows, one.each, one.itemsize, one.drafts)
+    elif isinstance(block.attention, CompressedConfig):
+        of_window = functools.partial(attended, one=one)
+        seen = compressed.Seen.of(block.attention, one.tokens, one.rows, of_window)
+        rows = compressed.Rows.of(block.attention, cache_bytes)
+        kv = rows.least(seen)
+        ops += compressed.operations(block.attention, weights, rules, rows, seen, one)
     elif getattr(block.attention, "indexer", None):
         share, count = sparse.Share.of(block.attention, cache_bytes), block.attention.indexer.top_k
         (seen, pairs), (_, few) = attended(0, one), attended(count, one)
@@ -96,6 +106,9 @@ def layer_work(
         seen, pairs = attended(block.attention.window, one)
         kv = one.rows * seen * cache_bytes
         ops.append(_attention(block.attention, rules, one, pairs, kv))
+    if block.streams:
+        for _ in range(2):
+            ops += streams.around(block.streams, D, one.tokens, one.each, one.itemsize)
     small = one.tokens * D * 3 * one.itemsize
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
     ops += [op for held in plain for op in _in_eight_bits(held, _layer_of(held, kind), plain, one)]

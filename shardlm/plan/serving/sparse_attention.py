@@ -34,10 +34,13 @@ def operations(
     """Of queries that could attend to so many `pairs` of query and key, and rows in which so many positions are
     `scanned` by them together; none where the layer shares what another chose."""
     indexer = attention.indexer
-    if indexer.shared:
-        return
-    N, H = indexer.num_heads, indexer.head_dim
-    moved = scanned * share.key + tokens * N * H * itemsize + SCORE * pairs
+    if not indexer.shared:
+        yield from choosing(indexer.num_heads, indexer.head_dim, share.key, tokens, pairs, scanned, itemsize)
+
+
+def choosing(N: int, H: int, key: float, tokens: float, pairs: float, scanned: float, itemsize: int) -> Iterator[Op]:
+    """By an indexer of N heads of H numbers, whose keys have so many bytes."""
+    moved = scanned * key + tokens * N * H * itemsize + SCORE * pairs
     dims = (1, pairs / tokens, H / 2)
     yield Op("attention", "index scores", "attention", 2.0 * pairs * N * H, moved, 1, dims=dims)
     gone_over = PASSES * SCORE * pairs / tokens * max(tokens, PROGRAMS)

@@ -15,6 +15,7 @@ from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
+from shardlm.plan.serving import streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
@@ -195,6 +196,8 @@ class Speed:
         ]
         if shape.inputs:
             found.append((inputs_work(self._inputs, self.rules, one), 1))
+        if shape.streams:
+            found.append((Work(tuple(streams.joined(shape.streams, D, one.tokens, one.itemsize)), (), 0.0), 1))
         if i == self.stages - 1:
             found.append((ends_work(self._head, self.rules, one, shape.vocab_size, D), 1))
         if i == self.stages - 1 and self._drafter:

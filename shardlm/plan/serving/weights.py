@@ -111,7 +111,7 @@ class InUse:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """layers  the parameters of each layer, first to last
-    beside  of no layer, by name: embedding, final_norm, head, positions, layer_inputs
+    beside  of no layer, by name: embedding, head_streams, final_norm, head, positions, layer_inputs
     """
 
     layers: tuple[tuple[Held, ...], ...]
@@ -121,7 +121,7 @@ class Weights:
     def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
         """Of a pipeline stage (serve/stages.py)."""
         here = ["embedding", "positions", "layer_inputs"] if first else []
-        here += ["final_norm", "head"] if last else []
+        here += ["head_streams", "final_norm", "head"] if last else []
         here += ["embedding"] if last and self.tied and not first else []
         own = [held for layer in self.layers[layers] for held in layer]
         return own + [held for name in here for held in self.beside.get(name, ())]
