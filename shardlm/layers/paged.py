@@ -12,6 +12,8 @@ from shardlm.layers.context import (
     INDEXES,
     MEMORIES,
     ROWS,
+    SLOTTED,
+    Pages,
     Selection,
     heads_of,
     one_per_device,
@@ -21,11 +23,13 @@ from shardlm.layers.context import (
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
-from shardlm.ops import paged_attention, paged_choice
+from shardlm.ops import block_choice, paged_attention, paged_choice
 from shardlm.ops.attention import of_rows
+from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
+from shardlm.ops.short_conv import last_of, short_conv, texts
 from shardlm.rules import Rules
 
 
@@ -58,6 +62,7 @@ class Paged:
     rows: Rows = dataclasses.field(default="known", metadata={"static": True})
     sure: jax.Array | None = None
     tokens: jax.Array | None = None
+    ngrams: tuple[jax.Array, ...] | None = None
 
     @classmethod
     def make(
@@ -110,7 +115,7 @@ class Paged:
     ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
-        beside = {name: a for name, a in pages.items() if name in MEMORIES or name in INDEXES}
+        beside = {name: a for name, a in pages.items() if name in SLOTTED or name in INDEXES}
         pages = {name: a for name, a in pages.items() if name not in beside}
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
@@ -195,12 +200,14 @@ class Paged:
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in held.items()}
         pools = {name: act.spec(*pool_names(order, "kv_heads_whole")) for name, order in orders.items()}
         tokens = act.spec("batch", "whole_seq")
+        of_index = jax.tree.map_with_path(lambda path, _: scalar if path[-1].name == "scale" else tokens, index)
+        choose = (block_choice if isinstance(index, BlockIndex) else paged_choice).choose
 
         def local(index, held, page_table, positions, valid, place):
             where = page_table, positions, valid, place * self.layout.num_pages
-            return paged_choice.choose(index, held, INDEX, *where, self.implementation)
+            return choose(index, held, INDEX, *where, self.implementation)
 
-        run = shard_map(local, in_specs=(tokens, pools, *(tokens,) * 3, scalar), out_specs=(tokens, pools))
+        run = shard_map(local, in_specs=(of_index, pools, *(tokens,) * 3, scalar), out_specs=(tokens, pools))
         selection, held = run(index, held, page_table, positions, self.valid, place)
         return selection, pages | held
 
@@ -231,6 +238,25 @@ class Paged:
         sure = positions[:, 0] if self.sure is None else self.sure
         out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
         return out, pages | held
+
+    def preceded(self, name, tokens, count, positions, pages):
+        before, text, pages = self._going_on(name, tokens, positions, pages, 0)
+        assert before.shape[1] == count, "generate.make_pages makes as many"
+        return tokens, before, text, pages
+
+    def convolve(self, name, x, taps, spacing, positions, pages, place):
+        before, text, pages = self._going_on(name, x, positions, pages, place)
+        return short_conv(x, taps, before.astype(x.dtype), text, spacing), pages
+
+    def _going_on(self, name: str, x: jax.Array, positions: jax.Array, pages: Pages, place: int):
+        """(what slots have of the tokens before each row, of which text each token of x [B, T, ...] is, the pages with
+        the last ones of x), all whole on each device."""
+        assert self.rows == "known", "refused at start-up (serve/ngrams.py)"
+        valid, where = self.valid, place * self.layout.slots + self.slot
+        new = (positions[:, :1] == 0) & valid & (jnp.arange(valid.shape[1]) == 0)
+        before, text = pages[name].at[where].get(mode="promise_in_bounds"), texts(new)
+        last = last_of(x, before, text, valid)
+        return before, text, pages | {name: pages[name].at[where].set(last, mode="promise_in_bounds")}
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The page table [B, W] of a layer, its place among the layers that share it, and its part of that."""

@@ -27,11 +27,12 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("qwen3_moe", EXPERT),
     ("gpt_oss", DATA),
     ("gemma4", TENSOR),
+    ("qwen4_exp", EXPERT),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
 ]
 # These begin at the start of a text, so that no pages are shared.
-MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "gpt_oss")
+MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -44,7 +45,9 @@ MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, 
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 REST = [
-    case for case in REST if case not in SAMPLE and case not in (("gemma4", PIPELINE), ("deepseek_v4", PIPELINE))
+    case
+    for case in REST
+    if case not in SAMPLE and case not in [(name, PIPELINE) for name in ("gemma4", "deepseek_v4", "qwen4_exp")]
 ]  # which stages refuse
 # Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
 ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
