@@ -145,14 +145,19 @@ class Paged:
                     new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
                 pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
                 return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
+            head = None
+            if kv_name == "kv_heads_whole":
+                head = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
+            if isinstance(selection, block_choice.Places):
+                out = block_choice.attend(q, pages, selection, first, scale, head)
+                return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
             if isinstance(selection, dict):
                 out = paged_choice.attend(q, pages["k"], pages.get("k" + SCALE), selection, first, scale, value_dim)
                 return out, pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
             options |= {"chosen": selection} if selection is not None else {}
             options |= {"chunk": chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
-            if kv_name == "kv_heads_whole":
-                options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
+            options |= {"head": head} if kv_name == "kv_heads_whole" else {}
             where = (page_table, positions, first)
             attend = paged_attention.implementation(self.implementation)
             out = attend(q, pages["k"], pages.get("v"), *where, **options)

@@ -4,6 +4,7 @@ rotated as the first of them. Of the blocks that end before a query or with it, 
 attended to, and the tokens behind the last of them always. ops/token_choice.py has the choice of tokens."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,26 @@ from shardlm.ops.norm import rms_norm
 from shardlm.ops.paged_attention import PagedAttention, numbers_of
 from shardlm.ops.rope import Rope, rope
 from shardlm.ops.token_choice import SCORES_BYTES, block_of, highest, scores
+
+AT_ONCE = 2**24  # positions of a block of queries
+KEYS = 256  # tokens whose keys are gathered at a time, at least
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where in a layer's part of a pool what a query attends to lies: `first` int32 [B, T, n] of each `unit` tokens, as
+    many as go into a page and into a block without rest, numbered from the pool's beginning by so many; of the chosen
+    blocks, and behind them of the one that is not complete. `last` int32 [B, T]: how many tokens these are, less one.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    unit: int = dataclasses.field(metadata={"static": True})
+
+
+Selection = jax.Array | Places
+"""`blocked`: bool [B, T, S], which positions of a row's pages; `pallas`: Places."""
 
 
 @jax.tree_util.register_dataclass
@@ -87,33 +108,98 @@ def choose(
     valid: jax.Array,
     first_page: jax.Array,
     implementation: PagedAttention,
-) -> tuple[jax.Array | None, dict[str, jax.Array]]:
-    """(which positions of its row's pages each query attends to, bool [B, T, S], None where that is all before it; the
-    pools with the tokens' keys written). The arrays of one device; `name` is that of the keys' pool among `pools`,
-    page_table int32 [B, W], positions int32 and valid bool [B, T]."""
+) -> tuple[Selection | None, dict[str, jax.Array]]:
+    """(what each query attends to, None where that is all before it; the pools with the tokens' keys written). The
+    arrays of one device; `name` is that of the keys' pool among `pools`, page_table int32 [B, W], positions int32 and
+    valid bool [B, T]."""
     where = (page_table, positions, valid, first_page)
     pools = paged_attention.write(pools, {name: index.k[:, :, None]}, *where, implementation=implementation)
-    pool, scale, rate = pools[name], pools.get(name + SCALE), index.block
-    page_size = pool.shape[order_of(name, pool.dtype, implementation).index("s")]
-    (B, T), S = positions.shape, page_table.shape[1] * page_size
+    held = pools[name], pools.get(name + SCALE)
+    page_size = held[0].shape[order_of(name, held[0].dtype, implementation).index("s")]
+    (B, T), S, rate = positions.shape, page_table.shape[1] * page_size, index.block
     if index.count >= S:
         return None, pools
-    table = page_table + first_page
-    k = numbers_of(pool[table], None if scale is None else scale[table], index.k.dtype)
-    J = S // rate
-    k = k.reshape(B, S, -1)[:, : J * rate].reshape(B, J, rate, -1)
-    keys = block_keys(index, k, jnp.broadcast_to(jnp.arange(J) * rate, (B, J)))
-    of_position = jnp.minimum(jnp.arange(S) // rate, J - 1)
-    size = block_of(T, SCORES_BYTES // (4 * B * index.q.shape[2] * J))
 
-    def block(start):
-        part = lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, axis=1)  # noqa: E731
-        q, complete = part(index.q), ((part(positions) + 1) // rate)[:, :, None]
-        found = scores(q, jnp.ones(q.shape[:3], jnp.float32), keys)
-        found = highest(found, jnp.arange(J) < complete, index.blocks)[:, :, of_position]
-        return found & (jnp.arange(S) < J * rate) | (jnp.arange(S) >= complete * rate)
+    def some(q, positions):
+        complete = ((positions + 1) // rate)[:, :, None]
+        found = _scored(index, q, positions, *held, page_table + first_page, page_size)
+        found = highest(found, jnp.arange(found.shape[2]) < complete, index.blocks)
+        if implementation == "pallas":
+            return _places(found, positions, page_table, page_size, index)
+        behind = jnp.arange(S) >= complete * rate
+        return jnp.repeat(found, rate, axis=2)[:, :, :S] | behind
 
+    size = block_of(T, max(1, AT_ONCE // (B * S)))
     if size == T:
-        return block(jnp.int32(0)), pools
-    found = jax.lax.map(block, jnp.arange(0, T, size))
-    return jnp.moveaxis(found, 0, 1).reshape(B, T, S), pools
+        return some(index.q, positions), pools
+    in_blocks = lambda a: jnp.moveaxis(a.reshape(B, T // size, size, *a.shape[2:]), 1, 0)  # noqa: E731
+    found = jax.lax.map(lambda part: some(*part), (in_blocks(index.q), in_blocks(positions)))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found), pools
+
+
+def _scored(index: BlockIndex, q, positions, pool, scale, table, page_size: int) -> jax.Array:
+    """float32 [B, T, J] of all blocks that begin in pages, whole pages of keys at a time up to the last position of all
+    rows; 0 beyond, and of blocks that are not complete something."""
+    (B, T), rate, W = positions.shape, index.block, table.shape[1]
+    least = math.lcm(page_size, rate)
+    size = least * max(1, min(KEYS, W * page_size) // least)  # tokens
+    table, each = jnp.pad(table, ((0, 0), (0, -W % (size // page_size)))), size // rate
+
+    def block(i, found):
+        pages = jax.lax.dynamic_slice_in_dim(table, i * (size // page_size), size // page_size, axis=1)
+        k = numbers_of(pool[pages], None if scale is None else scale[pages], index.k.dtype)
+        first = jnp.broadcast_to((i * each + jnp.arange(each)) * rate, (B, each))
+        keys = block_keys(index, k.reshape(B, each, rate, -1), first)
+        part = scores(q, jnp.ones(q.shape[:3], jnp.float32), keys)
+        return jax.lax.dynamic_update_slice_in_dim(found, part, i * each, axis=2)
+
+    found = jnp.zeros((B, T, table.shape[1] * page_size // rate), jnp.float32)
+    return jax.lax.fori_loop(0, jnp.max(positions) // size + 1, block, found)[..., : -(-W * page_size // rate)]
+
+
+def _places(found: jax.Array, positions, page_table, page_size: int, index: BlockIndex) -> Places:
+    """Of chosen blocks bool [B, T, J]."""
+    rate, unit = index.block, math.gcd(page_size, index.block)
+    (B, T), J, count = positions.shape, found.shape[2], jnp.sum(found, axis=2, dtype=jnp.int32)
+    order = jax.lax.top_k(jnp.where(found, J - jnp.arange(J), 0), min(index.blocks, J))[0]  # the first blocks first
+    blocks = jnp.pad(J - order, ((0, 0), (0, 0), (0, index.blocks + 1 - order.shape[2])))
+    last = (positions + 1) // rate
+    column = jnp.arange(blocks.shape[2])
+    blocks = jnp.where(column == count[..., None], last[..., None], jnp.where(column < count[..., None], blocks, 0))
+    at = (blocks[..., None] * rate + jnp.arange(0, rate, unit)).reshape(B, T, -1)
+    page = jnp.take_along_axis(page_table[:, None], jnp.minimum(at // page_size, page_table.shape[1] - 1), axis=2)
+    first = page * (page_size // unit) + at % page_size // unit
+    return Places(first, count * rate + (positions + 1) % rate - 1, unit)
+
+
+def attend(
+    q: jax.Array,
+    pools: dict[str, jax.Array],
+    places: Places,
+    first_page: jax.Array,
+    scale: float,
+    head: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """q [B, T, N, H] over the chosen blocks, each read where it lies in pools "k" and "v" [pages, page_size, K, H],
+    whose pages are taken for several of fewer tokens; returns the shape of q. On GPUs. `head` as in `blocked` of
+    paged_attention.py."""
+    from shardlm.ops.paged_kernel import FEW_TOKENS, pallas  # Pallas takes a while to import
+
+    (B, T), unit, page_size = q.shape[:2], places.unit, pools["k"].shape[1]
+    pools = {name: a.reshape(-1, unit, *a.shape[2:]) for name, a in pools.items()}
+    out = pallas(
+        q.reshape(B * T, 1, *q.shape[2:]),
+        pools["k"],
+        pools["v"],
+        places.first.reshape(B * T, -1),
+        jnp.maximum(places.last, 0).reshape(B * T, 1),  # of padding, which has no tokens
+        first_page * (page_size // unit),
+        scale,
+        k_scale=pools.get("k" + SCALE),
+        v_scale=pools.get("v" + SCALE),
+        head=head,
+        alone=T <= FEW_TOKENS,
+        interpret=interpret,
+    )
+    return out.reshape(q.shape)
