@@ -37,13 +37,13 @@ class GatedStreamsConfig:
 
 
 class GatedStreamsHead(nnx.Module):
-    """x [B, T, S * D] -> [B, T, D]; weights "scale" (S, D), "down" (S, D, R) and "up" (R, S, D)."""
+    """x [B, T, S * D] -> [B, T, D]; weights "scale" (S * D,), "down" (S, D, R) and "up" (R, S, D)."""
 
     def __init__(self, config: GatedStreamsConfig, embed_dim: int, params: Params):
         S, D, R = config.count, embed_dim, config.rank
         self.config = config
         params = dataclasses.replace(params, lora=LoraConfig())
-        self.scale = params((S, D), ("groups", "norm"), constant(0.0))
+        self.scale = params((S * D,), ("norm",), constant(0.0))
         params.weight(self, "down", (S, D, R), ("groups", "embed", "latent_whole"), normal((S * D) ** -0.5), into=2)
         params.weight(self, "up", (R, S, D), ("latent_whole", "groups", "embed"), normal(R**-0.5))
 
@@ -85,7 +85,7 @@ class GatedStreams(GatedStreamsHead):
 
 
 def grouped_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x [..., S, D] with the mean square of each D made 1, times 1 + scale [S, D], in float32; x's shape and dtype."""
+    """x [..., S, D] with the mean square of each D made 1, times 1 + scale [S * D], in float32; x's shape and dtype."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+    return (x32 * (1 + scale.astype(jnp.float32)).reshape(x.shape[-2:])).astype(x.dtype)

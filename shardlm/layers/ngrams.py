@@ -135,7 +135,7 @@ def _looked_up(table: jax.Array, rows: jax.Array, over_rows, over_columns, execu
 class Ngrams(nnx.Module):
     """What a layer makes of its n-grams: a value, and for each stream a key whose product with the stream gates it, and
     a convolution of that over tokens; weights "key" (E, S, D), "value" (E, D), "taps" (S, D, W) and the scales of three
-    norms, "key_norm", "query_norm" and "conv_norm" (S, D)."""
+    norms, "key_norm", "query_norm" and "conv_norm" (S * D,)."""
 
     def __init__(self, config: NgramsConfig, embed_dim: int, params: Params):
         E, S, D, W = config.dim, config.streams, embed_dim, config.conv_width
@@ -143,7 +143,7 @@ class Ngrams(nnx.Module):
         params.weight(self, "key", (E, S, D), ("embed", "groups", "head_dim"), normal(E**-0.5))
         params.weight(self, "value", (E, D), ("embed", "head_dim"), normal(E**-0.5))
         for name in ("key", "query", "conv"):
-            setattr(self, f"{name}_norm", params((S, D), ("groups", "norm"), constant(0.0)))
+            setattr(self, f"{name}_norm", params((S * D,), ("norm",), constant(0.0)))
         self.taps = params((S, D, W), ("groups", "head_dim", "norm"), constant(0.0))
 
     def __call__(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, execution: Execution):

@@ -136,7 +136,7 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
 
 def _gates(ours: str, theirs: str) -> Names:
     return {
-        f"{ours}scale": Tensor(f"{theirs}hc_norm.weight", "(S D) -> S D"),
+        f"{ours}scale": Tensor(f"{theirs}hc_norm.weight"),
         f"{ours}down": Tensor(f"{theirs}input_mix_weight_down.weight", "R (S D) -> S D R"),
         f"{ours}up": Tensor(f"{theirs}input_mix_weight_up.weight", "(S D) R -> R S D"),
     }
@@ -159,9 +159,8 @@ def _table(own: NgramsConfig) -> Names:
 
 def _ngram_names() -> Names:
     theirs = f"{LAYER}ple."
-    norms = {f"ngrams.{name}_norm": Tensor(f"{theirs}norm_{name}.weight", "(S D) -> S D") for name in ("key", "query")}
+    norms = {f"ngrams.{name}_norm": Tensor(f"{theirs}norm_{name}.weight") for name in ("key", "query", "conv")}
     return norms | {
-        "ngrams.conv_norm": Tensor(f"{theirs}norm_conv.weight", "(S D) -> S D"),
         "ngrams.key": Tensor(f"{theirs}key_proj.weight", "(S D) E -> E S D"),
         "ngrams.value": Tensor(f"{theirs}value_proj.weight", "D E -> E D"),
         "ngrams.taps": Tensor(f"{theirs}conv1d.weight", "(S D) 1 W -> S D W"),

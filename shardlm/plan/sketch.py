@@ -90,6 +90,8 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": mesh is not None
         and any(length > count for count in chosen),
         "attention to entries that stand for several tokens": shape.compressed,
+        "layers that look up n-grams": bool(shape.ngrams),
+        "several streams between layers": shape.streams is not None,
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),
