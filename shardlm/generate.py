@@ -59,7 +59,7 @@ def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) 
     }
     texts = {
         name: jnp.zeros((layers * layout.slots, *shape), dtype, out_sharding=act.spec(*TEXTS[name]))
-        for name, (layers, shape, dtype) in (text_entries(model) if count else {}).items()
+        for name, (layers, shape, dtype) in (text_entries(model, layout.unsure) if count else {}).items()
     }
     return pools | memories | texts
 

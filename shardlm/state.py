@@ -247,9 +247,9 @@ def memory_entries(model: ModelDef, unsure: int = 0) -> dict[str, tuple[tuple[in
     return next(found, {})
 
 
-def text_entries(model: ModelDef) -> dict[str, ngrams.Kept]:
-    """What is kept of each text for n-grams, by name, whole on each device."""
-    return ngrams.text_entries(model.config.ngrams, model.config.embed_dim, model.execution.dtype)
+def text_entries(model: ModelDef, unsure: int = 0) -> dict[str, ngrams.Kept]:
+    """What is kept of each text for n-grams, with so many tokens that may turn out wrong, by name."""
+    return ngrams.text_entries(model.config.ngrams, model.config.embed_dim, model.execution.dtype, unsure)
 
 
 def _attentions(model: ModelDef):

@@ -20,9 +20,6 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.ngram_hash import NgramHash
 from shardlm.rules import Rules
-from shardlm.serve import ngrams
-from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.train.check import check_model
 
 REFERENCE = pathlib.Path(__file__).parent / "hf" / "references" / "qwen4_exp"
@@ -81,11 +78,5 @@ def test_what_does_not_divide_or_compose_is_refused_by_name():
         check_model(shape, Rules.make("zero3", MeshSpec(pipeline=2)))
     with pytest.raises(ShardlmError, match="context_attention=ring: its devices see a part of the keys"):
         check_model(shape, Rules.make("zero3", MeshSpec(context=2)), "ring")
-    with pytest.raises(ShardlmError, match="deterministic=True: 2 layers of the model look up n-grams"):
-        ngrams.refuse(EngineConfig(deterministic=True), shape)
-    drafted = EngineConfig(speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2))
-    with pytest.raises(ShardlmError, match="speculative_config: 2 layers of the model look up n-grams"):
-        ngrams.refuse(drafted, shape)
-    ngrams.refuse(EngineConfig(), shape)
     with pytest.raises(ShardlmError, match="17 numbers of n-grams cannot be split over 2 heads"):
         dataclasses.replace(CONFIG, dim=17)

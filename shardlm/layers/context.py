@@ -26,8 +26,11 @@ MEMORIES = {
 }
 
 # What is kept of each text beside them, in slots too and whole on each device, [layers that have it * slots, ...]: what
-# the convolutions of n-grams see of its last tokens, and those tokens (layers/ngrams.py).
-TEXTS = {"ngram_conv": (None, None, None, None), "ngram_tokens": (None, None)}
+# the convolutions of n-grams see of its last tokens, and those tokens (layers/ngrams.py); with START behind the name,
+# of how many of them it is known that they stay, where drafts are verified (ops/text_rows.py).
+START = "_start"
+NGRAMS = {"ngram_conv": (None, None, None, None), "ngram_tokens": (None, None)}
+TEXTS = NGRAMS | {name + START: (None,) for name in NGRAMS}
 SLOTTED = MEMORIES | TEXTS
 
 ROWS = "c"  # the pages' entry of attention to entries that stand for several tokens (ops/compressed_pages.py)
@@ -124,10 +127,11 @@ class Context(Protocol):
         output [B, T, N, V] and the pages with what the text is remembered by."""
 
     def preceded(
-        self, name: str, tokens: jax.Array, count: int, positions: jax.Array, pages: Pages | None
+        self, name: str, tokens: jax.Array, count: int, none: int, positions: jax.Array, pages: Pages | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, Pages | None]:
-        """(tokens int32 [B, T] of whole rows, the `count` tokens before those of each row [B, count], of which text of
-        its row each token is int32 [B, T] as ops/short_conv.py has it, the pages with the last tokens under `name`)."""
+        """(tokens int32 [B, T] of whole rows; the `count` tokens before those of each row [B, count], `none` where its
+        text has none; of which text of its row each token is int32 [B, T] as ops/short_conv.py has it; the pages with
+        the last tokens under `name`)."""
 
     def convolve(
         self,

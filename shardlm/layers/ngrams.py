@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import TEXTS, Context, Pages
+from shardlm.layers.context import NGRAMS, START, Context, Pages
 from shardlm.layers.gated_streams import grouped_norm
 from shardlm.layers.param import Execution, Params, constant, gathered, in_use, normal, project
 from shardlm.mesh import shard_map
 from shardlm.ops.ngram_hash import LARGEST, NgramHash, ngram_rows
 from shardlm.rules import Rules
 
-CONVOLVED, TOKENS = TEXTS
+CONVOLVED, TOKENS = NGRAMS
 LEAST = 1e-6  # of a score's size, before its root
 
 
@@ -171,10 +171,16 @@ Kept = tuple[int, tuple[int, ...], jnp.dtype]
 """Of how many layers, shape and dtype."""
 
 
-def text_entries(configs: tuple[NgramsConfig, ...], embed_dim: int, dtype: jnp.dtype) -> dict[str, Kept]:
-    """What is kept of each text, by name, whole on each device."""
+def text_entries(
+    configs: tuple[NgramsConfig, ...], embed_dim: int, dtype: jnp.dtype, unsure: int = 0
+) -> dict[str, Kept]:
+    """What is kept of each text, with so many tokens that may turn out wrong, by name, whole on each device."""
     if not configs:
         return {}
-    first = configs[0]
-    convolved = (len(configs), (first.before, first.streams, embed_dim), jnp.dtype(dtype))
-    return {CONVOLVED: convolved, TOKENS: (1, (first.hash.before,), jnp.dtype(jnp.int32))}
+    first, count = configs[0], jnp.dtype(jnp.int32)
+    convolved = (first.before + unsure, first.streams, embed_dim)
+    found = {
+        CONVOLVED: (len(configs), convolved, jnp.dtype(dtype)),
+        TOKENS: (1, (first.hash.before + unsure,), count),
+    }
+    return found | ({name + START: (layers, (), count) for name, (layers, *_) in found.items()} if unsure else {})

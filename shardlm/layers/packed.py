@@ -152,12 +152,12 @@ class Packed:
         run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
         return run(x, taps, log_decay, beta, self.segment_ids), pages
 
-    def preceded(self, name, tokens, count, positions, pages):
+    def preceded(self, name, tokens, count, none, positions, pages):
         del name, positions
         rows = self.rules.act.spec("batch", None)
         tokens, segment_ids = (jax.reshard(a, rows) for a in (tokens, self.segment_ids))
         text = shard_map(lambda ids: texts(_begins(ids)), in_specs=rows, out_specs=rows)(segment_ids)
-        return tokens, jnp.zeros((len(tokens), count), tokens.dtype, out_sharding=rows), text, pages
+        return tokens, jnp.full((len(tokens), count), none, tokens.dtype, out_sharding=rows), text, pages
 
     def convolve(self, name, x, taps, spacing, positions, pages, place):
         """Whole rows of a share of each stream's numbers, and back."""

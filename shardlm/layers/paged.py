@@ -13,6 +13,7 @@ from shardlm.layers.context import (
     MEMORIES,
     ROWS,
     SLOTTED,
+    START,
     Pages,
     Selection,
     heads_of,
@@ -29,7 +30,8 @@ from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
-from shardlm.ops.short_conv import last_of, short_conv, texts
+from shardlm.ops.short_conv import short_conv
+from shardlm.ops.text_rows import Use, follow
 from shardlm.rules import Rules
 
 
@@ -244,24 +246,28 @@ class Paged:
         out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
         return out, pages | held
 
-    def preceded(self, name, tokens, count, positions, pages):
-        before, text, pages = self._going_on(name, tokens, positions, pages, 0)
-        assert before.shape[1] == count, "generate.make_pages makes as many"
-        return tokens, before, text, pages
+    def preceded(self, name, tokens, count, none, positions, pages):
+        how = (lambda tokens, before: before), count, none
+        before, pages = self._followed(name, *how, tokens, positions, pages, 0)
+        return tokens, before, jnp.zeros_like(tokens), pages
 
     def convolve(self, name, x, taps, spacing, positions, pages, place):
-        before, text, pages = self._going_on(name, x, positions, pages, place)
-        return short_conv(x, taps, before.astype(x.dtype), text, spacing), pages
+        def use(x, before):
+            return short_conv(x, taps, before, jnp.zeros(x.shape[:2], jnp.int32), spacing)
 
-    def _going_on(self, name: str, x: jax.Array, positions: jax.Array, pages: Pages, place: int):
-        """(what slots have of the tokens before each row, of which text each token of x [B, T, ...] is, the pages with
-        the last ones of x), all whole on each device."""
-        assert self.rows == "known", "refused at start-up (serve/ngrams.py)"
-        valid, where = self.valid, place * self.layout.slots + self.slot
-        new = (positions[:, :1] == 0) & valid & (jnp.arange(valid.shape[1]) == 0)
-        before, text = pages[name].at[where].get(mode="promise_in_bounds"), texts(new)
-        last = last_of(x, before, text, valid)
-        return before, text, pages | {name: pages[name].at[where].set(last, mode="promise_in_bounds")}
+        count = (taps.shape[-1] - 1) * spacing
+        return self._followed(name, use, count, 0, x, positions, pages, place)
+
+    def _followed(self, name: str, use: Use, count: int, none: int, x, positions, pages: Pages, place: int):
+        """(what `use` makes of x [B, T, ...] and the `count` tokens before each row, `none` where there are none, the
+        pages with its last tokens), all whole on each device."""
+        start = name + START
+        slot, first = place * self.layout.slots + self.slot, positions[:, 0]
+        sure = first if self.sure is None else self.sure
+        kept = pages[name], pages.get(start)
+        out, kept = follow(self.rows, use, count, none, x, kept, slot, first, sure, self.valid)
+        new = {name: a for name, a in zip((name, start), kept, strict=True) if a is not None}
+        return out, pages | new
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The page table [B, W] of a layer, its place among the layers that share it, and its part of that."""

@@ -310,7 +310,8 @@ class Transformer(nnx.Module):
     def _with_ngrams(self, tokens, positions, ctx: Context, pages: Pages | None) -> tuple[Context, Pages | None]:
         """The context with what is looked up of n-grams, and the pages with the last tokens."""
         every = self.config.ngrams
-        tokens, before, text, pages = ctx.preceded(TOKENS, tokens, every[0].hash.before, positions, pages)
+        own = every[0].hash
+        tokens, before, text, pages = ctx.preceded(TOKENS, tokens, own.before, own.eos, positions, pages)
         rows = [rows_of(own, tokens, before, text, self.execution.rules) for own in every]
         found = (table(of, self.execution) for table, of in zip(self.ngram_tables, rows, strict=True))
         return dataclasses.replace(ctx, ngrams=tuple(found)), pages

@@ -17,7 +17,6 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Opened, describe, load
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
-from shardlm.serve import ngrams
 from shardlm.serve.adapter_table import AdapterTable
 from shardlm.serve.adapters import check, ready, refuse_own, with_room
 from shardlm.serve.alike import asked
@@ -73,7 +72,6 @@ def build(
     if speculative:
         speculative.check_room(length)
     refuse(shape)
-    ngrams.refuse(config, shape)
     config = fitted(config, shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)

@@ -43,7 +43,9 @@ def request_bytes(model: ModelDef, layout: PageLayout) -> int:
     if not layout.memories:
         return 0
     devices = model.execution.rules.mesh.size("expert", "tensor")
-    texts = (count * math.prod(shape) * dtype.itemsize for count, shape, dtype in text_entries(model).values())
+    texts = (
+        count * math.prod(shape) * dtype.itemsize for count, shape, dtype in text_entries(model, layout.unsure).values()
+    )
     return layout.memories * slot_bytes(model, layout.unsure) + devices * sum(texts)
 
 

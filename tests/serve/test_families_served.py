@@ -55,7 +55,7 @@ SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batch
 CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
 
 
-def check(name: str, spec: MeshSpec, folder: pathlib.Path) -> None:
+def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     """A reply begun anywhere goes on as the whole one does, so one recorded reply is several requests."""
     stored = hf_files.header(REFERENCES / name / "expected.safetensors.reference")
     tokens, logits, greedy = (stored[key].read(...) for key in ("tokens", "logits", "greedy"))
@@ -63,7 +63,7 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path) -> None:
     shutil.copytree(REFERENCES / name, folder)
     TOKENIZER.save(folder / "tokenizer.json")  # they have none; only what replies are spelt with
     with decoding_from(2):  # one decode program; test_matrix.py has others
-        llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **SIZES)
+        llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **SIZES, **options)
     begun = [0, 5, 20]
     params = [SamplingParams(temperature=0, max_tokens=len(greedy) - n, ignore_eos=True) for n in begun]
     params.append(SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -87,3 +87,13 @@ def test_each_kind_of_family_on_another_mesh(name, spec, tmp_path):
 @pytest.mark.parametrize(("name", "spec"), REST, ids=str)
 def test_every_family_and_every_mesh(name, spec, tmp_path):
     check(name, spec, tmp_path / name)
+
+
+@pytest.mark.skipif(not ALL, reason="half a minute: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.parametrize(
+    "options",
+    [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"deterministic": True}],
+    ids=["drafts", "deterministic"],
+)
+def test_rows_of_ngrams_of_drafts_and_of_rows_in_turn(options, tmp_path):
+    check("qwen4_exp", ONE, tmp_path / "qwen4_exp", **options)
