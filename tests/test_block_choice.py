@@ -6,7 +6,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from shardlm.layers.context import INDEX
 from shardlm.ops import block_choice, paged_attention
@@ -55,10 +54,10 @@ def test_blocks_of_packed_rows():
     np.testing.assert_array_equal(found[real], expected[real])
 
 
-@pytest.mark.parametrize(("page_size", "block"), [(8, 4), (4, 6)])
-def test_blocks_over_pages(page_size, block):
-    """In two chunks: as a mask where pages are gathered, and as places that the kernel, interpreted, reads."""
-    B, T, N, K, H, cut = 2, 44, 4, 2, 16, 19
+def test_blocks_over_pages():
+    """Which go into pages without rest by twos alone. In two chunks: as a mask where pages are gathered, and as places
+    that the kernel, interpreted, reads."""
+    B, T, N, K, H, cut, page_size, block = 2, 44, 4, 2, 16, 19, 4, 6
     index, rng = index_of(T, B, block, 3), np.random.default_rng(0)
     width = -(-T // page_size)
     table = jnp.asarray(1 + rng.permutation(B * width).reshape(B, width), jnp.int32)
