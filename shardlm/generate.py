@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import MEMORIES, Pages
+from shardlm.layers.context import MEMORIES, TEXTS, Pages
 from shardlm.layers.page_layout import PageLayout, layout_of_rows, page_size_for
 from shardlm.layers.paged import Paged
 from shardlm.ops.kv_format import held, order_of, pool_names, pool_shape
 from shardlm.ops.sampling import sample
-from shardlm.state import ModelDef, cache_entries, memory_entries
+from shardlm.state import ModelDef, cache_entries, memory_entries, text_entries
 from shardlm.tokenizer import Tokenizer
 
 PAGE_SIZE = 16
@@ -57,7 +57,11 @@ def make_pages(model: ModelDef, layout: PageLayout, page_size: int = PAGE_SIZE) 
         name: jnp.zeros((count, *shape), dtype, out_sharding=act.spec(*MEMORIES[name]))
         for name, (shape, dtype) in (memory_entries(model, layout.unsure) if count else {}).items()
     }
-    return pools | memories
+    texts = {
+        name: jnp.zeros((layers * layout.slots, *shape), dtype, out_sharding=act.spec(*TEXTS[name]))
+        for name, (layers, shape, dtype) in (text_entries(model, layout.unsure) if count else {}).items()
+    }
+    return pools | memories | texts
 
 
 def generate(

@@ -63,6 +63,9 @@ def _orthogonal(x: jax.Array, dims: contrib.MuonDimensionNumbers, spec: Partitio
     """x [layers, experts or none, rows..., columns...], of norm 1 each -> the orthogonal matrices next to them."""
     rows, columns = tuple(dims.reduction_axis), tuple(dims.output_axis)
     batch = tuple(i for i in range(x.ndim) if i not in rows + columns)
+    if not batch:  # of no layer: as if of one
+        behind = contrib.MuonDimensionNumbers(*(tuple(i + 1 for i in some) for some in (rows, columns)))
+        return _orthogonal(x[None], behind, PartitionSpec(None, *spec), scale)[0]
     order = batch + rows + columns
     split = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
     split = [(split + [()] * x.ndim)[i] for i in order]

@@ -211,7 +211,7 @@ def _is_matrix(leaf) -> bool:
 
 def muon_rows(names: tuple[str, ...]) -> int:
     """How many of a matrix's dimensions are its rows."""
-    return 1 if names[0] in ("embed", "expert_embed", "rank") else len(names) - 1
+    return 1 if names[0] in ("embed", "expert_embed", "rank", "latent_whole") else len(names) - 1
 
 
 def is_muons(names: tuple[str, ...]) -> bool:

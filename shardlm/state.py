@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
+from shardlm.layers import ngrams
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer, TransformerConfig
@@ -244,6 +245,11 @@ def memory_entries(model: ModelDef, unsure: int = 0) -> dict[str, tuple[tuple[in
     layers = (layer for layer in _attentions(model) if not layer.cache_entries())
     found = (layer.memory_entries(model.execution.dtype, unsure) for layer in layers)
     return next(found, {})
+
+
+def text_entries(model: ModelDef, unsure: int = 0) -> dict[str, ngrams.Kept]:
+    """What is kept of each text for n-grams, with so many tokens that may turn out wrong, by name."""
+    return ngrams.text_entries(model.config.ngrams, model.config.embed_dim, model.execution.dtype, unsure)
 
 
 def _attentions(model: ModelDef):

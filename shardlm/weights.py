@@ -37,6 +37,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.expert_tensors import one_by_one
 from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, join, read, shape_of, stacked
+from shardlm.models.tensor_pieces import check_told, cuts, joined
 from shardlm.models.transformer import TransformerConfig
 from shardlm.state import ModelDef
 from shardlm.unread import Unread
@@ -148,14 +149,14 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
         name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
-        if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_")):
+        if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_", "hyper_connection_mixer.")):
             name = f"model.{name}"
         if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
             name = f"transformer.{name}"
         found[name] = stored
     if unused := registry.unused(folder.config):
         found = {name: stored for name, stored in found.items() if not unused.match(name)}
-    return one_by_one(registry.text_config(folder.config), found)
+    return one_by_one(registry.text_config(folder.config), joined(found))
 
 
 def _check(
@@ -264,7 +265,9 @@ class _Reader:
         originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
         known = registry.names(folder.config, model.config, next(model.config.blocks()))
         repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
-        own = {name: a for name, a in stored.items() if name not in repeated}
+        told = {tensor.name: tensor.told for tensor in known.values() if tensor.told}
+        check_told(told, stored)
+        own = {name: a for name, a in stored.items() if name not in repeated and name not in told}
         _check(model.config, named, whole, own, registry.otherwise_written(folder.config))
         check_copies(repeated, stored)
         reader = cls(stored, progress)
@@ -332,6 +335,9 @@ def planned(
         shape = _their_shape(group)
         first, ours = group[0]
         own = np.dtype(first.tensor.dtype or dtype)
+        if first.tensor.pieces:
+            yield from _in_pieces(first.tensor, arrays[first.path], own)
+            continue
         for place, layer in enumerate(first.layers or (0,)):
             for expert in range(_one(first, ours)[0]) if first.tensor.per_expert() else (0,):
 
@@ -344,14 +350,32 @@ def planned(
 
                 name = first.tensor.name.format(layer=layer, expert=expert)
                 yield Planned(name, own, shape, make)
+    known = names(next(config.blocks()))
+    for tensor in (tensor for tensor in known.values() if tensor.told):
+        own = np.dtype(tensor.dtype)
+        yield Planned(tensor.name, own, (len(tensor.told),), functools.partial(np.array, tensor.told, own))
     of_all = {leaf.path: leaf for leaf in named if not leaf.layers}
-    for name, ours in copies(config, names(next(config.blocks()))):
+    for name, ours in copies(config, known):
         leaf, a = of_all[ours,], arrays[ours,]
 
         def repeat(leaf=leaf, a=a) -> np.ndarray:
             return join([(leaf.tensor, _on_host(a, (), dtype))])
 
         yield Planned(name, dtype, shape_of([(leaf.tensor, a.shape)]), repeat)
+
+
+def _in_pieces(tensor: Tensor, a: jax.Array | np.ndarray | Unread, dtype: np.dtype) -> Iterator[Planned]:
+    """The tensors that a checkpoint has in place of one that is ours as it lies."""
+    assert not tensor.layout, "no layout but ours is written in pieces"
+    pattern, count = tensor.pieces
+    for piece, first, stop in cuts(a.shape[0], count):
+
+        def make(first=first, stop=stop) -> np.ndarray:
+            if isinstance(a, Unread):
+                return a.fetch((slice(first, stop), *(slice(0, n) for n in a.shape[1:]))).astype(dtype)
+            return np.asarray(a[first:stop]).astype(dtype)
+
+        yield Planned(pattern.format(piece=piece), dtype, (stop - first, *a.shape[1:]), make)
 
 
 def _on_host(a: jax.Array | np.ndarray | Unread, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from gpu_programs import MARKS
 
-from shardlm.mesh import MeshSpec
+from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops.delta_rows import remembered
 from shardlm.ops.gated_delta import gated_delta
 from shardlm.topology import topology
@@ -48,7 +48,8 @@ def test_no_memory_of_all_slots_is_copied(rows, tokens):
     """Of served rows what is remembered is written where it lies, without another array of all slots, turned or not;
     one row after another takes no more than one state, and one token of each a kernel that makes none of them anew."""
     B, K, N, H, V, W, slots = 64, 2, 4, 128, 128, 4, 1000
-    on = jax.sharding.SingleDeviceSharding(topology("h100", 1, 1)[0])
+    mesh = MeshSpec().build(topology("h100", 1, 1))
+    on = jax.sharding.NamedSharding(mesh, jax.P())
     of = {"q": (K, H), "k": (K, H), "v": (N, V)}
     kept = W - 1 + (tokens if rows == "drafts" else 0)
 
@@ -64,7 +65,9 @@ def test_no_memory_of_all_slots_is_copied(rows, tokens):
         held |= rates | {"start": shaped(jnp.int32, slots)}
     each, one = shaped(jnp.float32, B, tokens, N), shaped(jnp.int32, B)
     given = (x, taps, each, each, one, one, shaped(bool, B, tokens), held, one)
-    compiled = jax.jit(functools.partial(remembered, rows), donate_argnums=7).lower(*given).compile()
+    run = shard_map(functools.partial(remembered, rows), in_specs=jax.P(), out_specs=jax.P())
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run, donate_argnums=7).lower(*given).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pool = 4 * slots * N * H * V
     assert memory.alias_size_in_bytes > pool

@@ -309,6 +309,43 @@ def test_entries_are_made_and_read_where_they_lie():
         assert made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
 
 
+@dataclasses.dataclass(frozen=True)
+class Ngrams:
+    """Qwen4-Exp's layers: linear attention, one of three with a table of 3.2 million n-grams, and one that attends to
+    16 blocks of 64 tokens."""
+
+    num_layers: int = 4
+
+    def transformer(self):
+        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+        return registry.transformer(
+            {"model_type": "qwen4_exp_text", "vocab_size": 2048, "hidden_size": 1024, "hidden_act": "silu"}
+            | {"num_hidden_layers": self.num_layers, "num_attention_heads": 16, "num_key_value_heads": 4}
+            | {"head_dim": 256, "rms_norm_eps": 1e-6, "eos_token_id": 5, "rope_parameters": rope}
+            | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+            | {"linear_value_head_dim": 128, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+            | {"num_experts": 8, "num_experts_per_tok": 2, "ple_layer_ids": [2], "ngram_vocab_size_base": 200_000}
+            | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 1024}
+            | {"indexer_compress_ratio": 64}
+        )
+
+
+def test_blocks_and_ngrams_are_read_where_they_lie():
+    """Attention to blocks takes the kernel of any attention; of the table and of pages nothing is copied, and what is
+    found in the table's parts is summed over devices together with what layers make."""
+    config = Ngrams()
+    compiled, state = decoding(4, config)
+    text = compiled.as_text()
+    [own] = config.transformer().ngrams
+    assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
+    made = re.findall(rf" = bf16\[{own.rows // 4},{own.width}\]\S* ([\w-]+)\(", text)
+    assert set(made) <= {"parameter", "get-tuple-element", "bitcast"}, made
+    for name in ("k", "v", "i"):
+        page = ",".join(map(str, (*state.pages[name].shape[:2], 1, state.pages[name].shape[3])))
+        made = set(re.findall(rf" = bf16\[{page}\]\S* ([\w-]+)\(", text))
+        assert {"scatter"} < made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
+
+
 @pytest.mark.parametrize("window,sinks", [(0, False), (1024, True)])
 def test_a_whole_prompt_attends_by_cudnn(window, sinks):
     """8,192 tokens in one chunk: a kernel of cuDNN's a layer and none of ours, and pages are written where they lie."""

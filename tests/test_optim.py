@@ -21,6 +21,7 @@ from shardlm.optim import (
     make_optimizer,
     make_schedule,
 )
+from shardlm.rules import Rules
 
 BASE = OptimConfig(learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
 
@@ -116,6 +117,19 @@ def test_muon_is_that_of_optax():
     expected = jax.tree.map(lambda matrix, a, b: b if matrix else a, matrices, plain, decayed)
     assert jax.tree.structure((expected, state)) == jax.tree.structure(ours)  # checkpoints of either are of the other
     assert relative_error(ours, (expected, state)) < 1e-4  # products in another order, as above
+
+
+def test_muon_of_a_matrix_that_no_layer_has():
+    """Which is split over devices as those of layers are."""
+    names, found = {"w": ((), ("embed", "head_dim"))}, []
+    for spec in (MeshSpec(), MeshSpec(data=2, fsdp=4)):
+        with jax.set_mesh(mesh_of(spec)):
+            split = Rules.make("zero3", spec).rest.spec("embed", "head_dim")
+            params = {"w": jax.device_put(jnp.sin(jnp.arange(16.0 * 12)).reshape(16, 12), split)}
+            tx = make_optimizer(dataclasses.replace(BASE, name="muon"), 100, names)
+            updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+            found.append(np.asarray(updates["w"]))
+    assert relative_error(*found) < 1e-4
 
 
 def test_decay_is_for_matrices_and_muon_for_the_layers():

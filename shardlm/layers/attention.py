@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.context import KEPT, Context, Pages
+from shardlm.layers.block_indexer import BlockIndexer, BlockIndexerConfig
+from shardlm.layers.context import INDEX, KEPT, Context, Pages
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.norm import rms_norm
@@ -40,6 +41,7 @@ class AttentionConfig:
     value_width  of each head's values, and so of its output, where it is less than head_dim; 0: head_dim. Pages keep
                them with zeros behind (MiMo-V2)
     value_scale  factor on values
+    indexer    chooses the blocks of tokens that queries attend to (layers/block_indexer.py); None: they attend to all
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """
@@ -67,6 +69,7 @@ class AttentionConfig:
     keys_are_values: bool = False
     value_width: int = 0
     value_scale: float = 1.0
+    indexer: BlockIndexerConfig | None = None
     keeps: str = ""
     reads: str = ""
 
@@ -97,7 +100,8 @@ class AttentionConfig:
         widths = {"q": self.num_heads * self.head_dim, "k": self.num_kv_heads * self.head_dim}
         widths["v"] = self.num_kv_heads * self.value_dim
         made = sum(widths[letter] for letter in self.made)
-        return embed_dim * (made + self.num_heads * self.value_dim + self.gates)
+        chosen = self.indexer.parameters_per_token(embed_dim) if self.indexer else 0
+        return embed_dim * (made + self.num_heads * self.value_dim + self.gates) + chosen
 
     @property
     def gates(self) -> int:
@@ -113,7 +117,7 @@ class AttentionConfig:
 class Attention(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" (D, K, H), "wv" (D, K, V), "wo" (N, V, D), with biases
     "bq" (N, H), "bk" (K, H), "bv" (K, V), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a
-    gate "wg" (D, N, V) or, of a head, (D, N, 1)."""
+    gate "wg" (D, N, V) or, of a head, (D, N, 1); "indexer" where blocks of tokens are chosen."""
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -140,13 +144,16 @@ class Attention(nnx.Module):
         if config.gate:
             shape = (D, N, 1 if config.gate_of_head else V)
             params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
+        if config.indexer:
+            self.indexer = BlockIndexer(config.indexer, D, params)
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Per token and layer: entry name -> ((K, H), name of the K dimension)."""
         entry = ((self.config.num_kv_heads, self.config.head_dim), self.kv_name)
-        return {"k": entry, "v": entry}
+        found = {"k": entry, "v": entry}
+        return found | ({INDEX: ((1, own.head_dim), "kv_heads_whole")} if (own := self.config.indexer) else {})
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, the
@@ -172,6 +179,9 @@ class Attention(nnx.Module):
             "kv_name": self.kv_name,
             "kv_heads": config.num_kv_heads,
         }
+        if config.indexer:
+            index = self.indexer(x, positions, execution)
+            options["selection"], pages = ctx.select(index, positions, pages, layer)
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         if config.gate:
             opened = jax.nn.softplus if config.gate_softplus else jax.nn.sigmoid

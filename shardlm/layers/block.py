@@ -11,11 +11,13 @@ from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.compressed_attention import CompressedAttention, CompressedConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
+from shardlm.layers.gated_streams import GatedStreams, GatedStreamsConfig
 from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
 from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig
 from shardlm.layers.moe import Moe, MoeConfig
+from shardlm.layers.ngrams import Ngrams, NgramsConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use
 
@@ -23,28 +25,32 @@ from shardlm.layers.param import Execution, Params, constant, in_use
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
     """norms      before each layer (pre; Llama, https://arxiv.org/abs/2302.13971), after it (post; OLMo 2,
-               https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118)
+               https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118);
+               none where streams have their own
     parallel   both layers read the stream after the same norm, and are added together (GPT-J; Cohere)
     residual_scale  factor on what is added to the stream (Granite)
     inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
     out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
-    streams    there are several streams, mixed around both layers (layers/hyper_connections.py)
+    streams    there are several streams, mixed around both layers (layers/hyper_connections.py, gated_streams.py)
+    ngrams     what is added to several streams first, of each token and those before it (layers/ngrams.py)
     """
 
     attention: AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig
     mlp: MlpConfig | MoeConfig
-    norms: Literal["pre", "post", "both"] = "pre"
+    norms: Literal["pre", "post", "both", "none"] = "pre"
     residual_scale: float = 1.0
     parallel: bool = False
     inputs: LayerInputsConfig | None = None
     out_scale: bool = False
-    streams: StreamsConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | None = None
+    ngrams: NgramsConfig | None = None
 
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs", with an out_scale "out_scale" (1,) and
-    with several streams "attention_streams" and "mlp_streams"."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs", with an out_scale "out_scale" (1,),
+    with several streams "attention_streams" and "mlp_streams", or "attention_gates" and "mlp_gates", and with n-grams
+    "ngrams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
@@ -57,15 +63,19 @@ class Block(nnx.Module):
         attention = attention[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         for name in ("attention", "mlp"):
-            if config.norms != "post" and not (config.parallel and name == "mlp"):
+            if config.norms in ("pre", "both") and not (config.parallel and name == "mlp"):
                 setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
             if name == "attention":
                 self.attention = attention(config.attention, embed_dim, out_scale, params)
             else:
                 self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
-            if config.norms != "pre":
+            if config.norms in ("post", "both"):
                 setattr(self, f"{name}_post_norm", Norm(norm, embed_dim, params))
-        if config.streams:
+        if config.ngrams:
+            self.ngrams = Ngrams(config.ngrams, embed_dim, params)
+        if isinstance(config.streams, GatedStreamsConfig):
+            self.attention_gates, self.mlp_gates = (GatedStreams(config.streams, embed_dim, params) for _ in range(2))
+        elif config.streams:
             self.attention_streams, self.mlp_streams = (
                 HyperConnection(config.streams, embed_dim, params) for _ in range(2)
             )
@@ -95,19 +105,24 @@ class Block(nnx.Module):
         return x, pages, aux | kept
 
     def _of_streams(self, x, positions, ctx: Context, pages, layer, execution: Execution):
-        read, weights = self.attention_streams.before(x, execution)
+        if self.config.ngrams:
+            made, pages = self.ngrams(x, positions, ctx, pages, execution)
+            x = x + made
+        end = "gates" if isinstance(self.config.streams, GatedStreamsConfig) else "streams"
+        around_attention, around_mlp = (getattr(self, f"{name}_{end}") for name in ("attention", "mlp"))
+        read, weights = around_attention.before(x, execution)
         h, pages, kept = self.attention(
             self._before(read, "attention", execution), positions, ctx, pages, layer, execution
         )
-        x = self.attention_streams.after(x, checkpoint_name(h, "attention_out"), weights)
-        read, weights = self.mlp_streams.before(x, execution)
+        x = around_attention.after(x, checkpoint_name(h, "attention_out"), weights)
+        read, weights = around_mlp.before(x, execution)
         h, aux = self.mlp(self._before(read, "mlp", execution), ctx, execution, read)
-        return self.mlp_streams.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
+        return around_mlp.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
 
     def _before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array:
-        return x if self.config.norms == "post" else getattr(self, f"{layer}_norm")(x, execution)
+        return x if self.config.norms in ("post", "none") else getattr(self, f"{layer}_norm")(x, execution)
 
     def _after(self, h: jax.Array, layer: str, execution: Execution) -> jax.Array:
-        if self.config.norms != "pre":
+        if self.config.norms in ("post", "both"):
             h = getattr(self, f"{layer}_post_norm")(h, execution)
         return h if self.config.residual_scale == 1 else h * self.config.residual_scale

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compression import Compressed
 from shardlm.ops.kv_format import SCALE
 from shardlm.ops.token_choice import Index
@@ -24,6 +25,14 @@ MEMORIES = {
     "start": (None,),
 }
 
+# What is kept of each text beside them, in slots too and whole on each device, [layers that have it * slots, ...]: what
+# the convolutions of n-grams see of its last tokens, and those tokens (layers/ngrams.py); with START behind the name,
+# of how many of them it is known that they stay, where drafts are verified (ops/text_rows.py).
+START = "_start"
+NGRAMS = {"ngram_conv": (None, None, None, None), "ngram_tokens": (None, None)}
+TEXTS = NGRAMS | {name + START: (None,) for name in NGRAMS}
+SLOTTED = MEMORIES | TEXTS
+
 ROWS = "c"  # the pages' entry of attention to entries that stand for several tokens (ops/compressed_pages.py)
 INDEX = "i"  # the pages' entry that indexers' keys are in
 INDEXES = (INDEX, INDEX + SCALE)
@@ -39,6 +48,7 @@ class Context(Protocol):
     inputs: jax.Array | None  # [L, B, T, P], what each layer takes of each token besides the stream
     selection: Selection | None  # what the last indexer chose, where layers share choices; None elsewhere
     tokens: jax.Array | None  # int32 [B, T], where layers look at the tokens themselves; None elsewhere
+    ngrams: tuple[jax.Array, ...] | None  # [B, T, E] of each layer that has n-grams (layers/ngrams.py); None elsewhere
 
     @property
     def real(self) -> jax.Array:
@@ -95,7 +105,7 @@ class Context(Protocol):
         pages with all that is new."""
 
     def select(
-        self, index: Index, positions: jax.Array, pages: Pages | None, layer: jax.Array
+        self, index: Index | BlockIndex, positions: jax.Array, pages: Pages | None, layer: jax.Array
     ) -> tuple[Selection | None, Pages | None]:
         """The tokens that each query attends to, None: all before it, since there are no more than it may; and the
         pages with the index's keys written."""
@@ -115,6 +125,27 @@ class Context(Protocol):
     ) -> tuple[jax.Array, Pages | None]:
         """Linear attention (ops/gated_delta.py, delta_net, with its shapes) to the text so far. Returns the heads'
         output [B, T, N, V] and the pages with what the text is remembered by."""
+
+    def preceded(
+        self, name: str, tokens: jax.Array, count: int, none: int, positions: jax.Array, pages: Pages | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Pages | None]:
+        """(tokens int32 [B, T] of whole rows; the `count` tokens before those of each row [B, count], `none` where its
+        text has none; of which text of its row each token is int32 [B, T] as ops/short_conv.py has it; the pages with
+        the last tokens under `name`)."""
+
+    def convolve(
+        self,
+        name: str,
+        x: jax.Array,
+        taps: jax.Array,
+        spacing: int,
+        positions: jax.Array,
+        pages: Pages | None,
+        place: int,
+    ) -> tuple[jax.Array, Pages | None]:
+        """x [B, T, S, D], the sequence split as between blocks, convolved over the tokens of a text with taps [S, D, W]
+        (ops/short_conv.py). Returns (x's shape, the pages with its last tokens under `name`, of the layer in this
+        `place` among those that have some)."""
 
 
 def one_per_device(kv: jax.Array, rules: Rules) -> jax.Array:

@@ -3,6 +3,7 @@ Qwen3-Next has it (three of four layers; https://qwenlm.github.io/blog/qwen3_nex
 memory decays by each number of a key (https://arxiv.org/abs/2510.26692)."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ class DeltaNetConfig:
     beta_scale    factor on what is taken of new values; with 2 a state may turn over (OLMo Hybrid,
                   https://arxiv.org/abs/2411.12537)
     by_channel    decays are of each number of a key, and made, as the output's gate is, through a latent as wide as a
-                  key; that gate is a sigmoid's, not SiLU's (Kimi Linear)
+                  key (Kimi Linear)
+    gate          what opens the output's gate
     """
 
     num_heads: int
@@ -36,6 +38,7 @@ class DeltaNetConfig:
     norm: NormConfig = NormConfig(eps=1e-6)
     beta_scale: float = 1.0
     by_channel: bool = False
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self):
         names = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "conv_width")
@@ -125,7 +128,7 @@ class DeltaNet(nnx.Module):
         log_decay, beta = self._rates(x, execution)
         out, pages = ctx.recur(made, taps, log_decay, beta, positions, pages, layer)
         gate = self._through_latent(x, "wg", execution)
-        opened = jax.nn.sigmoid if self.config.by_channel else jax.nn.silu
+        opened = jax.nn.sigmoid if self.config.gate == "sigmoid" else jax.nn.silu
         out = self.out_norm(out, execution) * opened(gate.astype(jnp.float32)).astype(gate.dtype)
         stream = rules.act.spec("batch", "seq", "embed")
         return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}

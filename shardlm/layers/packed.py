@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from shardlm.layers.context import Selection, heads_of, one_per_device, rates_of, specs_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
+from shardlm.ops import block_choice
 from shardlm.ops.attention import packed_attention
+from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compressed_rows import attend_rows
 from shardlm.ops.gated_delta import delta_net, empty_memory
-from shardlm.ops.token_choice import Index, chosen_in_rows
+from shardlm.ops.short_conv import short_conv, texts
+from shardlm.ops.token_choice import chosen_in_rows
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
 from shardlm.rules import Rules
 
@@ -36,6 +39,7 @@ class Packed:
     kept: dict[str, dict[str, jax.Array]] | None = None
     selection: Selection | None = None
     tokens: jax.Array | None = None
+    ngrams: tuple[jax.Array, ...] | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
@@ -56,19 +60,21 @@ class Packed:
         return self.kept[name]["k"], self.kept[name]["v"]
 
     def select(self, index, positions, pages, layer):
-        del positions, layer
+        del layer
         act = self.rules.act
         if self.segment_ids.shape[1] <= index.count:
             return None, pages
         over = act.axes("whole_seq")
         assert not over or self.context != "ring", "checked before (train/check.py)"
         rows = act.spec("batch", "whole_seq")
-        parts = {name: act.spec("batch", "whole_seq", *[None] * n) for name, n in (("q", 2), ("weights", 1), ("k", 1))}
-        run = shard_map(
-            partial(chosen_in_rows, over=over[0] if over else ""),
-            in_specs=(Index(**parts, count=index.count), rows),
-            out_specs=act.spec("batch", None, None),
-        )
+        how, out = {"over": over[0] if over else ""}, act.spec("batch", None, None)
+        whole = jax.sharding.PartitionSpec()
+        parts = jax.tree.map_with_path(lambda path, _: whole if path[-1].name == "scale" else rows, index)
+        if isinstance(index, BlockIndex):
+            run = partial(block_choice.chosen_in_rows, **how)
+            run = shard_map(run, in_specs=(parts, rows, rows), out_specs=out)
+            return run(index, positions, self.segment_ids), pages
+        run = shard_map(partial(chosen_in_rows, **how), in_specs=(parts, rows), out_specs=out)
         return run(index, self.segment_ids), pages
 
     def unselected(self, positions, pages, count):
@@ -137,7 +143,7 @@ class Packed:
                 x, log_decay, beta = (by_heads(a, over[0]) for a in (x, log_decay, beta))
                 taps = own_heads(taps, over[0])
                 segment_ids = jax.lax.all_gather(segment_ids, over[0], axis=1, tiled=True)
-            new = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+            new = _begins(segment_ids)
             memory = empty_memory(x, taps["q"].shape[-1])
             out, _ = delta_net(x, taps, log_decay, beta, memory, new, jnp.ones_like(new))
             return by_tokens(out, over[0]) if over else out
@@ -146,8 +152,36 @@ class Packed:
         run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
         return run(x, taps, log_decay, beta, self.segment_ids), pages
 
+    def preceded(self, name, tokens, count, none, positions, pages):
+        del name, positions
+        rows = self.rules.act.spec("batch", None)
+        tokens, segment_ids = (jax.reshard(a, rows) for a in (tokens, self.segment_ids))
+        text = shard_map(lambda ids: texts(_begins(ids)), in_specs=rows, out_specs=rows)(segment_ids)
+        return tokens, jnp.full((len(tokens), count), none, tokens.dtype, out_sharding=rows), text, pages
+
+    def convolve(self, name, x, taps, spacing, positions, pages, place):
+        """Whole rows of a share of each stream's numbers, and back."""
+        del name, positions, place
+        act = self.rules.act
+        split, shares = act.spec("batch", "seq", None, None), act.axes("seq") or None
+        rows = jax.sharding.PartitionSpec(split[0], None, None, shares)
+
+        def local(x, taps, segment_ids):
+            before = jnp.zeros_like(x, shape=(len(x), (taps.shape[-1] - 1) * spacing, *x.shape[2:]))
+            return short_conv(x, taps, before, texts(_begins(segment_ids)), spacing)
+
+        specs = (rows, jax.sharding.PartitionSpec(None, shares, None), act.spec("batch", None))
+        given = (x, taps, self.segment_ids)
+        out = shard_map(local, in_specs=specs, out_specs=rows)(*map(jax.reshard, given, specs))
+        return jax.reshard(out, split), pages
+
     def _chunked(self, positions: jax.Array, chunk: int) -> jax.Array:
         """Segments of which each chunk is one of its own, int32 [B, T]."""
         count = -(-positions.shape[1] // chunk)
         positions = jax.reshard(positions, jax.typeof(self.segment_ids).sharding.spec)
         return jnp.where(self.segment_ids > 0, self.segment_ids * count + positions // chunk, 0)
+
+
+def _begins(segment_ids: jax.Array) -> jax.Array:
+    """The first tokens of texts, and of padding, bool [B, T]."""
+    return jnp.diff(segment_ids, axis=1, prepend=-1) != 0

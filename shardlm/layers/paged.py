@@ -12,6 +12,9 @@ from shardlm.layers.context import (
     INDEXES,
     MEMORIES,
     ROWS,
+    SLOTTED,
+    START,
+    Pages,
     Selection,
     heads_of,
     one_per_device,
@@ -21,11 +24,14 @@ from shardlm.layers.context import (
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
-from shardlm.ops import paged_attention, paged_choice
+from shardlm.ops import block_choice, paged_attention, paged_choice
 from shardlm.ops.attention import of_rows
+from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
+from shardlm.ops.short_conv import short_conv
+from shardlm.ops.text_rows import Use, follow
 from shardlm.rules import Rules
 
 
@@ -58,6 +64,7 @@ class Paged:
     rows: Rows = dataclasses.field(default="known", metadata={"static": True})
     sure: jax.Array | None = None
     tokens: jax.Array | None = None
+    ngrams: tuple[jax.Array, ...] | None = None
 
     @classmethod
     def make(
@@ -110,7 +117,7 @@ class Paged:
     ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
-        beside = {name: a for name, a in pages.items() if name in MEMORIES or name in INDEXES}
+        beside = {name: a for name, a in pages.items() if name in SLOTTED or name in INDEXES}
         pages = {name: a for name, a in pages.items() if name not in beside}
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
@@ -140,14 +147,19 @@ class Paged:
                     new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
                 pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
                 return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
+            head = None
+            if kv_name == "kv_heads_whole":
+                head = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
+            if isinstance(selection, block_choice.Places):
+                out = block_choice.attend(q, pages, selection, first, scale, head)
+                return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
             if isinstance(selection, dict):
                 out = paged_choice.attend(q, pages["k"], pages.get("k" + SCALE), selection, first, scale, value_dim)
                 return out, pages
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
             options |= {"chosen": selection} if selection is not None else {}
             options |= {"chunk": chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
-            if kv_name == "kv_heads_whole":
-                options["head"] = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
+            options |= {"head": head} if kv_name == "kv_heads_whole" else {}
             where = (page_table, positions, first)
             attend = paged_attention.implementation(self.implementation)
             out = attend(q, pages["k"], pages.get("v"), *where, **options)
@@ -195,12 +207,14 @@ class Paged:
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in held.items()}
         pools = {name: act.spec(*pool_names(order, "kv_heads_whole")) for name, order in orders.items()}
         tokens = act.spec("batch", "whole_seq")
+        of_index = jax.tree.map_with_path(lambda path, _: scalar if path[-1].name == "scale" else tokens, index)
+        choose = (block_choice if isinstance(index, BlockIndex) else paged_choice).choose
 
         def local(index, held, page_table, positions, valid, place):
             where = page_table, positions, valid, place * self.layout.num_pages
-            return paged_choice.choose(index, held, INDEX, *where, self.implementation)
+            return choose(index, held, INDEX, *where, self.implementation)
 
-        run = shard_map(local, in_specs=(tokens, pools, *(tokens,) * 3, scalar), out_specs=(tokens, pools))
+        run = shard_map(local, in_specs=(of_index, pools, *(tokens,) * 3, scalar), out_specs=(tokens, pools))
         selection, held = run(index, held, page_table, positions, self.valid, place)
         return selection, pages | held
 
@@ -231,6 +245,29 @@ class Paged:
         sure = positions[:, 0] if self.sure is None else self.sure
         out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
         return out, pages | held
+
+    def preceded(self, name, tokens, count, none, positions, pages):
+        how = (lambda tokens, before: before), count, none
+        before, pages = self._followed(name, *how, tokens, positions, pages, 0)
+        return tokens, before, jnp.zeros_like(tokens), pages
+
+    def convolve(self, name, x, taps, spacing, positions, pages, place):
+        def use(x, before):
+            return short_conv(x, taps, before, jnp.zeros(x.shape[:2], jnp.int32), spacing)
+
+        count = (taps.shape[-1] - 1) * spacing
+        return self._followed(name, use, count, 0, x, positions, pages, place)
+
+    def _followed(self, name: str, use: Use, count: int, none: int, x, positions, pages: Pages, place: int):
+        """(what `use` makes of x [B, T, ...] and the `count` tokens before each row, `none` where there are none, the
+        pages with its last tokens), all whole on each device."""
+        start = name + START
+        slot, first = place * self.layout.slots + self.slot, positions[:, 0]
+        sure = first if self.sure is None else self.sure
+        kept = pages[name], pages.get(start)
+        out, kept = follow(self.rows, use, count, none, x, kept, slot, first, sure, self.valid)
+        new = {name: a for name, a in zip((name, start), kept, strict=True) if a is not None}
+        return out, pages | new
 
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The page table [B, W] of a layer, its place among the layers that share it, and its part of that."""

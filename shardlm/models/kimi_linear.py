@@ -77,7 +77,7 @@ def _memory(options: Options) -> DeltaNetConfig:
     for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
         options(name, None)
     norm = NormConfig("rms", options("rms_norm_eps"))
-    return DeltaNetConfig(heads, heads, width, width, conv, norm, by_channel=True)
+    return DeltaNetConfig(heads, heads, width, width, conv, norm, by_channel=True, gate="sigmoid")
 
 
 def _latent(options: Options) -> MlaConfig:

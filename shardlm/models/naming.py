@@ -25,6 +25,8 @@ class Tensor:
     group        (dimension of ours, size): heads that they keep in groups of so many, a group and what follows of ours
                  as one dimension of the layout
     dtype        of the file's, where it is not that of weights
+    pieces       (name with {piece}, how many): the file has it in so many, rows one after the other (tensor_pieces.py)
+    told         what every checkpoint of these options has there, of which there is no weight
     """
 
     name: str
@@ -34,6 +36,8 @@ class Tensor:
     pairs: tuple[str, int, int] | None = None
     group: tuple[int, int] | None = None
     dtype: str = ""
+    pieces: tuple[str, int] | None = None
+    told: tuple[int, ...] = ()
 
     def viewed(self, ours: Sequence[int]) -> tuple[int, ...]:
         """Our shape as the layout has it."""

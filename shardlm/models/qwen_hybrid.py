@@ -93,7 +93,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
         options(name, None)
     norm = hf_decoder.rms(options, offset=1.0)
     linear = linear_layers(options)
-    attention, memory = _attention(options, norm, length), _memory(options, norm)
+    attention, memory = _attention(options, norm, length), memory_of(options, norm)
     sparse = None if kind == "qwen3_5_text" else _experts(options)
     step, plain = options("decoder_sparse_step", 1), options("mlp_only_layers", [])
     routed = [bool(sparse) and i not in plain and (i + 1) % step == 0 for i in range(len(linear))]
@@ -145,7 +145,7 @@ def _attention(options: Options, norm: NormConfig, length: int) -> AttentionConf
     return hf_decoder.attention(options, length, rope=rope, **own)
 
 
-def _memory(options: Options, norm: NormConfig) -> DeltaNetConfig:
+def memory_of(options: Options, norm: NormConfig) -> DeltaNetConfig:
     options.only("hidden_act", "silu")
     return DeltaNetConfig(
         num_heads=options("linear_num_value_heads"),
@@ -170,16 +170,21 @@ def _experts(options: Options) -> MoeConfig:
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
-    found = standard()
-    if isinstance(block.attention, DeltaNetConfig):
-        found |= _memory_names(block.attention)
-    else:
-        H = block.attention.head_dim
-        query = f"{LAYER}self_attn.q_proj"
-        for path, first in (("attention.wq", 0), ("attention.wg", H)):
-            found[path] = Tensor(f"{query}.weight", "(N H) D -> D N H", inner=("H", first, 2 * H))
+    found = layer_names(block)
     found |= expert_names() if isinstance(block.mlp, MoeConfig) else {}
     return found | (_further_names(config.embed_dim) if config.mtp else {})
+
+
+def layer_names(block: BlockConfig) -> Names:
+    """With those of either kind of attention."""
+    found = standard()
+    if isinstance(block.attention, DeltaNetConfig):
+        return found | _memory_names(block.attention)
+    H = block.attention.head_dim
+    query = f"{LAYER}self_attn.q_proj"
+    for path, first in (("attention.wq", 0), ("attention.wg", H)):
+        found[path] = Tensor(f"{query}.weight", "(N H) D -> D N H", inner=("H", first, 2 * H))
+    return found
 
 
 def _further_names(D: int) -> Names:

@@ -86,6 +86,7 @@ FAMILIES = {
     "qwen3_next": "qwen_next",
     "qwen3_5_text": "qwen_hybrid",
     "qwen3_5_moe_text": "qwen_hybrid",
+    "qwen4_exp_text": "qwen4_exp",
 }
 
 

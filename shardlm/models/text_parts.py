@@ -19,6 +19,7 @@ SEEING = {
     "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
     "step3p7": "step3p5",
 }
 ARCHITECTURES = {
@@ -35,6 +36,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen4_exp_text": "Qwen4ExpForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
 }
 # What the published text_config of Gemma 3's larger checkpoints leaves to the defaults of transformers.

@@ -17,12 +17,14 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.context import KEPT, SELECTION, Context, Pages
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.gated_streams import GatedStreamsConfig, GatedStreamsHead
 from shardlm.layers.hyper_connections import StreamsConfig, StreamsHead
 from shardlm.layers.indexer import IndexerConfig
 from shardlm.layers.layer_inputs import LayerInputs, LayerInputsConfig
 from shardlm.layers.lora import shares
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
+from shardlm.layers.ngrams import TOKENS, NgramsConfig, rows_of, tables
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import MADE_FIRST, Execution, Params, in_use, normal
 from shardlm.layers.stack import Segment, Stack
@@ -40,7 +42,8 @@ class TransformerConfig:
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
     mtp            modules that predict further tokens (layers/mtp.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
-    streams        there are several streams, mixed around every layer (layers/hyper_connections.py)
+    streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
+    final_norm     there is a norm behind the last layer; else streams have their own
     """
 
     vocab_size: int
@@ -54,7 +57,8 @@ class TransformerConfig:
     max_positions: int = 0
     mtp: MtpConfig | None = None
     inputs: LayerInputsConfig | None = None
-    streams: StreamsConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | None = None
+    final_norm: bool = True
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
@@ -137,6 +141,11 @@ class TransformerConfig:
         return any(getattr(block.mlp, "hashed", 0) for block in self.kinds)
 
     @functools.cached_property
+    def ngrams(self) -> tuple[NgramsConfig, ...]:
+        """Of the layers that have rows of n-grams (layers/ngrams.py), in order."""
+        return tuple(block.ngrams for block in self.blocks() if block.ngrams)
+
+    @functools.cached_property
     def kept_heads(self) -> frozenset[tuple[int, int]]:
         """(kv heads, numbers of one) of the layers that keep keys and values of heads."""
         kinds = (block.attention for block in self.kinds)
@@ -172,7 +181,7 @@ class TransformerConfig:
             "read the keys and values of others": self.reads,
             "have inputs of their own, made of the embedding": self.inputs,
             "attend to what others chose": self.shared_choice,
-            "look at the tokens themselves": self.hashed,
+            "look at the tokens themselves": self.hashed or self.ngrams,
             "keep rows of several kinds in pages": self.compressed,
         }
         what = next((what for what, needed in needs.items() if needed), "")
@@ -200,6 +209,7 @@ class TransformerConfig:
         latents |= {n for a in compressed for n in (a.q_latent_dim, a.out_latent_dim)}
         latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.by_channel}
         beside = {self.inputs.dim} if self.inputs else set()
+        beside |= {n for own in self.ngrams for n in (own.width, own.dim)}
         return {"embed": {self.embed_dim} | beside, "expert_embed": {self.embed_dim}, "latent": latents}
 
     def parameters_per_token(self) -> int:
@@ -212,6 +222,10 @@ class TransformerConfig:
         head = self.vocab_size * self.embed_dim
         if self.inputs:  # made of the embedding, and each layer's gate and projection back
             layers += 3 * self.num_layers * self.embed_dim * self.inputs.dim
+        layers += sum(own.parameters_per_token(self.embed_dim) for own in self.ngrams)
+        if isinstance(self.streams, GatedStreamsConfig):
+            of_layer = self.streams.parameters_per_token(self.embed_dim)
+            layers += 2 * self.num_layers * of_layer + self.streams.parameters_per_token(self.embed_dim, adds=False)
         further = self.mtp.depth * (self.mtp.parameters_per_token(self.embed_dim) + head) if self.mtp else 0
         return layers + head + further
 
@@ -232,13 +246,14 @@ class TransformerConfig:
 
 
 def _indexer(block: BlockConfig) -> IndexerConfig | None:
-    return block.attention.indexer if isinstance(block.attention, MlaConfig) else None  # of tokens
+    return getattr(block.attention, "indexer", None)
 
 
 class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
     with learned positions "positions" (P, D); norms "final_norm" and, where there is one, "embed_norm"; "mtp" where
-    there are modules that predict further tokens, and "layer_inputs" where layers have any."""
+    there are modules that predict further tokens, "layer_inputs" where layers have any, "head_streams" or "head_gates"
+    where there are several streams, and "ngram_tables" of the layers that have n-grams."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim
@@ -260,9 +275,14 @@ class Transformer(nnx.Module):
                 for i, (s, own) in enumerate(zip(config.segments, of_segment, strict=True))
             ]
         )
-        self.final_norm = Norm(config.norm, D, params)
-        if config.streams:
+        if config.final_norm:
+            self.final_norm = Norm(config.norm, D, params)
+        if isinstance(config.streams, GatedStreamsConfig):
+            self.head_gates = GatedStreamsHead(config.streams, D, params)
+        elif config.streams:
             self.head_streams = StreamsHead(config.streams, D, params)
+        if config.ngrams:
+            self.ngram_tables = tables(config.ngrams, params)
         if config.embed_norm:
             self.embed_norm = Norm(config.embed_norm, D, params)
         if not config.tie_embeddings:
@@ -280,10 +300,21 @@ class Transformer(nnx.Module):
         x = self.embed(tokens, positions)
         if self.config.hashed:
             ctx = dataclasses.replace(ctx, tokens=tokens)
+        if self.config.ngrams:
+            ctx, pages = self._with_ngrams(tokens, positions, ctx, pages)
         if self.config.inputs:
             ctx = dataclasses.replace(ctx, inputs=self.layer_inputs(tokens, x, self.execution))
         x, pages, aux = self.run(x, positions, ctx, pages)
         return self.finish(x), pages, aux
+
+    def _with_ngrams(self, tokens, positions, ctx: Context, pages: Pages | None) -> tuple[Context, Pages | None]:
+        """The context with what is looked up of n-grams, and the pages with the last tokens."""
+        every = self.config.ngrams
+        own = every[0].hash
+        tokens, before, text, pages = ctx.preceded(TOKENS, tokens, own.before, own.eos, positions, pages)
+        rows = [rows_of(own, tokens, before, text, self.execution.rules) for own in every]
+        found = (table(of, self.execution) for table, of in zip(self.ngram_tables, rows, strict=True))
+        return dataclasses.replace(ctx, ngrams=tuple(found)), pages
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """tokens and positions int32 [B, T] -> the stream that enters the first block, [B, T, D]."""
@@ -326,8 +357,11 @@ class Transformer(nnx.Module):
 
     def finish(self, x: jax.Array) -> jax.Array:
         """The norm after the last block: x [B, T, D], or streams side by side -> hidden [B, T, D]."""
-        x = self.head_streams(x, self.execution) if self.config.streams else x
-        return self.final_norm(x, self.execution)
+        if isinstance(self.config.streams, GatedStreamsConfig):
+            x = self.head_gates(x, self.execution)
+        elif self.config.streams:
+            x = self.head_streams(x, self.execution)
+        return self.final_norm(x, self.execution) if self.config.final_norm else x
 
     def predict_next(
         self,

@@ -11,23 +11,24 @@ def texts(new: jax.Array) -> jax.Array:
     return jnp.cumsum(new, axis=1, dtype=jnp.int32)
 
 
-def short_conv(x: jax.Array, taps: jax.Array, before: jax.Array, text: jax.Array) -> jax.Array:
-    """x [B, T, *C] with taps [*C, W], the last one of which is for the token itself, `before` [B, W - 1, *C] the tokens
-    that text 0 goes on from (zeros where there are none) and text int32 [B, T]; a token sees no other text. Returns
-    [B, T, *C]."""
+def short_conv(x: jax.Array, taps: jax.Array, before: jax.Array, text: jax.Array, spacing: int = 1) -> jax.Array:
+    """x [B, T, *C] with taps [*C, W], the last one of which is for the token itself, the others for every `spacing`-th
+    one before it; `before` [B, (W - 1) * spacing, *C] the tokens that text 0 goes on from (zeros where there are none)
+    and text int32 [B, T]; a token sees no other text. Returns [B, T, *C]."""
     T, W = x.shape[1], taps.shape[-1]
     each = (..., *[None] * (x.ndim - 2))
     whole = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-    of = jnp.concatenate([jnp.zeros_like(text, shape=(text.shape[0], W - 1)), text], axis=1)
+    of = jnp.concatenate([jnp.zeros_like(text, shape=before.shape[:2]), text], axis=1)
     out = x * taps[..., -1]
     for tap in range(W - 1):
-        same = of[:, tap : tap + T] == text
-        out = out + jnp.where(same[each], whole[:, tap : tap + T], 0) * taps[..., tap]
+        first = tap * spacing
+        same = of[:, first : first + T] == text
+        out = out + jnp.where(same[each], whole[:, first : first + T], 0) * taps[..., tap]
     return out
 
 
 def last_of(x: jax.Array, before: jax.Array, text: jax.Array, valid: jax.Array) -> jax.Array:
-    """The tokens that the next ones of a row go on from, as `before` has them: the last W - 1 of x [B, T, *C] and
+    """The tokens that the next ones of a row go on from, as `before` has them: as many of the last of x [B, T, *C] and
     `before`, of the row's last text. valid bool [B, T] is False for padding, which is last."""
     width = before.shape[1]
     kept = jnp.where((text[:, -1] == 0)[(..., *[None] * (x.ndim - 1))], before, 0)

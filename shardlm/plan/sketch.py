@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
+from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
@@ -95,6 +96,8 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": mesh is not None
         and any(length > count for count in chosen),
+        "layers that look up n-grams": bool(shape.ngrams),
+        "gated streams between layers": isinstance(shape.streams, GatedStreamsConfig),
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),

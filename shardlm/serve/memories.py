@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES
+from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import TransformerConfig
 from shardlm.serve.snapshots import LEAST
-from shardlm.state import ModelDef, memory_entries
+from shardlm.state import ModelDef, memory_entries, text_entries
 
 log = logging.getLogger(__name__)
 MOST_OF_ROOM = 0.5  # of what is free, that memories take where it is not said how many requests run at once
@@ -35,6 +36,17 @@ def slot_bytes(model: ModelDef, unsure: int = 0) -> int:
         ways = rules.mesh.size(*rules.act.split(tuple(filter(None, MEMORIES[name]))))
         found += math.prod(shape) * dtype.itemsize * devices // ways
     return found
+
+
+def request_bytes(model: ModelDef, layout: PageLayout) -> int:
+    """Of what all layers of a stage remember one text by, n-grams' tokens included, over all its devices."""
+    if not layout.memories:
+        return 0
+    devices = model.execution.rules.mesh.size("expert", "tensor")
+    texts = (
+        count * math.prod(shape) * dtype.itemsize for count, shape, dtype in text_entries(model, layout.unsure).values()
+    )
+    return layout.memories * slot_bytes(model, layout.unsure) + devices * sum(texts)
 
 
 def rows_beside(slots: Sequence[int], rooms: Sequence[int], most: int) -> int:

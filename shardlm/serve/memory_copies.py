@@ -1,4 +1,4 @@
-"""The program that copies what layers remember texts by (layers/context.py, MEMORIES) from slots to slots."""
+"""The program that copies what layers remember texts by (layers/context.py, SLOTTED) from slots to slots."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardlm.layers.context import MEMORIES, Pages
+from shardlm.layers.context import SLOTTED, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import shard_map
 from shardlm.rules import Rules
@@ -34,15 +34,17 @@ def copier(layout: PageLayout, rules: Rules, of_drafts: Callable = lambda drafts
 def copy_memories(layout: PageLayout, rules: Rules, pages: Pages, pairs: jax.Array) -> Pages:
     """Pages in which the slots pairs[:, 1] are those of pairs[:, 0], int32 [COPIES, 2], in this order and in all
     layers."""
-    specs = {name: rules.act.spec(*names) for name, names in MEMORIES.items() if name in pages}
+    specs = {name: rules.act.spec(*names) for name, names in SLOTTED.items() if name in pages}
 
     def local(memory: Pages, pairs: jax.Array) -> Pages:
-        layers = jnp.arange(layout.memories) * layout.slots
+        layers = {name: jnp.arange(a.shape[0] // layout.slots) * layout.slots for name, a in memory.items()}
 
         def one(i, memory):
-            old, new = (layers + pairs[i, side] for side in (0, 1))
-            copied = {name: a.at[old].get(mode="promise_in_bounds") for name, a in memory.items()}
-            return {name: a.at[new].set(copied[name], mode="promise_in_bounds") for name, a in memory.items()}
+            old, new = pairs[i]
+            copied = {name: a.at[layers[name] + old].get(mode="promise_in_bounds") for name, a in memory.items()}
+            return {
+                name: a.at[layers[name] + new].set(copied[name], mode="promise_in_bounds") for name, a in memory.items()
+            }
 
         return jax.lax.fori_loop(0, COPIES, one, memory)
 

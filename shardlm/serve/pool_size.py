@@ -14,7 +14,7 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine_config import PROGRAMS, EngineConfig
-from shardlm.serve.memories import left_beside, rows_beside, slot_bytes, snapshots_beside
+from shardlm.serve.memories import left_beside, request_bytes, rows_beside, snapshots_beside
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
@@ -38,10 +38,8 @@ def sizes_of(
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
     rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
-    slots = [
-        stage.layout(layouts[0]).memories * slot_bytes(stage.model, layouts[0].unsure) for stage in places[0].stages
-    ]
-    slots[-1] += layouts[1].memories * slot_bytes(draft.model, layouts[1].unsure) if draft else 0
+    slots = [request_bytes(stage.model, stage.layout(layouts[0])) for stage in places[0].stages]
+    slots[-1] += request_bytes(draft.model, layouts[1]) if draft else 0
     return sized(layouts, each, rooms, length, config, len(places), slots)
 
 
@@ -140,7 +138,7 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
     execution = dataclasses.replace(model.execution, kv_cache=config.kv_cache_dtype)
     own = page_bytes(dataclasses.replace(model, execution=execution), layouts[0], config.block_size)
     rooms = None if jax.devices()[0].platform == "cpu" else [0]  # which kv_cache_bytes stands for
-    slots = [layouts[0].memories * slot_bytes(model, layouts[0].unsure)]
+    slots = [request_bytes(model, layouts[0])]
     scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data, slots)[0], config)
 
 

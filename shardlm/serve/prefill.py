@@ -30,6 +30,7 @@ def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[str, s
         "prefill_attention=pages": wanted == "pages",
         "the deterministic mode has one program for all tokens": deterministic,
         "layers read others' keys and values": model.config.reads,
+        "queries attend to chosen tokens": model.config.sparse,
         "latents are wider than cuDNN's heads": latent,
         f"attention is {execution.attention} (platform, dtype, head size, soft caps)": (execution.attention != "cudnn"),
         f"pages hold {execution.kv_cache}: a prompt that is cached and one that is not would differ by its rounding": (

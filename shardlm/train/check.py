@@ -7,6 +7,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.ngrams import NgramsConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
@@ -169,6 +170,27 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
     rules.optimizer.check("embed", model.embed_dim)
     if model.inputs:
         rules.optimizer.check("embed", model.inputs.dim)
+    for own in model.ngrams:
+        check_ngrams(own, model.embed_dim, rules)
+
+
+def check_ngrams(own: NgramsConfig, embed_dim: int, rules: Rules) -> None:
+    """Refuses a table of n-grams that does not divide over the mesh, and streams whose numbers do not where a
+    convolution goes over whole rows of a share of them."""
+    mesh, where = rules.mesh, f"of layer {own.layer}'s n-grams"
+    for what, size, name in ((f"{own.width} columns", own.width, "embed"), (f"{own.rows} rows", own.rows, "vocab")):
+        axes = rules.optimizer.axes(name)
+        if size % mesh.size(*axes):
+            over = " x ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
+            instead = (
+                f"give more of the mesh to {'tensor, or to data with rules=hybrid' if name == 'embed' else 'fsdp'}"
+            )
+            raise ShardlmError(f"the table {where} has {what}, which cannot be split over {over}; {instead}")
+    if embed_dim % mesh.size(*rules.act.axes("seq")):
+        raise ShardlmError(
+            f"the convolution {where} splits embed={embed_dim} over context={mesh.context} x tensor={mesh.tensor}; "
+            "choose sizes whose product divides it"
+        )
 
 
 def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> None:

@@ -21,6 +21,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 UNTRAINED = re.compile(
     r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|ffn\.gate\.(bias|tid2eid)|act_fn\.(beta|eps)"
+    r"|ple_embedding\.(layer_multipliers|ngram_heads_)"
 )
 ROWS, LENGTH, NEW = 2, 24, 32
 

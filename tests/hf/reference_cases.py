@@ -293,6 +293,16 @@ CASES = {
         {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     ),
+    "qwen4_exp": (
+        "qwen4_exp_text",
+        {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "eos_token_id": [61, 2]}
+        | {"shared_expert_intermediate_size": 20, "hc_count": 3, "hc_lowrank": 10, "output_gate_type": "sigmoid"}
+        | {"ple_layer_ids": [1, 3], "ple_embed_dim": 32, "ple_conv_kernel_size": 3, "heads_per_ngram": 2}
+        | {"ngram_vocab_size_base": 40, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3}
+        | {"indexer_n_heads": 6, "indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 6}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        | {"indexer_compress_ratio": 3, "seed": 14, **rope("default", partial_rotary_factor=0.5)},
+    ),
 }
 # What DeepSeek MoE (arXiv 2401.06066) has besides Llama's options. Its own code is not part of transformers.
 EXPERTS = {

@@ -44,6 +44,7 @@ def loss_and_gradients(family: str, spec: MeshSpec):
         ("gemma4", MeshSpec(fsdp=2, context=2, tensor=2)),  # layers that read others' keys and values
         ("glm_moe_dsa", MeshSpec(fsdp=2, context=2, tensor=2)),  # queries that attend to chosen tokens
         ("deepseek_v4", MeshSpec(fsdp=2, context=2, tensor=2)),  # entries of several tokens
+        ("qwen4_exp", MeshSpec(fsdp=2, context=2, tensor=2)),  # rows of n-grams, streams, chosen blocks
         ("kimi_linear", MeshSpec(fsdp=2, context=2, tensor=2)),  # decays of each number of a key
         ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
     ],

@@ -233,6 +233,14 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
                norm_topk_prob=True, routed_scaling_factor=1.5, num_nextn_predict_layers=1, rope_scaling=YARN),
         284,
     ),
+    "Qwen4-Exp, by the defaults of transformers": (
+        common(40, 2048, 16, 2, None, 248320, model_type="qwen4_exp_text", head_dim=256, ple_layer_ids=[2],
+               linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+               moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10,
+               indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=128, indexer_budget=2048,
+               indexer_compress_ratio=64, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}),
+        108.35,
+    ),
     "AFM 4.5B": (
         common(36, 2560, 20, 4, 18432, 128004, model_type="arcee", head_dim=128, hidden_act="relu2", mlp_bias=False,
                attention_bias=False, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,

@@ -83,6 +83,12 @@ def options_of(name: str) -> dict:
             "supported: {'1': {'num_attention_heads': 6",
         ),
         ("step3p5", {"zero_centered": False}, "zero_centered=False, which is not supported; supported: True"),
+        ("qwen4_exp", {"ple_layer_ids": [2]}, r"ple_layer_ids=\[2\]; supported: layers of linear attention, \[1, 3\]"),
+        ("qwen4_exp", {"eos_token_id": None}, "eos_token_id=None, which ends what n-grams see; it needs a token"),
+        ("qwen4_exp", {"indexer_budget": None}, "an indexer without indexer_budget; set all of them or none"),
+        ("qwen4_exp", {"indexer_kv_heads": 2}, "indexer_kv_heads=2, which is not supported; supported: 1"),
+        ("qwen4_exp", {"output_gate_type": "tanh"}, "output_gate_type='tanh'; supported: silu, sigmoid"),
+        ("qwen4_exp", {"layer_types": ["full_attention"]}, "it needs num_hidden_layers=3 of linear_attention, indexed"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True, which is not supported; supported: False"),
     ],
 )
@@ -147,6 +153,22 @@ def test_projections_of_layers_that_read_others_are_left_alone(tmp_path):
         shardlm.load(folder)
 
 
+def test_tables_of_ngrams_are_whole_and_of_their_options(tmp_path):
+    folder = shutil.copytree(REFERENCES / "qwen4_exp", tmp_path / "qwen4_exp")
+    options = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(options | {"seed": 15}))
+    with pytest.raises(ShardlmError, match=r"layers\.0\.ple\.ple_embedding\.layer_multipliers is \[\d+, .* mend vocab"):
+        shardlm.load(folder)
+    (folder / "config.json").write_text(json.dumps(options))
+    piece = "model.layers.0.ple.ple_embedding.ngram_embedding.shard_{}.weight"
+    change_tensors(folder, **{piece.format(4): np.ones((62, 8), np.float32)})
+    with pytest.raises(ShardlmError, match=r"ngram_embedding\.weight is in 4 pieces, of which shard_3 is missing"):
+        shardlm.load(folder)
+    change_tensors(folder, **{piece.format(3): np.ones((62, 8), np.float32)})
+    with pytest.raises(ShardlmError, match=r"ngram_embedding\.weight: its pieces differ in dtype or width"):
+        shardlm.load(folder)
+
+
 def test_entries_of_one_kind_end_where_those_of_another_do():
     config = json.loads((REFERENCES / "deepseek_v4" / "config.json").read_text())
     config["compress_rates"]["heavily_compressed_attention"] = 3
@@ -166,6 +188,11 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
+        (
+            "qwen4_exp",
+            {},
+            "chosen tokens in rows of 16, which indexers choose from and layers that look up n-grams and gated str",
+        ),
         ("deepseek_v32", {}, "no formulas for queries that attend to chosen tokens in rows of 16"),
         (
             "gemma4",

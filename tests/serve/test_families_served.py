@@ -27,11 +27,12 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("qwen3_moe", EXPERT),
     ("gpt_oss", DATA),
     ("gemma4", TENSOR),
+    ("qwen4_exp", EXPERT),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
 ]
 # These begin at the start of a text, so that no pages are shared.
-MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "gpt_oss")
+MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -44,7 +45,9 @@ MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, 
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 REST = [
-    case for case in REST if case not in SAMPLE and case not in (("gemma4", PIPELINE), ("deepseek_v4", PIPELINE))
+    case
+    for case in REST
+    if case not in SAMPLE and case not in [(name, PIPELINE) for name in ("gemma4", "deepseek_v4", "qwen4_exp")]
 ]  # which stages refuse
 # Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
 ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
@@ -52,7 +55,7 @@ SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batch
 CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
 
 
-def check(name: str, spec: MeshSpec, folder: pathlib.Path) -> None:
+def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     """A reply begun anywhere goes on as the whole one does, so one recorded reply is several requests."""
     stored = hf_files.header(REFERENCES / name / "expected.safetensors.reference")
     tokens, logits, greedy = (stored[key].read(...) for key in ("tokens", "logits", "greedy"))
@@ -60,7 +63,7 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path) -> None:
     shutil.copytree(REFERENCES / name, folder)
     TOKENIZER.save(folder / "tokenizer.json")  # they have none; only what replies are spelt with
     with decoding_from(2):  # one decode program; test_matrix.py has others
-        llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **SIZES)
+        llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **SIZES, **options)
     begun = [0, 5, 20]
     params = [SamplingParams(temperature=0, max_tokens=len(greedy) - n, ignore_eos=True) for n in begun]
     params.append(SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -84,3 +87,13 @@ def test_each_kind_of_family_on_another_mesh(name, spec, tmp_path):
 @pytest.mark.parametrize(("name", "spec"), REST, ids=str)
 def test_every_family_and_every_mesh(name, spec, tmp_path):
     check(name, spec, tmp_path / name)
+
+
+@pytest.mark.skipif(not ALL, reason="half a minute: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.parametrize(
+    "options",
+    [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"deterministic": True}],
+    ids=["drafts", "deterministic"],
+)
+def test_rows_of_ngrams_of_drafts_and_of_rows_in_turn(options, tmp_path):
+    check("qwen4_exp", ONE, tmp_path / "qwen4_exp", **options)

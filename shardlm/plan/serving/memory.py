@@ -23,8 +23,7 @@ from shardlm.plan.sketch import refuse as unknown
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import apart
-from shardlm.serve.memories import refuse
-from shardlm.serve.memories import slot_bytes as memory_bytes
+from shardlm.serve.memories import refuse, request_bytes
 from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
 from shardlm.serve.prefill import chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
@@ -173,8 +172,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
             f"{max(held) / 2**30:.1f} GiB of weights a GPU leave no room for pages: gpu_memory_utilization="
             f"{engine.gpu_memory_utilization} less 0.05 of {limit / 2**30:.1f} GiB on {mesh}"
         )
-    memories = [part_of_layout(layout, run).memories * memory_bytes(model, layout.unsure) for run in runs]
-    memories[-1] += beside[0].memories * memory_bytes(drafter.model, beside[0].unsure) if drafter else 0
+    memories = [request_bytes(model, part_of_layout(layout, run)) for run in runs]
+    memories[-1] += request_bytes(drafter.model, beside[0]) if drafter else 0
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
     sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)

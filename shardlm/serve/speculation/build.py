@@ -96,8 +96,12 @@ def open_draft_model(
         )
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     of_draft = draft.model.config
-    if of_draft.reads or of_draft.compressed:
-        what = "read others' keys and values" if of_draft.reads else "keep entries of several tokens"
+    lacking = {
+        "read others' keys and values": of_draft.reads,
+        "keep entries of several tokens": of_draft.compressed,
+        "look up n-grams": of_draft.ngrams,
+    }
+    if what := next((what for what, holds in lacking.items() if holds), ""):
         raise ShardlmError(
             f"the draft model {config.model} has layers that {what}, which no draft model may; choose another, or "
             "method 'ngram'"
