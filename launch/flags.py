@@ -212,6 +212,13 @@ def _without_traceback() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"error: {error.filename}: {error.strerror}; permit it to this user, or name another path", file=sys.stderr
+        )
+        sys.exit(1)
     except BrokenPipeError:
         if not _unread():
             raise

@@ -16,6 +16,7 @@ better given as SHARDLM_API_KEY than on the command line, which others on the ma
 
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from shardlm.errors import ShardlmError
 try:
     from launch.http_flags import http_settings, listen
     from shardlm.serve.api.reasoning.choose import NAMES as REASONING_PARSERS
-    from shardlm.serve.api.server import run, try_to_listen
+    from shardlm.serve.api.server import hold, run
     from shardlm.serve.api.settings import Settings, ToolStyle
 except ModuleNotFoundError as error:
     sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
@@ -117,9 +118,9 @@ def lora_modules() -> dict[str, str]:
     return modules
 
 
-def serve(llm, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
+def serve(llm, sampling: Mapping[str, float] = MappingProxyType({}), held: socket.socket | None = None) -> None:
     """Serves an AsyncLLM as the command line says, until SIGTERM or Ctrl-C. Raises ShardlmError for what cannot be."""
-    run(llm, settings(sampling), listen(8000))
+    run(llm, settings(sampling), listen(8000), held)
 
 
 def compiling(clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
@@ -153,14 +154,14 @@ def main() -> int:
     if not _MODEL.value:
         raise ShardlmError("--model=FOLDER_OR_RUN is needed")
     processes = job()
-    if processes is None or processes.process_id == 0:
-        try_to_listen(listen(8000), settings())
+    first = processes is None or processes.process_id == 0
+    held = hold(listen(8000), settings()) if first else None
     with joined(processes):
-        return serve_model(processes.num_processes if processes else 1)
+        return serve_model(processes.num_processes if processes else 1, held)
 
 
-def serve_model(processes: int) -> int:
-    """In one of so many processes. Those but the first do not come out of `build`."""
+def serve_model(processes: int, held: socket.socket | None) -> int:
+    """In one of so many processes, the first of which has the port. The others do not come out of `build`."""
     from launch.devices import prepare_for
 
     sizes = mesh_sizes()
@@ -182,7 +183,7 @@ def serve_model(processes: int) -> int:
     engine, _ = build(_MODEL.value, config, compiling())
     print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
     llm = AsyncLLM(engine, model_name=_MODEL.value, template=template)
-    serve(llm, sampling)
+    serve(llm, sampling, held)
     return 0
 
 

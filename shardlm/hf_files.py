@@ -159,11 +159,17 @@ def _json(file: pathlib.Path, why: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except FileNotFoundError:
         raise ShardlmError(f"{file} is not there; {why}") from None
+    except OSError as error:
+        raise _unreadable(file, error) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ShardlmError(f"{file} is not JSON ({error}); download it again") from None
     if not isinstance(found, dict):
         raise ShardlmError(f"{file} holds a JSON {type(found).__name__} and not an object; download it again")
     return found
+
+
+def _unreadable(file: pathlib.Path, error: OSError) -> ShardlmError:
+    return ShardlmError(f"cannot read {file}: {error.strerror}; check what it is and its permissions")
 
 
 def _tensors(path: pathlib.Path) -> dict[str, Stored]:
@@ -229,15 +235,17 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
     try:
         size, opened = file.stat().st_size, open(file, "rb")  # noqa: SIM115
     except OSError as error:
-        raise ShardlmError(f"cannot read {file}: {error.strerror}; check what it is and its permissions") from None
+        raise _unreadable(file, error) from None
     with opened as stream:
         first = stream.read(8)
         if first.startswith(b"version "):
             raise ShardlmError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
-        if not 0 < length <= size - 8:
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or not 0 < length <= size - 8:
+            of_header = f"its header alone has {8 + length}" if len(first) == 8 else "the length of its header takes 8"
             raise ShardlmError(
-                f"{file} is not a safetensors file or is cut off: {size} bytes, a header of {length}; download it again"
+                f"{file} is {'not a safetensors file or is cut off' if size else 'empty'}: it has {size} bytes, and "
+                f"{of_header}; download it again"
             )
         try:
             entries = json.loads(stream.read(length))

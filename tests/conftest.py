@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import pathlib
+import sys
 
 import hypothesis
 import pytest
@@ -28,6 +29,9 @@ CACHE = pathlib.Path(os.environ.get("SHARDLM_TEST_CACHE", pathlib.Path(__file__)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Sources are compiled once and not by each process, where the environment says otherwise as well, as in containers.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tracing makes many objects and hardly any cycles: looking for them after every 700 took a tenth of its time.
 gc.set_threshold(20_000, 20, 20)
 
@@ -49,7 +53,10 @@ LONGEST = (
     "test_low_precision",
     "test_parallel_moe",
     "test_replicas",
+    "test_lora",
+    "test_mtp",
     "test_offload",
+    "test_compression",
     "test_parallel_context",
     "test_families",
     "test_families_served",

@@ -1,9 +1,13 @@
 """The command line as a user meets it: a launcher in a process of its own, its output and its exit status."""
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
+
+from launch import flags
 
 CONFIG = """
 import dataclasses
@@ -183,4 +187,12 @@ def test_flags_of_several_processes_are_refused_where_one_runs_alone(launch):
         1,
         "",
         "error: --num_processes: this command runs in one process: leave it out\n",
+    )
+
+
+def test_a_path_that_is_not_permitted_is_no_traceback(capsys):
+    with pytest.raises(SystemExit, match="1"), flags._without_traceback():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs")
+    assert capsys.readouterr().err == (
+        "error: runs/theirs: Permission denied; permit it to this user, or name another path\n"
     )

@@ -89,7 +89,7 @@ def text_batches(vocab: int = 128, rows: int = 4, length: int = 64):
         }
 
 
-def curve(matmul: str, steps: int = 80) -> np.ndarray:
+def curve(matmul: str, steps: int = 40) -> np.ndarray:
     model = LlamaConfig(
         vocab_size=128, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128,
         rope_theta=10_000.0,
@@ -117,12 +117,12 @@ def test_loss_curves_follow_that_of_bfloat16():
     plain = curve("dtype")
     last = plain[-10:].mean()
     print("MEASURED plain", plain[0], last)
-    assert last < plain[0] / 4  # the model has learned most of what there is
+    assert last < plain[0] / 8  # the model has learned most of what there is (measured: from 5.70 to 0.58; later 0.41)
     for matmul in ("fp8", "int8"):
         low = curve(matmul)
         assert np.all(np.isfinite(low))
-        assert low[-10:].mean() < last + 0.02  # measured: 0.002 below and above
-        assert np.abs(low - plain).mean() < 0.05  # measured: 0.023 and 0.013
+        assert low[-10:].mean() < last + 0.02  # measured: 0.012 and 0.022 below
+        assert np.abs(low - plain).mean() < 0.05  # measured: 0.021 and 0.013
 
 
 def test_refusals():

@@ -32,25 +32,32 @@ MESHES = [
     (MeshSpec(data=2, fsdp=4), "hybrid"),
     (MeshSpec(data=2, pipeline=2, fsdp=2), "zero1"),
 ]
-# Float32 sums in another order (measured: up to 1.9e-7 without a pipeline).
-SAME = 1e-6
+STEP = StepConfig(accumulation=2, objective=NextToken(1e-3))
+SAME = 3e-6  # float32 sums in another order (measured: up to 1.1e-6)
+
+
+@functools.cache
+def ordinary():
+    """Gradients and losses of one device, which those of any mesh equal (test_parallel_parity.py)."""
+    spec = MeshSpec()
+    with jax.set_mesh(mesh_of(spec)):
+        model = model_on(spec, "replicated", microbatches=2)
+        run = jax.jit(lambda p, b: gradients(model, p, b, jax.numpy.float32(1), STEP))
+        return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 
 
 @pytest.mark.parametrize("spec,preset", MESHES, ids=str)
 def test_the_exchange_of_exact_sums_is_the_ordinary_step(spec, preset):
-    step = StepConfig(accumulation=2, objective=NextToken(1e-3))
     with jax.set_mesh(mesh_of(spec)):
         model = model_on(spec, preset, microbatches=2)
         inside = dataclasses.replace(model.execution, rules=model.execution.rules.inside("data"))
         replica = ModelDef.make(model.config, inside)
         exchange = Exchange("none", 1, model.names)
-        apart = exchanged_gradients(model, replica, step, (2,) * spec.data, exchange)
+        apart = exchanged_gradients(model, replica, STEP, (2,) * spec.data, exchange)
         params, batch = init(model), on_devices(packed_batch(), model)
         scale = jax.numpy.float32(8)
         found = jax.jit(lambda p, b: apart(p, b, scale, begin_exchange(replica, exchange, p))[:2])(params, batch)
-        expected = jax.tree.map(np.asarray, jax.jit(lambda p, b: gradients(model, p, b, scale, step))(params, batch))
-        expected = jax.tree.map(lambda a: a / 8, expected[0]), expected[1]
-        assert relative_error(found, expected) < SAME
+        assert relative_error(found, ordinary()) < SAME
 
 
 @functools.cache

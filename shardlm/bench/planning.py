@@ -23,12 +23,12 @@ from shardlm.train.config import RunConfig
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     """The profile's figures as sentences, or one row of a step: `predicted_*` by the measured profile where there is
     one, `by_table_seconds` by the table of GPUs."""
+    sizes = named(given.sizes)
     if name == PROFILE:
         figures: list[str] = []
-        save_profile(measure_here(figures.append), given.profile)
+        save_profile(measure_here(figures.append, **sizes.profile), given.profile)
         yield {"name": PROFILE, "file": given.profile.name, "figures": figures}
         return
-    sizes = named(given.sizes)
     config = sizes.plan[name]
     row = {"name": name, **predicted(config, given)}
     result = trained(config, sizes)

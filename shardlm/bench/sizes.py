@@ -4,6 +4,7 @@ to see that everything runs."""
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from shardlm.bench.kernel_cases import FULL as FULL_KERNELS
 from shardlm.bench.kernel_cases import TINY as TINY_KERNELS
@@ -34,6 +35,7 @@ class Sizes:
     """Cases by part and name.
 
     kernels        by family (kernel_cases.py)
+    profile        of what the machine's profile is measured with, where that is not survey.machine_profile's own
     warmup, steps  of training
     round_seconds  of timing a kernel, about: much more than the copy of the arguments that a loop begins with
     seconds        the most that a case's process may take
@@ -51,6 +53,7 @@ class Sizes:
     seconds: float
     apart: bool
     gpu: bool
+    profile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def trained(model: LlamaConfig, rows: int, length: int, **changes) -> RunConfig:
@@ -174,6 +177,7 @@ TINY = Sizes(
     seconds=300,
     apart=False,
     gpu=False,
+    profile=MappingProxyType({"shapes": ((8, 8, 8), (64, 64, 64)), "nbytes": 2**20}),
 )
 SIZES = MappingProxyType({"full": FULL, "tiny": TINY})
 

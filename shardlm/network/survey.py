@@ -90,13 +90,17 @@ def machine_profile(
     links: Links | None,
     collectives: Sequence[CollectiveRate],
     say: Callable[[object], Any] = lambda rate: None,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
+    nbytes: int | None = None,
 ) -> Profile:
     """The profile of the machine: measures this process's first device, or its CPU devices at once, telling `say` each
-    rate as it comes, and adds what was measured between devices."""
+    rate as it comes, and adds what was measured between devices. `shapes` of products and `nbytes` of arrays: by
+    default such as show what the device can."""
     mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     device, together = mine[0], mine if mine[0].platform == "cpu" else mine[:1]
     measured: dict[str, list] = {"matmuls": [], "memory": [], "host": []}
-    measuring = (machine.measure_matmuls(together), machine.measure_memory(together), machine.measure_host(device))
+    products, memory = machine.measure_matmuls(together, shapes), machine.measure_memory(together, nbytes)
+    measuring = (products, memory, machine.measure_host(device, nbytes))
     for group, rates_of in zip(measured, measuring, strict=True):
         for rate in rates_of:
             measured[group].append(rate)

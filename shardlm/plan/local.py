@@ -112,9 +112,10 @@ def _by_formulas(cluster: Cluster, profile: Profile) -> list[str]:
     return said
 
 
-def measure_here(say: Callable[[str], Any]) -> Profile:
+def measure_here(say: Callable[[str], Any], **sizes: Any) -> Profile:
     """The profile of the devices of this process, and of its job's: collectives in groups of growing size, then
-    products and memory. `say` is told what is done and each figure. All processes of a job call this."""
+    products and memory, of `sizes` where machine_profile's own are not wanted. `say` is told what is done and each
+    figure. All processes of a job call this."""
     spec, over = spread(jax.device_count())
     mesh = spec.build()
     laid, (links, _) = layout.layout_of(mesh), read_links()
@@ -127,7 +128,7 @@ def measure_here(say: Callable[[str], Any]) -> Profile:
     for sentence in missing:
         say(sentence)
     say("measuring products and memory")
-    return survey.machine_profile(mesh, laid, links, rates, lambda rate: say(report.format_rate(rate)))
+    return survey.machine_profile(mesh, laid, links, rates, lambda rate: say(report.format_rate(rate)), **sizes)
 
 
 def spread(count: int) -> tuple[MeshSpec, list[tuple[str, ...]]]:

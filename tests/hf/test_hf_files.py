@@ -1,6 +1,7 @@
 """Hugging Face folders as files: what is read, what is written, and what is refused."""
 
 import json
+import os
 import shutil
 import struct
 
@@ -94,12 +95,26 @@ def other_shape(path):
     path.write_bytes(path.read_bytes().replace(b"[2,3]", b"[2,4]").replace(b"[2, 3]", b"[2, 4]"))
 
 
+def config_is_a_folder(path):
+    config = path.parent / "config.json"
+    config.unlink()
+    config.mkdir()
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
         (cut, "is cut off: b ends at byte"),
         (damage, "the header is damaged; download the file again"),
-        (no_header, "is not a safetensors file or is cut off: 10 bytes, a header of 1000000000"),
+        (
+            no_header,
+            "is not a safetensors file or is cut off: it has 10 bytes, and its header alone has 1000000008",
+        ),
+        (
+            lambda path: os.truncate(path, 5),
+            "cut off: it has 5 bytes, and the length of its header takes 8; download",
+        ),
+        (lambda path: os.truncate(path, 0), "is empty: it has 0 bytes, and the length of its header takes 8; download"),
         (pointer, "is a Git LFS pointer, not the weights; run `git lfs pull`"),
         (other_dtype, "a has dtype C64; supported: F64"),
         (other_shape, r"a has 24 bytes, and F32\[2, 4\] needs 32"),
@@ -109,6 +124,7 @@ def other_shape(path):
         (longer, r"has \d+ bytes and its tensors end at \d+; download"),
         (lambda path: (path.parent / "config.json").unlink(), "config.json is not there"),
         (lambda path: (path.parent / "config.json").write_text("{"), "config.json is not JSON"),
+        (config_is_a_folder, "cannot read .*config.json: Is a directory; check what it is and its permissions"),
         (lambda path: shutil.rmtree(path.parent), "is not a folder"),
     ],
 )

@@ -13,7 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.ops.kv_format import held
-from shardlm.serve.build import assemble
+from shardlm.serve.build import assemble, described
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.sampling_params import SamplingParams
@@ -47,6 +47,8 @@ def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
     pools = jax.tree.leaves(engine.runner._state.pages)
     held_bytes = sum(shard.data.nbytes for pool in pools for shard in pool.addressable_shards)
     assert page_bytes(model, layout, 4) * layout.num_pages == held_bytes
+    room = (layout.num_pages - 1) * 4  # tokens
+    assert f"keys and values of {room} tokens in {how}, for {room / 60:.1f} requests of 60" in described(engine, "a")
     engine.add("a", tokens.tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0))
     output = finished(engine)["a"]
     found = np.array([one.chosen.logprob for one in output.prompt_logprobs[1:]])

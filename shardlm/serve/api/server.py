@@ -1,5 +1,5 @@
 """A process that listens: sockets, TLS, signals. SIGTERM and Ctrl-C end it when its streams have ended, a second one at
-once."""
+once. From its start on the port is its own; who connects is refused until there is a model to answer."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ import logging
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -20,6 +21,7 @@ from shardlm.serve.api.connection import Connection
 from shardlm.serve.api.settings import HttpSettings, Settings
 
 CONNECTIONS = 65_536
+BACKLOG = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,10 @@ class Listen:
 
 
 class Server(uvicorn.Server):
-    """Serves `app` until a signal. While it drains, /ready says so and requests under way go on."""
+    """Serves `app` until a signal. While it drains, /ready says so and requests under way go on. `started` is called
+    when clients are answered and signals heard."""
 
-    def __init__(self, app: Starlette, listen: Listen):
+    def __init__(self, app: Starlette, listen: Listen, started: Callable[[], None] = lambda: None):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -62,13 +65,24 @@ class Server(uvicorn.Server):
                 ws="none",
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_no_end)
         self._service = app.state.service
         self._listen = listen
+        self._say_started = started
         self._draining: asyncio.Task | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # where uvicorn leaves the application as it is, with its connections open
+            await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends the process. Called between two instructions of the main thread."""
@@ -92,36 +106,56 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def run(llm, settings: Settings, listen: Listen) -> None:
+def _is_no_end(record: logging.LogRecord) -> bool:
+    """Whether a line is to be logged: uvicorn writes a traceback for each request that is cut off at the end, after it
+    has told how many those are."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+def run(llm, settings: Settings, listen: Listen, held: socket.socket | None = None) -> None:
     """Serves an AsyncLLM, as `run_app` does."""
-    run_app(make_app(llm, settings), settings, listen)
+    run_app(make_app(llm, settings), settings, listen, held)
 
 
-def try_to_listen(listen: Listen, settings: HttpSettings) -> None:
-    """Raises as `run_app` would: before the minutes that a model takes to be opened and compiled."""
+def hold(listen: Listen, settings: HttpSettings) -> socket.socket:
+    """A socket that has the address and does not listen yet, for the minutes that a model takes to be opened and
+    compiled: nobody else can listen there, and who connects is refused, as by a server that is not there (vLLM's
+    clients wait for that to end). Raises as `run_app` would."""
     if listen.certificate:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(listen.certificate, listen.private_key)
         except OSError as error:
             raise _no_https(listen, error) from None
-    listening(listen, settings.write_seconds).close()
+    with listening(listen, settings.write_seconds) as tried:  # who else holds it is seen by trying to listen alone
+        family, address = tried.family, tried.getsockname()
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last server may be closing
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # with it another one could bind and listen first
+    except OSError as error:
+        sock.close()
+        raise _no_address(listen, error) from None
+    return sock
 
 
-def run_app(app: Starlette, settings: HttpSettings, listen: Listen) -> None:
-    """Serves an application of `http.application`; returns after a signal, when what was under way has ended.
+def run_app(app: Starlette, settings: HttpSettings, listen: Listen, held: socket.socket | None = None) -> None:
+    """Serves an application of `http.application`; returns after a signal, when what was under way has ended. `held`:
+    the socket that `hold` gave.
 
     Raises: ShardlmError where the address is taken or a file for https cannot be used.
     """
-    server = Server(app, listen)
-    allow_connections()
-    try:
-        server.config.load()
-    except OSError as error:  # ssl's errors are of this class too
-        raise _no_https(listen, error) from None
-    with listening(listen, settings.write_seconds) as sock:
+    with _listens(held, listen, settings.write_seconds) if held else listening(listen, settings.write_seconds) as sock:
         host, port = sock.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print(f"http{'s' * bool(listen.certificate)}://{shown}:{port}", flush=True)
+        shown = f"http{'s' * bool(listen.certificate)}://{f'[{host}]' if ':' in host else host}:{port}"
+        server = Server(app, listen, lambda: print(shown, flush=True))
+        allow_connections()
+        try:
+            server.config.load()
+        except OSError as error:  # ssl's errors are of this class too
+            raise _no_https(listen, error) from None
         server.run([sock])
 
 
@@ -146,11 +180,29 @@ def listening(listen: Listen, write_seconds: float) -> socket.socket:
     """A socket that listens. The kernel resets connections that take nothing for twice `write_seconds`."""
     try:
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-        sock = socket.create_server((listen.host, listen.port), family=family, backlog=2048)
+        sock = socket.create_server((listen.host, listen.port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        here = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
-        remedy = "Give --host an address of this machine" if here else "Take another port, or end what is there"
-        raise ShardlmError(f"cannot listen at {listen.host} port {listen.port}: {error}. {remedy}") from None
+        raise _no_address(listen, error) from None
+    return _resetting(sock, write_seconds)
+
+
+def _listens(held: socket.socket, listen: Listen, write_seconds: float) -> socket.socket:
+    """The socket of `hold`, as `listening` gives one."""
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.listen(BACKLOG)
+    except OSError as error:
+        raise _no_address(listen, error) from None
+    return _resetting(held, write_seconds)
+
+
+def _resetting(sock: socket.socket, write_seconds: float) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * write_seconds))
     return sock
+
+
+def _no_address(listen: Listen, error: OSError | OverflowError) -> ShardlmError:
+    here = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+    remedy = "Give --host an address of this machine" if here else "Take another port, or end what is there"
+    return ShardlmError(f"cannot listen at {listen.host} port {listen.port}: {error}. {remedy}")

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api import connection, endpoint
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.metrics import Metrics
-from shardlm.serve.api.server import Listen, listening, run
+from shardlm.serve.api.server import Listen, hold, listening, run
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.outputs import SpeculationStats, Stats
 
@@ -325,17 +326,24 @@ def test_what_is_under_way_is_finished_before_the_end():
     assert not llm.aborted
 
 
-def test_a_limit_to_what_is_finished():
+@pytest.mark.parametrize("seconds", [0.1, None])
+def test_a_limit_to_what_is_finished(caplog, monkeypatch, seconds):
+    """A time, or a second signal."""
     llm = FakeLLM(reply="word " * 1000, delay=0.01)
-    with serving(llm, listen=Listen(port=0, drain_seconds=0.1)) as (server, address), socket.socket() as sock:
+    with serving(llm, listen=Listen(port=0, drain_seconds=seconds)) as (server, address), socket.socket() as sock:
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
         sock.settimeout(60)
         sock.connect(("127.0.0.1", int(address.rsplit(":", 1)[1])))
         post(sock, {"prompt": "a", "max_tokens": 1000})
         until(lambda: llm.running)
         server.handle_exit(signal.SIGTERM, None)
+        if seconds is None:
+            until(lambda: server._draining)
+            server.handle_exit(signal.SIGTERM, None)
         while sock.recv(4096):  # until the server closes it
             pass
-    assert len(llm.aborted) == 1
+    assert len(llm.aborted) == 1 and "Traceback" not in caplog.text
+    assert ("Cancel 1 running task" in caplog.text) == bool(seconds)
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate with openssl")
@@ -356,6 +364,13 @@ def test_addresses_that_are_taken_and_settings_that_make_no_sense():
     taken = pytest.raises(ShardlmError, match=r"cannot listen at 127.0.0.1 port \d+: .* Take another port")
     with listening(Listen(port=0), 1) as sock, taken:
         listening(Listen(port=sock.getsockname()[1]), 1)
+    with hold(Listen(port=0), Settings()) as held:
+        there = held.getsockname()
+        for again in (lambda: listening(Listen(port=there[1]), 1), lambda: hold(Listen(port=there[1]), Settings())):
+            with pytest.raises(ShardlmError, match=r"cannot listen at 127.0.0.1 port \d+: .* Take another port"):
+                again()
+        with pytest.raises(ConnectionRefusedError):  # as of a server that is not ready
+            socket.create_connection(there, timeout=60)
     with pytest.raises(ShardlmError, match="cannot listen"):
         listening(Listen(port=10**6), 1)
     with pytest.raises(ShardlmError, match=r"cannot listen at 192.0.2.1 .* Give --host an address of this machine"):

@@ -23,7 +23,8 @@ from launch import serve
 from launch.flags import run
 
 def main():
-    serve.serve(FakeLLM(reply="word " * 20, delay=0.02))
+    held = serve.hold(serve.listen(8000), serve.settings())
+    serve.serve(FakeLLM(reply="word " * 20, delay=0.02), held=held)
     assert "jax" not in sys.modules
 
 run(main, needs_config=False)
