@@ -12,7 +12,8 @@ from gpu_programs import MARKS
 from shardlm.bench import machine_code
 from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged
 from shardlm.bench.kernels import kernel_of
-from shardlm.ops import choice_kernel, delta_step_kernel, states_kernel
+from shardlm.ops import choice_kernel, delta_drafts_kernel, delta_step_kernel, states_kernel
+from shardlm.ops.delta_drafts import Few
 
 pytestmark = MARKS
 
@@ -106,6 +107,20 @@ def test_steps_of_linear_attention(gpu):
     [code] = [one for one in found if one.name == "delta_step"]
     assert code.spilled in (0, None) and code.filled(gpu) > 50
     assert code.blocks(gpu) is None or code.blocks(gpu) >= 5
+
+
+@pytest.mark.parametrize("drafts", [2, 5])
+def test_drafts_of_linear_attention(drafts):
+    """The same of the tokens of two steps."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    B, N, H, V, T = 64, 32, 128, 128, 1 + drafts
+    C = 2 * T
+    shapes = (C + T, H), (C,), (C, V), (C, C), (T, C), (C - T, H), (1,)
+    few, slot = Few(*(array(B, N, *shape) for shape in shapes)), jax.ShapeDtypeStruct((B,), jnp.int32)
+    found = machine_code.kernels(delta_drafts_kernel.pallas, lambda: (few, array(200, N, H, V), slot), "h100")
+    [code] = [one for one in found if one.name == "delta_drafts"]
+    assert code.spilled in (0, None)
+    assert code.blocks("h100") is None or code.blocks("h100") >= 4
 
 
 def test_choice_of_tokens():

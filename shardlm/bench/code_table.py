@@ -15,7 +15,7 @@ from shardlm.topology import topology
 
 OWN = (
     *("paged_attention", "paged_attention_merge", "few_bits_matmul", "few_bits_experts"),
-    *("chunk_states", "delta_step"),
+    *("chunk_states", "delta_step", "delta_drafts"),
 )
 NO_PTXAS = "registers are not known without ptxas: pip install nvidia-cuda-nvcc"
 

@@ -118,7 +118,8 @@ class Held8:
 @dataclasses.dataclass(frozen=True)
 class Recurrent:
     """Linear attention by the gated delta rule, of rows that begin, in chunks, or (`served`) of tokens one after the
-    other of rows that are remembered in slots. `by_channel`: a decay for each number of a key."""
+    other of rows that are remembered in slots; with `drafts` so many more at a time, all of which stay. `by_channel`: a
+    decay for each number of a key."""
 
     rows: int
     tokens: int
@@ -127,6 +128,7 @@ class Recurrent:
     width: int
     by_channel: bool = False
     served: bool = False
+    drafts: int = 0
 
 
 Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8 | Recurrent
@@ -178,6 +180,7 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "decode 64, 16 tokens": _REMEMBERED,
             "decode 1, 16 tokens": dataclasses.replace(_REMEMBERED, rows=1),
             "decode 64, 16 tokens, by channel": dataclasses.replace(_REMEMBERED, kv_heads=32, by_channel=True),
+            "2 drafts 64, 48 tokens": dataclasses.replace(_REMEMBERED, tokens=48, drafts=2),
             "prompt of 8k": Recurrent(1, 8192, 32, 16, 128),
             "prompt of 8k, by channel": Recurrent(1, 8192, 32, 32, 128, by_channel=True),
         },
@@ -226,6 +229,7 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
         "linear attention": {
             "decode, by channel": Recurrent(2, 3, 4, 2, 16, by_channel=True, served=True),
+            "2 drafts": Recurrent(2, 6, 4, 2, 16, served=True, drafts=2),
             "prompt": Recurrent(1, 100, 4, 2, 16),
         },
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},

@@ -1,6 +1,7 @@
 """Linear attention beside its reference, for kernels.py: tokens that are served, one of each row after the other from
 the slots where rows are remembered, and whole rows in chunks."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.bench.kernel_cases import Recurrent
-from shardlm.ops import delta_step_kernel
-from shardlm.ops.delta_rows import in_place
+from shardlm.ops import delta_drafts_kernel, delta_step_kernel
+from shardlm.ops.delta_rows import drafts_in_place, known_in_place
 from shardlm.ops.gated_delta import delta_net, empty_memory, gated_delta, reference
 
 WIDTH = 4  # of convolutions
+KNOWN = ("state", "conv_q", "conv_k", "conv_v")
+BEGINS = 1  # the place of the first token of rows that are remembered
 
 
 def inputs_of(s: Recurrent) -> Callable[[jax.Array], tuple]:
@@ -29,40 +32,59 @@ def inputs_of(s: Recurrent) -> Callable[[jax.Array], tuple]:
         beta = jax.random.uniform(next(keys), of_tokens(s.heads))
         held = empty_memory(x, WIDTH)  # as many slots as rows
         held["state"] = jax.random.normal(next(keys), held["state"].shape)
+        if s.drafts:
+            held |= {name: jnp.pad(a, _behind(a, 1 + s.drafts)) for name, a in held.items() if name != "state"}
+            held |= {n: jnp.zeros_like(a[:, : 1 + s.drafts]) for n, a in (("log_decay", log_decay), ("beta", beta))}
+            held["start"] = jnp.full(s.rows, BEGINS, jnp.int32)
         return (x, taps, log_decay, beta, held) if s.served else (x, taps, log_decay, beta)
 
     return inputs
 
 
 def served(s: Recurrent, on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(as programs of a server do it, plainly): inputs -> (the outputs of all tokens, the memory of all slots)."""
-    rule = delta_step_kernel.pallas if on_gpu else _interpreted
+    """(as programs of a server do it, plainly): inputs -> (the outputs of all tokens, the states of all slots). With
+    drafts a state stays a step behind: of these the outputs alone."""
+    each = 1 + s.drafts
     slots = lambda: jnp.arange(s.rows)[::-1]  # noqa: E731
 
     def run(x, taps, log_decay, beta, held):
-        slot, valid = slots(), jnp.ones((s.rows, 1), bool)
+        slot, valid = slots(), jnp.ones((s.rows, each), bool)
 
-        def token(i, carry):
+        def step(i, carry):
             out, held = carry
-            one = lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1, axis=1)  # noqa: E731
-            position = jnp.full(s.rows, 1 + i, jnp.int32)
-            given = ({name: one(a) for name, a in x.items()}, taps, one(log_decay), one(beta), position, valid)
-            made, held = in_place(rule, *given, held, slot)
-            return jax.lax.dynamic_update_slice_in_dim(out, made, i, axis=1), held
+            part = lambda a: jax.lax.dynamic_slice_in_dim(a, i * each, each, axis=1)  # noqa: E731
+            position = jnp.full(s.rows, BEGINS + i * each, jnp.int32)
+            given = ({name: part(a) for name, a in x.items()}, taps, part(log_decay), part(beta), position, valid)
+            made, held = _step(s, on_gpu)(position, *given, held, slot)
+            return jax.lax.dynamic_update_slice_in_dim(out, made, i * each, axis=1), held
 
-        return jax.lax.fori_loop(0, s.tokens, token, (jnp.zeros_like(x["v"]), held))
+        out, held = jax.lax.fori_loop(0, s.tokens // each, step, (jnp.zeros_like(x["v"]), held))
+        return (out,) if s.drafts else (out, held["state"])
 
     def plain(x, taps, log_decay, beta, held):
-        slot = slots()
-        old, whole = jax.tree.map(lambda a: a[slot], held), jnp.ones((s.rows, s.tokens), bool)
+        slot, whole = slots(), jnp.ones((s.rows, s.tokens), bool)
+        old = {name: a[slot, : WIDTH - 1] if name != "state" else a[slot] for name, a in held.items() if name in KNOWN}
         out, new = delta_net(x, taps, log_decay, beta, old, jnp.zeros_like(whole), whole, reference)
-        return out, {name: a[slot] for name, a in new.items()}
+        return (out,) if s.drafts else (out, new["state"][slot])
 
     return run, plain
 
 
-def _interpreted(*given, slot):
-    return delta_step_kernel.pallas(*given, slot, interpret=True)
+def _step(s: Recurrent, on_gpu: bool) -> Callable[..., Any]:
+    """(sure, what delta_rows has of known rows) -> (outputs, the memory of all slots)."""
+    if s.drafts:
+        through = functools.partial(delta_drafts_kernel.pallas, interpret=not on_gpu)
+        return functools.partial(drafts_in_place, through)
+
+    def rule(*given, slot):
+        return delta_step_kernel.pallas(*given, slot, interpret=not on_gpu)
+
+    return lambda sure, *given: known_in_place(rule, *given)
+
+
+def _behind(a: jax.Array, more: int) -> list[tuple[int, int]]:
+    """So many more places along the second dimension."""
+    return [(0, more if axis == 1 else 0) for axis in range(a.ndim)]
 
 
 def in_chunks(s: Recurrent) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -84,5 +106,5 @@ def least(s: Recurrent) -> tuple[float, float]:
     written for each token that is served, and written once of a whole row."""
     states = s.rows * s.heads * s.width**2
     tokens = s.rows * s.tokens * (2 * s.kv_heads + 2 * s.heads) * s.width * 2  # in bfloat16, outputs too
-    passes = 2 * s.tokens if s.served else 1
+    passes = 2 * s.tokens / (1 + s.drafts) if s.served else 1
     return 7.0 * states * s.tokens, 4.0 * states * passes + tokens

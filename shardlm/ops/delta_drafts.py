@@ -16,12 +16,17 @@ With S the state, of tokens t and s of both steps, D[t, s] what is left at t of 
 (gated_delta_chunks.py, of few tokens and in float32.)
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from shardlm.ops.gated_delta import Memory, convolved
 from shardlm.ops.short_conv import texts
 from shardlm.ops.unit_inverse import inverse_of_unit
+
+MOST = 24  # tokens of both steps that the kernel for GPUs takes (delta_drafts_kernel.py), each a part of its program
 
 
 def delta_net_of_drafts(
@@ -33,6 +38,7 @@ def delta_net_of_drafts(
     sure: jax.Array,
     position: jax.Array,
     valid: jax.Array,
+    through: "Through | None" = None,
 ) -> tuple[jax.Array, Memory]:
     """As gated_delta.delta_net, of rows of T tokens that may turn out wrong, the first at `position` int32 [B] of its
     text; those before `sure` int32 [B] are known to be right. The memory has room for P tokens: "conv_q", "conv_k" and
@@ -53,12 +59,34 @@ def delta_net_of_drafts(
     q, k, v = convolved(rest, taps, begins, texts(jnp.zeros_like(there[..., 0])))
     how = (jnp.where(_like(there[..., 0], read[name]), read[name], 0.0) for name in rates)
     q = _at(q, behind[:, None] + jnp.arange(T))
-    out, state = few_tokens(q, k, v, *how, memory["state"], kept, behind)
+    out, state = few_tokens(q, k, v, *how, memory["state"], kept, behind, through)
     new = {"start": sure}
     for name, index in order.items():  # of what was read, from the first that is not sure on
         places = jnp.minimum(kept[:, None] + jnp.arange(memory[name].shape[1]), index.shape[1] - 1)
         new[name] = _at(whole[name], jnp.take_along_axis(index, places, axis=1))
     return out, {"state": state} | {name: jnp.where(_like(runs, a), a, memory[name]) for name, a in new.items()}
+
+
+class Few(NamedTuple):
+    """What few tokens of B rows take of a state [B, N, H, V] and do to it, float32; C tokens, of which the last T have
+    outputs, and with heads before tokens.
+
+    by       [B, N, C + T, H]  what reads the state: keys, then queries, times what is left of it at each
+    beta     [B, N, C]
+    v        [B, N, C, V]
+    L        [B, N, C, C]  how much of a token's change each one before it takes back; 0 from the diagonal on
+    scores   [B, N, T, C]  how much of it outputs read
+    brought  [B, N, C - T, H]  by what it is added to the state; 0 for those that do not stay
+    held     [B, N, 1] or [B, N, H]  what is left of the state at the end
+    """
+
+    by: jax.Array
+    beta: jax.Array
+    v: jax.Array
+    L: jax.Array
+    scores: jax.Array
+    brought: jax.Array
+    held: jax.Array
 
 
 def few_tokens(
@@ -70,57 +98,66 @@ def few_tokens(
     state: jax.Array,
     kept: jax.Array,
     first: jax.Array,
+    through: "Through | None" = None,
 ) -> tuple[jax.Array, jax.Array]:
     """k [B, C, K, H] and v [B, C, N, V], log_decay and beta float32 [B, C, N], or log_decay [B, C, N, H], and the state
     before them float32 [B, N, H, V]; q [B, T, K, H] of the tokens from number `first` int32 [B] on, `kept` int32 [B] at
     most as large, and both at most C - T. Returns (their outputs [B, T, N, V] in v's dtype, the state after the first
-    `kept` tokens)."""
-    (C, N), T, dtype = v.shape[1:3], q.shape[1], v.dtype
+    `kept` tokens). The state goes through `at_once` unless another is given."""
+    N, dtype = v.shape[2], v.dtype
     q, k, v = (jnp.moveaxis(a.astype(jnp.float32), 1, 2) for a in (q, k, v))
     q, k = (jnp.repeat(a, N // a.shape[1], axis=1) for a in (q, k))  # [B, N, T | C, H]
     log_decay, beta = (jnp.moveaxis(a, 1, 2) for a in (log_decay, beta))  # [B, N, C]
-    if log_decay.ndim == 4:
-        out, state = _by_channel(q, k, v, log_decay, beta, state, kept, first)
-        return jnp.moveaxis(out, 1, 2).astype(dtype), state
-    # Of S all that is read at once, as sums in which XLA reads it where it lies; a product would want a copy.
-    by = jnp.concatenate([k, q], axis=2)
-    seen = jnp.sum(state[:, :, None] * by[..., None], axis=3)  # [B, N, C + T, V]
-    D, h = _decays(log_decay)
-    L = jnp.where(jnp.tri(C, k=-1, dtype=bool), beta[..., None] * _exact("bnch,bnsh->bncs", k, k) * D, 0.0)
-    delta = _exact("bncs,bnsv->bncv", _inverse(L), beta[..., None] * (v - h[..., None] * seen[:, :, :C]))
-    own = (first[:, None] + jnp.arange(T))[:, None]  # [B, 1, T]
-    scores = _exact("bnth,bnsh->bnts", q, k) * jnp.take_along_axis(D, own[..., None], axis=2)
-    out = jnp.take_along_axis(h, own, axis=2)[..., None] * seen[:, :, C:] + _exact("bnts,bnsv->bntv", scores, delta)
-    last, stays = jnp.maximum(kept - 1, 0)[:, None, None], (jnp.arange(C) < kept[:, None])[:, None]
-    left = jnp.where(stays, jnp.take_along_axis(D, last[..., None], axis=2)[:, :, 0], 0.0)  # [B, N, C]
-    held = jnp.where(stays[..., 0], jnp.take_along_axis(h, last, axis=2)[..., 0], 1.0)  # [B, N]
-    state, brought = state * held[..., None, None], left[..., None] * k
-    for token in range(C - T):  # one by one: of a sum XLA would make a product, and an array of all that is added
-        state += brought[:, :, token, :, None] * delta[:, :, token, None]
+    few = (_by_channel if log_decay.ndim == 4 else _alike)(q, k, v, log_decay, beta, kept, first)
+    out, state = (through or at_once)(few, state)
     return jnp.moveaxis(out, 1, 2).astype(dtype), state
 
 
-def _by_channel(q, k, v, log_decay, beta, state, kept, first) -> tuple[jax.Array, jax.Array]:
-    """The same of decays of each number of a key [B, N, C, H], and all else with heads before tokens too: what is left
-    of a key is no factor on products, so that of so few tokens products are sums."""
+Through = Callable[[Few, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def at_once(few: Few, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(outputs [B, N, T, V], the state after the tokens that stayed [B, N, H, V])."""
+    C = few.L.shape[-1]
+    # Of S all that is read at once, as sums in which XLA reads it where it lies; a product would want a copy.
+    seen = jnp.sum(state[:, :, None] * few.by[..., None], axis=3)  # [B, N, C + T, V]
+    delta = _exact("bncs,bnsv->bncv", _inverse(few.L), few.beta[..., None] * (few.v - seen[:, :, :C]))
+    out = seen[:, :, C:] + _exact("bnts,bnsv->bntv", few.scores, delta)
+    state = state * few.held[..., None]
+    for token in range(few.brought.shape[2]):  # one by one: of a sum XLA would make a product, and an array of all that
+        state += few.brought[:, :, token, :, None] * delta[:, :, token, None]  # is added
+    return out, state
+
+
+def _alike(q, k, v, log_decay, beta, kept, first) -> Few:
+    """Of decays [B, N, C], by which all of a state decays."""
+    C, T = k.shape[2], q.shape[2]
+    D, h = _decays(log_decay)
+    L = jnp.where(jnp.tri(C, k=-1, dtype=bool), beta[..., None] * _exact("bnch,bnsh->bncs", k, k) * D, 0.0)
+    own = (first[:, None] + jnp.arange(T))[:, None]  # [B, 1, T]
+    scores = _exact("bnth,bnsh->bnts", q, k) * jnp.take_along_axis(D, own[..., None], axis=2)
+    by = jnp.concatenate([h[..., None] * k, jnp.take_along_axis(h, own, axis=2)[..., None] * q], axis=2)
+    last, stays = jnp.maximum(kept - 1, 0)[:, None, None], (jnp.arange(C) < kept[:, None])[:, None]
+    left = jnp.where(stays, jnp.take_along_axis(D, last[..., None], axis=2)[:, :, 0], 0.0)  # [B, N, C]
+    held = jnp.where(stays[..., :1], jnp.take_along_axis(h, last, axis=2), 1.0)  # [B, N, 1]
+    return Few(by, beta, v, L, scores, (left[..., None] * k)[:, :, : C - T], held)
+
+
+def _by_channel(q, k, v, log_decay, beta, kept, first) -> Few:
+    """Of decays of each number of a key [B, N, C, H]: what is left of a key is no factor on products, so that of so few
+    tokens products are sums."""
     C, T = k.shape[2], q.shape[2]
     own = (first[:, None] + jnp.arange(T))[:, None, :, None]  # [B, 1, T, 1]
     D, h = _decays(jnp.swapaxes(log_decay, 2, 3))
     D, h = jnp.moveaxis(D, 2, -1), jnp.moveaxis(h, 2, -1)  # [B, N, C, C, H] and [B, N, C, H]
     by = jnp.concatenate([h * k, jnp.take_along_axis(h, own, axis=2) * q], axis=2)
-    seen = jnp.sum(state[:, :, None] * by[..., None], axis=3)  # [B, N, C + T, V]
     L = beta[..., None] * jnp.sum(k[:, :, :, None] * k[:, :, None] * D, axis=-1)
-    inverse = _inverse(jnp.where(jnp.tri(C, k=-1, dtype=bool), L, 0.0))
-    delta = _exact("bncs,bnsv->bncv", inverse, beta[..., None] * (v - seen[:, :, :C]))
+    L = jnp.where(jnp.tri(C, k=-1, dtype=bool), L, 0.0)
     scores = jnp.sum(q[:, :, :, None] * k[:, :, None] * jnp.take_along_axis(D, own[..., None], axis=2), axis=-1)
-    out = seen[:, :, C:] + _exact("bnts,bnsv->bntv", scores, delta)
     last, stays = jnp.maximum(kept - 1, 0)[:, None, None, None], (jnp.arange(C) < kept[:, None])[:, None, :, None]
     left = jnp.where(stays, jnp.take_along_axis(D, last[..., None], axis=2)[:, :, 0], 0.0)  # [B, N, C, H]
     held = jnp.where(stays[:, :, 0], jnp.take_along_axis(h, last, axis=2)[:, :, 0], 1.0)  # [B, N, H]
-    state, brought = state * held[..., None], left * k
-    for token in range(C - T):
-        state += brought[:, :, token, :, None] * delta[:, :, token, None]
-    return out, state
+    return Few(by, beta, v, L, scores, (left * k)[:, :, : C - T], held)
 
 
 def _inverse(lower: jax.Array) -> jax.Array:

@@ -37,13 +37,9 @@ def remembered(
     given = (x, taps, log_decay, beta, position, valid, held, slot)
     if rows == "in_turn":
         return _in_turn(*given)
-    if rows == "known":
-        return _known(*given)
-
-    def run(x, taps, log_decay, beta, memory, position, valid):
-        return delta_net_of_drafts(x, taps, log_decay, beta, memory, sure, position, valid)
-
-    return _at_once(run, *given)
+    if rows == "drafts":
+        return _drafts(sure, *given)
+    return _known(*given)
 
 
 def _known(*given) -> tuple[jax.Array, Memory]:
@@ -53,14 +49,35 @@ def _known(*given) -> tuple[jax.Array, Memory]:
     (x, *_, held, _), here = given, functools.partial(_at_once, delta_net_of_known)
     if not delta_step_kernel.fits(x["k"], held["state"]):
         return here(*given)
-    kernel = functools.partial(in_place, delta_step_kernel.pallas)
+    kernel = functools.partial(known_in_place, delta_step_kernel.pallas)
     return jax.lax.platform_dependent(*given, cuda=kernel, default=here)
 
 
-def in_place(rule: Callable, *given) -> tuple[jax.Array, Memory]:
+def _drafts(*given) -> tuple[jax.Array, Memory]:
+    """By a kernel on NVIDIA GPUs, if they are few."""
+    from shardlm.ops import delta_drafts_kernel  # Pallas takes a while to import
+
+    (_, x, *_, held, _), here = given, functools.partial(drafts_in_place, None)
+    if not delta_drafts_kernel.fits(held["beta"].shape[1] + x["k"].shape[1], held["state"]):
+        return here(*given)
+    kernel = functools.partial(drafts_in_place, delta_drafts_kernel.pallas)
+    return jax.lax.platform_dependent(*given, cuda=kernel, default=here)
+
+
+def known_in_place(rule: Callable, *given) -> tuple[jax.Array, Memory]:
     """Known rows, by a rule that takes states from their slots and leaves them there (delta_step_kernel.py)."""
     run = functools.partial(delta_net_of_known, rule=functools.partial(rule, slot=given[-1]))
     return _at_once(run, *given, whole=("state",))
+
+
+def drafts_in_place(through: Callable | None, sure, *given) -> tuple[jax.Array, Memory]:
+    """Drafts, by what takes states from their slots and leaves them there (delta_drafts_kernel.py), if anything."""
+    through = through and functools.partial(through, slot=given[-1])
+
+    def run(x, taps, log_decay, beta, memory, position, valid):
+        return delta_net_of_drafts(x, taps, log_decay, beta, memory, sure, position, valid, through)
+
+    return _at_once(run, *given, whole=("state",) if through else ())
 
 
 def _at_once(

@@ -22,7 +22,7 @@ def pallas(q, k, v, log_decay, beta, held, text, slot, interpret: bool = False) 
     (padding) leave one of theirs there. `interpret` runs it anywhere, slowly."""
     B, _, N, V = v.shape
     group, H = N // k.shape[2], k.shape[3]
-    columns = _columns(H, V)
+    columns = columns_of(H, V)
     kernel = functools.partial(_kernel, group, columns)
     made = jax.ShapeDtypeStruct((B, N, V), v.dtype), jax.ShapeDtypeStruct(held.shape, held.dtype)
     how = {"grid": (B, N, V // columns), "compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
@@ -32,12 +32,17 @@ def pallas(q, k, v, log_decay, beta, held, text, slot, interpret: bool = False) 
 
 
 def fits(k: jax.Array, held: jax.Array) -> bool:
-    """Whether there is a kernel for states of these sizes: whole tiles of a power of two."""
-    H, V = held.shape[-2:]
-    return k.shape[1] == 1 and H in (16, 32, 64, 128, 256) and V % _columns(H, V) == 0
+    """Whether there is a kernel for one token of each row and these states."""
+    return k.shape[1] == 1 and has_tiles(held)
 
 
-def _columns(H: int, V: int) -> int:
+def has_tiles(states: jax.Array) -> bool:
+    """Whether states [..., H, V] are whole tiles of a power of two."""
+    return states.shape[-2] in (16, 32, 64, 128, 256)
+
+
+def columns_of(H: int, V: int) -> int:
+    """Of a state, how many columns, which do not need each other, are a program's: a power of two that divides V."""
     return min(V & -V, max(16, NUMBERS // H))
 
 

@@ -47,6 +47,8 @@ SHAPES = {
     "linear attention": {
         "decode": Recurrent(5, 7, 6, 2, 64, served=True),
         "decode, by channel": Recurrent(3, 7, 4, 4, 128, by_channel=True, served=True),
+        "drafts": Recurrent(5, 12, 6, 2, 64, served=True, drafts=3),
+        "drafts, by channel": Recurrent(3, 9, 4, 4, 128, by_channel=True, served=True, drafts=2),
         "chunks": Recurrent(2, 300, 4, 2, 64),
         "chunks, by channel": Recurrent(1, 300, 4, 4, 128, by_channel=True),
     },

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardlm.ops import delta_step_kernel, states_kernel
-from shardlm.ops.delta_rows import in_place, remembered
+from shardlm.ops.delta_rows import known_in_place, remembered
 from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, reference, unit
 from shardlm.ops.gated_delta_chunks import through
 from shardlm.ops.short_conv import short_conv, texts
@@ -101,7 +101,7 @@ def test_the_kernel_for_gpus_steps_where_states_lie(channels):
     def rule(*given, slot):
         return delta_step_kernel.pallas(*given, slot, interpret=True)
 
-    out, found = in_place(rule, *given, position, valid, held, slot)
+    out, found = known_in_place(rule, *given, position, valid, held, slot)
     wanted, expected = remembered("known", *given, position, position, valid, held, slot)
     np.testing.assert_allclose(out[:2], wanted[:2], atol=1e-5)  # measured: 1e-6
     for name, a in expected.items():

@@ -108,12 +108,12 @@ class ServingCase:
     listed: Mix | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "engine", fitted(self.engine, self.model.shape))  # as the engine takes its options
         if self.cluster.measured is not None:
             raise ShardlmError(
                 "a serving plan is by the table of GPUs and takes no measured profile: give --gpu=NAME instead of "
                 "--profile or --gpu=local"
             )
+        object.__setattr__(self, "engine", fitted(self.engine, self.model.shape))  # as the engine takes its options
         if self.prompt_len < 1 or self.output_len < 1:
             raise ShardlmError(
                 f"prompt_len={self.prompt_len} and output_len={self.output_len}: a request has at least 1 token of each"

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator
 
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.ops.delta_drafts import MOST
 from shardlm.plan import linear_attention
 from shardlm.plan.linear_attention import WIDE, Rule
 from shardlm.plan.op import Op
 from shardlm.rules import Rules
 
 # Of a row's state, how often a decode program reads or writes it, and the layer's kernels beside its projections
-# (compiled for an H100, 64 rows): once each where one token goes through ops/delta_step_kernel.py. Where two drafts are
-# verified (ops/delta_drafts.py) it is read for keys and queries at once, read and written anew, and read once more to
-# be put into its slot.
+# (compiled for an H100, 64 rows): once each in ops/delta_step_kernel.py and, where two drafts are verified,
+# ops/delta_drafts_kernel.py. Of more tokens than that takes, XLA reads it three times and writes it twice.
 PASSES, KERNELS = 2, 9
-VERIFYING_PASSES, VERIFYING = 5, 39
+VERIFYING = 30
+PASSES_OF_MANY = 5
 
 
 def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: int = 0) -> float:
@@ -34,7 +35,8 @@ def operations(
 ) -> Iterator[Op]:
     """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks, and those of which
     all but one are drafts through that of few tokens, whose sums are little beside reading the state."""
-    passes, kernels = (VERIFYING_PASSES, VERIFYING) if drafts else (PASSES, KERNELS)
+    passes = PASSES if 2 * (1 + drafts) <= MOST else PASSES_OF_MANY
+    kernels = VERIFYING if drafts else KERNELS
     own = rows * state_bytes(attention, rules, itemsize, drafts)
     yield Op("linear attention", "states", "memory", 0, passes * own / kernels, kernels)
     if each > 1 and not drafts:
