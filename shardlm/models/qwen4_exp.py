@@ -10,7 +10,6 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
-from shardlm.layers.moe import MoeConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder, qwen_hybrid
@@ -18,7 +17,6 @@ from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.ngram_hash import NgramHash
-from shardlm.ops.routing import Router
 
 LINEAR, ATTENDS = "linear_attention", ("indexed_attention", "full_attention")
 INDEXER = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
@@ -38,7 +36,8 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     for name in ("number_of_conv_states", "intermediate_size", "mamba_ssm_dtype"):
         options(name, None)  # of caches, of no layer, and how states are held, which are float32 here
     norm, linear = hf_decoder.rms(options, offset=1.0), _linear_layers(options)
-    attention, experts = _attention(options, norm, length), _experts(options)
+    attention = _attention(options, norm, length)
+    experts = qwen_hybrid.mixture(options, bool(options("norm_topk_prob", True)))
     gate = options("output_gate_type", None) or options("hidden_act")
     if gate not in ("silu", "sigmoid"):
         raise ShardlmError(f"config.json has output_gate_type={gate!r}; supported: silu, sigmoid")
@@ -81,18 +80,6 @@ def _attention(options: Options, norm: NormConfig, length: int) -> AttentionConf
         indexer = BlockIndexerConfig(heads, width, budget, block, rope, norm)
     own = {"head_dim": head_dim, "qk_norm": "head", "norm": norm, "gate": True, "indexer": indexer}
     return hf_decoder.attention(options, length, rope=rope, **own)
-
-
-def _experts(options: Options) -> MoeConfig:
-    return MoeConfig(
-        num_experts=options("num_experts"),
-        top_k=options("num_experts_per_tok"),
-        expert_dim=options("moe_intermediate_size"),
-        shared_dim=options("shared_expert_intermediate_size"),
-        shared_gate=True,
-        router=Router(normalize=bool(options("norm_topk_prob", True))),
-        balance_loss=float(options("router_aux_loss_coef", 0.001)),
-    )
 
 
 def _ngrams(options: Options, linear: list[bool], streams: int, eps: float) -> dict[int, NgramsConfig]:

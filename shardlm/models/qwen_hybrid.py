@@ -94,7 +94,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     norm = hf_decoder.rms(options, offset=1.0)
     linear = linear_layers(options)
     attention, memory = _attention(options, norm, length), memory_of(options, norm)
-    sparse = None if kind == "qwen3_5_text" else _experts(options)
+    sparse = None if kind == "qwen3_5_text" else mixture(options)
     step, plain = options("decoder_sparse_step", 1), options("mlp_only_layers", [])
     routed = [bool(sparse) and i not in plain and (i + 1) % step == 0 for i in range(len(linear))]
     dense = None if all(routed) else hf_decoder.mlp(options)
@@ -157,14 +157,15 @@ def memory_of(options: Options, norm: NormConfig) -> DeltaNetConfig:
     )
 
 
-def _experts(options: Options) -> MoeConfig:
+def mixture(options: Options, normalize: bool = True) -> MoeConfig:
+    """Routed ones and one that is shared, through a gate; `normalize`: weights of the chosen ones sum to 1."""
     return MoeConfig(
         num_experts=options("num_experts"),
         top_k=options("num_experts_per_tok"),
         expert_dim=options("moe_intermediate_size"),
         shared_dim=options("shared_expert_intermediate_size"),
         shared_gate=True,
-        router=Router(normalize=True),
+        router=Router(normalize=normalize),
         balance_loss=float(options("router_aux_loss_coef", 0.001)),
     )
 

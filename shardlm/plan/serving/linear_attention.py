@@ -14,10 +14,11 @@ from shardlm.rules import Rules
 
 # Of a row's state, how often a decode program reads or writes it, and the layer's kernels beside its projections
 # (compiled for an H100, 64 rows): once each in ops/delta_step_kernel.py and, where two drafts are verified,
-# ops/delta_drafts_kernel.py. Of more tokens than that takes, XLA reads it three times and writes it twice.
+# ops/delta_drafts_kernel.py. Of more tokens than that takes, XLA reads it three times and writes it twice; of prompts
+# as much is counted, which is little beside their chunks.
 PASSES, KERNELS = 2, 9
 VERIFYING = 30
-PASSES_OF_MANY = 5
+PASSES_OF_MANY, KERNELS_OF_MANY = 5, 12
 
 
 def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: int = 0) -> float:
@@ -35,8 +36,9 @@ def operations(
 ) -> Iterator[Op]:
     """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks, and those of which
     all but one are drafts through that of few tokens, whose sums are little beside reading the state."""
-    passes = PASSES if 2 * (1 + drafts) <= MOST else PASSES_OF_MANY
-    kernels = VERIFYING if drafts else KERNELS
+    by_kernel = 2 * each <= MOST if drafts else each == 1
+    passes = PASSES if by_kernel else PASSES_OF_MANY
+    kernels = VERIFYING if drafts else KERNELS if by_kernel else KERNELS_OF_MANY
     own = rows * state_bytes(attention, rules, itemsize, drafts)
     yield Op("linear attention", "states", "memory", 0, passes * own / kernels, kernels)
     if each > 1 and not drafts:
