@@ -73,6 +73,8 @@ def test_no_memory_of_all_slots_is_copied(rows, tokens):
     pool = 4 * slots * N * H * V
     assert memory.alias_size_in_bytes > pool
     assert memory.temp_size_in_bytes < (0.5 if rows == "drafts" else 0.1) * pool * B / slots
-    assert [name in text for name in ("delta_step", "delta_drafts")] == [rows == "known", rows == "drafts"]
+    # By the names of operations: jax 0.11 tells of a shared line the file of whoever traced it first.
+    kernels = re.findall(r'triton".*op_name="[^"]*/(\w+)/pallas_call"', text)
+    assert kernels == {"known": ["delta_step"], "drafts": ["delta_drafts"], "in_turn": []}[rows]
     made = set(re.findall(rf" = f32\[{slots},{N},{H},{V}\]\S* ([\w-]+)\(", text))
     assert made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast", "dynamic-update-slice"}, made
