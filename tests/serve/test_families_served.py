@@ -1,10 +1,8 @@
 """Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
 from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
 
-import os
 import pathlib
 import shutil
-import sys
 
 import jax
 import numpy as np
@@ -49,8 +47,7 @@ REST = [
     for case in REST
     if case not in SAMPLE and case not in [(name, PIPELINE) for name in ("gemma4", "deepseek_v4", "qwen4_exp")]
 ]  # which stages refuse
-# Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
-ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
+COSTLY = ("deepseek_v4", "qwen4_exp")  # 11 to 18 s of a core
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
 CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
 
@@ -78,18 +75,22 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     assert llm.engine.stats().kv_usage == 0
 
 
-@pytest.mark.parametrize(("name", "spec"), SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [pytest.param(name, spec, marks=[pytest.mark.wide] * (name in COSTLY)) for name, spec in SAMPLE],
+    ids=str,
+)
 def test_each_kind_of_family_on_another_mesh(name, spec, tmp_path):
     check(name, spec, tmp_path / name)
 
 
-@pytest.mark.skipif(not ALL, reason="minutes: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.wide  # programs of its own each: 6 s of a core (measured, nothing cached), 4 minutes for all of them
 @pytest.mark.parametrize(("name", "spec"), REST, ids=str)
 def test_every_family_and_every_mesh(name, spec, tmp_path):
     check(name, spec, tmp_path / name)
 
 
-@pytest.mark.skipif(not ALL, reason="half a minute: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"deterministic": True}],

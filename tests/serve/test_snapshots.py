@@ -8,6 +8,7 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from engines import CONFIG, TOKENIZER, finished, of_model
 from small import init, mesh_of
 from small_hybrid import HYBRID
@@ -105,6 +106,7 @@ def likeliest(model, params, tokens) -> list[int]:
 SHAPE = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size)
 
 
+@pytest.mark.wide
 def test_conversations_get_the_replies_they_get_alone():
     """Turns that begin with the turns before, shared beginnings, few pages and fewer copies, requests that are
     aborted, prompts cut into small chunks."""
