@@ -108,7 +108,7 @@ def layer_work(
         ops.append(_attention(block.attention, rules, one, pairs, kv))
     if block.streams:
         for _ in range(2):
-            ops += streams.around(block.streams, D, one.tokens, one.each, one.itemsize)
+            ops += streams.around(block.streams, D, one.tokens, one.itemsize)
     small = one.tokens * D * 3 * one.itemsize
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
     ops += [op for held in plain for op in _in_eight_bits(held, _layer_of(held, kind), plain, one)]
