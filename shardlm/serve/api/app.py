@@ -16,6 +16,7 @@ from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, token
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, version
+from shardlm.serve.api.invocations import Invocations
 from shardlm.serve.api.messages import count_tokens, messages
 from shardlm.serve.api.models import listed, told
 from shardlm.serve.api.openapi import document
@@ -72,7 +73,8 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/v1/models/{name:path}", about.model),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/health", about.health),
-        Route("/ping", about.health, methods=["GET", "POST"]),  # of Amazon SageMaker
+        Route("/ping", about.health, methods=["GET", "POST"]),  # this and the next are Amazon SageMaker's
+        Route("/invocations", Invocations(service), methods=["POST"]),
         Route("/ready", about.ready),
         Route("/version", version),
         Route("/metrics", about.metrics),

@@ -43,6 +43,7 @@ def make_app(settings: RouterSettings) -> Starlette:
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/undrain", admin.undrain, methods=["POST"]),
         Route("/v1/{path:path}", proxy, methods=_METHODS),
+        Route("/invocations", proxy, methods=_METHODS),
         Route("/tokenize", proxy, methods=_METHODS),
         Route("/detokenize", proxy, methods=_METHODS),
         Route("/tokenizer_info", proxy, methods=_METHODS),
