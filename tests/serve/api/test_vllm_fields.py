@@ -148,6 +148,8 @@ def test_sagemaker_asks_for_all_at_one_path():
 def test_what_would_change_the_answer_is_refused():
     for name, value in (("use_beam_search", True), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
         assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name
+    told = error(Client().post(TEXT, {"prompt": "a", "structured_outputs": {"structural_tag": "{}"}}), 400)
+    assert "structural_tag is not supported: json, regex or grammar" in told["message"]
     client = Client()
     wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
     assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200
