@@ -29,12 +29,15 @@ from shardlm.serve.api.protocol import (
     EmbeddingsRequest,
     LoadAdapterRequest,
     MessagesRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
 from shardlm.serve.api.responses import responses
+from shardlm.serve.api.scores import rerank, score
 from shardlm.serve.api.service import Service
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.api.update_weights import update_weights
@@ -47,6 +50,8 @@ POSTS = {
     "/v1/messages": (MessagesRequest, messages),
     "/v1/messages/count_tokens": (CountTokensRequest, count_tokens),
     "/v1/embeddings": (EmbeddingsRequest, embeddings),
+    **dict.fromkeys(("/score", "/v1/score"), (ScoreRequest, score)),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankRequest, rerank)),
     "/tokenize": (TokenizeRequest, tokenize),
     "/detokenize": (DetokenizeRequest, detokenize),
 }

@@ -193,6 +193,28 @@ class EmbeddingsRequest(Common, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
 
+class ScoreRequest(Common, kw_only=True):
+    """vLLM's, under each of the names that it has had: one text is compared with every other, or each with its own."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class RerankRequest(Common, kw_only=True):
+    """Jina's and Cohere's: a document is a text, or an object with one."""
+
+    query: str
+    documents: list[str | Json]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+
 class TokenizeRequest(Common, kw_only=True):
     prompt: str | None = None
     messages: list[Json] | None = None
