@@ -183,6 +183,8 @@ class Engine:
             speculation=self._speculation,
             failed_batches=self._failed_batches,
             engines_up=int(self.ended is None),
+            num_pages=pages.num_pages,
+            page_size=pages.page_size,
         )
 
     # Steps.

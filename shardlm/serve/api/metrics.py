@@ -77,6 +77,10 @@ class Metrics:
         for name, (field, meaning) in (gauges | counters).items():
             kind = "gauge" if name in gauges else "counter"
             yield from self._of_each(f"vllm:{name}", kind, [getattr(one, field) for one in each], meaning)
+        yield from head("vllm:cache_config_info", "gauge", "How many pages there are, and of how many tokens each.")
+        for number, one in enumerate(each):
+            sizes = f'block_size="{one.page_size}",num_gpu_blocks="{one.num_pages}"'
+            yield f'vllm:cache_config_info{{{self._model},engine="{number}",{sizes}}} 1'
         up = "1, or 0 where so many batches failed that the engine ended."
         yield from self._of_each("shardlm:engine_up", "gauge", [one.engines_up for one in each], up)
         failed = "Batches that failed; their requests were answered with an error."

@@ -154,7 +154,8 @@ class FakeLLM:
             raise EngineError(self.died)
 
     def stats(self):
-        return Stats(len(self.running), 0, len(self.running) / 8, 40, 10, 0, self._counts[1], self._counts[0])
+        counted = (len(self.running), 0, len(self.running) / 8, 40, 10, 0, self._counts[1], self._counts[0])
+        return Stats(*counted, num_pages=64, page_size=16)
 
     async def drain(self):
         while self.running:

@@ -420,7 +420,8 @@ def test_metrics_as_prometheus_reads_them():
     assert read + written == pytest.approx(value("request_inference_time_seconds_sum"))
     assert 3 * 0.002 <= value("time_to_first_token_seconds_sum") < taken
     assert 7 * 0.002 <= value("inter_token_latency_seconds_sum") < value("e2e_request_latency_seconds_sum")
-    assert found["shardlm:ignored_fields_total", None] == 1
+    assert found["shardlm:ignored_fields_total", None] == 1 and value("cache_config_info") == 1
+    assert 'engine="0",block_size="16",num_gpu_blocks="64"} 1' in response.text
 
 
 def test_metrics_of_drafts():
