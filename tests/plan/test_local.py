@@ -356,3 +356,6 @@ def test_a_plan_names_the_machine_and_the_date_of_its_rates():
     assert impossible(cluster).startswith("these are CPU devices: run the plan's configuration")
     assert "8 x cpu in 1 host of 8; memory 1.00 GB/s" in told and "verified" not in told
     assert "Memory of a CPU, the first plan" in told and "GPU" not in told
+    one = to_json(answer(load(BENCH), cluster_of_profile(planted(collectives=EVERY), 1), free))
+    one["cluster"]["inside_bytes_per_second"] = 0.0  # of one device no collective was measured
+    assert "1 x cpu in 1 host of 1\n" in to_text(one)
