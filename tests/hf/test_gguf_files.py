@@ -70,6 +70,7 @@ def test_a_model_that_ollama_has_pulled_is_opened_by_its_name(llama, tmp_path, m
         opened.find("llama3.2")
     blob = llama.rename(home / "blobs" / "sha256-model")
     assert opened.find("llama3.2") == opened.find("llama3.2:latest") == opened.find(blob)
+    assert ServedModel.of_folder("llama3.2").shape == ServedModel.of_folder(blob).shape
     layers("model", "adapter")
     with pytest.raises(ShardlmError, match=r"1 files of weights and 1 adapters; what is opened is one file"):
         opened.find("llama3.2")
