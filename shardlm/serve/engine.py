@@ -183,7 +183,7 @@ class Engine:
             speculation=self._speculation,
             failed_batches=self._failed_batches,
             engines_up=int(self.ended is None),
-            num_pages=pages.num_pages,
+            num_pages=pages.num_pages - 1,
             page_size=pages.page_size,
         )
 

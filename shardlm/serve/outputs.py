@@ -149,8 +149,8 @@ class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
     engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, what
     came of drafts, None where there are none, and batches that failed. engines_up: those that this has not ended.
-    num_pages, page_size: how many pages of so many tokens there are. replicas: the same of each, where there are
-    several."""
+    num_pages, page_size: how many pages of so many tokens requests can have. replicas: the same of each, where
+    there are several."""
 
     num_running: int
     num_waiting: int
