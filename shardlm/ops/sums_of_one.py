@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def sums_of_one(scores: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """Softmax of the rows of scores float32 [B, T, S, S], then `iterations` times columns, rows between them, divided by
-    their sums, beside each of which stands eps. The arrays of one device: inside shard_map where a mesh splits them."""
+    """Softmax of the rows of scores float32 [B, T, S, S]; then columns, `iterations` times, and rows between them are
+    divided by their sums, beside each of which stands eps. The arrays of one device: inside shard_map where a mesh
+    splits them."""
     how = {"iterations": iterations, "eps": eps}
     from shardlm.ops import sums_of_one_kernel  # Pallas takes a while to import
 
