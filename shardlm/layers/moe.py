@@ -87,6 +87,8 @@ class MoeConfig:
     hashed: int = 0
     capacity_factor: float = 0.0
 
+    there = True
+
     def __post_init__(self):
         routing.check_router(self.router, self.num_experts, self.top_k)
         if self.weighs_inputs and self.top_k > 1:

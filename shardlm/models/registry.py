@@ -52,6 +52,7 @@ FAMILIES = {
     "granite": "granite",
     "granitemoe": "granite",
     "granitemoeshared": "granite",
+    "granitemoehybrid": "granite_hybrid",
     "granite_swa": "granite",
     "granitemoe_swa": "granite",
     "glm": "glm",

@@ -59,6 +59,7 @@ COSTLY = {  # 16 to 46 s of a core
 CASES = [
     ("qwen3_moe", MeshSpec(fsdp=2, expert=2, tensor=2)),
     ("gemma3", LONG),
+    ("granitemoehybrid", LONG),  # a group of queries and keys that devices share
     ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
 ]
 

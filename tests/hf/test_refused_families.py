@@ -187,6 +187,11 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("kimi_linear", {}, "no formulas for linear attention with a decay for each number of a key"),
+        (
+            "granitemoehybrid",
+            {},
+            "no formulas for layers of Mamba 2, which this model has: choose a mesh without a plan",
+        ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (
             "qwen4_exp",
