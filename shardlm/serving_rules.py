@@ -56,7 +56,7 @@ def _heads_divide(attention: Attention, devices: int, tensor: int) -> bool:
 def _dense_widths(shape: TransformerConfig) -> set[int]:
     """Of the hidden layers of MLPs and shared experts."""
     mlps = {block.mlp for block in shape.all_blocks()}
-    widths = {mlp.mlp_dim if isinstance(mlp, MlpConfig) else mlp.shared_dim for mlp in mlps}
+    widths = {mlp.mlp_dim if isinstance(mlp, MlpConfig) else mlp.shared_dim for mlp in mlps if mlp.there}
     return widths - {0}
 
 

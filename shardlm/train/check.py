@@ -175,7 +175,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             rules.rest.check("mlp", width)
         if block.mlp.num_experts:
             rules.rest.check("experts", block.mlp.num_experts)
-            rules.optimizer.check("expert_embed", model.embed_dim)
+            rules.optimizer.check("expert_embed", block.mlp.read_dim(model.embed_dim))
     rules.rest.check("vocab", model.vocab_size)
     rules.optimizer.check("embed", model.embed_dim)
     if model.inputs:

@@ -120,7 +120,7 @@ def written_back(reference: Reference, path: pathlib.Path) -> None:
 
 
 MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmo2", "phi3", "glm4"]
-MESHED += ["gemma3", "gemma4", "gemma4_moe", "deepseek_v32", "deepseek_v4", "qwen4_exp"]
+MESHED += ["nemotron_h", "gemma3", "gemma4", "gemma4_moe", "deepseek_v32", "deepseek_v4", "qwen4_exp"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in MESHED])

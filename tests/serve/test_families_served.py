@@ -31,7 +31,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
 MEMORIES += ["granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
-ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
+ROUTED = ("nemotron_h", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -41,6 +41,7 @@ FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium 
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED.append(("granitemoehybrid", TENSOR))  # a group of Mamba 2's queries and keys that devices share
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
