@@ -269,6 +269,7 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
     """For each of a checkpoint's tensors that has an adapter: (place in our stack, its name in PEFT's files without
     the ending, the projections of ours in it)."""
     trained, flat = flatten_dict(model.shapes), flatten_dict(weights.unpacked(model))
+    in_transformers = registry.module_name(source.options)
     for (*_, name), group in _tensors(model, source).items():
         adapted = [beside(leaf.path)[0] in trained for leaf in group]
         if not any(adapted):
@@ -280,7 +281,7 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
             shape = flat[leaf.path].shape[bool(leaf.layers) :]
             made.append(Adapter(leaf.path, *_factors(leaf.tensor, shape, into), shape[into:], yes))
         for place, layer in enumerate(first.numbers or (0,)):
-            module = PREFIX + name.format(layer=layer).removesuffix(".weight")
+            module = PREFIX + in_transformers(name.format(layer=layer)).removesuffix(".weight")
             yield (place if first.layers else None), module, made
 
 

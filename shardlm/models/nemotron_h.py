@@ -142,6 +142,16 @@ def unused(text: Mapping[str, Any]) -> re.Pattern | None:
     return re.compile(r"mtp\.")
 
 
+def published_name(name: str) -> str:
+    """The published name of a tensor of transformers' module."""
+    return re.sub(r"^model\.(?=layers\.|embeddings\.|norm_f\.)", "backbone.", name)
+
+
+def module_name(name: str) -> str:
+    """And back."""
+    return re.sub(r"^backbone\.", "model.", name)
+
+
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     blocks = list(config.blocks())
     mixers = tuple(itertools.accumulate((1 + b.mlp.there for b in blocks[:-1]), initial=0))

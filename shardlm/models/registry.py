@@ -137,6 +137,12 @@ def published_name(config: Mapping[str, Any]) -> Callable[[str], str] | None:
     return getattr(_family(text_config(config)["model_type"]), "published_name", None)
 
 
+def module_name(config: Mapping[str, Any]) -> Callable[[str], str]:
+    """What gives the module of a tensor its name in transformers, in which PEFT's files have it, where that is another
+    than the published one."""
+    return getattr(_family(text_config(config)["model_type"]), "module_name", lambda name: name)
+
+
 def modules(config: Mapping[str, Any]) -> Modules | None:
     """Where modules that predict further tokens are, in families whose checkpoints have them under names of their own;
     None where they are layers after the last, or there are none."""
