@@ -226,6 +226,12 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
             f"lora.targets={lora.targets} in a model with experts: PEFT takes adapters of gate, up and down there for "
             "those of the experts; write the merged checkpoint instead (--merge)"
         )
+    if source.options.get("model_type") == "nemotron_h" and "wo" in lora.of_model(experts).targets:
+        # peft 0.21 (_check_lora_target_modules_mamba).
+        raise ShardlmError(
+            "lora.targets have wo: PEFT opens no adapters of out_proj in a 'nemotron_h' model; train without wo, or "
+            "write the merged checkpoint instead (--merge)"
+        )
     if output.exists():
         raise ShardlmError(f"{output} exists; choose another output folder or remove it")
     flat = {path: np.asarray(a, np.float32) for path, a in flatten_dict(adapters).items()}
