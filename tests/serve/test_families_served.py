@@ -27,6 +27,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("gemma4", TENSOR),
     ("qwen4_exp", EXPERT),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
+    ("granitemoehybrid", TENSOR),  # a group of Mamba 2's queries and keys that devices share
 ]
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
@@ -42,7 +43,6 @@ LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
-MESHED.append(("granitemoehybrid", TENSOR))  # a group of Mamba 2's queries and keys that devices share
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 REST = [
