@@ -9,10 +9,9 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
-from shardlm.layers.norm import NormConfig
 from shardlm.models import granite, hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.mamba import mamba_names, steps_of
+from shardlm.models.mamba import mamba_names, memory_of
 from shardlm.models.naming import LAYER, Names, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
@@ -29,7 +28,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     attention = hf_decoder.attention(options, length, **own)
     if options("position_embedding_type", "nope") == "nope":
         attention = dataclasses.replace(attention, rope=None)
-    linear, memory, feed_forward = _linear(options), _memory(options, norm), _feed_forward(options)
+    linear, memory, feed_forward = _linear(options), memory_of(options, norm), _feed_forward(options)
     return hf_decoder.decoder(
         options,
         lambda layer: BlockConfig(memory if linear[layer] else attention, feed_forward, residual_scale=scale),
@@ -50,30 +49,6 @@ def _linear(options: Options) -> list[bool]:
             f"{', '.join((*LINEAR, *FULL))}"
         )
     return [kind in LINEAR for kind in kinds]
-
-
-def _memory(options: Options, norm: NormConfig) -> MambaConfig:
-    options.only("mamba_proj_bias", False)
-    options.only("hidden_act", "silu")
-    options("mamba_chunk_size", None)  # of tokens that are computed at once
-    heads, inner = options("mamba_n_heads", 128), options("mamba_expand", 2) * options("hidden_size")
-    width = options("mamba_d_head", "auto")
-    width = inner // heads if width == "auto" else width
-    if width * heads != inner:
-        raise ShardlmError(
-            f"config.json has mamba_n_heads={heads} of mamba_d_head={width}; together they need mamba_expand * "
-            f"hidden_size={inner}"
-        )
-    return MambaConfig(
-        num_heads=heads,
-        num_kv_heads=options("mamba_n_groups", 1),
-        head_dim=options("mamba_d_state", 256),
-        value_dim=width,
-        conv_width=options("mamba_d_conv", 4),
-        norm=norm,
-        conv_bias=bool(options("mamba_conv_bias", True)),
-        steps=steps_of(options, "time_step_limit"),
-    )
 
 
 def _feed_forward(options: Options) -> MlpConfig | MoeConfig:

@@ -1,9 +1,10 @@
-"""What families with layers of Mamba 2 (layers/mamba.py) share: their tensors and the limits of their steps."""
+"""What families with layers of Mamba 2 (layers/mamba.py) share: their tensors, options and the limits of steps."""
 
 import math
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.mamba import MambaConfig
+from shardlm.layers.norm import NormConfig
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, Tensor
 
@@ -15,6 +16,31 @@ def steps_of(options: Options, name: str) -> tuple[float, float]:
     if len(found) != 2 or not all(isinstance(n, (int, float)) for n in found) or not 0 <= found[0] <= found[1]:
         raise ShardlmError(f"config.json has {name}={said!r}; it needs two numbers, the least and the largest dt")
     return float(found[0]), float(found[1])
+
+
+def memory_of(options: Options, norm: NormConfig) -> MambaConfig:
+    """By the options of Bamba, which Granite 4 has too."""
+    options.only("mamba_proj_bias", False)
+    options.only("hidden_act", "silu")
+    options("mamba_chunk_size", None)  # of tokens that are computed at once
+    heads, inner = options("mamba_n_heads", 128), options("mamba_expand", 2) * options("hidden_size")
+    width = options("mamba_d_head", "auto")
+    width = inner // heads if width == "auto" else width
+    if width * heads != inner:
+        raise ShardlmError(
+            f"config.json has mamba_n_heads={heads} of mamba_d_head={width}; together they need mamba_expand * "
+            f"hidden_size={inner}"
+        )
+    return MambaConfig(
+        num_heads=heads,
+        num_kv_heads=options("mamba_n_groups", 1),
+        head_dim=options("mamba_d_state", 256),
+        value_dim=width,
+        conv_width=options("mamba_d_conv", 4),
+        norm=norm,
+        conv_bias=bool(options("mamba_conv_bias", True)),
+        steps=steps_of(options, "time_step_limit"),
+    )
 
 
 def mamba_names(memory: MambaConfig, inside: str) -> Names:

@@ -73,6 +73,7 @@ FAMILIES = {
     "hunyuan_v1_moe": "hunyuan",
     "hy_v3": "hunyuan",
     "nemotron": "nemotron",
+    "bamba": "bamba",
     "nemotron_h": "nemotron_h",
     "afmoe": "afmoe",
     "apertus": "apertus",

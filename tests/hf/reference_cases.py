@@ -321,6 +321,11 @@ CASES = {
         {**GRANITE_HYBRID, **MOE, "mamba_n_groups": 2, "position_embedding_type": "rope", "time_step_limit": [0.5, 2.0]}
         | {"mamba_conv_bias": False, "intermediate_size": 24},
     ),
+    "bamba": (
+        "bamba",
+        {name: value for name, value in GRANITE_HYBRID.items() if name.startswith("mamba")}
+        | {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    ),
     "nemotron_h": (
         "nemotron_h",
         {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"]}

@@ -176,6 +176,12 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
                num_local_experts=72, num_experts_per_tok=10),
         32,
     ),
+    "Bamba 9B": (
+        common(32, 4096, 32, 8, 14336, 128256, model_type="bamba", attn_layer_indices=[9, 18, 27], mamba_n_heads=128,
+               mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_expand=2, mamba_d_conv=4,
+               mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, z_loss_coefficient=0.0),
+        9.78,
+    ),
     "Nemotron Nano 9B v2": (
         common(56, 4480, 40, 8, 15680, 131072, **NEMOTRON_H, mamba_num_heads=128, mamba_head_dim=80,
                hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),

@@ -81,6 +81,11 @@ def options_of(name: str) -> dict:
             "it needs num_hidden_layers=3 of linear_attention, mamba, full",
         ),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, r"time_step_limit=\[0.1\]; it needs two numbers"),
+        (
+            "bamba",
+            {"attn_layer_indices": [3]},
+            r"attn_layer_indices=\[3\]; it needs numbers from 0 to num_hidden_layers",
+        ),
         ("nemotron_h", {"layers_block_type": None}, "no layers_block_type and no hybrid_override_pattern"),
         ("nemotron_h", {"layers_block_type": ["mlp"]}, "'mlp' as first layer: each mlp and moe has to stand behind a"),
         ("nemotron_h", {"layers_block_type": "M-E"}, "layer 2, 'moe', behind 'mlp': each mlp and moe has to stand"),

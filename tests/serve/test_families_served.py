@@ -31,7 +31,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
 ]
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
-MEMORIES += ["granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
+MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
 ROUTED = ("nemotron_h", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
