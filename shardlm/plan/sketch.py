@@ -14,6 +14,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
@@ -101,6 +102,7 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         "linear attention with a decay for each number of a key": any(
             getattr(block.attention, "by_channel", False) for block in shape.kinds
         ),
+        "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"

@@ -56,16 +56,18 @@ COSTLY = {  # 16 to 46 s of a core
     "qwen4_exp",  # rows of n-grams, streams, chosen blocks
     "kimi_linear",  # decays of each number of a key
 }
+EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
+# And blocks without a feed-forward layer, experts that read a latent.
+WIDE = [(family, LONG) for family in sorted(COSTLY)] + [("nemotron_h", EXPERTS)]
 CASES = [
-    ("qwen3_moe", MeshSpec(fsdp=2, expert=2, tensor=2)),
+    ("qwen3_moe", EXPERTS),
     ("gemma3", LONG),
+    ("granitemoehybrid", LONG),  # a group of queries and keys that devices share
     ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "spec"), CASES + [pytest.param(family, LONG, marks=pytest.mark.wide) for family in sorted(COSTLY)]
-)
+@pytest.mark.parametrize(("family", "spec"), CASES + [pytest.param(*case, marks=pytest.mark.wide) for case in WIDE])
 def test_a_mesh_gives_the_numbers_of_one_device(family, spec):
     loss, grads = loss_and_gradients(family, MeshSpec())
     found, others = loss_and_gradients(family, spec)
