@@ -11,7 +11,7 @@ from shardlm.plan.sketch import Sketch
 WIDE = 4  # bytes of a float32
 PASSES = 6  # over the streams, forward: the norm, the sum, the mix and what is added to it (read and written)
 PASSES_BACK = 20
-SMALL_BACK = 20  # small kernels of gradients
+SMALL, SMALL_BACK = 5, 26  # small kernels of weights and matrices that mix, and of their gradients
 
 
 def operations(streams: StreamsConfig, sketch: Sketch) -> Iterator[Op]:
@@ -22,7 +22,7 @@ def operations(streams: StreamsConfig, sketch: Sketch) -> Iterator[Op]:
     for what, again in (("attention", True), ("mlp", False)):
         yield weights(streams, sketch, (2 + S) * S, f"streams around {what}")
         flops, back = 2.0 * numbers * S, numbers * PASSES_BACK * sketch.itemsize
-        how = {"gradient_bytes": back, "gradient_host": SMALL_BACK * GAP}
+        how = {"gradient_bytes": back, "host": SMALL * GAP, "gradient_host": SMALL_BACK * GAP}
         yield Op("other", f"streams mixed around {what}", "memory", flops, moved, 1, anew=again, **how)
 
 
