@@ -55,7 +55,7 @@ class Weight:
     def numbers(self, table: Table) -> int:
         """How many of its numbers one device holds. Scales of weights in few bits are whole along a dimension that does
         not divide (layers/param.py)."""
-        if self.path.endswith("_scale"):
+        if self._is_scale:
             sizes = [(n, table.mesh.size(*table.axes(name))) for n, name in zip(self.shape, self.names, strict=True)]
             return math.prod(n if n % ways else n // ways for n, ways in sizes)
         return self._all // table.ways(self.names)
@@ -65,6 +65,10 @@ class Weight:
         """Whether no loss asks for its gradient, which is zeros, sent to nobody: of what chooses tokens or entries, and
         of a table of experts by token."""
         return ".indexer." in self.path or self.path.endswith("experts_of_token")
+
+    @functools.cached_property
+    def _is_scale(self) -> bool:
+        return self.path.endswith("_scale")
 
     @functools.cached_property
     def _all(self) -> int:
