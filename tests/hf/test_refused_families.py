@@ -190,7 +190,7 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         (
             "qwen4_exp",
             {},
-            "queries that attend to chosen blocks of tokens in rows of 16 and layers that look up n-grams and gated str",
+            "queries that attend to chosen blocks of tokens in rows of 16 and layers that look up n-grams and",
         ),
         (
             "gemma4",
