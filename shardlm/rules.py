@@ -94,15 +94,17 @@ class Table:
 
     def split(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Mesh axes larger than 1 that an array with dimensions of these names is split over."""
-        if names not in self._split:
-            self._split[names] = tuple(axis for name in names for axis in self.axes(name))
-        return self._split[names]
+        found = self._split.get(names)
+        if found is None:
+            found = self._split[names] = tuple(axis for name in names for axis in self.axes(name))
+        return found
 
     def ways(self, names: tuple[str, ...]) -> int:
         """How many parts it is in."""
-        if names not in self._ways:
-            self._ways[names] = self.mesh.size(*self.split(names))
-        return self._ways[names]
+        found = self._ways.get(names)
+        if found is None:
+            found = self._ways[names] = self.mesh.size(*self.split(names))
+        return found
 
     @functools.cached_property
     def _split(self) -> dict[tuple[str, ...], tuple[str, ...]]:

@@ -39,9 +39,10 @@ def exposed(row: str) -> str:
 # that the next frame outwards decides.
 _FILES = {
     "linear attention": r"layers/delta_net|ops/(gated_delta|\w*delta_\w+|states_kernel|unit_inverse|short_conv)",
-    "attention": r"layers/(attention|mla|context)|ops/(attention|attention_pair|\w+_attention|ulysses|rope)",
+    "attention": r"layers/(attention|mla|context|\w*indexer)|"
+    r"ops/(attention|attention_pair|\w+_attention|\w+_choice|ulysses|rope)",
     "mlp": r"layers/mlp|ops/swiglu",
-    "moe": r"layers/moe|ops/(expert_dispatch|grouped_matmul|grouped_weights|routing|row_search)",
+    "moe": r"layers/moe|ops/(expert_dispatch|grouped_matmul|grouped_weights|routing)",
     "norm": r"layers/norm|ops/norm",
     "head": r"ops/(cross_entropy|preference)|train/preference",
     "optimizer": r"optim",

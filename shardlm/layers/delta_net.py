@@ -124,11 +124,11 @@ class DeltaNet(nnx.Module):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
         {})."""
         rules = execution.rules
-        x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
+        part, x = x, jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
         made, taps = self._projected(x, execution), self._convolutions(execution)
-        log_decay, beta = self._rates(x, execution)
+        log_decay, beta = self._rates(x, part, execution)
         out, pages = ctx.recur(made, taps, log_decay, beta, positions, pages, layer)
-        gate = self._through_latent(x, "wg", execution)
+        gate = self._gates(x, part, "wg", execution)
         stream = rules.act.spec("batch", "seq", "embed")
         return project("btnv,nvd->btd", self._gated(out, gate, execution), self, "wo", execution, stream), pages, {}
 
@@ -143,7 +143,7 @@ class DeltaNet(nnx.Module):
         opened = jax.nn.sigmoid if self.config.gate == "sigmoid" else jax.nn.silu
         return self.out_norm(out, execution) * opened(gate.astype(jnp.float32)).astype(gate.dtype)
 
-    def _rates(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+    def _rates(self, x: jax.Array, part: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N], the first
         by channel [B, T, N, H]."""
         plain = dataclasses.replace(execution, matmul="dtype")  # so few numbers that 8 bits would save nothing
@@ -151,18 +151,21 @@ class DeltaNet(nnx.Module):
         rate = jnp.exp(gathered(self, "log_rate", execution).astype(jnp.float32))
         bias = gathered(self, "decay_bias", execution).astype(jnp.float32)
         if self.config.by_channel:
-            decay, rate = self._through_latent(x, "decay", plain), rate[:, None]
+            decay, rate = self._gates(x, part, "decay", plain), rate[:, None]
         else:
             decay = project("btd,dn->btn", x, self, "decay", plain)
         beta = jax.nn.sigmoid(beta)
         beta = beta if self.config.beta_scale == 1 else beta * self.config.beta_scale
         return -rate * jax.nn.softplus(decay.astype(jnp.float32) + bias), beta
 
-    def _through_latent(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
-        """x [B, T, D] -> [B, T, N, V], through a latent where there is one."""
+    def _gates(self, x: jax.Array, part: jax.Array, name: str, execution: Execution) -> jax.Array:
+        """x [B, T, D], and the `part` of its sequence that a device has between blocks -> [B, T, N, V]. Where there is
+        a latent, it is made of parts and gathered, which is narrower: of whole rows, which all heads' devices would
+        make alike, XLA sums each gradient of the stream by itself (four all-reduces for one reduce-scatter)."""
         if not self.config.by_channel:
             return project("btd,dnv->btnv", x, self, name, execution)
-        latent = project("btd,dr->btr", x, self, f"{name}_down", execution)
+        latent = project("btd,dr->btr", part, self, f"{name}_down", execution)
+        latent = jax.reshard(latent, execution.rules.act.spec("batch", "whole_seq", None))
         return project("btr,rnv->btnv", latent, self, name, execution)
 
 

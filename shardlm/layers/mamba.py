@@ -82,7 +82,8 @@ class Mamba(DeltaNet):
         names = ("batch", "whole_seq", "kv_heads", "head_dim") if axis == 2 else ("kv_heads", "head_dim", None)
         return jax.reshard(a, act.spec(*names[: a.ndim]))
 
-    def _rates(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+    def _rates(self, x: jax.Array, part: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+        del part  # nothing is made through a latent
         plain = dataclasses.replace(execution, matmul="dtype")  # so few numbers that 8 bits would save nothing
         step = project("btd,dn->btn", x, self, "decay", plain).astype(jnp.float32)
         step = jax.nn.softplus(step + gathered(self, "decay_bias", execution).astype(jnp.float32))

@@ -16,6 +16,7 @@ from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
 from shardlm.plan import compressed_attention, linear_attention
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.sparse_attention import chosen_bytes
 
 Kinds = dict[str, float]
 """Bytes by what they are for."""
@@ -39,9 +40,10 @@ class Layer:
     rows     that come, as wide as the stream
     pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
     zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
-    mask     that keeps documents apart; of XLA's attention the scores of a block
+    mask     that keeps documents apart, and which tokens are chosen; of XLA's attention the scores of a block
     gate     of attention's output
-    rule     of linear attention, at its fullest; rule_kept: what of it, or of scores, is kept without recomputation
+    rule     of linear attention, at its fullest; rule_kept: what of it, of scores or of choices, is kept without
+             recomputation
     one      of several streams, which `stream` has side by side; 0: there is one
     """
 
@@ -80,6 +82,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     moe = block.mlp if isinstance(block.mlp, MoeConfig) else None
     exchange = _exchange(block, sketch)
     rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
+    chosen = chosen_bytes(attention, sketch)
     return Layer(
         stream=nbytes * D / tensor * streams,
         whole=nbytes * D,
@@ -95,7 +98,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         rows=rows * D,
         pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
-        mask=0.0 if compressed or isinstance(attention, DeltaNetConfig) else _mask(sketch, heads),
+        mask=0.0 if compressed or isinstance(attention, DeltaNetConfig) else _mask(sketch, heads) + chosen,
         one=nbytes * D / tensor if block.streams else 0.0,
         **_gated(attention, sketch),
     )
@@ -115,7 +118,7 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
         return {"rule_kept": SCORE_KEPT * compressed_attention.Blocks.of(attention, sketch).scores}
     if not isinstance(attention, DeltaNetConfig):
         gates = attention.gates if isinstance(attention, AttentionConfig) else 0
-        return {"gate": each * gates} if gates else {}
+        return {"gate": each * gates} if gates else {"rule_kept": chosen_bytes(attention, sketch)}
     rule = linear_attention.Rule.of(attention, sketch)
     return {
         "gate": each * attention.num_heads * attention.value_dim,

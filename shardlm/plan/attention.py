@@ -34,11 +34,11 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
     if isinstance(attention, MlaConfig):
         Q, R, H = attention.q_latent_dim, attention.kv_latent_dim, attention.head_dim
         if Q:
-            yield "query latent", Q, D
+            yield "query latent", Q / tensor, D  # of tokens that tensor splits, as the other
             yield "queries", N * H, Q
         else:
             yield "queries", N * H, D
-        yield "latent", R + attention.rope_dim, D
+        yield "latent", (R + attention.rope_dim) / tensor, D
         yield "keys and values", N * (attention.nope_dim + attention.value_dim), R
         yield "output", D, N * attention.value_dim
         return

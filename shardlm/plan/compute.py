@@ -13,7 +13,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE
 from shardlm.ops.expert_dispatch import choose as choose_exchange
-from shardlm.plan import attention, compressed_attention, linear_attention, program_memory, streams
+from shardlm.plan import attention, compressed_attention, linear_attention, program_memory, sparse_attention, streams
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
@@ -191,6 +191,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         yield from compressed_attention.operations(sketch, block.attention, matmul)
     else:
         yield from attention.operations(sketch, block.attention, matmul, ours)
+        if own := sparse_attention.chooser_of(block.attention, sketch):
+            yield from sparse_attention.operations(sketch, own, block.attention.q_latent_dim, matmul)
     if isinstance(block.mlp, MlpConfig):
         F = block.mlp.mlp_dim / tensor
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)

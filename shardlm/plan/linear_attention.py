@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.ops.channel_delta_chunks import BLOCK
 from shardlm.ops.gated_delta import CHUNK
 from shardlm.ops.unit_inverse import WHOLE
 from shardlm.plan.constants import GAP
@@ -18,6 +19,9 @@ WIDE = 4  # bytes of a float32: of decays, the inverse and sums; factors are in 
 # Kernels of the rule and its convolutions that only move memory, forward and for gradients; of a forward pass that is
 # made again as many.
 KERNELS, KERNELS_BACK = 37, 46
+# Besides, by channel, in arrays as large as values: what was left until each block of tokens began is made for every
+# block of a chunk, in float32 (7 layers of 8 heads of 128, 2,048 tokens: 530 MiB forward, 810 for gradients).
+OF_CHANNELS, OF_CHANNELS_BACK = 96, 116
 # Seconds in which the kernel that carries states (ops/states_kernel.py) goes on by a chunk: a product of 128 x 32 x 128
 # in one core, which waits for the one before. An estimate without a source.
 TURN = 1e-6
@@ -30,6 +34,7 @@ class Rule:
     squares  matrices [C, C]: one for each chunk of tokens and head of values; of_keys: the same for heads of keys
     chunks   that follow each other in a row
     itemsize of the compute type
+    by_channel  whether decays are of each number of a key
     """
 
     C: int
@@ -39,6 +44,7 @@ class Rule:
     of_keys: float
     chunks: int
     itemsize: int
+    by_channel: bool = False
 
     @classmethod
     def of(cls, attention: DeltaNetConfig, sketch: Sketch) -> "Rule":
@@ -53,7 +59,8 @@ class Rule:
         chunks = math.ceil(length / C)
         each = rows * chunks / ways
         sizes = attention.head_dim, attention.value_dim
-        return cls(C, *sizes, each * attention.num_heads, each * attention.num_kv_heads, chunks, itemsize)
+        heads = each * attention.num_heads, each * attention.num_kv_heads
+        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel)
 
     @property
     def square(self) -> float:
@@ -74,29 +81,36 @@ class Rule:
 def held(rule: Rule, narrow: float) -> float:
     """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
     `narrow` bytes: the inverse, states, what chunks read, and of convolutions and lengths what each step made."""
-    return 2 * rule.square + rule.values + rule.states + 11 * narrow
+    return 2 * rule.square + (10 if rule.by_channel else 1) * rule.values + rule.states + 11 * narrow
 
 
 def at_work(rule: Rule) -> float:
-    """Bytes while a layer is made again and done backwards, at the fullest."""
+    """Bytes while a layer is made again and done backwards, at the fullest; by channel, of each layer of a pattern."""
+    if rule.by_channel:
+        return 65 * rule.values
     return 4 * rule.square + 18 * rule.values + 4 * rule.states
 
 
 def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
     """(name, columns, summed) on one device."""
-    N, K = attention.num_heads / tensor, attention.num_kv_heads / tensor
+    N, K, H = attention.num_heads / tensor, attention.num_kv_heads / tensor, attention.head_dim
     values = N * attention.value_dim
-    yield "queries, keys, values, gate and rates", 2 * K * attention.head_dim + 2 * values + 2 * N, D
+    if attention.by_channel:
+        yield "queries, keys, values and rates", 2 * K * H + values + N, D
+        yield "latents of gate and decays", 2 * H / tensor, D  # of tokens that tensor splits
+        yield "gate and decays", values + N * H, H
+        yield "output", D, values
+        return
+    yield "queries, keys, values, gate and rates", 2 * K * H + 2 * values + 2 * N, D
     yield "output", D, values
 
 
 def products(rule: Rule) -> Iterator[Op]:
-    """The rule's (ops/gated_delta_chunks.py). What the backward pass needs of the forward one it makes by itself, but
-    for what states need, so that with recomputation XLA has it once."""
+    """The rule's (ops/gated_delta_chunks.py, channel_delta_chunks.py). What the backward pass needs of the forward one
+    it makes by itself, but for what states need, so that with recomputation XLA has it once."""
     C, H, V, s = rule.C, rule.H, rule.V, rule.squares
     own = functools.partial(_op, rule)
-    # Queries' products are made anew for gradients, keys' with the inverse; then three gradients.
-    yield own("keys and queries by keys", rule.of_keys, (C, C, H), 2, gradients=2.5, anew=False)
+    yield from _of_keys(rule)
     yield from _inverse(rule)
     # Gradients: made anew, back through the inverse, and the inverse's own.
     yield own("changes by values", s, (C, V, C), narrow=True, gradients=3, anew=False)
@@ -106,6 +120,17 @@ def products(rule: Rule) -> Iterator[Op]:
     yield own("states", s, (H, V, H), narrow=True, gradients=1)
     yield own("reads", s, (C, V, H), 2, gradients=2.5, anew=False)
     yield own("sums", s, (C, V, C), gradients=2, anew=False)
+
+
+def _of_keys(rule: Rule) -> Iterator[Op]:
+    """Queries and keys by keys. Queries' products are made anew for gradients, keys' with the inverse; then three
+    gradients. By channel both are made anew, and there are four: of rows and of columns, between blocks of tokens;
+    within them sums are no products."""
+    C, H, what = rule.C, rule.H, "keys and queries by keys"
+    if not rule.by_channel:
+        yield _op(rule, what, rule.of_keys, (C, C, H), 2, gradients=2.5, anew=False)
+    elif C > BLOCK:
+        yield _op(rule, what, rule.squares * C / BLOCK, (BLOCK, C, H), 2, gradients=3, anew=False)
 
 
 def _inverse(rule: Rule) -> Iterator[Op]:
@@ -154,6 +179,9 @@ def moved(rule: Rule, narrow: float) -> Iterator[Op]:
     queries and keys, decays, what is cut into chunks and put together again. And what states wait for each other."""
     there = 10.5 * rule.square + 15 * rule.values + 3.5 * narrow
     back = 17.5 * rule.square + 24 * rule.values + 15 * narrow
+    if rule.by_channel:
+        there += OF_CHANNELS * rule.values
+        back += OF_CHANNELS_BACK * rule.values
     kernels = {"host": (KERNELS - 1) * GAP, "gradient_host": (KERNELS_BACK - 1) * GAP}
     yield Op("linear attention", "convolutions, decays, chunks", "memory", 0, there, 1, gradient_bytes=back, **kernels)
     turns = {"host": rule.chunks * TURN, "gradient_host": rule.chunks * TURN}

@@ -2,9 +2,14 @@
 backwards. How many arrays there are is read from the buffer assignments of the programs in
 tests/plan/compiled_memory.json."""
 
-from shardlm.plan.activations import Kinds, kept
+from collections.abc import Sequence
+
+from shardlm.models.transformer import Segment
+from shardlm.plan.activations import Kinds, Layer, exchanges, kept
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
+
+SENT = 8.3  # arrays of rows that were sent to their experts, of each layer of a pattern
 
 
 def at_work(sketch: Sketch, parts: Parts) -> Kinds:
@@ -13,21 +18,34 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
     All layers of a pattern are in one loop, and XLA does the products that make weights' gradients late, so that all
     of their MLPs' arrays and inputs are there; not inside stages, nor where nothing is made again. Of a pattern's
     layers all weights that are gathered are there, and some of the next repeat. More than layers' inputs is copied out
-    of what all keep, but of two repeats, which XLA's unrolled loop leaves in no loop.
+    of what all keep, but of two repeats, which XLA's unrolled loop leaves in no loop. What has decays by channel is
+    made again of all layers of a pattern before one is done backwards.
     """
     segments = zip(parts.layers, sketch.shape.segments, strict=True)
-    found = [(one, pattern, segment.repeats) for pattern, segment in segments for one in pattern if one.rule]
-    if not found:
-        return {}
-    one, pattern, repeats = max(found, key=lambda each: each[0].rule)
-    again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and repeats > 2
-    rule = one.rule - (0 if again else one.rule_kept)
+    found = [_of(sketch, parts, pattern, one) for pattern, one in segments if any(each.rule for each in pattern)]
+    return max(found, key=lambda kinds: sum(kinds.values()), default={})
+
+
+def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment) -> Kinds:
+    one = max(pattern, key=lambda each: each.rule)
+    again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
+    by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
+    rule = sum(each.rule for each in pattern) if by_channel and again else one.rule
+    rule = rule if again else max(0.0, rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
     late = pattern if again and sketch.mesh.pipeline == 1 else (one,)
+    wide = 8 * sum(layer.whole for layer in late) if by_channel and sketch.mesh.tensor > 1 else 0
     return {
         "linear attention": rule,
         "mlp": (8 if again else 4) * sum(layer.hidden for layer in late),
-        "streams": 8 * sum(layer.stream for layer in late) / sketch.mesh.tensor,
+        "streams": 8 * sum(layer.stream for layer in late) / sketch.mesh.tensor + wide,
         "attention": taken,
+        "experts": _experts(sketch, late),
         "weights in use": parts.largest * (1.5 * len(pattern) if parts.gathers else 1),
     }
+
+
+def _experts(sketch: Sketch, layers: Sequence[Layer]) -> float:
+    if "all_to_all" in exchanges(sketch):
+        return SENT * sum(one.rows for one in layers)
+    return max(4 * one.expert_hidden + 5 * one.rows for one in layers)

@@ -13,6 +13,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
+from shardlm.plan import sparse_attention as choosing
 from shardlm.plan.compressed_attention import chooser_of, numbers
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import (
@@ -201,7 +202,12 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         narrow = attention.kv_latent_dim + attention.rope_dim
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
         scatters += (attention.q_latent_dim or D) * item
-        sums += 2 * narrow * item
+        if attention.rope:
+            sums += 2 * narrow * item
+        else:  # nothing stands between the sum of gradients and its split
+            scatters += narrow * item
+        if chooser := choosing.chooser_of(attention, sketch):
+            gathers += there * (chooser.head_dim * item + 4 * chooser.num_heads)
     elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
         of_loss, of_choice = numbers(attention, sketch)
         own = chooser_of(attention, sketch)
@@ -212,8 +218,10 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
         sums += 2 * D * item
     else:
-        gathers += there * D * item
-        scatters += D * item
+        # Of gates and decays by channel the latents are made of split tokens, as wide as a key.
+        latents = 2 * attention.head_dim if getattr(attention, "by_channel", False) else 0
+        gathers += there * (D + latents) * item
+        scatters += (D + latents) * item
     if isinstance(moe, MoeConfig):
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         gathers += there * (D * item + 2 * mixed)
@@ -280,6 +288,8 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetCo
         times = (runs.forward + 1 + runs.again) * runs.layers
         yield Sent(("context",), "heads for tokens", one * times, EXCHANGE, 6 * times)
         return
+    if choosing.chosen_bytes(attention, sketch):
+        yield from _choice(sketch, attention, runs)
     if sketch.execution.context_attention == "ring":
         moves = len(stops(mesh.context, sketch.config.train.seq_len // (2 * mesh.context), attention.window))
         if not moves:
@@ -294,3 +304,13 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetCo
     one = tokens * (heads + kv * copies) * width * item * share(mesh.context)
     times = (runs.forward + 1 + runs.again) * runs.layers
     yield Sent(("context",), "heads for tokens", one * times, EXCHANGE, 4 * times)
+
+
+def _choice(sketch: Sketch, attention: MlaConfig, runs: Runs) -> Iterator[Sent]:
+    """What an indexer chooses from, the keys of all tokens, and what each device has chosen of whole rows."""
+    own, times = choosing.chooser_of(attention, sketch), (runs.forward + runs.again) * runs.layers
+    if own:
+        keys = sketch.tokens * own.head_dim * sketch.itemsize * (sketch.mesh.context - 1)
+        yield Sent(("context",), "keys of tokens to choose", keys * times, GATHER, times)
+        chosen = choosing.chosen_bytes(attention, sketch) * share(sketch.mesh.context)
+        yield Sent(("context",), "chosen tokens", chosen * times, GATHER, times)

@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
+from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mamba import MambaConfig
@@ -55,7 +56,7 @@ class Weight:
     def numbers(self, table: Table) -> int:
         """How many of its numbers one device holds. Scales of weights in few bits are whole along a dimension that does
         not divide (layers/param.py)."""
-        if self.path.endswith("_scale"):
+        if self._is_scale:
             sizes = [(n, table.mesh.size(*table.axes(name))) for n, name in zip(self.shape, self.names, strict=True)]
             return math.prod(n if n % ways else n // ways for n, ways in sizes)
         return self._all // table.ways(self.names)
@@ -65,6 +66,10 @@ class Weight:
         """Whether no loss asks for its gradient, which is zeros, sent to nobody: of what chooses tokens or entries, and
         of a table of experts by token."""
         return ".indexer." in self.path or self.path.endswith("experts_of_token")
+
+    @functools.cached_property
+    def _is_scale(self) -> bool:
+        return self.path.endswith("_scale")
 
     @functools.cached_property
     def _all(self) -> int:
@@ -88,20 +93,19 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
     split = [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in BATCH_AXES] if mesh else []
     over = f" over {', '.join(split)}"
     chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
-    chosen = {one.top_k for block in shape.kinds if (one := getattr(block.attention, "indexer", None))}
     reasons = {
         f"layers that read the keys and values of others{over}": shape.reads and bool(split),
         f"inputs of each layer's own{over}": shape.inputs is not None and bool(split),
         f"attention within chunks of {', '.join(map(str, chunks))} tokens in rows of {length}": any(
             length > chunk for chunk in chunks
         ),
-        f"queries that attend to chosen tokens in rows of {length}, which indexers choose from": mesh is not None
-        and any(length > count for count in chosen),
+        f"queries that attend to chosen blocks of tokens in rows of {length}": mesh is not None
+        and any(
+            isinstance(own := getattr(block.attention, "indexer", None), BlockIndexerConfig) and length > own.top_k
+            for block in shape.kinds
+        ),
         "layers that look up n-grams": bool(shape.ngrams),
         "gated streams between layers": isinstance(shape.streams, GatedStreamsConfig),
-        "linear attention with a decay for each number of a key": any(
-            getattr(block.attention, "by_channel", False) for block in shape.kinds
-        ),
         "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:

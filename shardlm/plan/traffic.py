@@ -172,9 +172,10 @@ def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, laye
 
 def rows_for_heads(attention: DeltaNetConfig, sketch: Sketch) -> float:
     """Bytes that a device of `context` has of what linear attention exchanges by heads and back, whatever the heads:
-    queries, keys, values and its output; decays and rates in float32."""
+    queries, keys, values and its output; decays, of heads or of each number of their keys, and rates in float32."""
     wide = 2 * attention.num_kv_heads * attention.head_dim + 2 * attention.num_heads * attention.value_dim
-    return sketch.tokens / sketch.mesh.tensor * (sketch.itemsize * wide + 2 * MASTER * attention.num_heads)
+    rates = attention.num_heads * (1 + (attention.head_dim if attention.by_channel else 1))
+    return sketch.tokens / sketch.mesh.tensor * (sketch.itemsize * wide + MASTER * rates)
 
 
 def entries_gathered(attention: CompressedConfig, sketch: Sketch) -> tuple[float, float]:

@@ -1,10 +1,12 @@
 """Small runs, most drawn at random: dense models, mixtures and latent attention on all axes, and what was counted in
 their compiled steps for H100s. random_runs.json keeps it, so that formulas are held to programs without compiling any;
-what it lacks is drawn or taken from PICKED, compiled and added by
+of some, what the program as it is trained holds, and its seconds, is there too. What it lacks is drawn or taken from
+PICKED, compiled and added by
 
     JAX_PLATFORMS=cpu python tests/plan/random_runs.py NAME NAME ...
 
-where a name is a seed or one of PICKED: one or two minutes each on two cores, ten where there are experts.
+where a name is a seed or one of PICKED: one or two minutes each on two cores, ten where there are experts. Bytes and
+seconds need the program with all its optimisations: `python tests/plan/random_runs.py --whole NAME NAME ...`
 
 One compiled run is not foreseen and not in the record: latent attention with heads of 192 in a ring over context=2,
 with tensor=2: 3% in FLOPs, 4% in the bytes that tensor scatters, 2.4% in those of the ring."""
@@ -27,7 +29,9 @@ from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.qwen_hybrid import QwenHybridConfig
+from shardlm.plan.cluster import Cluster
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.verify import compile_step
 from shardlm.topology import topology
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -49,10 +53,31 @@ def _entries(kinds: str, **sizes) -> Pretrained:
     return Pretrained("unread", config=json.dumps(_V4 | own | sizes))
 
 
+def _channels(layers: int, linear_heads: int, **sizes) -> Pretrained:
+    """Kimi Linear: decays by channel in three of four layers, latent attention in the fourth."""
+    numbers = range(1, layers + 1)
+    kinds = {"kda_layers": [n for n in numbers if n % 4], "full_attn_layers": [n for n in numbers if n % 4 == 0]}
+    linear = {"num_heads": linear_heads, "head_dim": 128, "short_conv_kernel_size": 4} | kinds
+    own = {"num_hidden_layers": layers, "linear_attn_config": linear, "mla_use_nope": True, "moe_renormalize": True}
+    return Pretrained(
+        "unread", config=json.dumps(_LATENT | {"model_type": "kimi_linear", "rms_norm_eps": 1e-5} | own | sizes)
+    )
+
+
+def _chosen(layers: int, **sizes) -> Pretrained:
+    """DeepSeek V3.2."""
+    own = {"num_hidden_layers": layers, "model_type": "deepseek_v32", "norm_topk_prob": True, "n_shared_experts": 1}
+    own |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1}
+    own |= {"routed_scaling_factor": 2.5}
+    return Pretrained("unread", config=json.dumps(_LATENT | own | sizes))
+
+
+_LATENT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 65_536, "first_k_dense_replace": 1}
+_LATENT |= {"tie_word_embeddings": False, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _V4 = {"model_type": "deepseek_v4", "hidden_act": "silu", "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
 _V4 |= {"max_position_embeddings": 65_536, "o_groups": 8, "tie_word_embeddings": False, "hc_sinkhorn_iters": 2}
 MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig, "hybrid": QwenHybridConfig}
-MODELS |= {"entries": _entries}
+MODELS |= {"entries": _entries, "channels": _channels, "chosen": _chosen}
 
 
 _DENSE = {"vocab_size": 16_384, "embed_dim": 1024, "num_layers": 6, "num_heads": 16, "tie_embeddings": False}
@@ -101,7 +126,39 @@ def _of_entries(sizes, mesh: dict[str, int], rows: int, seq_len: int = 4096, rem
     return _picked(mesh, "zero3", remat, rows, 1) | own
 
 
+# Latent attention beside linear attention with decays by channel, and to chosen tokens.
+_OF_LATENTS = {"vocab_size": 16_384, "hidden_size": 1024, "num_attention_heads": 8, "kv_lora_rank": 256}
+_OF_LATENTS |= {"intermediate_size": 4096, "moe_intermediate_size": 512}
+_KIMI = _OF_LATENTS | {"layers": 9, "linear_heads": 8, "num_experts": 16, "num_experts_per_token": 4}
+_KIMI |= {"num_shared_experts": 1}
+_SPARSE = _OF_LATENTS | {"layers": 6, "q_lora_rank": 512, "n_routed_experts": 16, "num_experts_per_tok": 4}
+_SPARSE |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 1024}
+
+
+def _latent(
+    model: str, mesh: dict[str, int], rows: int, remat: str = "full", accumulation: int = 1, **sizes
+) -> Settings:
+    of, seq_len = (_KIMI, 2048) if model == "channels" else (_SPARSE, 4096)
+    train = {"global_batch": rows, "seq_len": seq_len, "accumulation": accumulation}
+    own = {"model": model, "sizes": of | sizes, "context_attention": "auto", "train": train}
+    return _picked(mesh, "zero3", remat, rows, accumulation) | own
+
+
 PICKED = {  # what chance left out
+    "channels-fsdp": _latent("channels", {"fsdp": 2}, 2),
+    "channels-deep": _latent("channels", {"fsdp": 2}, 2, layers=17),
+    "channels-deep-experts": _latent("channels", {"expert": 2, "fsdp": 2}, 4, layers=17),
+    "channels-tensor": _latent("channels", {"fsdp": 2, "tensor": 2}, 4, accumulation=2),
+    "channels-context": _latent("channels", {"context": 2}, 1),
+    "channels-experts": _latent("channels", {"expert": 2, "fsdp": 2}, 4),
+    "channels-sent": _latent("channels", {"expert": 8}, 8),
+    "channels-none": _latent("channels", {"fsdp": 2}, 2, "none"),
+    "channels-stages": _latent("channels", {"pipeline": 2}, 4, "names", 4),
+    "chosen-fsdp": _latent("chosen", {"fsdp": 2}, 2),
+    "chosen-tensor": _latent("chosen", {"fsdp": 2, "tensor": 2}, 4, accumulation=2),
+    "chosen-context": _latent("chosen", {"context": 2}, 1),
+    "chosen-experts": _latent("chosen", {"expert": 2, "fsdp": 2}, 4, "names"),
+    "chosen-none": _latent("chosen", {"fsdp": 2}, 2, "none"),
     "entries-fsdp": _of_entries(_SMALL, {"fsdp": 2}, 2),
     "entries-tensor": _of_entries(_SMALL, {"tensor": 2}, 2),
     "entries-context": _of_entries(_SMALL, {"context": 2}, 2),
@@ -208,6 +265,15 @@ def counted(settings: Settings) -> dict[str, Any]:
     }
 
 
+def whole(settings: Settings) -> dict[str, float]:
+    """Bytes and seconds of the run's step, compiled as it is trained."""
+    config = run_of(settings)
+    cluster = Cluster.of(GPUS["h100"], config.mesh.size(*config.mesh.sizes()))
+    found = compile_step(config, cluster)
+    sizes = {"argument_bytes": found.argument_bytes, "temporary_bytes": found.temporary_bytes}
+    return sizes | {"seconds": round(found.step.step_seconds, 5)}
+
+
 def recorded() -> list[dict[str, Any]]:
     """Name, settings and what was counted of each."""
     return json.loads(RECORD.read_text())
@@ -220,7 +286,8 @@ def write(runs: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     runs = {run["name"]: run for run in recorded()}
-    for name in sys.argv[1:]:
+    count = whole if "--whole" in sys.argv else counted
+    for name in (word for word in sys.argv[1:] if word != "--whole"):
         settings = PICKED[name] if name in PICKED else draw(int(name))
-        runs[name] = {"name": name, "settings": settings} | counted(settings)
+        runs[name] = runs.get(name, {}) | {"name": name, "settings": settings} | count(settings)
         write(list(runs.values()))

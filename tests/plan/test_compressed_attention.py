@@ -145,6 +145,10 @@ def test_a_search_takes_no_stages():
     found = search(served(count=4))
     assert {plan.mesh.pipeline for plan in found.plans} == {1} and found.plans
     assert any("which stages do not send on" in why for _, why in found.refused)
+    with pytest.raises(
+        ShardlmError, match=r"with pipeline=2 can be: .* stages do not send on.*; pipeline could be 1 here$"
+    ):
+        answer_serving(served(count=4), {"pipeline": 2})
 
 
 def test_what_does_not_fit_is_told_with_what_would():

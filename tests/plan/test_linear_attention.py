@@ -57,18 +57,20 @@ def test_model_flops_by_hand():
     assert shape.attention_macs(500, 0) == 500 * shape.attention_width() == 500 * 8 * 16 * 2 * 256
 
 
-def test_products_of_the_rule_are_those_of_its_programs():
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_products_of_the_rule_are_those_of_its_programs(by_channel):
     """On a CPU, the forward pass and its gradients each by itself, of heads of keys that are fewer and of another size
     than those of values; 100 tokens are two chunks."""
     B, T, K, N, H, V = 2, 100, 2, 4, 32, 64
-    shapes = [(B, T, K, H), (B, T, K, H), (B, T, N, V), (B, T, N), (B, T, N), (B, N, H, V)]
+    decays = (B, T, N, H) if by_channel else (B, T, N)
+    shapes = [(B, T, K, H), (B, T, K, H), (B, T, N, V), decays, (B, T, N), (B, N, H, V)]
     arrays, text = [jnp.ones(shape) for shape in shapes], jnp.zeros((B, T), jnp.int32)
 
     def flops_of(run, *given):
         return matmul_flops(jax.jit(run).lower(*given).compile().as_text()).flops
 
     out, gradients = jax.vjp(lambda *arrays: gated_delta(*arrays, text), *arrays)
-    ops = list(products(Rule.of_rows(DeltaNetConfig(N, K, H, V), T, B, 1, 4)))
+    ops = list(products(Rule.of_rows(DeltaNetConfig(N, K, H, V, by_channel=by_channel), T, B, 1, 4)))
     assert flops_of(gated_delta, *arrays, text) == sum(op.flops * op.count for op in ops)
     backward = flops_of(lambda gradients, out: gradients(out), gradients, out)
     assert backward == sum(op.flops * op.count * op.gradients for op in ops)

@@ -75,7 +75,7 @@ def test_records_cover_every_axis_and_preset():
     assert {axis for run in runs for axis in run["mesh"]} == set(MeshSpec().sizes())
     assert {run["rules"] for run in runs} == {"replicated", "zero1", "zero2", "zero3", "hybrid"}
     assert {run["remat"] for run in runs} == {"none", "dots", "names", "full"}
-    assert {run["model"] for run in runs} == {"llama", "mixtral", "deepseek", "hybrid", "entries"}
+    assert {run["model"] for run in runs} == {"llama", "mixtral", "deepseek", "hybrid", "entries", "channels", "chosen"}
     assert {run["pipeline"]["schedule"] for run in runs if "pipeline" in run["mesh"]} == {"circular", "1f1b"}
 
 

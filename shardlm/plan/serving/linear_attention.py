@@ -27,7 +27,8 @@ def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: 
     N, H, V = attention.num_heads, attention.head_dim, attention.value_dim
     unsure = 1 + drafts if drafts else 0
     tokens = (attention.conv_width - 1 + unsure) * (2 * attention.num_kv_heads * H + N * V)
-    own = WIDE * N * H * V + itemsize * tokens + WIDE * 2 * unsure * N
+    decays = N * H if attention.by_channel else N
+    own = WIDE * N * H * V + itemsize * tokens + WIDE * unsure * (decays + N)
     return own / rules.mesh.size(*rules.use.axes("heads"))
 
 

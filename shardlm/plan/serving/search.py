@@ -14,7 +14,9 @@ from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
 from shardlm.plan.serving.time import DecodeStep, Speed
 from shardlm.plan.serving.weights import one_layer, stages_of, weights_of
+from shardlm.plan.sketch import refuse as unknown
 from shardlm.plan.ways import divisors
+from shardlm.serve.memories import refuse
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
 
@@ -162,9 +164,13 @@ def _none(case: ServingCase, refused: Sequence[tuple[MeshSpec, str]], fixed: Map
 
 
 def _undivided(case: ServingCase) -> str:
-    """What of the model the case's mesh does not divide; "" where that is nothing."""
+    """Why the case's mesh cannot be, however much memory there is: what of the model it does not divide or send on
+    between stages, and models that have no formulas; "" where nothing speaks against it."""
     engine, shape = case.engine, case.model.shape
     try:
+        unknown(shape, case.length)
+        refuse(shape)
+        shape.check_stages(engine.mesh.pipeline)
         one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
         weights_of(shape, of_replica(engine.mesh), case.dtype, case.weights, engine.room)
         serving_rules(shape, of_stage(engine.mesh), case.weights)
