@@ -10,7 +10,7 @@ from shardlm.plan.sketch import Sketch
 
 WIDE = 4  # bytes of a float32
 PASSES = 6  # over the streams, forward: the norm, the sum, the mix and what is added to it (read and written)
-PASSES_BACK = 20
+PASSES_BACK = 23
 SMALL, SMALL_BACK = 5, 26  # small kernels of weights and matrices that mix, and of their gradients
 
 

@@ -160,14 +160,14 @@ def test_what_does_not_fit_is_told_with_what_would():
 
 # By random_runs.py's names: bytes of arguments, of temporaries, and seconds, compiled for H100s (jax 0.10.2).
 COMPILED = {
-    "entries-fsdp": (1022572144, 2517883640, 0.0448),
-    "entries-tensor": (1075246320, 2416178168, 0.0495),
-    "entries-context": (1104361072, 2399625976, 0.0406),
-    "entries-experts": (552728176, 2465359864, 0.0454),
-    "entries-dots": (1022531184, 1601597944, 0.0246),
-    "entries-none": (1022531184, 4151846280, 0.0240),
+    "entries-fsdp": (1022572144, 2273398520, 0.044),
+    "entries-tensor": (1075246320, 2179117048, 0.0485),
+    "entries-context": (1104361072, 2150392568, 0.0397),
+    "entries-experts": (552728176, 2146719992, 0.0456),
+    "entries-dots": (1022531184, 1566584312, 0.0242),
+    "entries-none": (1022531184, 3886360360, 0.0233),
     "entries-sent": (3164451592, 61916916888, 0.665),
-    "entries-hashed": (2692477768, 9118299288, 0.313),
+    "entries-hashed": (2692477768, 8904369816, 0.3205),
 }
 
 
