@@ -103,8 +103,8 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
             isinstance(own := getattr(block.attention, "indexer", None), BlockIndexerConfig) and length > own.top_k
             for block in shape.kinds
         ),
-        "layers that look up n-grams": bool(shape.ngrams),
-        "gated streams between layers": isinstance(shape.streams, GatedStreamsConfig),
+        "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
+        "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"
