@@ -36,7 +36,8 @@ def planned(resolved: Resolved, hardware_profile: str | None = None) -> Any:
         gib = plan.memory.total / 2**30
         for sentence in provenance(plan.cluster):
             print(f"mesh=auto: {sentence}")
-        print(f"mesh=auto, estimated: {plan.step_seconds:.3f} s a step, {gib:.1f} GiB a GPU. It stands for")
+        each = "CPU device" if plan.cluster.is_cpu else "GPU"
+        print(f"mesh=auto, estimated: {plan.step_seconds:.3f} s a step, {gib:.1f} GiB a {each}. It stands for")
         print("  " + " ".join(f"--config.{path}={value}" for path, value in settings(config).items()), flush=True)
     return config
 

@@ -92,8 +92,10 @@ def serve(config) -> int:
             f"{_FILE.value} has texts, and a model of random weights has no tokenizer or chat template for them: give "
             "prompts as token ids, or --url of a server of the model"
         )
+    tell("compiling, before anything is measured")
     engine = random_engine(config.model.transformer(), EngineConfig(**options))
-    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value)
+    tell(f"compiled {engine.runner.num_programs} programs in {engine.runner.compile_seconds:.0f} s")
+    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value, tell=tell)
     if _RATES.value or _CONCURRENCY.value:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "online.json")
@@ -109,7 +111,14 @@ def _client_command(file: pathlib.Path, vocab: int) -> list[str]:
     flags = [f"--{flag.name}={','.join(map(str, flag.value))}" for flag in shared if flag.value]
     given = [_REQUESTS, _PROMPT_LEN, _OUTPUT_LEN, _SHARED, _RATIO, _FILE, _PLOT]
     flags += [f"--{flag.name}={flag.value}" for flag in given if flag.value]
-    return [sys.executable, "-m", "launch.bench", "serve", *flags, f"--vocab={vocab}", f"--output={file}", "--quiet"]
+    flags += ["--quiet"] if _QUIET.value else []
+    return [sys.executable, "-m", "launch.bench", "serve", *flags, f"--vocab={vocab}", f"--output={file}"]
+
+
+def tell(text: str) -> None:
+    """How far a measurement is, on standard error, unless --quiet."""
+    if not _QUIET.value:
+        print(text, file=sys.stderr, flush=True)
 
 
 def load(benchmark: str) -> int:
@@ -130,7 +139,7 @@ def load(benchmark: str) -> int:
         return workload.random_jobs(count, prompt, new, shared, _VOCAB.value, seed, ratio)
 
     client = Client(_URL.value, os.environ.get("SHARDLM_API_KEY", ""))
-    found = asyncio.run(online.bench(client, jobs, rates=rates, concurrency=concurrency, limits=limits))
+    found = asyncio.run(online.bench(client, jobs, rates=rates, concurrency=concurrency, limits=limits, tell=tell))
     made = {"prompt_len": prompt, "shared_prefix": shared, "range_ratio": ratio}
     kind = {"file": _FILE.value} if _FILE.value else made
     write({"benchmark": benchmark, "model": client.model, "workload": {**kind, "output_len": new}, "online": found})

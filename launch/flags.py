@@ -22,6 +22,7 @@ from absl import app, flags
 
 from shardlm.config import format_resolved, leaves, load, resolve
 from shardlm.errors import ShardlmError
+from shardlm.no_driver import expect_no_driver
 
 PREFIX = "--config."
 _CONSTRAINT = re.compile(r"--(\w+\.[\w.]+|rules|remat|matmul)(<=|>=|=)")
@@ -81,8 +82,7 @@ def run(
 
     show_help(needs_config=needs_config, processes=processes)
     _keep_interrupts()
-    if not any(os.path.exists(f"/dev/{device}") for device in ("nvidia0", "nvidiactl", "dxg")):
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that need a driver: a traceback
+    expect_no_driver()
     sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal in latin-1 cannot show ends no training
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # that there is no TPU, in every process
     with _without_traceback():

@@ -31,6 +31,7 @@ from launch.flags import cluster
 from launch.flags import run as run_main
 from shardlm.distributed import ClusterArgs, detect, explicit, joined
 from shardlm.errors import ShardlmError
+from shardlm.serve.other_names import ENGINE, MEANINGLESS
 
 try:
     from launch.http_flags import http_settings, listen
@@ -69,6 +70,7 @@ _DISTRIBUTED = flags.DEFINE_bool(
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 SAY_SECONDS = 15.0
 OF_VLLM = {
+    **ENGINE,
     "tensor_parallel_size": "tensor",
     "pipeline_parallel_size": "pipeline",
     "data_parallel_size": "data",
@@ -77,14 +79,23 @@ OF_VLLM = {
     "ssl_certfile": "certificate",
     "ssl_keyfile": "private_key",
     "allowed_origins": "cors_origins",
-    "tokenizer": "it is the tokenizer.json of the model's folder",
     "chat_template": "it is the chat_template.jinja of the model's folder",
     "enable_auto_tool_choice": "the model may always call the tools that a request has: leave it out",
+    "kv_cache_memory_bytes": "it is --kv_cache_gib, of all devices together",
+    "kv_cache_bytes": "it is --kv_cache_gib, of all devices together",
+    "kv_cache_memory": "it is --kv_cache_gib, of all devices together",
+    "num_gpu_blocks_override": "--gpu_memory_utilization and --kv_cache_gib say how many pages there are",
+    "cpu_offload_gb": "weights rest on GPUs: --quantization makes them smaller, --tensor splits them",
+    "enable_expert_parallel": "it is --expert=N",
+    "speculative_model": 'it is --speculative_config=\'{"model": FOLDER, "num_speculative_tokens": 4}\'',
+    "override_generation_config": "change the folder's generation_config.json, or --generation_config=none",
+    "seed": "requests have a seed of their own",
+    "root_path": "a proxy before the server takes its prefix off",
+    "disable_uvicorn_access_log": "no line is written for a request without --access_log: leave it out",
     **dict.fromkeys(
         (
-            *("trust_remote_code", "enforce_eager", "disable_log_stats", "disable_log_requests", "swap_space"),
-            *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill", "load_format"),
-            *("async_scheduling", "max_seq_len_to_capture", "enable_log_requests", "limit_mm_per_prompt"),
+            *(*MEANINGLESS, "uvicorn_log_level", "api_server_count", "enable_server_load_tracking", "response_role"),
+            *("enable_prompt_tokens_details", "enable_request_id_headers", "chat_template_content_format"),
         ),
         "it is vLLM's and decides nothing here: leave it out",
     ),

@@ -20,6 +20,7 @@ from absl import flags
 
 from launch.auto import AUTO, planned, predicted, split_auto
 from launch.flags import cluster, run
+from launch.other_trainers import OTHER_TRAINERS
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
 
@@ -79,4 +80,4 @@ def without_profile(words: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.argv[:], AUTOMATIC = split_auto(sys.argv)
-    run(lambda resolved: main(resolved, AUTOMATIC), processes=True)
+    run(lambda resolved: main(resolved, AUTOMATIC), processes=True, other_names=OTHER_TRAINERS)

@@ -2,6 +2,8 @@
 
 import importlib
 
+from shardlm.no_driver import expect_no_driver
+
 __version__ = "0.1.0"
 
 
@@ -19,4 +21,5 @@ def __getattr__(name: str):
     """`shardlm.load`, `shardlm.LLM` and the like, whose imports need jax."""
     if name not in _WHERE:
         raise AttributeError(f"module 'shardlm' has no attribute {name!r}")
+    expect_no_driver()
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -57,6 +57,11 @@ def load(path: str) -> Any:
         if pathlib.Path(path).is_dir():
             raise ShardlmError(f"config file {path} is a folder; name a file in it")
         raise ShardlmError(f"config file {path} does not exist{tree.suggest(path, siblings)}")
+    if pathlib.Path(path).suffix in (".json", ".yaml", ".yml", ".toml"):
+        raise ShardlmError(
+            f"config file {path}: a configuration is a Python file whose get_config() returns it, such as "
+            "configs/tiny.py; a run goes on by the command that began it, and its config.json is a record"
+        )
     try:
         get_config = runpy.run_path(path, run_name="config_file").get("get_config")
         if not callable(get_config):

@@ -18,6 +18,7 @@ from shardlm import peft, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
+from shardlm.gguf_files.ollama import installed
 from shardlm.hardware import multiplies_fp8
 from shardlm.held_weights import held_weights, made_of
 from shardlm.hf_files import Folder, home, read_config, read_generation
@@ -313,8 +314,8 @@ def check_trained(found: Found, model: ModelDef) -> None:
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-    """A folder as it is, that which stands for a GGUF file (gguf_files/place.py), or the local copy of `owner/name` on
-    the Hugging Face hub, fetched where needed.
+    """A folder as it is, that which stands for a GGUF file (gguf_files/place.py), also for one that Ollama has pulled
+    under this name, or the local copy of `owner/name` on the Hugging Face hub, fetched where needed.
 
     Raises ShardlmError where there is none of them.
     """
@@ -326,9 +327,11 @@ def find(path: str | os.PathLike) -> pathlib.Path:
     if folder.suffix == ".gguf" and ":" not in str(path):
         raise ShardlmError(f"there is no file {path}; give the path of a file of llama.cpp, or OWNER/NAME:Q4_K_M")
     if not is_name(str(path)):
+        if pulled := installed(str(path)):
+            return home(pulled)
         raise ShardlmError(
             f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, a file of llama.cpp "
-            "(*.gguf), or a run"
+            "(*.gguf), a model that Ollama has pulled (NAME:TAG), or a run"
         )
     return home(fetch(str(path), [peft.CONFIG]))
 

@@ -201,7 +201,7 @@ def _expected(config, model: ModelDef, source: Pretrained, spelled: Mapping[str,
 def _check_named(folder: pathlib.Path, config, model: ModelDef, source: Pretrained, spelled: Mapping[str, str]) -> None:
     """Raises ShardlmError where a configuration names other modules than the file has."""
     modules = {_module(key)[1] for key in spelled}
-    here = {_of_layer(name) for (_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
+    here = {_of_layer(name) for (*_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
     ends, has = peft_modules.by_ends(config), peft_modules.ends_with
     if lost := [end for end in ends if has(end, here) and not has(end, modules)]:
         raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
@@ -225,6 +225,12 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
         raise ShardlmError(
             f"lora.targets={lora.targets} in a model with experts: PEFT takes adapters of gate, up and down there for "
             "those of the experts; write the merged checkpoint instead (--merge)"
+        )
+    if source.options.get("model_type") == "nemotron_h" and "wo" in lora.of_model(experts).targets:
+        # peft 0.21 (_check_lora_target_modules_mamba).
+        raise ShardlmError(
+            "lora.targets have wo: PEFT opens no adapters of out_proj in a 'nemotron_h' model; train without wo, or "
+            "write the merged checkpoint instead (--merge)"
         )
     if output.exists():
         raise ShardlmError(f"{output} exists; choose another output folder or remove it")
@@ -269,7 +275,8 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
     """For each of a checkpoint's tensors that has an adapter: (place in our stack, its name in PEFT's files without
     the ending, the projections of ours in it)."""
     trained, flat = flatten_dict(model.shapes), flatten_dict(weights.unpacked(model))
-    for (_, name), group in _tensors(model, source).items():
+    in_transformers = registry.module_name(source.options)
+    for (*_, name), group in _tensors(model, source).items():
         adapted = [beside(leaf.path)[0] in trained for leaf in group]
         if not any(adapted):
             continue
@@ -279,17 +286,18 @@ def _groups(model: ModelDef, source: Pretrained) -> Iterator[tuple[int | None, s
         for leaf, yes in zip(group, adapted, strict=True):
             shape = flat[leaf.path].shape[bool(leaf.layers) :]
             made.append(Adapter(leaf.path, *_factors(leaf.tensor, shape, into), shape[into:], yes))
-        for place, layer in enumerate(first.layers or (0,)):
-            module = PREFIX + name.format(layer=layer).removesuffix(".weight")
+        for place, layer in enumerate(first.numbers or (0,)):
+            module = PREFIX + in_transformers(name.format(layer=layer)).removesuffix(".weight")
             yield (place if first.layers else None), module, made
 
 
 def _tensors(model: ModelDef, source: Pretrained) -> dict[tuple, list[weights.Leaf]]:
-    """{(whose block of ours, a checkpoint's tensor or one in each of its layers): the weights of ours in it}."""
+    """{(whose block of ours, its first layer in names, a checkpoint's tensor or one in each of its layers): the weights
+    of ours in it}."""
     groups: dict[tuple, list[weights.Leaf]] = {}
     whole = weights.unpacked(model)
     for leaf in weights.leaves(model.config, whole, lambda block: registry.names(source.options, model.config, block)):
-        groups.setdefault((leaf.path[:4], leaf.tensor.name), []).append(leaf)
+        groups.setdefault((leaf.path[:4], leaf.numbers[:1], leaf.tensor.name), []).append(leaf)
     return groups
 
 

@@ -6,6 +6,7 @@ import functools
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.mesh import MeshSpec
@@ -40,6 +41,8 @@ def _heads_divide(attention: Attention, devices: int, tensor: int) -> bool:
     """Also where kv heads stay whole, unless they are split over tensor: each device would have a larger cache."""
     if attention.num_heads % devices:
         return False
+    if isinstance(attention, MambaConfig):
+        return 0 in (attention.num_kv_heads % devices, devices % attention.num_kv_heads)
     if isinstance(attention, DeltaNetConfig):
         return attention.num_kv_heads % devices == 0
     if isinstance(attention, CompressedConfig):
@@ -53,7 +56,7 @@ def _heads_divide(attention: Attention, devices: int, tensor: int) -> bool:
 def _dense_widths(shape: TransformerConfig) -> set[int]:
     """Of the hidden layers of MLPs and shared experts."""
     mlps = {block.mlp for block in shape.all_blocks()}
-    widths = {mlp.mlp_dim if isinstance(mlp, MlpConfig) else mlp.shared_dim for mlp in mlps}
+    widths = {mlp.mlp_dim if isinstance(mlp, MlpConfig) else mlp.shared_dim for mlp in mlps if mlp.there}
     return widths - {0}
 
 

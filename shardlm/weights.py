@@ -67,9 +67,14 @@ class Leaf:
             return ()
         return self.path[:4] if self.path[0] == "segments" else self.path[:1]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its layers as their names count them."""
+        return tuple(self.tensor.numbers[n] for n in self.layers) if self.tensor.numbers else self.layers
+
     def names(self, shape: tuple[int, ...]) -> list[str]:
         """The tensors of theirs that it is read from."""
-        layers = self.layers or (0,)
+        layers = self.numbers or (0,)
         experts = range(shape[bool(self.layers)]) if self.tensor.per_expert() else (0,)
         return [self.tensor.name.format(layer=layer, expert=e) for layer in layers for e in experts]
 
@@ -206,7 +211,7 @@ def _groups(named: list[Leaf], flat: list) -> dict[str, list[tuple[Leaf, tuple[i
     """The leaves that share a tensor, by its name before layers and experts are filled in, segment by segment."""
     groups: dict[str, list] = {}
     for leaf, shape in zip(named, flat, strict=True):
-        groups.setdefault(f"{leaf.block} {leaf.tensor.name}", []).append((leaf, shape.shape))
+        groups.setdefault(f"{leaf.block} {leaf.numbers[:1]} {leaf.tensor.name}", []).append((leaf, shape.shape))
     return groups
 
 
@@ -236,7 +241,7 @@ def _bytes(stored: Mapping[str, Stored], leaf: Leaf, shape: tuple[int, ...], ind
 
 def _each(stored: Mapping[str, Stored], leaf: Leaf) -> float:
     """Bytes of the files for one number, those of its scale included."""
-    layer = leaf.layers[0] if leaf.layers else 0
+    layer = leaf.numbers[0] if leaf.layers else 0
     one = stored[leaf.tensor.name.format(layer=layer, expert=0)]
     return one.nbytes / math.prod(one.shape)
 
@@ -294,12 +299,12 @@ class _Reader:
         """Of all results, read layer by layer: [L, *made]."""
         whole = jax.ShapeDtypeStruct(held.whole.shape[1:], held.whole.dtype)
         every = (slice(None),) * len(whole.shape)
-        return scales_of(held, (self._layer(leaf, n, View("read", whole, every)) for n in leaf.layers))
+        return scales_of(held, (self._layer(leaf, n, View("read", whole, every)) for n in leaf.numbers))
 
     def _slice(self, leaf: Leaf, view: View) -> np.ndarray:
         if not leaf.layers:
             return self._layer(leaf, 0, view)
-        layers, whole = leaf.layers[view.index[0]], view.whole
+        layers, whole = leaf.numbers[view.index[0]], view.whole
         of_layer = view._replace(whole=jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype), index=view.index[1:])
         return stacked(len(layers), (self._layer(leaf, layer, of_layer) for layer in layers))
 
@@ -338,7 +343,7 @@ def planned(
         if first.tensor.pieces:
             yield from _in_pieces(first.tensor, arrays[first.path], own)
             continue
-        for place, layer in enumerate(first.layers or (0,)):
+        for place, layer in enumerate(first.numbers or (0,)):
             for expert in range(_one(first, ours)[0]) if first.tensor.per_expert() else (0,):
 
                 def make(group=group, place=place, expert=expert, dtype=own) -> np.ndarray:

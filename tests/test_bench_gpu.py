@@ -38,6 +38,7 @@ def measured(tmp_path_factory):
     return output, done, json.loads(output.read_text())
 
 
+@pytest.mark.wide
 def test_every_part_runs(measured):
     output, done, found = measured
     assert list(found["parts"]) == list(PARTS) and found["sizes"] == "tiny"

@@ -146,6 +146,9 @@ def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
     path = write(tmp_path, EXAMPLE_FILE)
     with pytest.raises(ShardlmError, match="is a folder; name a file in it"):
         config.load(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ShardlmError, match=r"config.json: a configuration is a Python file whose get_config\(\)"):
+        config.load(str(tmp_path / "config.json"))
     with pytest.raises(ShardlmError, match=r"exampel.py does not exist; did you mean .*example.py\?"):
         config.load(path.replace("example.py", "exampel.py"))
 

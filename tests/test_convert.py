@@ -136,6 +136,7 @@ def most_held(monkeypatch, convert_it) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.wide
 def test_no_more_than_some_slices_are_in_memory(tmp_path, monkeypatch):
     """24 layers, of which a slice is at most 128 KiB in float32, are 12 MiB: a run of them, a folder of that, and a
     folder with adapters merged."""

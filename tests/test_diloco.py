@@ -222,6 +222,7 @@ def learnable(rows: int, seed: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.wide
 def test_all_ways_converge_as_synchronous_training_does():
     """The common weights' loss on unseen rows after 32 steps, from 4.6 to near what the noise leaves (measured: 0.778,
     in 8 bits 0.778, streaming 0.768; after 96 steps 0.747, 0.747, 0.746); the numbers of the tiny corpus are in
@@ -265,6 +266,7 @@ def test_readings_sum_up_the_replicas():
     }
 
 
+@pytest.mark.wide
 def test_a_run_from_the_command_line_resumes_exactly(tmp_path):
     """Streaming DiLoCo in 8 bits with uneven replicas: starts, says what it sends, evaluates, saves and resumes."""
     config = tiny_run.write(tmp_path)

@@ -1,11 +1,15 @@
 """A law: a file imports only from lower floors, and from its own floor only within its folder."""
 
 import ast
+import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+import shardlm
+from shardlm import no_driver
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
@@ -17,6 +21,7 @@ FLOORS = [
         "config_json",
         "files",
         "unread",
+        "no_driver",
         "run_files",
         "run_lock",
         *("hardware", "clusters", "hardware_file", "prices"),
@@ -128,3 +133,13 @@ def test_importing_every_module_starts_no_backend():
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"
+
+
+def test_what_python_calls_looks_for_a_driver_first(monkeypatch):
+    """The extra for GPUs on a machine without any: jax reported a traceback."""
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    for device in ("null", "nothing-so"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+        monkeypatch.setattr(no_driver, "_DEVICES", (device,))
+        assert shardlm.SamplingParams and (name in os.environ) == (device != "null")

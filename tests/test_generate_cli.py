@@ -1,11 +1,15 @@
 """`python -m launch.generate` on a checkpoint: text, its seed, another mesh, and the refusals."""
 
+import re
+
 import jax
 import pytest
 from commands import run
 from small import LLAMA, init, mesh_of, model_on
 
+from launch.other_trainers import OTHER_TRAINERS
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
+from shardlm.config import leaves, load
 from shardlm.config_json import to_json
 from shardlm.mesh import MeshSpec
 from shardlm.run_files import CHECKPOINTS, save_run_files
@@ -72,9 +76,16 @@ def test_a_reply_ends_with_the_positions_of_the_model(run_dir):
     "launcher, word, message",
     [
         ("convert", "--output-dir=x", "there is no flag --output-dir; here it is --output"),
+        ("train", "--deepspeed=ds.json", "no flag --deepspeed: ZeRO is --config.rules=zero1, zero2 or zero3"),
         ("eval", "--model_args=pretrained=x", "there is no flag --model_args: --checkpoint=FOLDER names the model"),
     ],
 )
 def test_names_of_other_programs(launcher, word, message):
     result = run(f"launch.{launcher}", word)
     assert result.returncode == 1 and message in result.stderr
+
+
+def test_fields_that_stand_for_other_trainers_names_are_there():
+    fields = {*leaves(load("configs/sft.py"))}
+    told = [path for text in OTHER_TRAINERS.values() for path in re.findall(r"--config\.([\w.]*\w)", text)]
+    assert len(told) > 40 and {*told} <= fields

@@ -14,6 +14,7 @@ from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Pag
 from shardlm.bench.kernels import kernel_of
 from shardlm.ops import choice_kernel, delta_drafts_kernel, delta_step_kernel, states_kernel
 from shardlm.ops.delta_drafts import Few
+from shardlm.ops.sums_of_one import sums_of_one
 
 pytestmark = MARKS
 
@@ -154,3 +155,17 @@ def _check(code: machine_code.Code, gpu: str) -> None:
 def test_what_is_left_for_each_byte():
     """4 instructions a clock of 132 multiprocessors at 1.98 GHz, and 3.35 TB/s."""
     assert machine_code.left_per_byte("h100") == pytest.approx(4 * 132 * 1.98e9 / 3.35e12)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_matrices_that_sum_to_one_stay_in_registers(gpu):
+    """Forward a kernel of its own for all iterations, and one for the gradient."""
+    scores = jax.ShapeDtypeStruct((1, 2048, 4, 4), jnp.float32)
+    run = functools.partial(sums_of_one, iterations=20, eps=1e-6)
+    both = {
+        "sums_of_one": (run, (scores,)),
+        "sums_of_one_back": (lambda a, g: jax.vjp(run, a)[1](g), (scores, scores)),
+    }
+    for name, (compute, given) in both.items():
+        [code] = machine_code.kernels(compute, lambda given=given: given, gpu)
+        assert code.name == name and not code.spilled and code.grid == (64, 1, 1)

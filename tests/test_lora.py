@@ -74,7 +74,7 @@ def trained(config: RunConfig, adapters=None):
     ("family", "base", "meshes"),
     [
         ("llama", "int4", [MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)]),
-        ("deepseek_v2", "int8", [MeshSpec(fsdp=2, expert=2, tensor=2)]),
+        pytest.param("deepseek_v2", "int8", [MeshSpec(fsdp=2, expert=2, tensor=2)], marks=pytest.mark.wide),
     ],
 )
 def test_any_mesh_trains_the_same_adapters(family, base, meshes):
@@ -88,6 +88,7 @@ def test_any_mesh_trains_the_same_adapters(family, base, meshes):
         assert relative_error(found, adapters) < 1e-4
 
 
+@pytest.mark.wide
 def test_adapters_stand_on_the_numbers_of_a_file(tmp_path):
     """AWQ's, experts and zeros among them: held in few bits on a mesh, in full on one device."""
     _, few = in_few_bits(tmp_path, "qwen3_moe")

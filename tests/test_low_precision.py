@@ -113,6 +113,7 @@ def curve(matmul: str, steps: int = 40) -> np.ndarray:
     return np.array(losses)
 
 
+@pytest.mark.wide
 def test_loss_curves_follow_that_of_bfloat16():
     plain = curve("dtype")
     last = plain[-10:].mean()

@@ -86,6 +86,7 @@ def test_state_rests_where_it_is_told_and_the_numbers_stay(offload):
     ],
     ids=str,
 )
+@pytest.mark.wide
 def test_other_optimizers_rules_and_products(changes, close):
     configs = (config(offload, **changes) for offload in (BOTH, OffloadConfig()))
     found, expected = (run(one, evaluate=False)[1] for one in configs)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small import LLAMA, TIED, init, mesh_of
 from small_hybrid import HYBRID
+from small_mamba import MAMBA
 from small_moe import DEEPSEEK, MOE
 
 from shardlm.errors import ShardlmError
@@ -26,7 +27,7 @@ CONFIGS = {"untied": LLAMA, "tied": TIED, "moe": MOE, "deepseek": DEEPSEEK, "hyb
 LENGTH, ROWS = 40, 2
 # The two paths add the same float32 products in another order (measured: up to 1.7e-6 on logits of size 1). A norm of
 # what is read of a memory makes much of it where there is little (up to 3.2e-5, of another mesh alone).
-TOLERANCES = dict.fromkeys((LLAMA, TIED, MOE, DEEPSEEK), 2e-5) | {HYBRID: 1e-4}
+TOLERANCES = dict.fromkeys((LLAMA, TIED, MOE, DEEPSEEK, MAMBA), 2e-5) | {HYBRID: 1e-4}
 
 
 def decoder_on(spec, config):
@@ -54,6 +55,16 @@ def paged_logits(model, params, pages, table, tokens, start, layout):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 def test_training_forward_is_prefill_then_decode(spec, config):
+    follow(spec, config)
+
+
+def test_groups_that_devices_share():
+    """Of Mamba 2, of which each device has a head, and four of them the same queries and keys. Other meshes are served
+    in tests/serve/test_families_served.py."""
+    follow(MeshSpec(tensor=8), MAMBA)
+
+
+def follow(spec, config):
     tokens, rng = tokens_of(config), np.random.default_rng(1)
     pages_per_row = -(-LENGTH // PAGE_SIZE)
     num_pages = 1 + ROWS * pages_per_row

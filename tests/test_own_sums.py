@@ -41,7 +41,7 @@ def one_device():
     [
         (MeshSpec(pipeline=2, context=2, tensor=2), LLAMA, {"remat": "dots"}),
         (MeshSpec(pipeline=2, context=2, data=2), LLAMA, {"one_f_one_b": True}),
-        (MeshSpec(pipeline=2, expert=2, context=2), DEEPSEEK, {"remat": "none"}),
+        pytest.param(MeshSpec(pipeline=2, expert=2, context=2), DEEPSEEK, {"remat": "none"}, marks=pytest.mark.wide),
     ],
     ids=["circular", "1f1b", "experts"],
 )

@@ -25,11 +25,11 @@ def one_device():
 @pytest.mark.parametrize(
     "spec,preset",
     [
-        (MeshSpec(tensor=8), "zero1"),
+        pytest.param(MeshSpec(tensor=8), "zero1", marks=pytest.mark.wide),
         (MeshSpec(pipeline=2, context=2, data=2), "zero1"),  # as 1F1B
         (MeshSpec(data=2, fsdp=2, tensor=2), "zero3"),
-        (MeshSpec(context=4, fsdp=2), "zero3"),
-        (MeshSpec(data=2, context=2, tensor=2), "hybrid"),
+        pytest.param(MeshSpec(context=4, fsdp=2), "zero3", marks=pytest.mark.wide),
+        pytest.param(MeshSpec(data=2, context=2, tensor=2), "hybrid", marks=pytest.mark.wide),
         (MeshSpec(pipeline=2, context=2, tensor=2), "zero3"),
     ],
     ids=str,

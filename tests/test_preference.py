@@ -168,6 +168,7 @@ def test_loss_and_gradients_are_the_formulas_on_every_mesh(options, meshes):
             assert relative_error(sums, {name: pairs * value for name, value in metrics.items()}) < TOLERANCE
 
 
+@pytest.mark.wide
 def test_experts_on_their_axis():
     batch, config = filled(list(documents())), config_of("mixtral")
     grads, metrics, _ = loss_and_gradients(config, batch)

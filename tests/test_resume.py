@@ -101,6 +101,7 @@ def test_signals_are_kept_for_the_loop_once_there_is_something_to_save():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.wide
 def test_several_processes_give_the_losses_of_one(uninterrupted, tmp_path):
     # Each compiles for itself, 7 s of a core: four, over which fsdp is split too, where Python is 3.12 or newer.
     count = 4 if sys.version_info >= (3, 12) else 2

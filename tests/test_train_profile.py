@@ -40,6 +40,7 @@ def run(config, name, profile=None):
     return config
 
 
+@pytest.mark.wide
 def test_a_profiled_run(config, capsys, tmp_path):
     plain = run(config, "plain")
     capsys.readouterr()

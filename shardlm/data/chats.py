@@ -114,21 +114,31 @@ def _messages(line: Any, where: str) -> list[Mapping[str, Any]]:
     elif "prompt" in line and "completion" in line:
         question, answer = line["prompt"], line["completion"]
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        messages = [*asked, *([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)]
+        said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        messages = [*checked(asked, f"{where} (prompt)"), *checked(said, f"{where} (completion)")]
     elif "conversations" in line:
-        turns = line["conversations"]
-        unknown = [turn.get("from") for turn in turns if turn.get("from") not in ROLES]
-        if unknown:
-            raise ShardlmError(f"{where}: a turn is from {unknown[0]!r}; known: {', '.join(ROLES)}")
-        messages = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+        messages = _of_sharegpt(line["conversations"], where)
     else:
         raise ShardlmError(f"{where} has the keys {', '.join(line) or 'none'}; a line is {shapes}")
     return checked(messages, where)
 
 
+def _of_sharegpt(turns: Any, where: str) -> list[Mapping[str, Any]]:
+    whole = isinstance(turns, list) and all(isinstance(one, dict) and {"from", "value"} <= one.keys() for one in turns)
+    if not whole:
+        shown = f"{turns!r:.200}"
+        raise ShardlmError(f'{where}: conversations is {shown}; it is a list of {{"from": ..., "value": ...}}')
+    if unknown := [turn["from"] for turn in turns if turn["from"] not in (*ROLES,)]:
+        raise ShardlmError(f"{where}: a turn is from {unknown[0]!r}; known: {', '.join(ROLES)}")
+    return [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+
+
 def checked(messages: Any, where: str) -> Sequence[Mapping[str, Any]]:
     """Messages, or ShardlmError for what is none."""
-    for i, message in enumerate(messages if isinstance(messages, list) else [None]):
+    if not isinstance(messages, list):
+        shown = f"{messages!r:.200}"
+        raise ShardlmError(f'{where}: {shown} is no list of messages, {{"role": ..., "content": ...}}')
+    for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ShardlmError(f"{where}: message {i} is {message!r}; it needs a role and content")
     return messages

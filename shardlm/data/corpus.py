@@ -10,7 +10,7 @@ import glob
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ _KINDS = dict.fromkeys(re.findall(r"\S+", _TEXT), "text") | {
 }
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _FORMATS = "text (.txt, .md, .py and the like), .jsonl and .parquet"
+_OF_CHATS = {"messages", "conversations", "completion", "chosen", "rejected"}  # keys of conversations and preferences
 _PARQUET_ROWS = 256  # rows decoded at a time
 
 
@@ -205,9 +206,15 @@ def _json_problem(line: str, text_key: str, error: Exception) -> str:
     if not isinstance(value, dict):
         return f"expected a JSON object with the key {text_key!r}, got {type(value).__name__}"
     if text_key not in value:
-        keys = ", ".join(map(repr, value)) or "none"
-        return f"no key {text_key!r}; the keys are {keys}. Set text_key to the one that holds the text"
+        return f"no key {text_key!r}; the keys are {', '.join(map(repr, value)) or 'none'}. {_remedy(value)}"
     return f"the value of {text_key!r} is {type(value[text_key]).__name__}, expected a string"
+
+
+def _remedy(keys: Iterable[str]) -> str:
+    """For a line or file without the key of texts."""
+    if _OF_CHATS & set(keys):
+        return "Chats need data.chat_template, as configs/sft.py has it, and pairs data.packing as configs/dpo.py"
+    return "Set text_key to the one that holds the text"
 
 
 def _read_parquet(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
@@ -229,10 +236,9 @@ def _parquet_values(file, path: Path, text_key: str) -> Iterator[bytes]:
     import pyarrow as pa
 
     if text_key not in file.schema_arrow.names:
-        columns = ", ".join(map(repr, file.schema_arrow.names))
-        raise ShardlmError(
-            f"{path}: no column {text_key!r}; the columns are {columns}. Set text_key to the one that holds the text"
-        )
+        names = file.schema_arrow.names
+        columns = ", ".join(map(repr, names))
+        raise ShardlmError(f"{path}: no column {text_key!r}; the columns are {columns}. {_remedy(names)}")
     row = 0
     for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_key]):
         column = batch.column(0)

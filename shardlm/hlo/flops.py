@@ -15,6 +15,7 @@ from shardlm.hlo.walk import collect
 _TRITON = "__gpu$xla.gpu.triton"
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 # Memory and bookkeeping; without operations to count.
+_SUMS = re.compile(r'op_name="[^"]*/sums_of_one\w*/pallas_call"')  # a kernel of ours without products
 _FREE = re.compile(r"Sharding|SPMD|annotate|AllocateBuffer|MoveTo|TopK|Pin|Unpin|cub\$")
 
 
@@ -35,7 +36,8 @@ def matmul_flops(text: str) -> Work:
         at = visit.instruction
         flops = matmul_of(at, visit.computation)
         target = _TARGET.search(at.attributes) if at.opcode == "custom-call" and flops is None else None
-        unknown = target[1] if target and not _FREE.search(target[1]) else ""
+        free = target and (_FREE.search(target[1]) or _SUMS.search(at.attributes))
+        unknown = target[1] if target and not free else ""
         return [(flops or 0.0, unknown, visit.count)] if flops or unknown else []
 
     found = collect(parse(text), find, lambda items: sum(flops * count for flops, _, count in items))

@@ -14,8 +14,9 @@ from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreams, GatedStreamsConfig
 from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
+from shardlm.layers.mamba import Mamba, MambaConfig
 from shardlm.layers.mla import Mla, MlaConfig
-from shardlm.layers.mlp import Mlp, MlpConfig
+from shardlm.layers.mlp import Mlp, MlpConfig, NoMlpConfig
 from shardlm.layers.moe import Moe, MoeConfig
 from shardlm.layers.ngrams import Ngrams, NgramsConfig
 from shardlm.layers.norm import Norm, NormConfig
@@ -36,7 +37,7 @@ class BlockConfig:
     """
 
     attention: AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig
-    mlp: MlpConfig | MoeConfig
+    mlp: MlpConfig | MoeConfig | NoMlpConfig
     norms: Literal["pre", "post", "both", "none"] = "pre"
     residual_scale: float = 1.0
     parallel: bool = False
@@ -58,11 +59,12 @@ class Block(nnx.Module):
             AttentionConfig: Attention,
             MlaConfig: Mla,
             DeltaNetConfig: DeltaNet,
+            MambaConfig: Mamba,
             CompressedConfig: CompressedAttention,
         }
         attention = attention[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
-        for name in ("attention", "mlp"):
+        for name in ("attention", "mlp") if config.mlp.there else ("attention",):
             if config.norms in ("pre", "both") and not (config.parallel and name == "mlp"):
                 setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
             if name == "attention":
@@ -95,8 +97,10 @@ class Block(nnx.Module):
         first = self._before(x, "attention", execution)
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
-        h, aux = self.mlp(first if self.config.parallel else self._before(x, "mlp", execution), ctx, execution, x)
-        x = x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out")
+        aux = {}
+        if self.config.mlp.there:
+            h, aux = self.mlp(first if self.config.parallel else self._before(x, "mlp", execution), ctx, execution, x)
+            x = x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out")
         if self.config.inputs:
             own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
             x = x + self.inputs(x, own, execution)

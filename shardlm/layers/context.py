@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compression import Compressed
+from shardlm.ops.gated_delta import BIAS, SKIP
 from shardlm.ops.kv_format import SCALE
 from shardlm.ops.token_choice import Index
 from shardlm.rules import Rules, Table
@@ -155,17 +156,29 @@ def one_per_device(kv: jax.Array, rules: Rules) -> jax.Array:
     return jax.reshard(jnp.repeat(kv, ways // kv.shape[2], axis=2), split)
 
 
+def one_group_each(
+    x: dict[str, jax.Array], taps: dict[str, jax.Array], ways: int
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """What linear attention reads of one device [B, T, K, H] and its taps [K, ...], with fewer queries and keys than
+    `ways` repeated, so that each of so many shares has the one that its values go with."""
+    copies = max(1, ways // x["k"].shape[2])
+    x = {name: a if name == "v" else jnp.repeat(a, copies, axis=2) for name, a in x.items()}
+    return x, {name: jnp.repeat(a, copies, axis=0) if name[-1] in "qk" else a for name, a in taps.items()}
+
+
 def rates_of(act: Table, log_decay: jax.Array) -> jax.sharding.PartitionSpec:
     """How decays are split, which are of heads [B, T, N] or of each number of their keys [B, T, N, H]."""
     return act.spec(*("batch", "whole_seq", "heads", "head_dim")[: log_decay.ndim])
 
 
-def heads_of(act: Table) -> dict[str, Any]:
+def heads_of(act: Table, taps: dict[str, jax.Array]) -> dict[str, Any]:
     """How what linear attention reads is split: as heads are."""
     names = {"q": "kv_heads", "k": "kv_heads", "v": "heads"}
+    biases = {BIAS + name: of for name, of in names.items()}
+    of_taps = names | biases | {SKIP: "heads"}
     return {
         "x": {name: act.spec("batch", "whole_seq", of, "head_dim") for name, of in names.items()},
-        "taps": {name: act.spec(of, "head_dim", None) for name, of in names.items()},
+        "taps": {name: act.spec(of_taps[name], *("head_dim", None)[: a.ndim - 1]) for name, a in taps.items()},
         "each": act.spec("batch", "whole_seq", "heads"),
     }
 

@@ -28,6 +28,9 @@ class DeltaNetConfig:
     by_channel    decays are of each number of a key, and made, as the output's gate is, through a latent as wide as a
                   key (Kimi Linear)
     gate          what opens the output's gate
+
+    Layers of Mamba 2 (layers/mamba.py) have a configuration that is one of these, as they are remembered, split and
+    served as these are.
     """
 
     num_heads: int
@@ -70,7 +73,7 @@ class DeltaNet(nnx.Module):
 
     def __init__(self, config: DeltaNetConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H, V, W = embed_dim, config.num_heads, config.num_kv_heads, *_widths(config)
-        self.config = config
+        self.config, self.kept_groups = config, K
         for name, heads, named, width in (("q", K, "kv_heads", H), ("k", K, "kv_heads", H), ("v", N, "heads", V)):
             params.projection(self, f"w{name}", (D, heads, width), ("embed", named, "head_dim"), normal(D**-0.5))
             taps = params((heads, width, W), (named, "head_dim", "norm"), normal(W**-0.5))
@@ -84,7 +87,7 @@ class DeltaNet(nnx.Module):
         # Decays of exp(-rate softplus(decay + bias)), from hardly any to all at once, as in Mamba 2's initialisation.
         own, named = ((N, H), ("heads", "head_dim")) if config.by_channel else ((N,), ("heads",))
         self.decay_bias = params(own, named, constant(1.0))
-        self.log_rate = params((N,), ("heads",), _log_uniform(16.0))
+        self.log_rate = params((N,), ("heads",), log_uniform(16.0))
         self.out_norm = Norm(config.norm, V, params)
 
     def _make_gates(self, params: Params, D: int) -> None:
@@ -106,7 +109,7 @@ class DeltaNet(nnx.Module):
     def memory_entries(self, dtype: jnp.dtype, unsure: int = 0) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
         """Of each text, with so many tokens that may turn out wrong: {name: (shape, dtype)}, split as context.py's
         MEMORIES say."""
-        N, K, (H, V, W) = self.config.num_heads, self.config.num_kv_heads, _widths(self.config)
+        N, K, (H, V, W) = self.config.num_heads, self.kept_groups, _widths(self.config)
         before, wide = W - 1 + unsure, jnp.dtype(jnp.float32)
         convolved = {"conv_q": (before, K, H), "conv_k": (before, K, H), "conv_v": (before, N, V)}
         found = {"state": ((N, H, V), wide)} | {name: (shape, jnp.dtype(dtype)) for name, shape in convolved.items()}
@@ -122,16 +125,23 @@ class DeltaNet(nnx.Module):
         {})."""
         rules = execution.rules
         part, x = x, jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
-        letters = {"q": "btd,dkh->btkh", "k": "btd,dkh->btkh", "v": "btd,dnv->btnv"}
-        made = {name: project(how, x, self, f"w{name}", execution) for name, how in letters.items()}
-        taps = {name: in_use(getattr(self, f"taps_{name}"), execution) for name in letters}
+        made, taps = self._projected(x, execution), self._convolutions(execution)
         log_decay, beta = self._rates(x, part, execution)
         out, pages = ctx.recur(made, taps, log_decay, beta, positions, pages, layer)
         gate = self._gates(x, part, "wg", execution)
-        opened = jax.nn.sigmoid if self.config.gate == "sigmoid" else jax.nn.silu
-        out = self.out_norm(out, execution) * opened(gate.astype(jnp.float32)).astype(gate.dtype)
         stream = rules.act.spec("batch", "seq", "embed")
-        return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, {}
+        return project("btnv,nvd->btd", self._gated(out, gate, execution), self, "wo", execution, stream), pages, {}
+
+    def _projected(self, x: jax.Array, execution: Execution) -> dict[str, jax.Array]:
+        letters = {"q": "btd,dkh->btkh", "k": "btd,dkh->btkh", "v": "btd,dnv->btnv"}
+        return {name: project(how, x, self, f"w{name}", execution) for name, how in letters.items()}
+
+    def _convolutions(self, execution: Execution) -> dict[str, jax.Array]:
+        return {name: in_use(getattr(self, f"taps_{name}"), execution) for name in "qkv"}
+
+    def _gated(self, out: jax.Array, gate: jax.Array, execution: Execution) -> jax.Array:
+        opened = jax.nn.sigmoid if self.config.gate == "sigmoid" else jax.nn.silu
+        return self.out_norm(out, execution) * opened(gate.astype(jnp.float32)).astype(gate.dtype)
 
     def _rates(self, x: jax.Array, part: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """(the logarithm of what is kept of the state, what is taken of the new value), float32 [B, T, N], the first
@@ -163,7 +173,7 @@ def _widths(config: DeltaNetConfig) -> tuple[int, int, int]:
     return config.head_dim, config.value_dim, config.conv_width
 
 
-def _log_uniform(most: float):
+def log_uniform(most: float):
     """Logarithms of numbers that are uniform up to `most`."""
 
     def draw(key, shape, spec):

@@ -28,6 +28,7 @@ class MlpConfig:
     limit: float = 0.0
 
     num_experts = 0
+    there = True
 
     def __post_init__(self):
         if self.mlp_dim < 1:
@@ -43,6 +44,19 @@ class MlpConfig:
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
         return (3 if self.gated else 2) * embed_dim * self.mlp_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMlpConfig:
+    """Of blocks that have none (some of Nemotron-H's)."""
+
+    num_experts = 0
+    there = False
+    widths = ()
+
+    def parameters_per_token(self, embed_dim: int) -> int:
+        """None."""
+        return 0 * embed_dim
 
 
 class Mlp(nnx.Module):

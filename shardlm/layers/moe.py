@@ -27,6 +27,7 @@ from shardlm.layers.param import (
     made_anew,
     normal,
     parts_of,
+    project,
     whole_groups,
 )
 from shardlm.mesh import shard_map
@@ -35,14 +36,14 @@ from shardlm.ops.anew_matmul import anew_experts
 from shardlm.ops.expert_dispatch import Dispatch, run_experts
 from shardlm.ops.grouped_weights import FEW_ROWS_OF_EXPERT, Grouped, expert_product
 from shardlm.ops.routing import Router
-from shardlm.ops.swiglu import Activation, gated
+from shardlm.ops.swiglu import Activation, activate, gated
 
 LOSSES = ("balance_loss", "router_z_loss")  # of the auxiliary values, those that are part of the loss
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """A mixture of gated experts.
+    """A mixture of experts.
 
     num_experts, top_k  experts, and how many of them a token goes to
     expert_dim          width of one expert
@@ -60,6 +61,9 @@ class MoeConfig:
                         (Gemma 4)
     norm                those norms
     weighs_inputs       a token is multiplied by its expert's weight before the expert, not after it (Llama 4)
+    gated               experts and the shared one are, as SwiGLU is; else they are an activation between two products
+    latent_dim          experts read and make a projection of the stream of this width (Nemotron 3's larger ones); 0:
+                        the stream
     load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
     hashed              experts go by the token, by a table that is not trained, of so many tokens; 0: by scores
                         (DeepSeek V4's first layers)
@@ -82,13 +86,19 @@ class MoeConfig:
     bias: bool = False
     apart: bool = False
     norm: NormConfig = NormConfig()
+    gated: bool = True
+    latent_dim: int = 0
     load_bias: bool = False
     weighs_inputs: bool = False
     hashed: int = 0
     capacity_factor: float = 0.0
 
+    there = True
+
     def __post_init__(self):
         routing.check_router(self.router, self.num_experts, self.top_k)
+        if not self.gated and (self.bias or self.limit or self.shared_limit):
+            raise ShardlmError("gated=False: experts without gates have no biases and no limits; set those to none")
         if self.weighs_inputs and self.top_k > 1:
             raise ShardlmError(
                 f"top_k={self.top_k}: tokens are multiplied by their expert's weight before it, which is there for one "
@@ -105,27 +115,41 @@ class MoeConfig:
         """Of the hidden layers, each split over the tensor axis."""
         return tuple(filter(None, (self.expert_dim, self.shared_dim)))
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Of an expert."""
+        return ("gate", "up", "down") if self.gated else ("up", "down")
+
+    def read_dim(self, embed_dim: int) -> int:
+        """How wide what experts read is."""
+        return self.latent_dim or embed_dim
+
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights that one token passes: its experts, the shared ones and the router."""
-        widths = self.top_k * self.expert_dim + self.shared_dim
-        return 3 * embed_dim * widths + embed_dim * (self.num_experts + self.shared_gate)
+        experts = self.read_dim(embed_dim) * self.top_k * self.expert_dim
+        of_hidden = len(self.projections) * (experts + embed_dim * self.shared_dim)
+        return of_hidden + embed_dim * (self.num_experts + self.shared_gate + 2 * self.latent_dim)
 
 
 class Moe(nnx.Module):
     """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
     (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,);
-    where tokens are hashed "experts_of_token" (V, k); where both are apart "router_norm", "before_norm", "after_norm",
-    "shared_norm" and "expert_scale" (E,)."""
+    where experts read a latent "latent_down" (D, L) and "latent_up" (L, D), and L in D's place in theirs; where they
+    are not gated there is no "gate"; where tokens are hashed "experts_of_token" (V, k); where both are apart
+    "router_norm", "before_norm", "after_norm", "shared_norm" and "expert_scale" (E,)."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, out_scale: float, params: Params):
-        D, E, F = embed_dim, config.num_experts, config.expert_dim
+        D, E, F, L = embed_dim, config.num_experts, config.expert_dim, config.read_dim(embed_dim)
         self.config = config
+        if config.latent_dim:
+            params.weight(self, "latent_down", (D, L), ("embed", "latent_whole"), normal(D**-0.5))
+            params.weight(self, "latent_up", (L, D), ("latent_whole", "embed"), normal(L**-0.5))
         self.router = params((D, E), ("embed", "router"), normal(D**-0.5))
-        for name in ("gate", "up"):
-            params.projection(self, name, (E, D, F), ("experts", "expert_embed", "expert_mlp"), normal(D**-0.5), into=2)
+        for name in config.projections[:-1]:
+            params.projection(self, name, (E, L, F), ("experts", "expert_embed", "expert_mlp"), normal(L**-0.5), into=2)
         out_init = normal(out_scale * F**-0.5)
-        params.projection(self, "down", (E, F, D), ("experts", "expert_mlp", "expert_embed"), out_init, into=2)
+        params.projection(self, "down", (E, F, L), ("experts", "expert_mlp", "expert_embed"), out_init, into=2)
         if config.bias:
             self.logit_bias = params((E,), ("router",), constant(0.0))
             self.gate_bias = params((E, F), ("experts", "expert_mlp"), constant(0.0))
@@ -137,9 +161,8 @@ class Moe(nnx.Module):
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
             inside = dataclasses.replace(params, place=f"{params.place}shared.")
-            self.shared = Mlp(
-                MlpConfig(config.shared_dim, config.activation, limit=config.shared_limit), embed_dim, out_scale, inside
-            )
+            own = MlpConfig(config.shared_dim, config.activation, config.gated, limit=config.shared_limit)
+            self.shared = Mlp(own, embed_dim, out_scale, inside)
         if config.shared_gate:
             self.shared_gate = params((D,), ("norm",), normal(D**-0.5))
         if config.apart:
@@ -155,7 +178,10 @@ class Moe(nnx.Module):
         "balance_loss" and "router_z_loss", weighted by config and tokens (ctx.weights), and the counts "expert_load"
         [E], pairs of real tokens, and "dropped". `stream`: x before its norm, which experts apart read."""
         if not self.config.apart:
-            return self._mixed({"experts": x}, x, ctx, execution)
+            if not self.config.latent_dim:
+                return self._mixed({"experts": x}, x, ctx, execution)
+            latent = project("btd,dl->btl", x, self, "latent_down", execution)
+            return self._mixed({"experts": latent, "router": x}, x, ctx, execution)
         assert stream is not None, "the block gives it"
         router_reads = self.router_norm(stream, execution) * jnp.asarray(stream.shape[-1] ** -0.5, stream.dtype)
         reads = {"experts": self.before_norm(stream, execution), "router": router_reads}
@@ -177,7 +203,7 @@ class Moe(nnx.Module):
             reads = reads | {"chosen": jax.reshard(chosen, act.spec("batch", "seq", None))}
         experts, few, anew = {}, {}, {}
         rows = math.prod(shared_reads.shape[:2]) * config.top_k / config.num_experts  # of an expert, on average
-        for name in ("gate", "up", "down"):
+        for name in config.projections:
             param = getattr(self, name)
             if in_groups(param) is None:
                 experts[name] = in_use(param, execution)
@@ -203,6 +229,8 @@ class Moe(nnx.Module):
             in_specs=(dict.fromkeys(reads, of_x), tokens, tokens, PartitionSpec(), specs),
             out_specs=(of_x, aux | {"expert_load": PartitionSpec()}),
         )(reads, real, weights, routed, experts)
+        if config.latent_dim:
+            out = project("btl,ld->btd", out, self, "latent_up", execution)
         if config.apart:
             out = self.after_norm(out, execution)
         if config.shared_dim:
@@ -278,9 +306,13 @@ def _local(
 
     def run(rows, sizes):
         biased = functools.partial(_biased, experts, sizes) if config.bias else lambda a, name: a
-        gate = biased(multiply(rows, "gate", sizes), "gate_bias")
         up = biased(multiply(rows, "up", sizes), "up_bias")
-        out = multiply(gated(gate, up, config.activation, config.limit), "down", sizes)
+        if config.gated:
+            gate = biased(multiply(rows, "gate", sizes), "gate_bias")
+            hidden = gated(gate, up, config.activation, config.limit)
+        else:
+            hidden = activate(up, config.activation)
+        out = multiply(hidden, "down", sizes)
         if not (config.bias and execution.rules.use.axes("expert_mlp")):
             return biased(out, "down_bias")
         # Each device has a part of every sum over the hidden layer; one of them adds the bias.

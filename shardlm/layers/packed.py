@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Selection, heads_of, one_per_device, rates_of, specs_of
+from shardlm.layers.context import Selection, heads_of, one_group_each, one_per_device, rates_of, specs_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
 from shardlm.ops import block_choice
@@ -136,10 +136,11 @@ class Packed:
         del positions, layer
         act = self.rules.act
         over = act.axes("whole_seq")
-        heads, rows = heads_of(act), act.spec("batch", "whole_seq")
+        heads, rows = heads_of(act, taps), act.spec("batch", "whole_seq")
 
         def local(x, taps, log_decay, beta, segment_ids):
             if over:  # whole rows of a share of the heads, and back
+                x, taps = one_group_each(x, taps, jax.lax.axis_size(over[0]))
                 x, log_decay, beta = (by_heads(a, over[0]) for a in (x, log_decay, beta))
                 taps = own_heads(taps, over[0])
                 segment_ids = jax.lax.all_gather(segment_ids, over[0], axis=1, tiled=True)

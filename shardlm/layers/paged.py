@@ -230,7 +230,7 @@ class Paged:
 
     def recur(self, x, taps, log_decay, beta, positions, pages, layer):
         act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
-        heads, rows = heads_of(act), act.spec("batch", "whole_seq")
+        heads, rows = heads_of(act, taps), act.spec("batch", "whole_seq")
         held = {name: a for name, a in pages.items() if name in MEMORIES}
         specs = {name: act.spec(*MEMORIES[name]) for name in held}
 

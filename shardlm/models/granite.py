@@ -22,7 +22,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     kind = options("model_type")
     usual = hf_decoder.attention(options, length, scale=float(options("attention_multiplier", 1.0)))
     scale = float(options("residual_multiplier", 1.0))
-    feed_forward = _experts(options) if kind in MIXTURES else hf_decoder.mlp(options)
+    feed_forward = experts_of(options) if kind in MIXTURES else hf_decoder.mlp(options)
     attentions = [usual] * options("num_hidden_layers")
     if kind.endswith("_swa"):
         attentions = _of_each(options, dataclasses.replace(usual, sinks=True))
@@ -52,11 +52,11 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard() | {"attention.sinks": Tensor(f"{LAYER}self_attn.sinks")}
     if isinstance(block.mlp, MoeConfig):
         published = not block.attention.sinks  # all experts of a layer in two tensors, gate before up
-        found |= _experts_names(block.mlp, published) | _shared_names(block.mlp)
+        found |= experts_names(block.mlp, published) | shared_names(block.mlp.shared_dim)
     return found
 
 
-def _experts_names(mixture: MoeConfig, published: bool) -> Names:
+def experts_names(mixture: MoeConfig, published: bool) -> Names:
     theirs, F = f"{LAYER}block_sparse_moe.", mixture.expert_dim
     into, out_of, router = (
         ("input_linear.weight", "output_linear.weight", "router.layer.weight")
@@ -73,14 +73,15 @@ def _experts_names(mixture: MoeConfig, published: bool) -> Names:
     }
 
 
-def _shared_names(mixture: MoeConfig) -> Names:
-    theirs, F = f"{LAYER}shared_mlp.", mixture.shared_dim
+def shared_names(F: int) -> Names:
+    """Of the shared feed-forward layer of this width."""
+    theirs = f"{LAYER}shared_mlp."
     gate, up = (Tensor(f"{theirs}input_linear.weight", "F D -> D F", part=(0, at, at + F, 1)) for at in (0, F))
     down = Tensor(f"{theirs}output_linear.weight", "D F -> F D")
     return {"mlp.shared.gate": gate, "mlp.shared.up": up, "mlp.shared.down": down}
 
 
-def _experts(options: Options) -> MoeConfig:
+def experts_of(options: Options) -> MoeConfig:
     return MoeConfig(
         num_experts=options("num_local_experts"),
         top_k=options("num_experts_per_tok"),

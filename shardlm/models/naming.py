@@ -26,6 +26,7 @@ class Tensor:
                  as one dimension of the layout
     dtype        of the file's, where it is not that of weights
     pieces       (name with {piece}, how many): the file has it in so many, rows one after the other (tensor_pieces.py)
+    numbers      that stand for {layer}, of each layer of ours, where the file counts otherwise; (): as ours
     told         what every checkpoint of these options has there, of which there is no weight
     """
 
@@ -37,6 +38,7 @@ class Tensor:
     group: tuple[int, int] | None = None
     dtype: str = ""
     pieces: tuple[str, int] | None = None
+    numbers: tuple[int, ...] = ()
     told: tuple[int, ...] = ()
 
     def viewed(self, ours: Sequence[int]) -> tuple[int, ...]:

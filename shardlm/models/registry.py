@@ -52,6 +52,7 @@ FAMILIES = {
     "granite": "granite",
     "granitemoe": "granite",
     "granitemoeshared": "granite",
+    "granitemoehybrid": "granite_hybrid",
     "granite_swa": "granite",
     "granitemoe_swa": "granite",
     "glm": "glm",
@@ -72,6 +73,8 @@ FAMILIES = {
     "hunyuan_v1_moe": "hunyuan",
     "hy_v3": "hunyuan",
     "nemotron": "nemotron",
+    "bamba": "bamba",
+    "nemotron_h": "nemotron_h",
     "afmoe": "afmoe",
     "apertus": "apertus",
     "helium": "helium",
@@ -133,6 +136,12 @@ def published_name(config: Mapping[str, Any]) -> Callable[[str], str] | None:
     """What gives tensors the names that they are published under, in families of which transformers writes others and
     whose names do not begin as most; None elsewhere."""
     return getattr(_family(text_config(config)["model_type"]), "published_name", None)
+
+
+def module_name(config: Mapping[str, Any]) -> Callable[[str], str]:
+    """What gives the module of a tensor its name in transformers, in which PEFT's files have it, where that is another
+    than the published one."""
+    return getattr(_family(text_config(config)["model_type"]), "module_name", lambda name: name)
 
 
 def modules(config: Mapping[str, Any]) -> Modules | None:

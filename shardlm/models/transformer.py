@@ -210,7 +210,8 @@ class TransformerConfig:
         latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.by_channel}
         beside = {self.inputs.dim} if self.inputs else set()
         beside |= {n for own in self.ngrams for n in (own.width, own.dim)}
-        return {"embed": {self.embed_dim} | beside, "expert_embed": {self.embed_dim}, "latent": latents}
+        expert = {getattr(block.mlp, "latent_dim", 0) or self.embed_dim for block in self.kinds}
+        return {"embed": {self.embed_dim} | beside, "expert_embed": expert, "latent": latents}
 
     def parameters_per_token(self) -> int:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and

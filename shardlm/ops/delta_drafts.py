@@ -13,7 +13,8 @@ With S the state, of tokens t and s of both steps, D[t, s] what is left at t of 
     out = h (q S) + ((q . k) D) delta
     S <- h[m] S + sum over s <= m of D[m, s] k[s] delta[s]^T, m the last token that stayed
 
-(gated_delta_chunks.py, of few tokens and in float32.)
+(gated_delta_chunks.py, of few tokens and in float32.) Where nothing is taken back (Mamba 2), L is 0 and delta is
+beta v.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardlm.ops.gated_delta import Memory, convolved
+from shardlm.ops.gated_delta import Memory, convolved, ruled, with_skip
 from shardlm.ops.short_conv import texts
 from shardlm.ops.unit_inverse import inverse_of_unit
 
@@ -59,7 +60,9 @@ def delta_net_of_drafts(
     q, k, v = convolved(rest, taps, begins, texts(jnp.zeros_like(there[..., 0])))
     how = (jnp.where(_like(there[..., 0], read[name]), read[name], 0.0) for name in rates)
     q = _at(q, behind[:, None] + jnp.arange(T))
-    out, state = few_tokens(q, k, v, *how, memory["state"], kept, behind, through)
+    rule = ruled(few_tokens, taps)
+    out, state = rule(q, k, v, *how, memory["state"], kept, behind, through)
+    out = with_skip(out, _at(v, behind[:, None] + jnp.arange(T)), taps)
     new = {"start": sure}
     for name, index in order.items():  # of what was read, from the first that is not sure on
         places = jnp.minimum(kept[:, None] + jnp.arange(memory[name].shape[1]), index.shape[1] - 1)
@@ -99,6 +102,7 @@ def few_tokens(
     kept: jax.Array,
     first: jax.Array,
     through: "Through | None" = None,
+    takes_back: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """k [B, C, K, H] and v [B, C, N, V], log_decay and beta float32 [B, C, N], or log_decay [B, C, N, H], and the state
     before them float32 [B, N, H, V]; q [B, T, K, H] of the tokens from number `first` int32 [B] on, `kept` int32 [B] at
@@ -109,6 +113,8 @@ def few_tokens(
     q, k = (jnp.repeat(a, N // a.shape[1], axis=1) for a in (q, k))  # [B, N, T | C, H]
     log_decay, beta = (jnp.moveaxis(a, 1, 2) for a in (log_decay, beta))  # [B, N, C]
     few = (_by_channel if log_decay.ndim == 4 else _alike)(q, k, v, log_decay, beta, kept, first)
+    if not takes_back:
+        few = few._replace(by=few.by.at[:, :, : v.shape[2]].set(0.0), L=jnp.zeros_like(few.L))
     out, state = (through or at_once)(few, state)
     return jnp.moveaxis(out, 1, 2).astype(dtype), state
 

@@ -16,14 +16,16 @@ from jax.experimental.pallas import triton
 NUMBERS = 4096  # of a state in a program: 32 a thread, all of which are read before the first is needed
 
 
-def pallas(q, k, v, log_decay, beta, held, text, slot, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def pallas(
+    q, k, v, log_decay, beta, held, text, slot, takes_back: bool = True, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """As `gated_delta.one_token`, but that `held` float32 [S, N, H, V] has the states of all slots, and `slot` int32
     [B] says which is a row's: returns (out [B, 1, N, V], the states of all slots, in place). Rows that share a slot
     (padding) leave one of theirs there. `interpret` runs it anywhere, slowly."""
     B, _, N, V = v.shape
     group, H = N // k.shape[2], k.shape[3]
     columns = columns_of(H, V)
-    kernel = functools.partial(_kernel, group, columns)
+    kernel = functools.partial(_kernel, group, columns, takes_back)
     made = jax.ShapeDtypeStruct((B, N, V), v.dtype), jax.ShapeDtypeStruct(held.shape, held.dtype)
     how = {"grid": (B, N, V // columns), "compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
     call = pl.pallas_call(kernel, made, input_output_aliases={7: 1}, interpret=interpret, name="delta_step", **how)
@@ -46,7 +48,7 @@ def columns_of(H: int, V: int) -> int:
     return min(V & -V, max(16, NUMBERS // H))
 
 
-def _kernel(group, width, slot, text, q, k, v, log_decay, beta, held, out, new):
+def _kernel(group, width, takes_back, slot, text, q, k, v, log_decay, beta, held, out, new):
     row, head, columns = pl.program_id(0), pl.program_id(1), pl.ds(pl.program_id(2) * width, width)
     place = slot[row]
     state = held[place, head, :, columns]  # [H, columns]
@@ -54,7 +56,10 @@ def _kernel(group, width, slot, text, q, k, v, log_decay, beta, held, out, new):
     rate = log_decay[row, head]  # of all of a state, or of each row of it
     kept = jnp.where(text[row] == 0, jnp.exp(rate), 0.0)
     state *= kept if rate.ndim == 0 else kept[:, None]
-    change = beta[row, head] * (v[row, head, columns].astype(jnp.float32) - jnp.sum(state * k[:, None], axis=0))
+    change = v[row, head, columns].astype(jnp.float32)
+    if takes_back:
+        change -= jnp.sum(state * k[:, None], axis=0)
+    change *= beta[row, head]
     state += k[:, None] * change[None]
     new[place, head, :, columns] = state
     out[row, head, columns] = jnp.sum(state * q[:, None], axis=0).astype(out.dtype)

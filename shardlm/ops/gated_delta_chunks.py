@@ -65,14 +65,14 @@ def chunked(chunks: Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _forward(chunks: Chunks, state: jax.Array):
     (q, k), v = chunks.of_values(), chunks.v
-    decays = _decays(chunks)
+    decays = decays_of(chunks)
     inverse = inverse_of_unit(_taken_back(chunks, decays.D))
     U, W = _changes(inverse, decays, chunks)
-    into = product("nbgch,nbgcv->nbghv", k, _scaled(decays.e, U))
-    P = product("nbgch,nbgcj->nbghj", k, _scaled(-decays.e, W))
+    into = product("nbgch,nbgcv->nbghv", k, scaled(decays.e, U))
+    P = product("nbgch,nbgcj->nbghj", k, scaled(-decays.e, W))
     states, state = carried(decays.left[..., None], P.astype(k.dtype), into.astype(k.dtype), state)
-    seen = (_each(product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * decays.D).astype(v.dtype)
-    out = product("nbgch,nbghv->nbgcv", _scaled(decays.h, q), states)
+    seen = (each_value(product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * decays.D).astype(v.dtype)
+    out = product("nbgch,nbghv->nbgcv", scaled(decays.h, q), states)
     out += product("nbgcs,nbgsv->nbgcv", seen, delta_of(U, W, states))
     return (out.astype(v.dtype), state), (chunks, inverse, states)
 
@@ -81,21 +81,21 @@ def _backward(kept, gradients):
     chunks, inverse, states = kept
     d_out, d_state = gradients
     (q, k), v, beta = chunks.of_values(), chunks.v, chunks.beta
-    decays = _decays(chunks)
+    decays = decays_of(chunks)
     D, h, e, left = decays
     U, W = _changes(inverse, decays, chunks)
     delta = delta_of(U, W, states)
-    keys_by_keys = _each(product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), v)
-    seen = _each(product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * D
+    keys_by_keys = each_value(product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), v)
+    seen = each_value(product("nbkch,nbksh->nbkcs", chunks.q, chunks.k), v) * D
     # From chunk to chunk, the last first: what S before each is asked for.
-    P = product("nbgch,nbgcj->nbghj", k, _scaled(-e, W)).astype(k.dtype)
+    P = product("nbgch,nbgcj->nbghj", k, scaled(-e, W)).astype(k.dtype)
     by_seen = product("nbgcs,nbgcv->nbgsv", seen.astype(v.dtype), d_out)
-    asks = jnp.concatenate([_scaled(h, q), -W], axis=-2), jnp.concatenate([d_out, by_seen.astype(v.dtype)], axis=-2)
+    asks = jnp.concatenate([scaled(h, q), -W], axis=-2), jnp.concatenate([d_out, by_seen.astype(v.dtype)], axis=-2)
     after, d_state = carried(
         left[..., None], P, product("nbgch,nbgcv->nbghv", *asks).astype(k.dtype), d_state, back=True
     )
     # Inside chunks.
-    dU = (by_seen + product("nbgch,nbghv->nbgcv", _scaled(e, k), after)).astype(v.dtype)
+    dU = (by_seen + product("nbgch,nbghv->nbgcv", scaled(e, k), after)).astype(v.dtype)
     dW = -product("nbgcv,nbghv->nbgch", dU, states)
     d_seen = product("nbgcv,nbgsv->nbgcs", d_out, delta)
     d_held = product("nbgcv,nbghv->nbgch", d_out, states)  # h q
@@ -136,7 +136,7 @@ def product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(letters, a, b, preferred_element_type=jnp.float32)
 
 
-def _each(a: jax.Array, v: jax.Array) -> jax.Array:
+def each_value(a: jax.Array, v: jax.Array) -> jax.Array:
     """[n, B, K, ...] -> [n, B, N, ...]: of heads of keys, for each head of values."""
     return jnp.repeat(a, v.shape[2] // a.shape[2], axis=2)
 
@@ -147,12 +147,12 @@ def _summed(a: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.sum(a.reshape(n, B, k.shape[2], N // k.shape[2], *rest), axis=3).astype(k.dtype)
 
 
-def _scaled(scale: jax.Array, a: jax.Array) -> jax.Array:
+def scaled(scale: jax.Array, a: jax.Array) -> jax.Array:
     """Rows of `a` times numbers in float32, rounded as `a` is."""
     return (scale[..., None] * a).astype(a.dtype)
 
 
-def _decays(chunks: Chunks) -> Decays:
+def decays_of(chunks: Chunks) -> Decays:
     C, text = chunks.text.shape[-1], chunks.text
     decay = jnp.maximum(chunks.log_decay, LEAST)
     steps = jnp.round(decay / STEP) * STEP
@@ -167,7 +167,7 @@ def _decays(chunks: Chunks) -> Decays:
 
 def _taken_back(chunks: Chunks, D: jax.Array) -> jax.Array:
     """L."""
-    products = _each(product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), chunks.v) * D * chunks.beta[..., None]
+    products = each_value(product("nbkch,nbksh->nbkcs", chunks.k, chunks.k), chunks.v) * D * chunks.beta[..., None]
     return jnp.where(jnp.tri(D.shape[-1], k=-1, dtype=bool), products, 0.0)
 
 

@@ -9,8 +9,8 @@ from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 
 # Of each block of a pattern, all of which are in one loop: XLA makes weights' gradients late, so that of all of them
-# there are streams, half of them in float32, queries with their gradients, and arrays as wide as the stream of a layer.
-STREAMS, QUERIES, NARROW = 8, 5, 11
+# there are streams, some of them in float32, queries with their gradients, and arrays as wide as the stream of a layer.
+STREAMS, QUERIES, NARROW = 4, 5, 11
 SENT = 8.5  # arrays of rows that were sent to their experts, of each block
 HOLES = 1.15  # of what is there at once over several hosts, with what lies between (12 to 25% in 3 programs)
 SCORES = 2.5  # float32 arrays of the scores of a block of queries

@@ -11,26 +11,24 @@ from shardlm.plan.sketch import Sketch
 WIDE = 4  # bytes of a float32
 PASSES = 6  # over the streams, forward: the norm, the sum, the mix and what is added to it (read and written)
 PASSES_BACK = 20
-OF_ITERATION = 3  # kernels of a projection to matrices whose rows and columns sum to 1; of its gradient twice as many
-SMALL_BACK = 20  # and other small kernels of gradients
+SMALL, SMALL_BACK = 5, 26  # small kernels of weights and matrices that mix, and of their gradients
 
 
 def operations(streams: StreamsConfig, sketch: Sketch) -> Iterator[Op]:
     """Around both parts of a layer, forward, once. What the second mix makes, no gradient asks for."""
     S, D, tokens = streams.count, sketch.shape.embed_dim, sketch.tokens / sketch.mesh.tensor
     numbers = tokens * S * D
-    moved = numbers * (PASSES * sketch.itemsize + WIDE)
-    small = OF_ITERATION * streams.iterations * GAP
+    moved = numbers * PASSES * sketch.itemsize
     for what, again in (("attention", True), ("mlp", False)):
         yield weights(streams, sketch, (2 + S) * S, f"streams around {what}")
         flops, back = 2.0 * numbers * S, numbers * PASSES_BACK * sketch.itemsize
-        how = {"gradient_bytes": back, "host": small, "gradient_host": 2 * small + SMALL_BACK * GAP}
+        how = {"gradient_bytes": back, "host": SMALL * GAP, "gradient_host": SMALL_BACK * GAP}
         yield Op("other", f"streams mixed around {what}", "memory", flops, moved, 1, anew=again, **how)
 
 
 def weights(streams: StreamsConfig, sketch: Sketch, made: int, what: str) -> Op:
-    """The product of float32 that weights of sums are made of."""
+    """The product that weights of sums are made of: of float32 as it is multiplied, not as it is read."""
     tokens, width = sketch.tokens / sketch.mesh.tensor, streams.count * sketch.shape.embed_dim
-    moved = WIDE * (tokens * (width + made) + width * made)
+    moved = sketch.itemsize * tokens * width + WIDE * made * (tokens + width)
     dims, how = (tokens, made, width), {"dtype": "fp32", "split": True}
     return Op("other", what, "matmul", 2.0 * tokens * width * made, moved, 1, dims=dims, **how)

@@ -19,7 +19,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.adapter_table import AdapterTable, Room
 from shardlm.serve.adapters import Ready, load
 from shardlm.serve.batch import ScheduledBatch
-from shardlm.serve.outputs import EngineError, RequestOutput, SpeculationStats, Stats
+from shardlm.serve.outputs import EngineError, RequestOutput, RequestTimes, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
 from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
@@ -103,7 +103,8 @@ class Engine:
         number, salt = self.adapters.of(adapter).number, self.adapters.salted(salt, adapter)
         options = {"priority": priority, "salt": salt, "adapter": number}
         form = form or self.compile_form(params)
-        group = Group(RequestOutput(id, text, list(prompt), None, [], False), [], embed)
+        output = RequestOutput(id, text, list(prompt), None, [], False, metrics=RequestTimes())
+        group = Group(output, [], embed)
         for index in range(params.n):
             own = id if params.n == 1 else f"{id}#{index}"
             request = Request(own, prompt, params, self.stop_ids, **options)
@@ -182,6 +183,8 @@ class Engine:
             speculation=self._speculation,
             failed_batches=self._failed_batches,
             engines_up=int(self.ended is None),
+            num_pages=pages.num_pages - 1,
+            page_size=pages.page_size,
         )
 
     # Steps.
@@ -227,6 +230,7 @@ class Engine:
             reply = self._replies[row.request.id]
             if row.fresh:
                 reply.sent = FREE
+                reply.group.output.metrics.scheduled()
             if row.samples and reply.masked and ((rule := reply.rule) is None or rule != reply.sent):
                 replies.append(reply)
                 slots.append(row.slot)

@@ -17,7 +17,8 @@ def few_bits_of(shape: TransformerConfig, weights: WeightFormat, products: Group
     if products != "pallas" or weights == "dtype":
         return ()
     moes = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
-    active = sum(3 * shape.embed_dim * moe.top_k * moe.expert_dim for moe in moes)
+    one = [len(moe.projections) * moe.read_dim(shape.embed_dim) * moe.expert_dim for moe in moes]  # expert
+    active = sum(of * moe.top_k for of, moe in zip(one, moes, strict=True))
     each = sum(
         block.attention.parameters_per_token(shape.embed_dim) + block.mlp.parameters_per_token(shape.embed_dim)
         for block in shape.blocks()
@@ -27,7 +28,7 @@ def few_bits_of(shape: TransformerConfig, weights: WeightFormat, products: Group
         found.append(_part((each - active) / each, nbytes, FEW_ROWS, BLOCK))
     if moes and (nbytes := _bytes(weights, experts=True)):
         tokens = min(moe.num_experts / moe.top_k for moe in moes)  # for which each expert has a row
-        total = sum(3 * shape.embed_dim * moe.num_experts * moe.expert_dim for moe in moes)
+        total = sum(of * moe.num_experts for of, moe in zip(one, moes, strict=True))
         found.append(_part(total / each, nbytes, FEW_ROWS_OF_EXPERT * tokens, BLOCK * tokens))
     return tuple(found)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
+from shardlm.errors import ShardlmError
 from shardlm.hf_files import read_generation
 from shardlm.mesh import MeshSpec
 from shardlm.opened import describe
@@ -26,7 +27,7 @@ from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
-from shardlm.serve.other_names import CALLS, refuse
+from shardlm.serve.other_names import CALLS, METHODS, refuse
 from shardlm.serve.outputs import EngineError, RequestOutput, whole
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
@@ -78,7 +79,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -137,11 +138,17 @@ class LLM:
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
-        *,
+        *others: Any,
         lora_request: LoRARequests = None,
+        **named: Any,
     ) -> list[list[float]]:
         """The log-probability of each token of each prompt but the first, given those before it. Raises EngineError
         where one could not be read."""
+        if others or named:  # vLLM's compares two texts
+            raise ShardlmError(
+                "LLM.score tells the log-probabilities of prompts' tokens, of one text or a list: it takes no second "
+                "text; numpy.dot of two vectors of LLM.embed compares texts"
+            )
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         outputs = whole(self.generate(prompts, params, lora_request=lora_request))
         return [[place.chosen.logprob for place in output.prompt_logprobs[1:]] for output in outputs]
@@ -163,6 +170,11 @@ class LLM:
     def get_tokenizer(self) -> HfTokenizer:
         """The model's, as programs know those of Hugging Face (`tokenizer` is our own)."""
         return HfTokenizer(self.tokenizer, self.folder)
+
+    def __getattr__(self, name: str) -> Any:
+        """For what is not there: says so, and of what vLLM's class has, what to write instead."""
+        hint = f"; {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"LLM has no attribute {name!r}{hint}", name=name, obj=self)
 
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft

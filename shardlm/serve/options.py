@@ -9,14 +9,9 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.other_names import ENGINE, MEANINGLESS
 
 log = logging.getLogger(__name__)
-
-# Options of vLLM's that change no reply and decide what this engine does not do, or always does.
-_MEANINGLESS = (
-    *("trust_remote_code", "enforce_eager", "disable_log_stats", "disable_custom_all_reduce", "swap_space"),
-    *("distributed_executor_backend", "enable_chunked_prefill", "max_seq_len_to_capture"),
-)
 
 
 def config_of(sizes: MeshSpec, mesh: MeshSpec | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -24,13 +19,13 @@ def config_of(sizes: MeshSpec, mesh: MeshSpec | None, options: Mapping[str, Any]
     mesh and sizes are both given."""
     if mesh is not None and sizes != MeshSpec():
         raise ShardlmError(f"mesh={mesh} and parallel sizes that make {sizes}: give mesh or the sizes, not both")
-    for name in options.keys() & set(_MEANINGLESS):
+    for name in sorted(options.keys() & set(MEANINGLESS)):
         log.warning("%s=%r is vLLM's and decides nothing here", name, options[name])
-    own = {name: value for name, value in options.items() if name not in _MEANINGLESS and value is not None}
+    own = {name: value for name, value in options.items() if name not in MEANINGLESS and value is not None}
     known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "mesh"]
     if unknown := sorted(own.keys() - set(known)):
         near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        hint = ENGINE.get(unknown[0]) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
         raise ShardlmError(f"no option {unknown[0]}={own[unknown[0]]!r}; {hint}")
     if own.get("dtype") == "auto":
         own["dtype"] = None

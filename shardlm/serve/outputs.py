@@ -2,6 +2,7 @@
 of the engine. No jax."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 
 
@@ -61,12 +62,42 @@ class CompletionOutput:
 
 
 @dataclasses.dataclass
+class RequestTimes:
+    """When what happened to a request, by vLLM's names: arrival_time in seconds since 1970, what ends in _ts on the
+    clock of time.monotonic(), 0 until it happens. It is scheduled with the first batch that reads of its prompt, and
+    stays so where it is preempted; a token comes when the host has seen it. num_generation_tokens: of all replies."""
+
+    arrival_time: float = dataclasses.field(default_factory=time.time)
+    queued_ts: float = dataclasses.field(default_factory=time.monotonic)
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds that the client waited for the first token."""
+        return self.first_token_ts - self.queued_ts
+
+    def scheduled(self) -> None:
+        """A batch has something of it."""
+        self.scheduled_ts = self.scheduled_ts or time.monotonic()
+
+    def wrote(self, tokens: int) -> None:
+        """So many have come; 0 where a prompt was read for its own sake."""
+        self.last_token_ts = time.monotonic()
+        self.first_token_ts = self.first_token_ts or self.last_token_ts
+        self.num_generation_tokens += tokens
+
+
+@dataclasses.dataclass
 class RequestOutput:
     """All replies to one prompt, as far as they have come; `finished` when none goes on.
 
     prompt_logprobs: as `CompletionOutput.logprobs`, of the prompt; None for its first token, which nothing foretells.
     num_cached_tokens: of the prompt, found in the prefix cache. truncated: tokens of the prompt that were left out.
     embedding: of the prompt, where that was asked for. error: what broke this request, where something of ours did.
+    metrics: its times, which are still written while it runs.
     """
 
     request_id: str
@@ -79,6 +110,7 @@ class RequestOutput:
     truncated: int = 0
     embedding: list[float] | None = None
     error: str | None = None
+    metrics: RequestTimes | None = dataclasses.field(default=None, compare=False)
 
 
 def whole(outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
@@ -117,7 +149,8 @@ class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
     engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, what
     came of drafts, None where there are none, and batches that failed. engines_up: those that this has not ended.
-    replicas: the same of each, where there are several."""
+    num_pages, page_size: how many pages of so many tokens requests can have. replicas: the same of each, where
+    there are several."""
 
     num_running: int
     num_waiting: int
@@ -130,4 +163,6 @@ class Stats:
     speculation: SpeculationStats | None = None
     failed_batches: int = 0
     engines_up: int = 1
+    num_pages: int = 0
+    page_size: int = 0
     replicas: tuple["Stats", ...] = ()

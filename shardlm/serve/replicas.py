@@ -159,7 +159,8 @@ class EngineGroup:
         sums = {name: sum(getattr(one, name) for one in each) for name in plain}
         drafts = [one.speculation for one in each if one.speculation]
         speculation = functools.reduce(SpeculationStats.plus, drafts) if drafts else None
-        return Stats(**sums | {"kv_usage": sums["kv_usage"] / len(each)}, speculation=speculation, replicas=each)
+        same = {"kv_usage": sums["kv_usage"] / len(each), "page_size": each[0].page_size}
+        return Stats(**sums | same, speculation=speculation, replicas=each)
 
     def renew(self) -> None:
         """As Engine.renew, of all replicas."""

@@ -175,6 +175,7 @@ def take(
             output.logprobs.append(described(tokenizer, tokens[i], logprobs[i], rank, alternatives, told))
     if request.finished and reply.detokenizer.stopped is None and params.detokenize:
         output.text += reply.detokenizer.finish()
+    reply.group.output.metrics.wrote(kept)
     return kept
 
 

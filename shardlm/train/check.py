@@ -7,6 +7,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
@@ -77,15 +78,24 @@ def check_choice(mesh: MeshSpec, context_attention: str) -> None:
         )
 
 
-def check_memory(num_kv_heads: int, mesh: MeshSpec, context_attention: str = "auto") -> None:
+def check_memory(attention: DeltaNetConfig, mesh: MeshSpec, context_attention: str = "auto") -> None:
     """Refuses linear attention whose heads do not divide over tensor and context, over which each device goes through
-    whole rows of its share of them."""
+    whole rows of its share of them. Of Mamba 2 devices may share a group of queries and keys."""
     if mesh.context > 1 and context_attention == "ring":
         raise ShardlmError(
             "context_attention=ring: linear attention goes through a row from its first token to its last, and a ring "
             "has them in another order; set context_attention to auto or ulysses, or mesh.context to 1"
         )
     ways = mesh.size("tensor", "context")
+    num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+    if isinstance(attention, MambaConfig):
+        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and 0 in (num_kv_heads % n, n % num_kv_heads)]
+        if ways not in fits or mesh.tensor not in fits:
+            raise ShardlmError(
+                f"heads={num_heads} in groups={num_kv_heads} of Mamba 2 cannot be split over tensor={mesh.tensor} x "
+                f"context={mesh.context}; choose sizes whose product is one of {', '.join(map(str, fits))}"
+            )
+        return
     if num_kv_heads % ways:
         works = ", ".join(str(n) for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
         raise ShardlmError(
@@ -152,7 +162,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         heads = block.attention.num_heads, block.attention.num_kv_heads
         if isinstance(block.attention, DeltaNetConfig):
             rules.act.check("heads", heads[0])
-            check_memory(heads[1], rules.mesh, context_attention)
+            check_memory(block.attention, rules.mesh, context_attention)
         elif isinstance(block.attention, CompressedConfig):  # each device has its tokens, and all keys and entries
             rules.act.check("heads", heads[0])
             rules.act.check("heads", block.attention.out_groups)
@@ -165,7 +175,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
             rules.rest.check("mlp", width)
         if block.mlp.num_experts:
             rules.rest.check("experts", block.mlp.num_experts)
-            rules.optimizer.check("expert_embed", model.embed_dim)
+            rules.optimizer.check("expert_embed", block.mlp.read_dim(model.embed_dim))
     rules.rest.check("vocab", model.vocab_size)
     rules.optimizer.check("embed", model.embed_dim)
     if model.inputs:

@@ -86,6 +86,11 @@ def test_text_is_learned_whole(tmp_path):
         ('{"text": "a"}', r"chats\.jsonl:2 has the keys text; a line is"),
         ('{"messages": [{"content": "a"}]}', r"chats\.jsonl:2: message 0 is .* needs a role and content"),
         ('{"messages": [{"role": "user", "content": "a"}]}', r"chats\.jsonl:2 has nothing that the assistant says"),
+        ('{"messages": "hi"}', r"chats\.jsonl:2: 'hi' is no list of messages, \{"),
+        ('{"prompt": 5, "completion": "a"}', r"chats\.jsonl:2 \(prompt\): 5 is no list of messages"),
+        ('{"conversations": "hi"}', r"chats\.jsonl:2: conversations is 'hi'; it is a list of \{\"from\""),
+        ('{"conversations": [{"from": "gpt"}]}', r"chats\.jsonl:2: conversations is \[.*; it is a list of"),
+        ('{"conversations": [{"from": ["gpt"], "value": 1}]}', r"chats\.jsonl:2: a turn is from \['gpt'\]; known"),
         ('{"conversations": [{"from": "bot", "value": "a"}]}', r"chats\.jsonl:2: a turn is from 'bot'; known: human"),
     ],
 )

@@ -165,6 +165,7 @@ def test_documents_that_are_not_utf8(tmp_path, kind):
         ('{"text": "\\ud83d x"}', r":2: not JSON"),
         ('["a"]', r":2: expected a JSON object with the key 'text', got list"),
         ('{"body": "a", "id": 1}', r":2: no key 'text'; the keys are 'body', 'id'. Set text_key"),
+        ('{"messages": []}', r":2: no key 'text'; the keys are 'messages'. Chats need data.chat_template"),
         ('{"text": null}', r":2: the value of 'text' is NoneType, expected a string"),
     ],
 )

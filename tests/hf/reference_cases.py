@@ -51,6 +51,30 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+# State space models beside attention (Mamba 2).
+GRANITE_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 20,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+}
+NEMOTRON_H = {
+    "num_hidden_layers": None,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+}
 WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA4 = {
     "head_dim": 8,
@@ -286,6 +310,30 @@ CASES = {
         "olmo_hybrid",
         {**{name: value for name, value in HYBRID.items() if name != "head_dim"}, "num_key_value_heads": 4}
         | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1}
+        | {"tie_word_embeddings": True},
+    ),
+    "granitemoehybrid_moe": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, **MOE, "mamba_n_groups": 2, "position_embedding_type": "rope", "time_step_limit": [0.5, 2.0]}
+        | {"mamba_conv_bias": False, "intermediate_size": 24},
+    ),
+    "bamba": (
+        "bamba",
+        {name: value for name, value in GRANITE_HYBRID.items() if name.startswith("mamba")}
+        | {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"]}
+        | {"moe_latent_size": 16, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": [*["linear_attention", "moe"] * 2, "full_attention", "moe"]},
     ),
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "qwen3_5_moe": (

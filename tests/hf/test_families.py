@@ -2,9 +2,7 @@
 are tiny random checkpoints that transformers itself saved, with what it computed (make_references.py)."""
 
 import json
-import os
 import pathlib
-import sys
 from functools import partial
 
 import jax
@@ -25,12 +23,13 @@ from shardlm.state import ModelDef, at_rest
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 NAMES = sorted(path.name for path in REFERENCES.iterdir())
-# Made of what others have: their logits and their files alone; their greedy tokens and gradients too with Python 3.12,
-# or with SHARDLM_EVERY_FAMILY=1 (2 s of a core more each, nothing cached).
+# Made of what others have: the wide tests alone take their greedy tokens and gradients (2 s of a core each, nothing
+# cached), and those of the costly ones (5 to 20 s).
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma glm glm4_moe glm4_moe_lite granite_swa"
 ALIKE += " granitemoe granitemoe_swa granitemoeshared helium hunyuan_moe hy_v3 internlm3 llama_dynamic minimax_m2 olmo3"
 ALIKE = (ALIKE + " olmoe qwen2_moe seed_oss solar_open starcoder2 youtu").split()
-ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
+COSTLY = ["deepseek_v4", "glm_moe_dsa", "kimi_linear", "qwen3_5_moe", "qwen4_exp"]
+COSTLY += ["bamba", "granitemoehybrid_moe", "nemotron_h_moe"]
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
 LOGITS, GRADIENTS = 1e-4, 1e-3
 OF_MEMORIES = 3e-4  # a norm makes much of what is read where little is remembered (most tokens 2e-6, one 9e-5)
@@ -76,14 +75,19 @@ def loss(model, tokens, params):
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits[:, :-1]) * hit, axis=-1)), logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALIKE + COSTLY)
+def test_logits_of_a_family_and_its_files(name, tmp_path):
+    reference = Reference(name, MeshSpec())
+    assert np.abs(scored(reference) - reference.logits).max() < close(reference)
+    written_back(reference, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] * (name in ALIKE + COSTLY)) for name in NAMES]
+)
 def test_a_family_computes_what_transformers_computes(name, tmp_path):
     reference = Reference(name, MeshSpec())
-    if ALL or name not in ALIKE:
-        check(reference, tmp_path / "back")
-    else:
-        assert np.abs(scored(reference) - reference.logits).max() < close(reference)
-        written_back(reference, tmp_path / "back")
+    check(reference, tmp_path / "back")
 
 
 def check(reference: Reference, back: pathlib.Path) -> None:
@@ -117,10 +121,10 @@ def written_back(reference: Reference, path: pathlib.Path) -> None:
 
 
 MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmo2", "phi3", "glm4"]
-MESHED += ["gemma3", "gemma4", "gemma4_moe", "deepseek_v32", "deepseek_v4", "qwen4_exp"]
+MESHED += ["nemotron_h", "gemma3", "gemma4", "gemma4_moe", "deepseek_v32", "deepseek_v4", "qwen4_exp"]
 
 
-@pytest.mark.parametrize("name", MESHED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in MESHED])
 def test_a_family_on_a_mesh(name):
     reference = Reference(name, MeshSpec(fsdp=2, expert=2, tensor=2))
     assert np.abs(scored(reference) - reference.logits).max() < close(reference)

@@ -48,19 +48,26 @@ def loss_and_gradients(family: str, spec: MeshSpec):
     return float(metrics["loss"]), jax.tree.map(np.asarray, grads)
 
 
-@pytest.mark.parametrize(
-    ("family", "spec"),
-    [
-        ("qwen3_moe", MeshSpec(fsdp=2, expert=2, tensor=2)),
-        ("gemma3", MeshSpec(fsdp=2, context=2, tensor=2)),
-        ("gemma4", MeshSpec(fsdp=2, context=2, tensor=2)),  # layers that read others' keys and values
-        ("glm_moe_dsa", MeshSpec(fsdp=2, context=2, tensor=2)),  # queries that attend to chosen tokens
-        ("deepseek_v4", MeshSpec(fsdp=2, context=2, tensor=2)),  # entries of several tokens
-        ("qwen4_exp", MeshSpec(fsdp=2, context=2, tensor=2)),  # rows of n-grams, streams, chosen blocks
-        ("kimi_linear", MeshSpec(fsdp=2, context=2, tensor=2)),  # decays of each number of a key
-        ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
-    ],
-)
+LONG = MeshSpec(fsdp=2, context=2, tensor=2)
+COSTLY = {  # 16 to 46 s of a core
+    "gemma4",  # layers that read others' keys and values
+    "glm_moe_dsa",  # queries that attend to chosen tokens
+    "deepseek_v4",  # entries of several tokens
+    "qwen4_exp",  # rows of n-grams, streams, chosen blocks
+    "kimi_linear",  # decays of each number of a key
+}
+EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
+# And blocks without a feed-forward layer, experts that read a latent.
+WIDE = [(family, LONG) for family in sorted(COSTLY)] + [("nemotron_h", EXPERTS)]
+CASES = [
+    ("qwen3_moe", EXPERTS),
+    ("gemma3", LONG),
+    ("granitemoehybrid", LONG),  # a group of queries and keys that devices share
+    ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
+]
+
+
+@pytest.mark.parametrize(("family", "spec"), CASES + [pytest.param(*case, marks=pytest.mark.wide) for case in WIDE])
 def test_a_mesh_gives_the_numbers_of_one_device(family, spec):
     loss, grads = loss_and_gradients(family, MeshSpec())
     found, others = loss_and_gradients(family, spec)

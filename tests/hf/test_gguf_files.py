@@ -54,6 +54,31 @@ def test_a_file_is_opened_once_and_again_when_it_changed(llama, cache):
     assert opened.find(blob) != other
 
 
+def test_a_model_that_ollama_has_pulled_is_opened_by_its_name(llama, tmp_path, monkeypatch):
+    home = tmp_path / "ollama"
+    monkeypatch.setenv("OLLAMA_MODELS", str(home))
+    manifest = home / "manifests" / "registry.ollama.ai" / "library" / "llama3.2" / "latest"
+    for folder in (manifest.parent, home / "blobs"):
+        folder.mkdir(parents=True)
+
+    def layers(*kinds):
+        made = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{kind}"} for kind in kinds]
+        manifest.write_text(json.dumps({"layers": made}))
+
+    layers("model", "template", "params")
+    with pytest.raises(ShardlmError, match=r"llama3.2 lacks its weights, .*sha256-model; pull it again: ollama pull"):
+        opened.find("llama3.2")
+    blob = llama.rename(home / "blobs" / "sha256-model")
+    assert opened.find("llama3.2") == opened.find("llama3.2:latest") == opened.find(blob)
+    assert ServedModel.of_folder("llama3.2").shape == ServedModel.of_folder(blob).shape
+    layers("model", "adapter")
+    with pytest.raises(ShardlmError, match=r"1 files of weights and 1 adapters; what is opened is one file"):
+        opened.find("llama3.2")
+    for other in ("llama3.2:3b", "llama", "../library/llama3.2"):
+        with pytest.raises(ShardlmError, match=r"no folder"):
+            opened.find(other)
+
+
 def test_a_folder_that_holds_one_model_is_opened(llama, tmp_path):
     folder = tmp_path / "models"
     folder.mkdir()

@@ -39,6 +39,7 @@ def test_modules_compute_what_torch_computes():
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.wide
 def test_modules_beside_a_decoder_with_linear_attention_do_too(name, tmp_path):
     """Whether config.json tells of the module or not; experts in a tensor each, or in one. Both are written alike."""
     home = HERE / "hybrid_mtp_references" / name

@@ -294,6 +294,7 @@ def in_few_bits(trained, folder):
             assert a.sharding == b.sharding and np.array_equal(a, b)
 
 
+@pytest.mark.wide
 def test_a_folder_is_trained_further_and_written_back(tmp_path):
     """Trains a Hugging Face folder on text, writes the run as a folder, and that as a run again."""
     config = tiny_run.write(tmp_path)

@@ -149,7 +149,51 @@ GLM = {
     "topk_group": 1, "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 8, "rope_scaling": None,
     "num_nextn_predict_layers": 1, "rope_theta": 1_000_000,
 }  # fmt: skip
+GRANITE4 = {
+    "model_type": "granitemoehybrid", "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_head": 64, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False, "position_embedding_type": "nope",
+    "embedding_multiplier": 12, "logits_scaling": 8, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+NEMOTRON_H = {
+    "model_type": "nemotron_h", "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128,
+    "head_dim": 128, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "layer_norm_epsilon": 1e-5, "expand": 2,
+    "norm_eps": 1e-5, "hidden_dropout": 0.0, "mamba_proj_bias": False, "mlp_bias": False, "use_bias": False,
+    "use_conv_bias": True, "use_mamba_kernels": True, "rescale_prenorm_residual": True, "residual_in_fp32": False,
+    "num_logits_to_keep": 1, "sliding_window": None, "time_step_limit": [0.0, math.inf], "time_step_min": 0.001,
+    "time_step_max": 0.1, "time_step_floor": 0.0001, "attention_bias": False,
+    "hidden_act": None,
+}  # fmt: skip
 NEWER = {  # name -> (config.json in the words of its publishers, billions of parameters that they state)
+    "Granite 4.0 H Micro": (
+        common(40, 2048, 32, 8, 8192, 100352, **GRANITE4, mamba_n_heads=64, shared_intermediate_size=8192,
+               num_local_experts=0, num_experts_per_tok=0),
+        3.19,
+    ),
+    "Granite 4.0 H Small": (
+        common(40, 4096, 32, 8, 768, 100352, **GRANITE4, mamba_n_heads=128, shared_intermediate_size=1536,
+               num_local_experts=72, num_experts_per_tok=10),
+        32,
+    ),
+    "Bamba 9B": (
+        common(32, 4096, 32, 8, 14336, 128256, model_type="bamba", attn_layer_indices=[9, 18, 27], mamba_n_heads=128,
+               mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_expand=2, mamba_d_conv=4,
+               mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, z_loss_coefficient=0.0),
+        9.78,
+    ),
+    "Nemotron Nano 9B v2": (
+        common(56, 4480, 40, 8, 15680, 131072, **NEMOTRON_H, mamba_num_heads=128, mamba_head_dim=80,
+               hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),
+        8.89,
+    ),
+    "Nemotron 3 Nano": (
+        common(52, 2688, 32, 2, 1856, 131072, **NEMOTRON_H, mamba_num_heads=64, mamba_head_dim=64, n_group=1,
+               hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", topk_group=1,
+               moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, n_routed_experts=128,
+               n_shared_experts=1, num_experts_per_tok=6, norm_topk_prob=True, routed_scaling_factor=2.5),
+        31.6,
+    ),
     "GLM 4.5": (
         common(92, 5120, 96, 8, 12288, 151552, **GLM, first_k_dense_replace=3, moe_intermediate_size=1536,
                n_routed_experts=160, routed_scaling_factor=2.5, use_qk_norm=True),

@@ -68,6 +68,29 @@ def options_of(name: str) -> dict:
         ("laguna", {"num_attention_heads_per_layer": [4]}, r"=\[4\]; it needs num_hidden_layers=3 of them"),
         ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, r"supported: \['sparse', 'sparse', 'spars"),
         ("afmoe", {"score_func": "softmax"}, "score_func='softmax', which is not supported; supported: 'sigmoid'"),
+        ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias=True, which is not supported"),
+        (
+            "granitemoehybrid",
+            {"mamba_d_head": 12},
+            "mamba_n_heads=4 of mamba_d_head=12; together they need mamba_expand",
+        ),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "supported: None, 'nope', 'rope'"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"]},
+            "it needs num_hidden_layers=3 of linear_attention, mamba, full",
+        ),
+        ("granitemoehybrid", {"time_step_limit": [0.1]}, r"time_step_limit=\[0.1\]; it needs two numbers"),
+        (
+            "bamba",
+            {"attn_layer_indices": [3]},
+            r"attn_layer_indices=\[3\]; it needs numbers from 0 to num_hidden_layers",
+        ),
+        ("nemotron_h", {"layers_block_type": None}, "no layers_block_type and no hybrid_override_pattern"),
+        ("nemotron_h", {"layers_block_type": ["mlp"]}, "'mlp' as first layer: each mlp and moe has to stand behind a"),
+        ("nemotron_h", {"layers_block_type": "M-E"}, "layer 2, 'moe', behind 'mlp': each mlp and moe has to stand"),
+        ("nemotron_h", {"layers_block_type": "MX"}, "a layer 'X' in 'MX'; layers are of M, "),
+        ("nemotron_h", {"use_bias": True}, "use_bias=True, which is not supported"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False, which is not supported; supported: True"),
         ("kimi_linear", {"layer_types": ["linear_attention"]}, "it needs num_hidden_layers=4 of full_attention, lin"),
         (
@@ -186,6 +209,11 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             "over tensor, which this model has: choose a mesh of data and fsdp",
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
+        (
+            "granitemoehybrid",
+            {},
+            "no formulas for layers of Mamba 2, which this model has: choose a mesh without a plan",
+        ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (
             "qwen4_exp",

@@ -33,13 +33,21 @@ def read(x, taps, rates, memory, at, valid, each: int):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "one_by_one", "decays"), [(1, False, (N,)), (4, False, (N,)), (2, True, (N,)), (3, False, (N, H))]
+    ("drafts", "one_by_one", "decays", "takes_back"),
+    [
+        (1, False, (N,), True),
+        (4, False, (N,), True),
+        (2, True, (N,), True),
+        (3, False, (N, H), True),
+        (3, False, (N,), False),
+    ],
 )
-def test_what_stays_is_as_if_there_had_been_no_drafts(drafts, one_by_one, decays):
+def test_what_stays_is_as_if_there_had_been_no_drafts(drafts, one_by_one, decays, takes_back):
     """Of every row some drafts stay at each step, none of them, or all; now and then a row pauses. A model that drafts
     reads a token at a time."""
     rng, P = np.random.default_rng(drafts), 1 + drafts
     taps = {name: rng.normal(size=(*shape, W)).astype(np.float32) for name, shape in SHAPES.items()}
+    taps |= {} if takes_back else {"skip": rng.normal(size=N).astype(np.float32)}
     text, rates = numbers(rng, STEPS * P, decays)  # more than will stay
     memory = empty_memory(text, W) | {"start": jnp.zeros(B, jnp.int32)}
     memory |= {n: jnp.pad(memory[n], ((0, 0), (0, P), (0, 0), (0, 0))) for n in ("conv_q", "conv_k", "conv_v")}

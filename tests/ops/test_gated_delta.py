@@ -7,7 +7,7 @@ import pytest
 
 from shardlm.ops import delta_step_kernel, states_kernel
 from shardlm.ops.delta_rows import known_in_place, remembered
-from shardlm.ops.gated_delta import CHUNK, delta_net, empty_memory, gated_delta, reference, unit
+from shardlm.ops.gated_delta import CHUNK, SUMMED, delta_net, empty_memory, gated_delta, reference, unit
 from shardlm.ops.gated_delta_chunks import through
 from shardlm.ops.short_conv import short_conv, texts
 from shardlm.ops.unit_inverse import inverse_of_unit
@@ -25,16 +25,19 @@ def numbers(length: int, seed: int = 0, channels: bool = False) -> list[jax.Arra
     return [unit(jnp.asarray(q)), unit(jnp.asarray(k)), v, -(decay**2), 1 / (1 + np.exp(-beta)), state]
 
 
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("length", [1, 5, CHUNK, 2 * CHUNK + 22])
-def test_chunks_are_the_rule(length, channels):
+@pytest.mark.parametrize(
+    ("length", "channels", "takes_back"),
+    [(n, channels, True) for n in (1, 5, CHUNK, 2 * CHUNK + 22) for channels in (False, True)]
+    + [(n, False, False) for n in (1, 2 * SUMMED + 22)],
+)
+def test_chunks_are_the_rule(length, channels, takes_back):
     new = np.random.default_rng(1).uniform(size=(B, length)) < 3 / CHUNK
     text = texts(jnp.asarray(new).at[0].set(False))  # a row that goes on from its state to the end
     given = numbers(length, channels=channels)
 
     def of(rule):
         def loss(*given):
-            out, state = rule(*given, text)
+            out, state = rule(*given, text, takes_back=takes_back)
             return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.sin(state)), (out, state)
 
         return jax.jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))(*given)
@@ -84,22 +87,23 @@ def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back, decays):
         np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("channels", [False, True])
-def test_the_kernel_for_gpus_steps_where_states_lie(channels):
+@pytest.mark.parametrize(("channels", "takes_back"), [(False, True), (True, True), (False, False)])
+def test_the_kernel_for_gpus_steps_where_states_lie(channels, takes_back):
     """A row that begins in a slot another text left, one that goes on, one without a token; other slots stay as they
     are."""
     rng, slots, rows = np.random.default_rng(0), 5, 3
     of = {"q": (K, H), "k": (K, H), "v": (N, V)}
     random = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, taps = {n: random(rows, 1, *own) for n, own in of.items()}, {n: random(*own, W) for n, own in of.items()}
+    taps |= {} if takes_back else {"skip": random(N), "bias_q": random(K, H)}
     held = {f"conv_{name}": random(slots, W - 1, *own) for name, own in of.items()} | {"state": random(slots, N, H, V)}
     log_decay, beta = -jnp.abs(random(rows, 1, N, *(H,) * channels)), jax.nn.sigmoid(random(rows, 1, N))
     position, valid, slot = jnp.array([0, 7, 9]), jnp.array([[True], [True], [False]]), jnp.array([3, 0, 4])
     given = x, taps, log_decay, beta
     assert delta_step_kernel.fits(x["k"], held["state"])
 
-    def rule(*given, slot):
-        return delta_step_kernel.pallas(*given, slot, interpret=True)
+    def rule(*given, slot, takes_back=True):
+        return delta_step_kernel.pallas(*given, slot, takes_back, interpret=True)
 
     out, found = known_in_place(rule, *given, position, valid, held, slot)
     wanted, expected = remembered("known", *given, position, position, valid, held, slot)

@@ -4,6 +4,7 @@ refused, and the ranking beside what was measured is computed right. Nothing her
 import dataclasses
 import json
 import math
+import re
 import types
 
 import jax
@@ -343,7 +344,8 @@ def test_the_profile_is_for_those_who_plan(tmp_path):
     done = run("launch.train", f"--config={BENCH}", *words, "--config.cpu_devices=2")
     assert done.returncode == 0, done.stderr
     assert "mesh=auto: rates as measured on 8 x cpu of 1 host on 2026-11-21" in done.stdout
-    assert "mesh=auto, estimated:" in done.stdout and "--config.mesh." in done.stdout
+    said = r"mesh=auto, estimated: [\d.]+ s a step, [\d.]+ GiB a CPU device. It stands for"
+    assert re.search(said, done.stdout) and "--config.mesh." in done.stdout
 
 
 def test_a_plan_names_the_machine_and_the_date_of_its_rates():
@@ -356,3 +358,6 @@ def test_a_plan_names_the_machine_and_the_date_of_its_rates():
     assert impossible(cluster).startswith("these are CPU devices: run the plan's configuration")
     assert "8 x cpu in 1 host of 8; memory 1.00 GB/s" in told and "verified" not in told
     assert "Memory of a CPU, the first plan" in told and "GPU" not in told
+    one = to_json(answer(load(BENCH), cluster_of_profile(planted(collectives=EVERY), 1), free))
+    one["cluster"]["inside_bytes_per_second"] = 0.0  # of one device no collective was measured
+    assert "1 x cpu in 1 host of 1\n" in to_text(one)

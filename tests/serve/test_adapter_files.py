@@ -201,6 +201,7 @@ def test_its_base_may_be_elsewhere(folders, tmp_path):
         describe(folder)
 
 
+@pytest.mark.wide
 def test_dense_layers_and_shared_experts_of_a_model_with_experts_have_room(tmp_path):
     """As training adapts them (lora.targets)."""
     base = folder_of(tmp_path / "base", 0, dataclasses.replace(DEEPSEEK, vocab_size=CONFIG.vocab_size))

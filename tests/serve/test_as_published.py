@@ -119,6 +119,7 @@ def test_a_plan_holds_a_draft_model_so(folders):
         ("deepseek_v3", MeshSpec(expert=2, pipeline=2)),
     ],
 )
+@pytest.mark.wide
 def test_scores_on_a_mesh(folders, name, mesh):
     plain, few = (folder.path for folder in folders(name))
     expected = scores(plain, None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,8 @@ def test_replicas_of_quantised_weights():
     sizes = {"max_model_len": 16, "max_num_seqs": 1, "max_num_batched_tokens": 8, "block_size": 4}
     mesh = MeshSpec(data=2, tensor=2)
     engine = random_engine(shape, EngineConfig(mesh=mesh, quantization="int8", kv_cache_dtype="int8", **sizes))
-    found = bench_serving(engine, prompt_len=9, output_len=4, shared=0)
+    found = bench_serving(engine, prompt_len=9, output_len=4, shared=0, tell=(said := []).append)
+    assert len(said) == 1 and re.fullmatch(r"offline, 1 at once: [\d,]+ tokens/s while decoding", said[0])
     assert found["mesh"] == {"data": 2, "tensor": 2} and found["quantization"] == found["kv_cache_dtype"] == "int8"
     assert found["weight_bytes"] < 4 * found["parameters"] and [one["batch"] for one in found["offline"]] == [1]
     assert engine.stats().generation_tokens == 2 * 4  # the round that is not counted, and the one that is

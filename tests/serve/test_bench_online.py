@@ -63,7 +63,7 @@ def served(work, reply="quick" * 5, template="qwen25", **settings):
 def test_times_are_those_of_the_server():
     async def work(url, llm):
         client = Client(url, "key")
-        asked, most = [], []
+        asked, most, said = [], [], []
 
         def jobs(seed):
             asked.append(seed)
@@ -73,14 +73,17 @@ def test_times_are_those_of_the_server():
 
         limits = {"ttft": 10 * DELAY, "e2e": 3 * DELAY}
         return (
-            await online.bench(client, jobs, rates=[math.inf, 20.0], concurrency=[3], limits=limits),
+            await online.bench(client, jobs, rates=[math.inf, 20.0], concurrency=[3], limits=limits, tell=said.append),
             asked,
             most,
             client,
+            said,
         )
 
-    ((reports, asked, most, client), llm) = served(work)
+    ((reports, asked, most, client, said), llm) = served(work)
     at_once, poisson, three = reports
+    wanted = [f"request_rate=inf: 6 requests in {at_once['seconds']:.1f} s", "request_rate=20.0: ", "concurrency=3: "]
+    assert all(one.startswith(begun) for one, begun in zip(said, wanted, strict=True))
     assert client.model == "fake" and asked == [0, 1, 2, 3] and len(llm.seen) == 1 + 3 * 6
     assert at_once["request_rate"] == "inf" and poisson["request_rate"] == 20 and three["concurrency"] == 3
     for report in reports:

@@ -79,8 +79,8 @@ def bits(output) -> tuple:
     [
         (WIDE, MeshSpec()),
         (WIDE, MeshSpec(tensor=2)),
-        (MIXED, MeshSpec(expert=2)),
-        (RECALLING, MeshSpec()),
+        pytest.param(MIXED, MeshSpec(expert=2), marks=pytest.mark.wide),
+        pytest.param(RECALLING, MeshSpec(), marks=pytest.mark.wide),
         (RECALLING, MeshSpec(tensor=2)),
     ],
 )

@@ -87,6 +87,7 @@ def drafting(weights):
         }
 
 
+@pytest.mark.wide
 def test_replies_are_the_same_with_drafts(weights, drafting):
     wanted = served(engine_of(weights, MeshSpec()), 0)
     # Measured: 3.5 tokens a step of 5 at most, and 2.5 of 3. A model that drafts for itself is always right, also after

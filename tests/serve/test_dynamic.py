@@ -141,7 +141,7 @@ def test_a_checkpoint_in_few_bits_that_is_served_in_more_says_so():
     [
         ("dense", "fp8_dynamic", MeshSpec(tensor=4)),
         ("dense", "int8_dynamic", MeshSpec(tensor=2, pipeline=2)),
-        ("latent", "int8_dynamic", MeshSpec(expert=2, tensor=2)),
+        pytest.param("latent", "int8_dynamic", MeshSpec(expert=2, tensor=2), marks=pytest.mark.wide),
     ],
     ids=str,
 )

@@ -306,3 +306,6 @@ def test_the_benchmark_offline_and_over_http(served, tmp_path):
         assert row["goodput"]["share"] == 0 and row["goodput"]["limits_seconds"] == {"e2e": 99, "ttft": 1e-9}
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert served[0].stats().prefix_hits > 0 and served[0].stats().kv_usage == 0
+    pages = served[0].scheduler.pages
+    stats = served[0].stats()
+    assert (stats.num_pages, stats.page_size) == (pages.num_pages - 1, pages.page_size)  # the first is scrap

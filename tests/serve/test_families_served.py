@@ -1,10 +1,8 @@
 """Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
 from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
 
-import os
 import pathlib
 import shutil
-import sys
 
 import jax
 import numpy as np
@@ -29,10 +27,12 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("gemma4", TENSOR),
     ("qwen4_exp", EXPERT),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
+    ("granitemoehybrid", TENSOR),  # a group of Mamba 2's queries and keys that devices share
 ]
 # These begin at the start of a text, so that no pages are shared.
-MEMORIES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
-ROUTED = ("deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
+MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
+MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
+ROUTED = ("nemotron_h", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -42,6 +42,7 @@ FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium 
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 REST = [
@@ -49,8 +50,7 @@ REST = [
     for case in REST
     if case not in SAMPLE and case not in [(name, PIPELINE) for name in ("gemma4", "deepseek_v4", "qwen4_exp")]
 ]  # which stages refuse
-# Each compiles programs of its own: 6 s of a core (measured, nothing cached), 4 minutes for all of them.
-ALL = sys.version_info >= (3, 12) or bool(os.environ.get("SHARDLM_EVERY_FAMILY"))
+COSTLY = ("deepseek_v32", "deepseek_v4", "gemma4", "qwen4_exp")  # 6 to 18 s of a core
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
 CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
 
@@ -78,22 +78,27 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     assert llm.engine.stats().kv_usage == 0
 
 
-@pytest.mark.parametrize(("name", "spec"), SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [pytest.param(name, spec, marks=[pytest.mark.wide] * (name in COSTLY)) for name, spec in SAMPLE],
+    ids=str,
+)
 def test_each_kind_of_family_on_another_mesh(name, spec, tmp_path):
     check(name, spec, tmp_path / name)
 
 
-@pytest.mark.skipif(not ALL, reason="minutes: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.wide  # programs of its own each: 6 s of a core (measured, nothing cached), 4 minutes for all of them
 @pytest.mark.parametrize(("name", "spec"), REST, ids=str)
 def test_every_family_and_every_mesh(name, spec, tmp_path):
     check(name, spec, tmp_path / name)
 
 
-@pytest.mark.skipif(not ALL, reason="half a minute: in the lane of Python 3.12, or with SHARDLM_EVERY_FAMILY=1")
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"deterministic": True}],
     ids=["drafts", "deterministic"],
 )
-def test_rows_of_ngrams_of_drafts_and_of_rows_in_turn(options, tmp_path):
-    check("qwen4_exp", ONE, tmp_path / "qwen4_exp", **options)
+@pytest.mark.parametrize("name", ["qwen4_exp", "granitemoehybrid"])
+def test_memories_of_drafts_and_of_rows_in_turn(name, options, tmp_path):
+    check(name, ONE, tmp_path / name, **options)

@@ -83,6 +83,10 @@ def test_what_users_of_vllm_s_class_expect(llm):
     texts = ['{"name": "ab"', "né日🙂", "true"]
     outputs = llm.generate(texts, GREEDY)
     assert [output.prompt for output in outputs] == texts and all(output.finished for output in outputs)
+    for one in (outputs[0].metrics, llm.generate("true", SamplingParams(max_tokens=0))[0].metrics):
+        assert one.arrival_time > 1.7e9 and 0 < one.queued_ts <= one.scheduled_ts < one.first_token_ts
+        assert one.first_token_ts <= one.last_token_ts and one.first_token_latency < 60
+    assert [output.metrics.num_generation_tokens for output in outputs] == [6] * 3
     by_ids = llm.generate([TOKENIZER.encode(text) for text in texts], [GREEDY] * 3)
     assert [o.outputs[0].text for o in by_ids] == [o.outputs[0].text for o in outputs]
     [alone] = llm.generate(texts[0], GREEDY)
@@ -183,13 +187,20 @@ def test_what_vllm_s_users_give_and_is_not_here(llm):
     assert llm.generate("true", GREEDY, **none)[0].finished
     assert llm.chat(user, GREEDY, chat_template_content_format="auto", **none)[0].finished
     for call, message in (
-        (lambda: llm.generate("a", prompt_token_ids=[[1]]), "LLM.generate has no prompt_token_ids .* prompts that are"),
+        (lambda: llm.generate(prompt_token_ids=[[1]]), "LLM.generate has no prompt_token_ids .* prompts that are"),
+        (lambda: llm.generate(), "a prompt is a NoneType"),
+        (lambda: llm.score("a", ["b"]), "takes no second text; numpy.dot of two vectors of LLM.embed"),
         (lambda: llm.generate("a", lora_request=1), "lora_request has a int; give shardlm.LoRARequest"),
         (lambda: llm.generate("a", sampling_parms=GREEDY), "did you mean sampling_params"),
         (lambda: llm.chat(user, chat_template_content_format="openai"), "templates are given contents as texts"),
     ):
         with pytest.raises(ShardlmError, match=message):
             call()
+    with pytest.raises(AttributeError, match="LLM has no attribute 'encode'; embed gives a vector for each prompt"):
+        llm.encode("a")
+    assert not hasattr(llm, "nothing_so")
+    with pytest.raises(AttributeError, match=r"stays as it was made.*dataclasses.replace\(it, max_tokens=5\) makes"):
+        llm.get_default_sampling_params().max_tokens = 5
 
 
 def test_chats_in_all_of_vllm_s_forms(llm):

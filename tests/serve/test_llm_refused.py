@@ -24,7 +24,10 @@ def folder(tmp_path_factory):
 def test_options_that_are_not_known(folder, caplog):
     for options, message in (
         ({"gpu_memory_utilisation": 0.5}, "no option gpu_memory_utilisation=0.5; did you mean gpu_memory_utilization"),
-        ({"task": "generate"}, "no option task='generate'; there are dtype, quantization, "),
+        ({"xyz": 1}, "no option xyz=1; there are dtype, quantization, "),
+        ({"task": "embed"}, "no option task='embed'; any model generates and embeds"),
+        ({"max_logprobs": 50}, "no option max_logprobs=50; up to 20 alternatives"),
+        ({"hf_overrides": {}}, "no option hf_overrides={}; change config.json"),
     ):
         with pytest.raises(ShardlmError, match=message):
             shardlm.LLM(folder, **options)

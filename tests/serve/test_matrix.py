@@ -225,6 +225,7 @@ def small_snapshots(monkeypatch):
     monkeypatch.setattr(pool_size, "Snapshots", functools.partial(Snapshots, least=2 * PAGE, tail=3))
 
 
+@pytest.mark.wide
 def test_every_pair_of_features_gives_what_the_oracle_says(small_snapshots):
     preemptions = hits = 0
     for build, cases in engines_and_cases():

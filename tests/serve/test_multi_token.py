@@ -74,6 +74,7 @@ def drafting(weights):
     return {modules: engine_of(weights, modules, spec) for modules, spec in MESHES.items()}
 
 
+@pytest.mark.wide
 def test_replies_are_the_same_with_drafts(plain, drafting):
     wanted = served(plain, 0)
     for modules, engine in drafting.items():
@@ -160,6 +161,7 @@ def test_trained_modules_save_steps(weights, drafting):
         assert min(one.mean_length for one in (alone, again, crowded)) > 3 > 1.5 > shuffled.mean_length >= 1
 
 
+@pytest.mark.wide
 def test_over_stages_drafts_are_the_same(weights):
     """In front of the trained layer's stage stands one that adds nothing; weights of modules are replaced there too."""
     spec = MeshSpec(pipeline=2)

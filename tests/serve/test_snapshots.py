@@ -8,9 +8,11 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from engines import CONFIG, TOKENIZER, finished, of_model
 from small import init, mesh_of
 from small_hybrid import HYBRID
+from small_mamba import MAMBA
 
 from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
@@ -102,16 +104,16 @@ def likeliest(model, params, tokens) -> list[int]:
     return np.asarray(forward(model, params, row))[0, : len(tokens)].tolist()
 
 
-SHAPE = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size)
-
-
-def test_conversations_get_the_replies_they_get_alone():
+@pytest.mark.wide
+@pytest.mark.parametrize("small", [HYBRID, MAMBA], ids=lambda small: type(small).__name__)
+def test_conversations_get_the_replies_they_get_alone(small):
     """Turns that begin with the turns before, shared beginnings, few pages and fewer copies, requests that are
     aborted, prompts cut into small chunks."""
+    shape = dataclasses.replace(small, vocab_size=CONFIG.vocab_size)
     spec, rng = MeshSpec(tensor=2), random.Random(1)
     mesh = mesh_of(spec)
     with jax.set_mesh(mesh):
-        model = ModelDef.make(SHAPE.transformer(), Execution(Rules.make("zero3", spec).for_decoding()))
+        model = ModelDef.make(shape.transformer(), Execution(Rules.make("zero3", spec).for_decoding()))
         params, own = init(model), init(model)
         apart = taken_apart(model, own)
     engine = of_model(*apart, mesh, tokens=16, pages=40, snapshots=3)

@@ -92,10 +92,11 @@ def headline(answer: Data) -> tuple[str, ...]:
     line each. On 256 GPUs, Llama 3 70B makes 2.9 times as many tokens/s of 256 rows as of 16 (estimated)."""
     cluster, run = answer["cluster"], answer["run"]
     hosts = f"{cluster['num_hosts']:,} host{'s' if cluster['num_hosts'] > 1 else ''} of {cluster['gpus_per_host']}"
-    inside = f"{cluster['inside_link']} {figure(cluster['inside_bytes_per_second'] / 1e9)} GB/s"
-    rate = figure(cluster["network_bytes_per_second"] / 1e9)
-    network = f", network ({cluster['fabric']}) {rate} GB/s" if cluster["num_hosts"] > 1 else ""
-    first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}; {inside}{network} a GPU and direction"
+    inside, network = cluster["inside_bytes_per_second"], cluster["network_bytes_per_second"]
+    links = [f"{cluster['inside_link']} {figure(inside / 1e9)} GB/s"] * (inside > 0)  # none was measured of one device
+    links += [f"network ({cluster['fabric']}) {figure(network / 1e9)} GB/s"] * (cluster["num_hosts"] > 1)
+    reach = f"; {', '.join(links)} a GPU and direction" if links else ""
+    first = f"{cluster['num_gpus']:,} x {cluster['gpu']} in {hosts}{reach}"
     adapters = f" and {large(run['adapter_parameters'])} in adapters" if run["adapter_parameters"] else ""
     second = (
         f"{large(run['parameters'])} parameters{adapters}; {run['global_batch']:,} rows of {run['seq_len']:,} = "

@@ -12,6 +12,7 @@ import pathlib
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
+from shardlm.gguf_files.ollama import installed
 from shardlm.hf_files import home, read_config
 from shardlm.hf_quantised import supported
 from shardlm.layers.mtp import MtpConfig
@@ -61,7 +62,8 @@ class ServedModel:
     def of_folder(cls, path: str | os.PathLike, length: int = 0) -> "ServedModel":
         """A Hugging Face folder or what is opened as one, or a config.json alone: no weights are read. `length` as
         max_model_len. Raises ShardlmError where there is none, or for an architecture that shardlm does not have."""
-        path, given = home(pathlib.Path(path)), pathlib.Path(path)
+        given = pathlib.Path(path)
+        path = home(given if given.exists() else installed(str(path)) or given)
         if not path.is_dir() and path.name != "config.json":  # another one beside it would be planned for
             raise ShardlmError(f"{path} is neither a folder nor a config.json; give the folder of a Hugging Face model")
         folder = path if path.is_dir() else path.parent

@@ -119,7 +119,7 @@ def layer_work(
         if isinstance(block.streams, GatedStreamsConfig):
             ops += gated_streams.around(block.streams, D, one.tokens, one.itemsize)
         else:
-            ops += streams.around(block.streams, D, one.tokens, one.each, one.itemsize)
+            ops += streams.around(block.streams, D, one.tokens, one.itemsize)
     if block.ngrams:
         ops += gated_streams.looked_up(block.ngrams, D, one.tokens, one.itemsize)
     small = one.tokens * D * 3 * one.itemsize

@@ -16,6 +16,7 @@ from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, token
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, version
+from shardlm.serve.api.invocations import Invocations
 from shardlm.serve.api.messages import count_tokens, messages
 from shardlm.serve.api.models import listed, told
 from shardlm.serve.api.openapi import document
@@ -28,12 +29,15 @@ from shardlm.serve.api.protocol import (
     EmbeddingsRequest,
     LoadAdapterRequest,
     MessagesRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
 from shardlm.serve.api.responses import responses
+from shardlm.serve.api.scores import rerank, score
 from shardlm.serve.api.service import Service
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.api.update_weights import update_weights
@@ -46,6 +50,8 @@ POSTS = {
     "/v1/messages": (MessagesRequest, messages),
     "/v1/messages/count_tokens": (CountTokensRequest, count_tokens),
     "/v1/embeddings": (EmbeddingsRequest, embeddings),
+    **dict.fromkeys(("/score", "/v1/score"), (ScoreRequest, score)),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankRequest, rerank)),
     "/tokenize": (TokenizeRequest, tokenize),
     "/detokenize": (DetokenizeRequest, detokenize),
 }
@@ -72,7 +78,8 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/v1/models/{name:path}", about.model),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/health", about.health),
-        Route("/ping", about.health, methods=["GET", "POST"]),  # of Amazon SageMaker
+        Route("/ping", about.health, methods=["GET", "POST"]),  # this and the next are Amazon SageMaker's
+        Route("/invocations", Invocations(service), methods=["POST"]),
         Route("/ready", about.ready),
         Route("/version", version),
         Route("/metrics", about.metrics),

@@ -17,13 +17,23 @@ from shardlm.serve.request import check_prompt
 async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     if request.dimensions is not None:
         raise ApiError("dimensions is not supported; cut the vectors yourself", param="dimensions")
-    llm = call.service.llm
-    prompts = prompts_of(request.input, "input")
-    service = call.service
+    vectors, total = await vectors_of(call, prompts_of(request.input, "input"), request.truncate_prompt_tokens)
+    coded = _base64 if request.encoding_format == "base64" else list
+    data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return {"object": "list", "data": data, "model": request.model or call.service.names[0], "usage": usage}
+
+
+async def vectors_of(
+    call: Call, prompts: Sequence[str | Sequence[int]], truncate: int | None
+) -> tuple[list[Sequence[float]], int]:
+    """(the embedding of each prompt, of length 1; their tokens together). `truncate`: the last so many tokens of each,
+    -1 for as many as the model has room for. Raises ApiError, ShardlmError, EngineError."""
+    service, llm = call.service, call.service.llm
     service.admit(len(prompts), 1)
     service.unanswered += len(prompts)
     call.stack.callback(lambda: _answered(service, len(prompts)))
-    keep = _kept(request.truncate_prompt_tokens, llm.max_model_len)
+    keep = _kept(truncate, llm.max_model_len)
     encode = llm.tokenizer.encode_prompt
     read = [
         await conversation.tokens(service, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts
@@ -37,11 +47,7 @@ async def embeddings(call: Call, request: EmbeddingsRequest) -> dict[str, Any]:
     finally:
         for task in tasks:
             task.cancel()
-    coded = _base64 if request.encoding_format == "base64" else list
-    data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
-    total = sum(map(len, ids))
-    usage = {"prompt_tokens": total, "total_tokens": total}
-    return {"object": "list", "data": data, "model": request.model or call.service.names[0], "usage": usage}
+    return vectors, sum(map(len, ids))
 
 
 def _answered(service: Service, prompts: int) -> None:

@@ -111,9 +111,13 @@ class Endpoint:
         settings = self.service.settings
         self.service.check_open()
         body = await read_body(scope, receive, settings.max_body, settings.read_seconds)
-        request, ignored = parse(body, self.model)
+        request, ignored = self.parse(body)
         self.service.metrics.ignored_fields += ignored
         return request
+
+    def parse(self, body: bytes) -> tuple[msgspec.Struct, int]:
+        """As protocol.parse."""
+        return parse(body, self.model)
 
     async def _respond(self, call: Call, request: msgspec.Struct, answer: "_Answer") -> None:
         async with answer.pings() if getattr(request, "stream", False) else contextlib.nullcontext():

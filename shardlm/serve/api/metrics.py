@@ -49,6 +49,10 @@ class Metrics:
         self.whole = Histogram(_WHOLE)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generated_tokens = Histogram(_TOKENS)
+        self.longest_reply = Histogram(_TOKENS)
+        self.wanted_tokens = Histogram(_TOKENS)
+        self.replies = Histogram((1, 2, 5, 10, 20))
+        self.queued, self.read, self.written, self.ran = (Histogram(_WHOLE) for _ in range(4))
         self.finished: Counter[str] = Counter()  # replies by what ended them
         self.ignored_fields = 0
 
@@ -73,6 +77,10 @@ class Metrics:
         for name, (field, meaning) in (gauges | counters).items():
             kind = "gauge" if name in gauges else "counter"
             yield from self._of_each(f"vllm:{name}", kind, [getattr(one, field) for one in each], meaning)
+        yield from head("vllm:cache_config_info", "gauge", "How many pages there are, and of how many tokens each.")
+        for number, one in enumerate(each):
+            sizes = f'block_size="{one.page_size}",num_gpu_blocks="{one.num_pages}"'
+            yield f'vllm:cache_config_info{{{self._model},engine="{number}",{sizes}}} 1'
         up = "1, or 0 where so many batches failed that the engine ended."
         yield from self._of_each("shardlm:engine_up", "gauge", [one.engines_up for one in each], up)
         failed = "Batches that failed; their requests were answered with an error."
@@ -120,6 +128,13 @@ class Metrics:
             "e2e_request_latency_seconds": (self.whole, "From a request's arrival to its last token."),
             "request_prompt_tokens": (self.prompt_tokens, "Tokens of a request's prompt."),
             "request_generation_tokens": (self.generated_tokens, "Tokens of a request's replies."),
+            "request_max_num_generation_tokens": (self.longest_reply, "Tokens of the longest of a request's replies."),
+            "request_params_max_tokens": (self.wanted_tokens, "max_tokens of requests that say it."),
+            "request_params_n": (self.replies, "Replies that a request asks for."),
+            "request_queue_time_seconds": (self.queued, "From where the engine has a request to its first batch."),
+            "request_prefill_time_seconds": (self.read, "From a request's first batch to its first token."),
+            "request_decode_time_seconds": (self.written, "From a request's first token to its last."),
+            "request_inference_time_seconds": (self.ran, "From a request's first batch to its last token."),
         }
         for name, (histogram, meaning) in histograms.items():
             yield from head(f"vllm:{name}", "histogram", meaning)
@@ -136,10 +151,10 @@ def head(name: str, kind: str, meaning: str) -> tuple[str, str]:
 
 
 class Clock:
-    """The times of one request. `metrics` has them once it has ended."""
+    """The times of one request. `metrics` has them once it has ended. `max_tokens`: that it asks for."""
 
-    def __init__(self, metrics: Metrics, now: float):
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, now: float, max_tokens: int | None = None):
+        self._metrics, self._max_tokens = metrics, max_tokens
         self._begun = self._first = self._last = now
         self._tokens: Counter[int] = Counter()  # of each reply
         self._ended: set[int] = set()
@@ -170,5 +185,14 @@ class Clock:
         self._metrics.whole.observe(now - self._begun)
         self._metrics.prompt_tokens.observe(len(output.prompt_token_ids))
         self._metrics.generated_tokens.observe(self._tokens.total())
-        if (most := max(self._tokens.values(), default=0)) > 1:
+        self._metrics.replies.observe(len(output.outputs))
+        if self._max_tokens is not None:
+            self._metrics.wanted_tokens.observe(self._max_tokens)
+        self._metrics.longest_reply.observe(most := max(self._tokens.values(), default=0))
+        if most > 1:
             self._metrics.per_token.observe((self._last - self._first) / (most - 1))
+        if (times := output.metrics) and times.last_token_ts:
+            self._metrics.queued.observe(times.scheduled_ts - times.queued_ts)
+            self._metrics.read.observe(times.first_token_ts - times.scheduled_ts)
+            self._metrics.written.observe(times.last_token_ts - times.first_token_ts)
+            self._metrics.ran.observe(times.last_token_ts - times.scheduled_ts)

@@ -27,6 +27,7 @@ class StructuredWish(msgspec.Struct, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Json | None = None  # refused: an answer without it is not what was asked for
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -189,6 +190,28 @@ class EmbeddingsRequest(Common, kw_only=True):
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class ScoreRequest(Common, kw_only=True):
+    """vLLM's, under each of the names that it has had: one text is compared with every other, or each with its own."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class RerankRequest(Common, kw_only=True):
+    """Jina's and Cohere's: a document is a text, or an object with one."""
+
+    query: str
+    documents: list[str | Json]
+    top_n: int | None = None
+    return_documents: bool | None = None
     truncate_prompt_tokens: int | None = None
 
 

@@ -9,6 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import Sampled
 from shardlm.serve.grammar import ANY_OBJECT
+from shardlm.serve.other_names import STRUCTURES
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 # Fields that go through as they are, where they are given.
@@ -79,6 +80,9 @@ def _structured(request: Sampled, forced: StructuredOutputs | None, instead: Seq
         wanted = dataclasses.replace(wanted, instead=instead)
     found = {"tool_choice": forced, "response_format": None if forced else wanted}
     if (wish := request.structured_outputs) is not None:
+        if wish.structural_tag is not None:
+            message = f"structural_tag is not supported: {STRUCTURES['structural_tag']}"
+            raise ApiError(message, param="structured_outputs.structural_tag")
         schema = ANY_OBJECT if wish.json is None and wish.json_object else wish.json
         found["structured_outputs"] = StructuredOutputs(schema, wish.regex, wish.choice, wish.grammar)
     for name in ("json", "regex", "choice", "grammar"):

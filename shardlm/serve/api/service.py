@@ -132,7 +132,7 @@ class Call:
         return bounded(reasoning, params, lambda own: own.of_text(prompt))
 
     async def _one(self, i: int, prompt, params: SamplingParams, options: dict[str, Any], waiting: set[int]) -> Outputs:
-        clock = Clock(self.service.metrics, time.perf_counter())
+        clock = Clock(self.service.metrics, time.perf_counter(), params.max_tokens)
         reason = "abort"
         params = await self._bounded(prompt, params)
         stream = self.service.llm.generate(prompt, params, request_id=f"{self.id}-{i}", **options)

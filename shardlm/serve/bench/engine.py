@@ -6,7 +6,7 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,11 +28,22 @@ BATCHES = (1, 8, 32)
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax")
 
 
-def bench_serving(engine: Engine | EngineGroup, *, prompt_len: int, output_len: int, shared: int) -> dict:
-    """Offline at each batch, as JSON."""
+def bench_serving(
+    engine: Engine | EngineGroup,
+    *,
+    prompt_len: int,
+    output_len: int,
+    shared: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict:
+    """Offline at each batch, as JSON. `tell` is called with what each gave."""
     replicas = len(engine.engines) if isinstance(engine, EngineGroup) else 1
     rows = replicas * engine.runner.config.max_rows
-    together = [offline(engine, n, prompt_len, output_len, shared) for n in BATCHES if n <= rows]
+    together = []
+    for n in BATCHES:
+        if n <= rows:
+            together.append(offline(engine, n, prompt_len, output_len, shared))
+            tell(f"offline, {n} at once: {together[-1]['decode_tokens_per_second']:,.0f} tokens/s while decoding")
     device = engine.runner.mesh.devices.flat[0]
     params, execution = jax.tree.leaves(engine.runner.params), engine.runner.model.execution
     return {
@@ -98,7 +109,8 @@ def _drafts(before: SpeculationStats, after: SpeculationStats) -> dict[str, floa
 
 
 async def serve_to(engine: Engine, command: Sequence[str]) -> None:
-    """Serves the engine over HTTP on a free port while a command runs, to which `--url` is added.
+    """Serves the engine over HTTP on a free port while a command runs, to which `--url` is added; what it prints is not
+    shown.
 
     Raises ShardlmError where it fails.
     """
@@ -108,7 +120,8 @@ async def serve_to(engine: Engine, command: Sequence[str]) -> None:
     sock = listening(listen, Settings().write_seconds)
     serving = asyncio.create_task(server.serve([sock]))
     try:
-        client = await asyncio.create_subprocess_exec(*command, f"--url=http://127.0.0.1:{sock.getsockname()[1]}")
+        url = f"--url=http://127.0.0.1:{sock.getsockname()[1]}"
+        client = await asyncio.create_subprocess_exec(*command, url, stdout=asyncio.subprocess.DEVNULL)
         if await client.wait():
             raise ShardlmError(f"the client that measures ended with status {client.returncode}: {' '.join(command)}")
     finally:

@@ -19,10 +19,17 @@ Jobs = Callable[[int], Sequence[Job]]
 
 
 async def bench(
-    client: Client, jobs: Jobs, *, rates: Sequence[float], concurrency: Sequence[int], limits: Mapping[str, float]
+    client: Client,
+    jobs: Jobs,
+    *,
+    rates: Sequence[float],
+    concurrency: Sequence[int],
+    limits: Mapping[str, float],
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """One report for each rate and each concurrency, in turn. `jobs(seed)` makes the requests of one: others each time,
-    since a server may keep what it computed of the same. One request before them is not counted.
+    since a server may keep what it computed of the same. One request before them is not counted. `tell` is called with
+    what each of them gave.
 
     Raises ShardlmError where that one fails.
     """
@@ -40,7 +47,9 @@ async def bench(
         else:
             seen = await at_once(client.stream, work, load["concurrency"])
         named = {name: "inf" if value == math.inf else value for name, value in load.items()}  # JSON has no infinity
-        reports.append({**named, **summary(seen, time.perf_counter() - started, limits)})
+        reports.append({**named, **summary(seen, seconds := time.perf_counter() - started, limits)})
+        name, value = next(iter(named.items()))
+        tell(f"{name}={value}: {len(work)} requests in {seconds:.1f} s")
     return reports
 
 

@@ -22,6 +22,8 @@ from shardlm.serve.router.settings import RouterSettings
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _ADMIN = ("/admin/replicas", "/admin/drain", "/admin/undrain")
+# Beside /v1/...
+_OF_REPLICAS = ("/invocations", "/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info")
 # Without a client's key; an administrator's is another.
 OPEN = ("/health", "/ping", "/ready", "/version", "/metrics", *_ADMIN)
 
@@ -43,9 +45,7 @@ def make_app(settings: RouterSettings) -> Starlette:
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/undrain", admin.undrain, methods=["POST"]),
         Route("/v1/{path:path}", proxy, methods=_METHODS),
-        Route("/tokenize", proxy, methods=_METHODS),
-        Route("/detokenize", proxy, methods=_METHODS),
-        Route("/tokenizer_info", proxy, methods=_METHODS),
+        *(Route(path, proxy, methods=_METHODS) for path in _OF_REPLICAS),
     ]
     return application(router, routes, settings, OPEN, lifespan=router.running)
 

@@ -9,7 +9,15 @@ import pathlib
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
-from shardlm.serve.outputs import CompletionOutput, EngineError, Place, RequestOutput, Stats, TokenLogprob
+from shardlm.serve.outputs import (
+    CompletionOutput,
+    EngineError,
+    Place,
+    RequestOutput,
+    RequestTimes,
+    Stats,
+    TokenLogprob,
+)
 from shardlm.serve.reply_form import FormCompiler
 from shardlm.serve.request import PromptTooLong, check_prompt
 from shardlm.tokenizer import train_bpe
@@ -59,12 +67,14 @@ class FakeLLM:
         self.salts.append(salt)
         self.adapted.append(lora_request)
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, kept, None, [], False)
-        output.truncated, output.num_cached_tokens = len(ids) - len(kept), 3
+        output.truncated, output.num_cached_tokens, output.metrics = len(ids) - len(kept), 3, RequestTimes()
+        output.metrics.scheduled()
         output.prompt_logprobs = self._prompt_logprobs(kept, params.prompt_logprobs)
         self._counts[0] += len(kept)
         self.running.add(request_id)
         try:
             async for outputs in self._replies(text, params, len(kept)):
+                output.metrics.wrote(1)
                 yield dataclasses.replace(
                     output, outputs=outputs, finished=all(reply.finish_reason for reply in outputs)
                 )
@@ -144,7 +154,8 @@ class FakeLLM:
             raise EngineError(self.died)
 
     def stats(self):
-        return Stats(len(self.running), 0, len(self.running) / 8, 40, 10, 0, self._counts[1], self._counts[0])
+        counted = (len(self.running), 0, len(self.running) / 8, 40, 10, 0, self._counts[1], self._counts[0])
+        return Stats(*counted, num_pages=64, page_size=16)
 
     async def drain(self):
         while self.running:

@@ -147,6 +147,38 @@ def test_every_wish_reaches_the_engine():
     assert cut.json()["choices"][0]["text"] == " dogthe"
 
 
+def test_scores_and_ranks_are_cosines_of_embeddings():
+    client = Client()
+    vectors = {"a": (1.0, 0.0), "b": (0.6, 0.8), "c": (0.0, 1.0)}
+
+    async def embed(ids, lora_request=None):
+        return vectors[client.llm.tokenizer.decode(ids)]
+
+    client.llm.embed = embed
+    for path, left, right in (("/score", "text_1", "text_2"), ("/v1/score", "queries", "documents")):
+        body = client.post(path, {left: "a", right: ["b", "c"]}).json()
+        assert [one["score"] for one in body["data"]] == [0.6, 0.0] and body["usage"]["total_tokens"] == 3
+        assert body["id"].startswith("score-") and [one["index"] for one in body["data"]] == [0, 1]
+        each = client.post(path, {left: ["a", "c"], right: ["b", "b"]}).json()["data"]
+        assert [one["score"] for one in each] == [0.6, 0.8]
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        body = client.post(path, {"query": "c", "documents": ["a", {"text": "b"}, "c"], "top_n": 2}).json()
+        shown = [(one["index"], one["relevance_score"], one["document"]["text"]) for one in body["results"]]
+        assert shown == [(2, 1.0, "c"), (1, 0.8, "b")] and body["usage"]["total_tokens"] == 4
+    bare = client.post("/rerank", {"query": "c", "documents": ["a"], "return_documents": False}).json()["results"]
+    assert bare == [{"index": 0, "relevance_score": 0.0}]
+    for path, wrong, message in (
+        ("/score", {"text_1": "a"}, "needed in documents or text_2 or data_2; given: none"),
+        ("/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "given: queries, text_1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1 has 2 texts and text_2 1; give one for all"),
+        ("/score", {"text_1": "", "text_2": ["a"]}, "text_1 is empty"),
+        ("/rerank", {"query": "a", "documents": []}, "documents is empty"),
+        ("/rerank", {"query": "a", "documents": [{"image": "x"}]}, r"documents[0] has no text"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n=-1 must be at least 0"),
+    ):
+        assert message in error(client.post(path, wrong), 400)["message"]
+
+
 def test_embeddings():
     client = Client()
     body = client.post("/v1/embeddings", {"input": ["the lazy dog", "the"], "model": "fake"}).json()

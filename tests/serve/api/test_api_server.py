@@ -405,15 +405,23 @@ def test_metrics_as_prometheus_reads_them():
     assert [value("request_success_total", reason) for reason in ("length", "stop", "abort")] == [4, 1, 0]
     counts = {"time_to_first_token_seconds": 3, "inter_token_latency_seconds": 7, "time_per_output_token_seconds": 7}
     counts |= {"e2e_request_latency_seconds": 3, "request_time_per_output_token_seconds": 3}
-    counts |= {"request_prompt_tokens": 3, "request_generation_tokens": 3}
+    counts |= {"request_prompt_tokens": 3, "request_generation_tokens": 3, "request_max_num_generation_tokens": 3}
+    counts |= {f"request_{phase}_time_seconds": 3 for phase in ("queue", "prefill", "decode", "inference")}
+    counts |= {"request_params_n": 3, "request_params_max_tokens": 3}
     for name, count in counts.items():
         assert value(f"{name}_count") == count == value(f"{name}_bucket", "+Inf")
         buckets = [number for (key, _), number in found.items() if key == f"vllm:{name}_bucket"]
         assert buckets == sorted(buckets)
     assert value("request_generation_tokens_sum") == 16 and value("request_generation_tokens_bucket", "5.0") == 1
+    assert value("request_max_num_generation_tokens_sum") == 10 and value("request_params_n_sum") == 5
+    assert value("request_params_max_tokens_sum") == 106
+    read, written = value("request_prefill_time_seconds_sum"), value("request_decode_time_seconds_sum")
+    assert 3 * 0.002 <= read < taken and written >= 7 * 0.002
+    assert read + written == pytest.approx(value("request_inference_time_seconds_sum"))
     assert 3 * 0.002 <= value("time_to_first_token_seconds_sum") < taken
     assert 7 * 0.002 <= value("inter_token_latency_seconds_sum") < value("e2e_request_latency_seconds_sum")
-    assert found["shardlm:ignored_fields_total", None] == 1
+    assert found["shardlm:ignored_fields_total", None] == 1 and value("cache_config_info") == 1
+    assert 'engine="0",block_size="16",num_gpu_blocks="64"} 1' in response.text
 
 
 def test_metrics_of_drafts():

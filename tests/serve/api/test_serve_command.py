@@ -89,6 +89,7 @@ def test_flags_of_vllm_are_told_their_names():
         "--no-enable-prefix-caching": "no flag --no-enable-prefix-caching; here it is --noenable_prefix_caching\n",
         "--enforce-eager": "no flag --enforce-eager: it is vLLM's and decides nothing here: leave it out\n",
         "FOLDER": "error: unexpected arguments: FOLDER; options begin with --, as --model=FOLDER\n",
+        "--revision=x": "no flag --revision: the hub's main branch is read, into HF_HOME; fetch another one yourself",
         "--nothing-so": "Unknown command line flag 'nothing-so'",
     }
     for word, message in said.items():

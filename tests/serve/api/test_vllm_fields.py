@@ -129,9 +129,27 @@ def test_ids_that_the_client_gives_and_fields_of_responses():
     assert client.service.metrics.ignored_fields == 0
 
 
+def test_sagemaker_asks_for_all_at_one_path():
+    client, seen = Client(), []
+    for body, kind in (
+        ({"messages": USER, "prompt": None}, "chat.completion"),
+        ({"prompt": "a", "unknown": 1}, "text_completion"),
+        ({"input": ["a", "b"]}, "list"),
+    ):
+        seen.append(client.post("/invocations", body).json()["object"] == kind)
+    assert all(seen) and client.service.metrics.ignored_fields == 2
+    assert client.events("/invocations", {"prompt": "a"})[0]["object"] == "text_completion"
+    assert "no messages, prompt or input" in error(client.post("/invocations", {"inputs": "a"}), 400)["message"]
+    assert error(client.post("/invocations", {"prompt": "a", "n": "b"}), 400)["param"] == "n"
+    assert "not JSON" in error(client.post("/invocations", raw="{"), 400)["message"]
+    assert error(client.post("/invocations", {"prompt": "a", "model": "x"}), 404)["param"] == "model"
+
+
 def test_what_would_change_the_answer_is_refused():
     for name, value in (("use_beam_search", True), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
         assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name
+    told = error(Client().post(TEXT, {"prompt": "a", "structured_outputs": {"structural_tag": "{}"}}), 400)
+    assert "structural_tag is not supported: json, regex or grammar" in told["message"]
     client = Client()
     wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
     assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200

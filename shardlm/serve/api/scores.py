@@ -1,0 +1,77 @@
+"""/score and /rerank: how alike texts are, which is the cosine of their embeddings, as vLLM has it of models that
+embed. Models that read both texts at once to judge them are not served here."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.serve.api.embeddings import vectors_of
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.protocol import RerankRequest, ScoreRequest
+from shardlm.serve.api.service import Call
+
+
+async def score(call: Call, request: ScoreRequest) -> dict[str, Any]:
+    left, first = _given(request, "queries", "text_1", "data_1")
+    right, second = _given(request, "documents", "text_2", "data_2")
+    if len(left) not in (1, len(right)):
+        raise ApiError(
+            f"{first} has {len(left)} texts and {second} {len(right)}; give one for all of {second}, or one for each",
+            param=first,
+        )
+    vectors, total = await vectors_of(call, [*left, *right], request.truncate_prompt_tokens)
+    scores = await asyncio.to_thread(_cosines, vectors[: len(left)], vectors[len(left) :])
+    data = [{"index": i, "object": "score", "score": found} for i, found in enumerate(scores)]
+    about = {"id": f"score-{call.id}", "object": "list", "created": call.created}
+    return {**about, "model": request.model or call.service.names[0], "data": data, "usage": _usage(total)}
+
+
+async def rerank(call: Call, request: RerankRequest) -> dict[str, Any]:
+    """The `top_n` documents that are most like the query, the nearest first; all without it, as with 0."""
+    texts = [_text_of(document, i) for i, document in enumerate(_filled(request.documents, "documents"))]
+    if request.top_n is not None and request.top_n < 0:
+        raise ApiError(f"top_n={request.top_n} must be at least 0 (0: all documents)", param="top_n")
+    query = _filled([request.query], "query")
+    vectors, total = await vectors_of(call, [*query, *texts], request.truncate_prompt_tokens)
+    scores = await asyncio.to_thread(_cosines, vectors[:1], vectors[1:])
+    order = sorted(range(len(texts)), key=lambda i: -scores[i])[: request.top_n or None]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+    if request.return_documents is not False:
+        results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
+    about = {"id": f"rerank-{call.id}", "model": request.model or call.service.names[0]}
+    return {**about, "usage": _usage(total), "results": results}
+
+
+def _given(request: ScoreRequest, *names: str) -> tuple[Sequence[str], str]:
+    """(texts, the field that has them). Raises ApiError where there is none, or several."""
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) != 1:
+        wanted = " or ".join(names)
+        raise ApiError(f"a text or a list of texts is needed in {wanted}; given: {', '.join(given) or 'none'}")
+    texts = getattr(request, given[0])
+    return _filled([texts] if isinstance(texts, str) else texts, given[0]), given[0]
+
+
+def _filled(texts: Sequence[Any], name: str) -> Sequence[Any]:
+    if not texts or not all(texts):
+        raise ApiError(f"{name} is empty, or a text of it is; give texts of one token or more", param=name)
+    return texts
+
+
+def _text_of(document: str | dict[str, Any], number: int) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str) or not text:
+        name = f"documents[{number}]"
+        raise ApiError(f'{name} has no text; it is a text, or {{"text": ...}}', param=name)
+    return text
+
+
+def _cosines(ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> list[float]:
+    """Of vectors of length 1: each with its other, or one with all."""
+    return (np.asarray(ones) * np.asarray(others)).sum(axis=-1).tolist()
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
