@@ -104,8 +104,8 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
             isinstance(own := getattr(block.attention, "indexer", None), BlockIndexerConfig) and length > own.top_k
             for block in shape.kinds
         ),
-        "layers that look up n-grams": bool(shape.ngrams),
-        "gated streams between layers": isinstance(shape.streams, GatedStreamsConfig),
+        "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
+        "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
         "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:

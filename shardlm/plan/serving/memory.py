@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.page_layout import PageLayout
@@ -284,12 +285,15 @@ def _stage(
             if last
             else 0
         )
-        return max(layer, scored) + joined
+        return max(layer + rows * gathered, scored) + joined
 
     own = list(shape.blocks())[run]
+    indexers = (getattr(block.attention, "indexer", None) for block in own)
+    keys = max((one.head_dim for one in indexers if isinstance(one, BlockIndexerConfig)), default=0)
+    gathered = itemsize * keys * sizes.max_model_len  # of a row, whose blocks' keys are averaged anew
     joined = linear.joined_bytes(own, rules, shape.embed_dim, itemsize) if case.weights == "dtype" else 0
     rows, each = sizes.max_rows, 1 + case.engine.drafts
-    layer = rows * each * itemsize * (between + widest)
+    layer = rows * (each * itemsize * (between + widest) + gathered)
     sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V
     decode = (max(layer, sampler) if last else layer) + unpacked(rows * each)
     largest = max(sizes.chunk_programs, key=lambda key: needs(*key))

@@ -9,16 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
+from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.plan.op import Layer, Op
 from shardlm.plan.serving import compressed_attention as compressed
+from shardlm.plan.serving import gated_streams, streams
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
-from shardlm.plan.serving import streams
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import BLOCK
@@ -96,6 +99,12 @@ def layer_work(
         rows = compressed.Rows.of(block.attention, cache_bytes)
         kv = rows.least(seen)
         ops += compressed.operations(block.attention, weights, rules, rows, seen, one)
+    elif isinstance(own := getattr(block.attention, "indexer", None), BlockIndexerConfig):
+        (seen, pairs), (_, few) = attended(0, one), attended(own.top_k, one)
+        key = own.head_dim * one.itemsize
+        ops += sparse.choosing_blocks(own, key, one.tokens, pairs, one.rows * seen, one.itemsize)
+        kv = one.rows * (min(seen, own.top_k * one.each) * (cache_bytes - key) + seen * key)
+        ops.append(_attention(block.attention, rules, one, few, few * (cache_bytes - key)))
     elif getattr(block.attention, "indexer", None):
         share, count = sparse.Share.of(block.attention, cache_bytes), block.attention.indexer.top_k
         (seen, pairs), (_, few) = attended(0, one), attended(count, one)
@@ -106,9 +115,13 @@ def layer_work(
         seen, pairs = attended(block.attention.window, one)
         kv = one.rows * seen * cache_bytes
         ops.append(_attention(block.attention, rules, one, pairs, kv))
-    if block.streams:
-        for _ in range(2):
+    for _ in range(2 if block.streams else 0):
+        if isinstance(block.streams, GatedStreamsConfig):
+            ops += gated_streams.around(block.streams, D, one.tokens, one.itemsize)
+        else:
             ops += streams.around(block.streams, D, one.tokens, one.itemsize)
+    if block.ngrams:
+        ops += gated_streams.looked_up(block.ngrams, D, one.tokens, one.itemsize)
     small = one.tokens * D * 3 * one.itemsize
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
     ops += [op for held in plain for op in _in_eight_bits(held, _layer_of(held, kind), plain, one)]
@@ -243,6 +256,20 @@ def inputs_work(weights: Sequence[InUse], rules: Rules, one: Pass) -> Work:
     ]
     exchanged = [Exchanged("all-reduce", axes, _all_reduced(nbytes, axes, rules), 1)] if axes else []
     return Work(tuple(ops), tuple(exchanged), made.nbytes)
+
+
+def ngrams_work(ngrams: Sequence[NgramsConfig], rules: Rules, one: Pass) -> Work:
+    """Rows of tables that are found where they rest: rows split over the vocabulary's devices are summed, columns
+    gathered."""
+    nbytes = one.tokens * one.itemsize * sum(own.dim for own in ngrams)
+    over_rows, over_columns = rules.rest.axes("vocab"), rules.rest.axes("embed")
+    exchanged = []
+    if rules.mesh.size(*over_rows) > 1:
+        exchanged.append(Exchanged("all-reduce", over_rows, _all_reduced(nbytes, over_rows, rules), len(ngrams)))
+    if (ways := rules.mesh.size(*over_columns)) > 1:
+        exchanged.append(Exchanged("all-gather", over_columns, (ways - 1) / ways * nbytes, len(ngrams)))
+    lookup = Op("embedding", "n-grams: lookup", "memory", 0, 2 * nbytes / len(ngrams), 2 * len(ngrams))
+    return Work((lookup,), tuple(exchanged), nbytes)
 
 
 def ends_work(head: InUse, rules: Rules, one: Pass, vocab: int, D: int) -> Work:

@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.plan.op import Op
 
@@ -45,3 +46,19 @@ def choosing(N: int, H: int, key: float, tokens: float, pairs: float, scanned: f
     yield Op("attention", "index scores", "attention", 2.0 * pairs * N * H, moved, 1, dims=dims)
     gone_over = PASSES * SCORE * pairs / tokens * max(tokens, PROGRAMS)
     yield Op("attention", "choice of tokens", "memory", 0, CACHED * gone_over, 1)
+
+
+# Of blocks' keys, which are made anew of all tokens' in each step: gathered, averaged, normed and turned in float32.
+KEYS_ANEW, OF_BLOCKS = 4, 12
+
+
+def choosing_blocks(
+    own: BlockIndexerConfig, key: float, tokens: float, pairs: float, scanned: float, itemsize: int
+) -> Iterator[Op]:
+    """Of blocks of tokens (ops/block_choice.py), by XLA."""
+    N, H, scored = own.num_heads, own.head_dim, pairs / own.block
+    moved = KEYS_ANEW * scanned * key + tokens * N * H * itemsize + SCORE * (N + 1) * scored
+    yield Op("attention", "keys of blocks", "memory", 0, moved / OF_BLOCKS, OF_BLOCKS)
+    dims = (1, max(1.0, scored / tokens), H / 2)
+    yield Op("attention", "index scores", "attention", 2.0 * scored * N * H, SCORE * N * scored, 1, dims=dims)
+    yield Op("attention", "choice of blocks", "memory", 0, PASSES * SCORE * scored / OF_BLOCKS, OF_BLOCKS)

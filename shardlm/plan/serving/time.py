@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
@@ -15,11 +16,11 @@ from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
-from shardlm.plan.serving import streams
+from shardlm.plan.serving import gated_streams, streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
-from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work
+from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_replica, of_stage
@@ -197,7 +198,10 @@ class Speed:
         if shape.inputs:
             found.append((inputs_work(self._inputs, self.rules, one), 1))
         if shape.streams:
-            found.append((Work(tuple(streams.joined(shape.streams, D, one.tokens, one.itemsize)), (), 0.0), 1))
+            joined = gated_streams.joined if isinstance(shape.streams, GatedStreamsConfig) else streams.joined
+            found.append((Work(tuple(joined(shape.streams, D, one.tokens, one.itemsize)), (), 0.0), 1))
+        if shape.ngrams:
+            found.append((ngrams_work(shape.ngrams, self.rules, one), 1))
         if i == self.stages - 1:
             found.append((ends_work(self._head, self.rules, one, shape.vocab_size, D), 1))
         if i == self.stages - 1 and self._drafter:

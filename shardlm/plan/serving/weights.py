@@ -111,7 +111,8 @@ class InUse:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """layers  the parameters of each layer, first to last
-    beside  of no layer, by name: embedding, head_streams, final_norm, head, positions, layer_inputs
+    beside  of no layer, by name: embedding, head_streams, head_gates, final_norm, head, positions, layer_inputs,
+            ngram_tables
     """
 
     layers: tuple[tuple[Held, ...], ...]
@@ -120,8 +121,8 @@ class Weights:
 
     def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
         """Of a pipeline stage (serve/stages.py)."""
-        here = ["embedding", "positions", "layer_inputs"] if first else []
-        here += ["head_streams", "final_norm", "head"] if last else []
+        here = ["embedding", "positions", "layer_inputs", "ngram_tables"] if first else []
+        here += ["head_streams", "head_gates", "final_norm", "head"] if last else []
         here += ["embedding"] if last and self.tied and not first else []
         own = [held for layer in self.layers[layers] for held in layer]
         return own + [held for name in here for held in self.beside.get(name, ())]
@@ -188,13 +189,16 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
 
 @functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    """A model of one layer that attends, or one for each size of heads, and one that does not, where there are such, on
-    the mesh of a stage: they keep of a text what all do (serve/pool_size.py's page_bytes, serve/memories.py's
-    slot_bytes)."""
+    """A model of one layer that attends, or one for each size of heads, one that does not, where there are such, and
+    all that have n-grams, on the mesh of a stage: they keep of a text what all do (serve/pool_size.py's page_bytes,
+    serve/memories.py's slot_bytes)."""
     execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
     whole = apart(shape)
     own = [(layer, whole.segments[layer]) for layer in sorted(set(shape.sources[: shape.num_layers]), reverse=True)]
-    kinds = {(layer in shape.memories, _heads(shape, segment.pattern[0].attention)): segment for layer, segment in own}
+    kinds = {}
+    for layer, segment in own:
+        [block] = segment.pattern
+        kinds[layer in shape.memories, _heads(shape, block.attention), layer if block.ngrams else None] = segment
     small = dataclasses.replace(whole, segments=tuple(kinds.values()))
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         return ModelDef.make(small, execution)
