@@ -226,12 +226,6 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
             f"lora.targets={lora.targets} in a model with experts: PEFT takes adapters of gate, up and down there for "
             "those of the experts; write the merged checkpoint instead (--merge)"
         )
-    if source.options.get("model_type") == "nemotron_h" and "wo" in lora.of_model(experts).targets:
-        # peft 0.21 (_check_lora_target_modules_mamba).
-        raise ShardlmError(
-            "lora.targets have wo: PEFT opens no adapters of out_proj in a 'nemotron_h' model; train without wo, or "
-            "write the merged checkpoint instead (--merge)"
-        )
     if output.exists():
         raise ShardlmError(f"{output} exists; choose another output folder or remove it")
     flat = {path: np.asarray(a, np.float32) for path, a in flatten_dict(adapters).items()}
@@ -244,6 +238,14 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
             a.append(write(one.a, of_a))
             others = [(g.b, own if g is one else np.zeros((lora.rank, *g.out), np.float32)) for g in group]
             b.append(join(others))
+        if source.options.get("model_type") == "nemotron_h" and module.endswith(".out_proj"):
+            # peft 0.21 (_check_lora_target_modules_mamba); attention's o_proj, which is our wo too, it takes.
+            if any(map(np.any, b)):
+                raise ShardlmError(
+                    f"{module} has an adapter: PEFT opens none of out_proj in a 'nemotron_h' model; train without wo "
+                    "in lora.targets, or write the merged checkpoint instead (--merge)"
+                )
+            continue
         where = module.replace("model.layers.", "model.language_model.layers.") if seeing else module
         tensors[f"{where}.lora_A.weight"], tensors[f"{where}.lora_B.weight"] = np.concatenate(a), np.hstack(b)
         ranks[_module(f"{module}.")[1]] = lora.rank * len(a)
