@@ -119,7 +119,7 @@ class Held8:
 class Recurrent:
     """Linear attention by the gated delta rule, of rows that begin, in chunks, or (`served`) of tokens one after the
     other of rows that are remembered in slots; with `drafts` so many more at a time, all of which stay. `by_channel`: a
-    decay for each number of a key."""
+    decay for each number of a key. Mamba 2 takes nothing back. Values are as wide as keys, or `value_width`."""
 
     rows: int
     tokens: int
@@ -129,6 +129,12 @@ class Recurrent:
     by_channel: bool = False
     served: bool = False
     drafts: int = 0
+    takes_back: bool = True
+    value_width: int = 0
+
+    @property
+    def values(self) -> int:
+        return self.value_width or self.width
 
 
 Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8 | Recurrent
@@ -148,6 +154,7 @@ _ROWS = Whole(2, 4096, 32, 8, 128)
 _MEETING = Meeting(1, 4096, 32, 8, 128)
 _EXPERTS = Grouped(16_384, 4096, 14_336, 8)
 _REMEMBERED = Recurrent(64, 16, 32, 16, 128, served=True)  # as Qwen3-Next and Qwen 3.5 9B
+_MAMBA = Recurrent(1, 8192, 128, 8, 128, takes_back=False, value_width=64)  # as Nemotron-H 8B
 FULL: Mapping[str, KernelCases] = MappingProxyType(
     {
         "paged attention": {
@@ -183,6 +190,8 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "2 drafts 64, 48 tokens": dataclasses.replace(_REMEMBERED, tokens=48, drafts=2),
             "prompt of 8k": Recurrent(1, 8192, 32, 16, 128),
             "prompt of 8k, by channel": Recurrent(1, 8192, 32, 32, 128, by_channel=True),
+            "Mamba 2, decode 64, 16 tokens": dataclasses.replace(_MAMBA, rows=64, tokens=16, served=True),
+            "Mamba 2, prompt of 8k": _MAMBA,
         },
         "grouped matmul": {
             "8 experts": _EXPERTS,
@@ -231,6 +240,8 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "decode, by channel": Recurrent(2, 3, 4, 2, 16, by_channel=True, served=True),
             "2 drafts": Recurrent(2, 6, 4, 2, 16, served=True, drafts=2),
             "prompt": Recurrent(1, 100, 4, 2, 16),
+            "Mamba 2, decode": Recurrent(2, 3, 4, 2, 16, served=True, takes_back=False, value_width=8),
+            "Mamba 2, prompt": Recurrent(1, 200, 4, 2, 16, takes_back=False, value_width=8),
         },
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
         "8-bit products": {

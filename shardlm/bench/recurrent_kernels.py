@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardlm.bench.kernel_cases import Recurrent
 from shardlm.ops import delta_drafts_kernel, delta_step_kernel
 from shardlm.ops.delta_rows import drafts_in_place, known_in_place
-from shardlm.ops.gated_delta import delta_net, empty_memory, gated_delta, reference
+from shardlm.ops.gated_delta import SKIP, delta_net, empty_memory, gated_delta, reference
 
 WIDTH = 4  # of convolutions
 KNOWN = ("state", "conv_q", "conv_k", "conv_v")
@@ -20,13 +20,14 @@ BEGINS = 1  # the place of the first token of rows that are remembered
 
 def inputs_of(s: Recurrent) -> Callable[[jax.Array], tuple]:
     """key -> (x of all tokens, taps, log_decay, beta) and, of what is served, the memory of all slots."""
-    of = {"q": (s.kv_heads, s.width), "k": (s.kv_heads, s.width), "v": (s.heads, s.width)}
+    of = {"q": (s.kv_heads, s.width), "k": (s.kv_heads, s.width), "v": (s.heads, s.values)}
 
     def inputs(key: jax.Array) -> tuple:
         keys = iter(jax.random.split(key, 9))
         of_tokens = lambda *own: (s.rows, s.tokens, *own)  # noqa: E731
         x = {name: jax.random.normal(next(keys), of_tokens(*own), jnp.bfloat16) for name, own in of.items()}
         taps = {name: jax.random.normal(next(keys), (*own, WIDTH), jnp.bfloat16) / 2 for name, own in of.items()}
+        taps |= {} if s.takes_back else {SKIP: jnp.ones(s.heads, jnp.bfloat16)}
         rates = of_tokens(s.heads, s.width) if s.by_channel else of_tokens(s.heads)
         log_decay = -jax.random.uniform(next(keys), rates, maxval=0.1)
         beta = jax.random.uniform(next(keys), of_tokens(s.heads))
@@ -76,8 +77,8 @@ def _step(s: Recurrent, on_gpu: bool) -> Callable[..., Any]:
         through = functools.partial(delta_drafts_kernel.pallas, interpret=not on_gpu)
         return functools.partial(drafts_in_place, through)
 
-    def rule(*given, slot):
-        return delta_step_kernel.pallas(*given, slot, interpret=not on_gpu)
+    def rule(*given, slot, takes_back=True):
+        return delta_step_kernel.pallas(*given, slot, takes_back, interpret=not on_gpu)
 
     return lambda sure, *given: known_in_place(rule, *given)
 
@@ -102,9 +103,9 @@ def in_chunks(s: Recurrent) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def least(s: Recurrent) -> tuple[float, float]:
-    """(FLOPs, bytes) that the rule asks for: a state decays, is read by a key and a query, and changes; it is read and
-    written for each token that is served, and written once of a whole row."""
-    states = s.rows * s.heads * s.width**2
-    tokens = s.rows * s.tokens * (2 * s.kv_heads + 2 * s.heads) * s.width * 2  # in bfloat16, outputs too
+    """(FLOPs, bytes) that the rule asks for: a state decays, is read by a key (if the rule takes back) and a query, and
+    changes; it is read and written for each token that is served, and written once of a whole row."""
+    states = s.rows * s.heads * s.width * s.values
+    tokens = s.rows * s.tokens * 2 * (s.kv_heads * s.width + s.heads * s.values) * 2  # in bfloat16, outputs too
     passes = 2 * s.tokens / (1 + s.drafts) if s.served else 1
-    return 7.0 * states * s.tokens, 4.0 * states * passes + tokens
+    return (7.0 if s.takes_back else 5.0) * states * s.tokens, 4.0 * states * passes + tokens
