@@ -11,6 +11,13 @@ def texts(new: jax.Array) -> jax.Array:
     return jnp.cumsum(new, axis=1, dtype=jnp.int32)
 
 
+def last_before(text: jax.Array, chunk: int) -> jax.Array:
+    """text int32 [B, T] of rows that are whole chunks, but for the last one -> int32 [B, n]: the text of the token
+    before each, 0 before the first."""
+    count = -(-text.shape[1] // chunk)
+    return jnp.concatenate([jnp.zeros_like(text[:, :1]), text[:, chunk - 1 : (count - 1) * chunk : chunk]], axis=1)
+
+
 def short_conv(x: jax.Array, taps: jax.Array, before: jax.Array, text: jax.Array, spacing: int = 1) -> jax.Array:
     """x [B, T, *C] with taps [*C, W], the last one of which is for the token itself, the others for every `spacing`-th
     one before it; `before` [B, (W - 1) * spacing, *C] the tokens that text 0 goes on from (zeros where there are none)
