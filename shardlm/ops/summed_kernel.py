@@ -93,8 +93,8 @@ def _carried(n, chunk, group, back, has_beside, by, values, weights, left, state
         here = pl.ds(at * chunk, chunk)
         states[b, at, head, :, columns] = held.astype(states.dtype)
         if has_beside:
-            whole = jnp.sum(beside[b, at, head, :, columns].astype(jnp.float32) * held)
-            products[0][b, head, part, at] = whole
+            product = beside[b, at, head, :, columns].astype(jnp.float32) * held
+            products[0][b, head, part, at] = jnp.sum(jnp.sum(product, axis=0))  # jax 0.11 takes one axis at a time
         weighted = (weights[b, head, here][:, None] * values[b, here, head, columns]).astype(values.dtype)
         return left[b, head, at] * held + triton.dot(by[b, here, head // group, :], weighted, trans_a=True)
 
