@@ -162,6 +162,10 @@ class AsyncLLM:
 
         return await self._run_there(swap)
 
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Between two batches, as Engine.reset_prefix_cache. Raises EngineError where the engine died."""
+        return await self._run_there(lambda: self._engine.reset_prefix_cache(reset_running_requests))
+
     @property
     def adapters(self) -> tuple[Adapter, ...]:
         """Those that are loaded, in the order in which they came."""

@@ -186,6 +186,15 @@ class LLM:
             drafts = new_draft(draft, runner)
             self.engine.update_weights(new_weights(weights, runner), drafts)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Nothing that was computed for earlier prompts is found again, as before a measurement. Whether that is so: no
+        request of another thread can run meanwhile. The arguments are vLLM's, whose caches outside of the engine are
+        not here."""
+        if reset_connector:
+            raise ShardlmError("reset_connector=True: no cache is kept outside of the engine; leave it out")
+        with self._in_turn():
+            return self.engine.reset_prefix_cache(reset_running_requests)
+
     def _run(
         self,
         texts: Sequence[tuple[Sequence[int], str | None]],

@@ -141,6 +141,19 @@ class EngineGroup:
             out.missed = True
 
     @property
+    def holds_pages(self) -> bool:
+        """As Engine.holds_pages, of any replica."""
+        return any(engine.holds_pages for engine in self.engines)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As Engine.reset_prefix_cache, of all replicas or of none."""
+        if self.holds_pages and not reset_running_requests:
+            return False
+        for engine in self.engines:
+            engine.reset_prefix_cache(reset_running_requests)
+        return True
+
+    @property
     def runners(self) -> list[Runner]:
         """Of the replicas that have not ended."""
         return [self.engines[number].runner for number in self._up]

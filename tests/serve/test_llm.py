@@ -74,6 +74,9 @@ def test_prompts_of_another_salt_share_nothing(llm):
         return output.num_cached_tokens
 
     assert [cached(salt) > 0 for salt in ("mine", "mine", "yours", None, None)] == [False, True, False, False, True]
+    assert llm.reset_prefix_cache() and [cached("mine") > 0 for _ in range(2)] == [False, True]
+    with pytest.raises(ShardlmError, match="no cache is kept outside of the engine"):
+        llm.reset_prefix_cache(reset_connector=True)
     for salt in ("", 7):
         with pytest.raises(ShardlmError, match="give a text that is not empty, or leave it out"):
             cached(salt)

@@ -238,6 +238,14 @@ class UpdateWeightsRequest(Common, kw_only=True):
     model_path: str | None = None
 
 
+class ResetPrefixCache(msgspec.Struct, kw_only=True):
+    """In the address, as vLLM's. reset_running_requests: what runs is computed anew; without it nothing happens while
+    anything does. reset_external: of caches outside of the engine, which are not here."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
 class LoadAdapterRequest(Common, kw_only=True):
     """lora_path: adapters of PEFT, or a run with lora.rank, on the server's machine. load_inplace: also in place of the
     one of this name."""

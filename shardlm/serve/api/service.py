@@ -37,6 +37,7 @@ class Service(Serving):
         self.root = llm.model_name  # where the weights are from
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
+        self.load = 0  # requests under way that have, or wait for, the devices
         self.unanswered = 0  # prompts in the engine that have had no output yet
         self.long_texts = LongTexts()
         self._left_out: set[str] = set()  # kinds of tools of which the log says that they are

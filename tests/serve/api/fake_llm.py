@@ -143,6 +143,10 @@ class FakeLLM:
     async def update_weights(self, weights, draft=None):
         raise ShardlmError(f"there is no folder {weights}")
 
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        self.check_health()
+        return reset_running_requests or not self.running
+
     async def load_adapter(self, request):
         raise ShardlmError(f"there is no folder {request.lora_path}")
 

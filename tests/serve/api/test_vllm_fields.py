@@ -1,5 +1,6 @@
 """Fields that vLLM has beside OpenAI's: ids of tokens, usage in each chunk, what is echoed, salts, documents."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -143,6 +144,32 @@ def test_sagemaker_asks_for_all_at_one_path():
     assert error(client.post("/invocations", {"prompt": "a", "n": "b"}), 400)["param"] == "n"
     assert "not JSON" in error(client.post("/invocations", raw="{"), 400)["message"]
     assert error(client.post("/invocations", {"prompt": "a", "model": "x"}), 404)["param"] == "model"
+
+
+def test_the_prefix_cache_is_reset_by_the_administrator_and_the_load_is_told():
+    client, key = Client(FakeLLM(delay=60), admin_keys=("admin",)), {"authorization": "Bearer admin"}
+    path = "/reset_prefix_cache"
+    assert client.post(path, headers=key).json()["success"] and client.post("/flush_cache", headers=key).is_success
+    assert error(client.post(path), 401)["code"] == "invalid_api_key"
+    assert error(Client().post(path, headers=key), 403)["code"] == "no_admin_key"
+    assert "give true or false" in error(client.post(f"{path}?reset_running_requests=7", headers=key), 400)["message"]
+    assert error(client.post(f"{path}?reset_external=true", headers=key), 400)["param"] == "reset_external"
+
+    async def while_one_runs():
+        running = asyncio.create_task(client.send("POST", TEXT, '{"prompt": "a"}'))
+        while not client.llm.running:
+            await asyncio.sleep(0)
+        refused = error(await client.send("POST", path, None, key), 409)
+        assert refused["code"] == "requests_running" and "?reset_running_requests=true" in refused["message"]
+        assert (await client.send("POST", f"{path}?reset_running_requests=true", None, key)).is_success
+        assert (await client.send("GET", "/load", None)).json() == {"server_load": 1}
+        client.llm.delay = 0
+        assert (await running).is_success
+
+    asyncio.run(while_one_runs())
+    assert client.get("/load").json() == {"server_load": 0}
+    client.llm.died = "the device is lost"
+    assert error(client.post(path, headers=key), 500)["code"] == "engine_error"
 
 
 def test_what_would_change_the_answer_is_refused():
