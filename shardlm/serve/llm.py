@@ -29,6 +29,7 @@ from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
 from shardlm.serve.other_names import CALLS, METHODS, refuse
 from shardlm.serve.outputs import EngineError, RequestOutput, whole
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
@@ -71,7 +72,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
-        self.engine, _ = build(model, config)
+        self.engine, opened = build(model, config)
+        self._pooling = Pooling.of(self.engine.runner.model.config.embed_dim, opened.options)
         self._ids = itertools.count()
         self._turn = threading.Lock()
         self._interrupted = False
@@ -158,10 +160,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         lora_request: LoRARequests = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
     ) -> list[list[float]]:
-        """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
+        """A vector for each prompt, what the model makes of its last token: of length 1 unless `normalize` is False,
+        and its first `dimensions` alone where the model was trained for them (pooling.py). Raises as `score`."""
+        self._pooling.check(dimensions)
         outputs = self.generate(prompts, SamplingParams(max_tokens=0), lora_request=lora_request, _embed=True)
-        return [output.embedding for output in whole(outputs)]
+        return [self._pooling.vector(output.hidden, dimensions, normalize) for output in whole(outputs)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""

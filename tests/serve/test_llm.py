@@ -99,6 +99,10 @@ def test_what_users_of_vllm_s_class_expect(llm):
     [scores] = llm.score(texts[0])
     assert len(scores) == len(TOKENIZER.encode(texts[0])) - 1 and max(scores) < 0
     assert abs(np.linalg.norm(llm.embed(texts), axis=1) - 1).max() < 1e-5
+    size = len(llm.embed("true")[0])
+    assert abs(np.linalg.norm(llm.embed("true", normalize=False)) - 1) > 1e-3 and llm.embed("true", dimensions=size)
+    with pytest.raises(ShardlmError, match=rf"dimensions=2: this model's vectors have {size}, and it does not say"):
+        llm.embed("true", dimensions=2)
     with pytest.raises(ShardlmError, match="3 prompts and 2 sampling parameters"):
         llm.generate(texts, [GREEDY] * 2)
     with pytest.raises(ShardlmError, match=r"max_model_len=64 must hold it"):

@@ -12,7 +12,7 @@ from shardlm.serve.api import metrics
 from shardlm.serve.api.adapters import load_adapter, unload_adapter
 from shardlm.serve.api.chat import chat
 from shardlm.serve.api.completions import completions
-from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, tokenizer_info
+from shardlm.serve.api.embeddings import embeddings
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, version
@@ -42,6 +42,7 @@ from shardlm.serve.api.responses import responses
 from shardlm.serve.api.scores import rerank, score
 from shardlm.serve.api.service import Service
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.api.tokenize import detokenize, tokenize, tokenizer_info
 from shardlm.serve.api.update_weights import update_weights
 from shardlm.serve.outputs import EngineError
 

@@ -186,11 +186,29 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
 
 
-class EmbeddingsRequest(Common, kw_only=True):
-    input: Prompt
+class PooledRequest(Common, kw_only=True):
+    """What is read for its own sake: `input`, or `messages` as the chat template writes them. As in vLLM no reply is
+    begun after these unless add_generation_prompt says so."""
+
+    input: Prompt | None = None
+    messages: list[Json] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Json | None = None
+    chat_template: str | None = None  # refused, as in a chat
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class EmbeddingsRequest(PooledRequest, kw_only=True):
+    """use_activation, or normalize as vLLM called it: false leaves vectors as long as they are."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
 
 
 class ScoreRequest(Common, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
-from shardlm.serve.api.protocol import Sampled
+from shardlm.serve.api.protocol import PooledRequest, Sampled
 from shardlm.serve.grammar import ANY_OBJECT
 from shardlm.serve.other_names import STRUCTURES
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -47,9 +47,7 @@ def sampling_params(
     wishes |= {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")
-    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _SALT:
-        length = len(request.cache_salt)
-        raise ApiError(f"cache_salt has {length} characters; it needs 1 to {_SALT}", param="cache_salt")
+    check_order(request)
     if request.request_id is not None and len(request.request_id) > _SALT:
         raise ApiError(f"request_id has {len(request.request_id)} characters, above {_SALT}", param="request_id")
     if request.use_beam_search:
@@ -61,8 +59,6 @@ def sampling_params(
     for name in ("top_k", "max_tokens", "min_tokens", "truncate_prompt_tokens", "thinking_token_budget"):
         if (value := wishes.get(name)) is not None:
             wishes[name] = min(value, _LARGEST)
-    if not -_LARGEST <= (request.priority or 0) <= _LARGEST:
-        raise ApiError(f"priority={request.priority} must be an integer of 32 bits", param="priority")
     try:
         return SamplingParams(**wishes, structured_outputs=_structured(request, structured, instead))
     except ShardlmError as error:
@@ -70,6 +66,15 @@ def sampling_params(
         if field not in names:
             raise
         raise ApiError(f"{names[field]}={rest}", param=names[field]) from None
+
+
+def check_order(request: Sampled | PooledRequest) -> None:
+    """Of whom it shares prefixes with and whom it goes before. Raises ApiError."""
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _SALT:
+        length = len(request.cache_salt)
+        raise ApiError(f"cache_salt has {length} characters; it needs 1 to {_SALT}", param="cache_salt")
+    if not -_LARGEST <= (request.priority or 0) <= _LARGEST:
+        raise ApiError(f"priority={request.priority} must be an integer of 32 bits", param="priority")
 
 
 def _structured(request: Sampled, forced: StructuredOutputs | None, instead: Sequence[str]) -> StructuredOutputs | None:
