@@ -46,7 +46,7 @@ class AsyncLLM:
     """`async for output in llm.generate(prompt, params, request_id=...)`: each output has all text so far.
 
     Attributes:
-      model_name, max_model_len, tokenizer, template (None without one), pooling: of what is served.
+      model_name, max_model_len, tokenizer, stop_ids, template (None without one), pooling: of what is served.
       ready: whether requests are taken.
     """
 
@@ -85,6 +85,7 @@ class AsyncLLM:
         self.max_model_len = engine.max_model_len
         self.pooling = Pooling.of(engine.runner.model.config.embed_dim, options)
         self.tokenizer: Tokenizer = engine.tokenizer
+        self.stop_ids = engine.stop_ids
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._long_texts = LongTexts()

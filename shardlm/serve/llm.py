@@ -20,6 +20,7 @@ from shardlm.serve import prompts as prompt_forms
 from shardlm.serve.adapter_table import LoRARequests
 from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
+from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
@@ -136,6 +137,43 @@ class LLM:
 
         encoded = [(self.tokenizer.encode(text), text) for text in texts]
         return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best of params.beam_width texts that go on from each prompt, and begin with it. All prompts at once, or
+        `concurrency_limit` of them. Raises as `generate` does, and EngineError where a request broke."""
+        if not isinstance(params, BeamSearchParams):
+            what = type(params).__name__
+            raise ShardlmError(f"params is a {what}; give shardlm.BeamSearchParams(beam_width, max_tokens)")
+        every = prompt_forms.several(prompts)
+        salts = [{"cache_salt": salt} if (salt := prompt_forms.salt_of(one)) else {} for one in every]
+        each = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(every)
+        if len(each) != len(every):
+            raise ShardlmError(f"{len(every)} prompts and {len(each)} in lora_request; give one, or one for each")
+        texts = [prompt_forms.read(one, self.tokenizer)[0] for one in every]
+        sizes = (params, self.engine.stop_ids, self.engine.max_model_len)
+        searches = [Beams(ids, *sizes, lora_request=one) for ids, one in zip(texts, each, strict=True)]
+
+        def ask(first: int, running: list[tuple[int, BeamSearchSequence]]) -> Sequence[RequestOutput]:
+            asked = [{"prompt_token_ids": beam.tokens, **salts[first + number]} for number, beam in running]
+            adapters = [beam.lora_request for _, beam in running]
+            return whole(self.generate(asked, searches[0].ask, use_tqdm=False, lora_request=adapters))
+
+        at_once = concurrency_limit or max(1, len(searches))
+        with count_bar("prompts", len(searches), use_tqdm) as tell:
+            for first in range(0, len(searches), at_once):
+                search(searches[first : first + at_once], functools.partial(ask, first))
+                tell(min(first + at_once, len(searches)))
+        found = [one.found() for one in searches]
+        for beam in itertools.chain.from_iterable(found):
+            beam.text = self.tokenizer.decode(beam.tokens, skip_special=False)
+        return [BeamSearchOutput(beams) for beams in found]
 
     def score(
         self,

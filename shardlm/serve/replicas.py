@@ -76,6 +76,10 @@ class EngineGroup:
         return self.engines[(self._up or [0])[0]].runner
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.engines[0].stop_ids
+
+    @property
     def has_unfinished(self) -> bool:
         return any(engine.has_unfinished for engine in self.engines)
 

@@ -61,6 +61,7 @@ class FakeLLM:
         self.died = ""
         self._counts = [0, 0]
         self._end = self.tokenizer.end_of_document_id
+        self.stop_ids = (self._end,)
         self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
 
     async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
