@@ -120,6 +120,9 @@ class SamplingParams:
             self._set(name, _number(name, getattr(self, name), *limits))
         for name, limits in _INTEGERS.items():
             self._set(name, _integer(name, getattr(self, name), *limits))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) == -1:  # vLLM's word for the vocabulary, which it refuses too unless max_logprobs=-1
+                raise _wrong(name, -1, _NOT_ALL)
         for name, (low, high, meaning) in _OPTIONAL_INTEGERS.items():
             if (value := getattr(self, name)) is not None:
                 self._set(name, _integer(name, value, low, high, f"{meaning}, or None"))
@@ -189,6 +192,10 @@ _INTEGERS = {
     "top_k": (-1, math.inf, "at least 1, or 0 or -1 for every token"),
     "min_tokens": (0, math.inf, "at least 0"),
 }
+_NOT_ALL = (
+    f"from 0 to {MAX_LOGPROBS}: programs have room for the likeliest tokens, not for the whole vocabulary; LLM.score "
+    "has those of any text that is given, and the model that shardlm.load opens all logits"
+)
 _OPTIONAL_INTEGERS = {
     "seed": (-(2**63), 2**63 - 1, "an integer of 64 bits"),
     "max_tokens": (0, math.inf, "at least 0"),

@@ -1,6 +1,7 @@
 """Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
 from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
 
+import json
 import pathlib
 import shutil
 
@@ -76,6 +77,17 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     [cached] = llm.generate([prompt], params[0])
     assert cached.outputs[0].token_ids == greedy and (cached.num_cached_tokens > 0) == (name not in MEMORIES)
     assert llm.engine.stats().kv_usage == 0
+    if (beams := REFERENCES / name / "beams.json").exists():
+        check_beams(llm, prompt, json.loads(beams.read_text()))
+
+
+def check_beams(llm, prompt: list[int], expected: dict) -> None:
+    """What transformers' beam search found without an end, by the number of beams; two prompts at once."""
+    for width, found in expected.items():
+        params = shardlm.BeamSearchParams(int(width), len(found["tokens"][0]), ignore_eos=True)
+        for output in llm.beam_search([prompt, {"prompt_token_ids": prompt}], params):
+            assert [beam.tokens for beam in output.sequences] == [prompt + reply for reply in found["tokens"]]
+            np.testing.assert_allclose([beam.cum_logprob for beam in output.sequences], found["sums"], atol=10 * CLOSE)
 
 
 @pytest.mark.parametrize(

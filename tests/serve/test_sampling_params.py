@@ -31,7 +31,11 @@ WRONG = [
     ({"min_tokens": -1}, "min_tokens=-1 must be at least 0"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8; lower the one or raise the other"),
     ({"logprobs": 21}, "logprobs=21 must be from 0 to 20, or None"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs=-1 must be from 0 to 20, or None"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs=21 must be from 0 to 20, or None"),
+    *(
+        ({name: -1}, "text that is given, and the model that shardlm.load opens all logits")
+        for name in ("logprobs", "prompt_logprobs")
+    ),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be at least 1, or None"),
     ({"seed": 2**63}, "seed=9223372036854775808 must be an integer of 64 bits, or None"),
     ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
