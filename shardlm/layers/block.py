@@ -21,6 +21,7 @@ from shardlm.layers.moe import Moe, MoeConfig
 from shardlm.layers.ngrams import Ngrams, NgramsConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use
+from shardlm.layers.short_conv import ShortConv, ShortConvConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Block(nnx.Module):
             MlaConfig: Mla,
             DeltaNetConfig: DeltaNet,
             MambaConfig: Mamba,
+            ShortConvConfig: ShortConv,
             CompressedConfig: CompressedAttention,
         }
         attention = attention[type(config.attention)]

@@ -74,6 +74,8 @@ FAMILIES = {
     "hy_v3": "hunyuan",
     "nemotron": "nemotron",
     "bamba": "bamba",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2",
     "nemotron_h": "nemotron_h",
     "afmoe": "afmoe",
     "apertus": "apertus",

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
-from shardlm.flops import attention_width, memory_width
+from shardlm.flops import attention_width
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
@@ -239,11 +239,7 @@ class TransformerConfig:
         """Multiply-adds of all layers for so many tokens and the (query, key) pairs among them (flops.py)."""
         linear = [b.attention for b in self.all_blocks() if isinstance(b.attention, DeltaNetConfig)]
         compressed = (a.macs(pairs, tokens) for a in self.attentions() if isinstance(a, CompressedConfig))
-        return (
-            pairs * self.attention_width()
-            + sum(compressed)
-            + tokens * sum(memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear)
-        )
+        return pairs * self.attention_width() + sum(compressed) + tokens * sum(a.macs_per_token() for a in linear)
 
 
 def _indexer(block: BlockConfig) -> IndexerConfig | None:

@@ -18,6 +18,7 @@ from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.rules import BATCH_AXES, Rules, Table
@@ -106,6 +107,9 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
+        "short convolutions in place of attention": any(
+            isinstance(block.attention, ShortConvConfig) for block in shape.kinds
+        ),
         "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:

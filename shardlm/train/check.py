@@ -9,6 +9,7 @@ from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.ngrams import NgramsConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
@@ -80,12 +81,15 @@ def check_choice(mesh: MeshSpec, context_attention: str) -> None:
 
 def check_memory(attention: DeltaNetConfig, mesh: MeshSpec, context_attention: str = "auto") -> None:
     """Refuses linear attention whose heads do not divide over tensor and context, over which each device goes through
-    whole rows of its share of them. Of Mamba 2 devices may share a group of queries and keys."""
+    whole rows of its share of them. Of Mamba 2 devices may share a group of queries and keys, and a short convolution's
+    numbers are split over tensor alone."""
     if mesh.context > 1 and context_attention == "ring":
         raise ShardlmError(
             "context_attention=ring: linear attention goes through a row from its first token to its last, and a ring "
             "has them in another order; set context_attention to auto or ulysses, or mesh.context to 1"
         )
+    if isinstance(attention, ShortConvConfig):
+        return  # which devices exchange a few tokens for
     ways = mesh.size("tensor", "context")
     num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
     if isinstance(attention, MambaConfig):

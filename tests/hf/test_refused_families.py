@@ -86,6 +86,9 @@ def options_of(name: str) -> dict:
             {"attn_layer_indices": [3]},
             r"attn_layer_indices=\[3\]; it needs numbers from 0 to num_hidden_layers",
         ),
+        ("lfm2", {"layer_types": ["conv"]}, "it needs num_hidden_layers=3 of conv, full_attention"),
+        ("lfm2", {"conv_bias": True}, "conv_bias=True, which is not supported; supported: False"),
+        ("lfm2", {"rope_parameters": None}, "has no 'rope_theta', which a 'lfm2' model needs"),
         ("nemotron_h", {"layers_block_type": None}, "no layers_block_type and no hybrid_override_pattern"),
         ("nemotron_h", {"layers_block_type": ["mlp"]}, "'mlp' as first layer: each mlp and moe has to stand behind a"),
         ("nemotron_h", {"layers_block_type": "M-E"}, "layer 2, 'moe', behind 'mlp': each mlp and moe has to stand"),
@@ -209,6 +212,7 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             "over tensor, which this model has: choose a mesh of data and fsdp",
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
+        ("lfm2", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
         (
             "granitemoehybrid",
             {},
