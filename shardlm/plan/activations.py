@@ -93,10 +93,10 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         exchanged=nbytes * twice if ulysses else 0,
         latents=nbytes * _latent_dims(attention, sketch) / (1 if compressed else tensor),
         rotated=nbytes * kv * attention.rope_dim if latent else 0,
-        hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
+        hidden=nbytes * (moe.shared_dim if moe else sum(block.mlp.widths)) / tensor,
         expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
-        rows=rows * D,
-        pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
+        rows=rows * (L := moe.read_dim(D) if moe else 0),
+        pairs=nbytes * moe.top_k * L * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
         mask=0.0 if compressed or isinstance(attention, DeltaNetConfig) else _mask(sketch, heads) + chosen,
         one=nbytes * D / tensor if block.streams else 0.0,
@@ -123,7 +123,7 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
     return {
         "gate": each * attention.num_heads * attention.value_dim,
         "rule": linear_attention.at_work(rule),
-        "rule_kept": linear_attention.held(rule, each * linear_attention.convolved(attention)),
+        "rule_kept": linear_attention.held(rule, linear_attention.convolved_bytes(attention, sketch)),
     }
 
 
@@ -150,7 +150,7 @@ def exchanges(sketch: Sketch) -> set[str]:
 
 def _zeros(moe: MoeConfig, exchange: str, rows: float, nbytes: float, sketch: Sketch) -> float:
     """For rows that stay empty: of the hidden layer, and of all that is moved; sent rows are received in others."""
-    D, mesh = sketch.shape.embed_dim, sketch.mesh
+    D, mesh = moe.read_dim(sketch.shape.embed_dim), sketch.mesh
     hidden = rows * moe.expert_dim / mesh.tensor
     if exchange == "all_to_all":
         return hidden + 4 * rows * D

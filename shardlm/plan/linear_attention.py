@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.ops.channel_delta_chunks import BLOCK
-from shardlm.ops.gated_delta import CHUNK
+from shardlm.ops.gated_delta import CHUNK, SUMMED
 from shardlm.ops.unit_inverse import WHOLE
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
@@ -35,6 +36,7 @@ class Rule:
     chunks   that follow each other in a row
     itemsize of the compute type
     by_channel  whether decays are of each number of a key
+    summed   whether nothing is taken back (Mamba 2, summed_states.py)
     """
 
     C: int
@@ -45,22 +47,25 @@ class Rule:
     chunks: int
     itemsize: int
     by_channel: bool = False
+    summed: bool = False
 
     @classmethod
     def of(cls, attention: DeltaNetConfig, sketch: Sketch) -> "Rule":
         """Of a training step."""
-        length = sketch.config.train.seq_len
-        return cls.of_rows(attention, length, sketch.tokens / length, sketch.mesh.tensor, sketch.itemsize)
+        length, mesh = sketch.config.train.seq_len, sketch.mesh
+        rows = sketch.tokens / length * mesh.context  # of a share of the heads
+        return cls.of_rows(attention, length, rows, mesh.size("tensor", "context"), sketch.itemsize)
 
     @classmethod
     def of_rows(cls, attention: DeltaNetConfig, length: int, rows: float, ways: int, itemsize: int) -> "Rule":
         """Of rows of so many tokens, or of as much of them as all heads of one row, which are split so many ways."""
-        C = min(CHUNK, 1 << (length - 1).bit_length())
+        summed = isinstance(attention, MambaConfig)
+        C = min(SUMMED if summed else CHUNK, 1 << (length - 1).bit_length())
         chunks = math.ceil(length / C)
         each = rows * chunks / ways
         sizes = attention.head_dim, attention.value_dim
-        heads = each * attention.num_heads, each * attention.num_kv_heads
-        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel)
+        heads = each * attention.num_heads, each * key_heads(attention, ways)
+        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel, summed)
 
     @property
     def square(self) -> float:
@@ -76,6 +81,13 @@ class Rule:
     def states(self) -> float:
         """Bytes of the state before each chunk, in the compute type."""
         return self.itemsize * self.squares * self.H * self.V
+
+
+def key_heads(attention: DeltaNetConfig, ways: int) -> int:
+    """Heads of queries and keys of all devices that split heads so many ways: groups of Mamba 2 that are fewer are
+    repeated, one for each (layers/mamba.py)."""
+    K = attention.num_kv_heads
+    return max(K, ways) if isinstance(attention, MambaConfig) else K
 
 
 def held(rule: Rule, narrow: float) -> float:
@@ -95,6 +107,11 @@ def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tupl
     """(name, columns, summed) on one device."""
     N, K, H = attention.num_heads / tensor, attention.num_kv_heads / tensor, attention.head_dim
     values = N * attention.value_dim
+    if isinstance(attention, MambaConfig):  # fewer groups than devices are made on all
+        K = attention.num_kv_heads if attention.num_kv_heads % tensor else K
+        yield "queries, keys, values, gate and steps", 2 * K * H + 2 * values + N, D
+        yield "output", D, values
+        return
     if attention.by_channel:
         yield "queries, keys, values and rates", 2 * K * H + values + N, D
         yield "latents of gate and decays", 2 * H / tensor, D  # of tokens that tensor splits
@@ -110,6 +127,9 @@ def products(rule: Rule) -> Iterator[Op]:
     it makes by itself, but for what states need, so that with recomputation XLA has it once."""
     C, H, V, s = rule.C, rule.H, rule.V, rule.squares
     own = functools.partial(_op, rule)
+    if rule.summed:
+        yield from _summed(rule)
+        return
     yield from _of_keys(rule)
     yield from _inverse(rule)
     # Gradients: made anew, back through the inverse, and the inverse's own.
@@ -120,6 +140,16 @@ def products(rule: Rule) -> Iterator[Op]:
     yield own("states", s, (H, V, H), narrow=True, gradients=1)
     yield own("reads", s, (C, V, H), 2, gradients=2.5, anew=False)
     yield own("sums", s, (C, V, C), gradients=2, anew=False)
+
+
+def _summed(rule: Rule) -> Iterator[Op]:
+    """Of what takes nothing back (ops/summed_states.py). For gradients what is seen and states are made again."""
+    C, H, V, s = rule.C, rule.H, rule.V, rule.squares
+    own = functools.partial(_op, rule)
+    yield own("keys and queries by keys", rule.of_keys, (C, C, H), gradients=3)
+    yield own("states", s, (H, V, C), narrow=True, gradients=3)
+    yield own("reads", s, (C, V, H), gradients=2)
+    yield own("sums", s, (C, V, C), gradients=2)
 
 
 def _of_keys(rule: Rule) -> Iterator[Op]:
@@ -169,9 +199,15 @@ def _op(
     )
 
 
-def convolved(attention: DeltaNetConfig) -> int:
-    """Numbers of a token that go through convolutions."""
-    return 2 * attention.num_kv_heads * attention.head_dim + attention.num_heads * attention.value_dim
+def convolved(attention: DeltaNetConfig, ways: int) -> int:
+    """Numbers of a token that go through convolutions, of all devices that split heads so many ways."""
+    return 2 * key_heads(attention, ways) * attention.head_dim + attention.num_heads * attention.value_dim
+
+
+def convolved_bytes(attention: DeltaNetConfig, sketch: Sketch) -> float:
+    """Of them on one device, in a training step."""
+    ways = sketch.mesh.size("tensor", "context")
+    return sketch.itemsize * sketch.tokens / sketch.mesh.tensor * convolved(attention, ways)
 
 
 def moved(rule: Rule, narrow: float) -> Iterator[Op]:

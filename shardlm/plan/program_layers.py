@@ -32,6 +32,7 @@ from shardlm.plan.traffic import (
 from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
+WIDE = 4  # bytes of a float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +197,10 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     apart_in_stages = apart_in_stages and not summed_once(sketch)
     # So too where a microbatch is a single row, of which XLA does not see that both gathers are the same.
     alone = sketch.config.train.global_batch == sketch.passes and mesh.pipeline == 1
-    gathers += (4 if apart_in_stages or alone else 2) * D * item
-    scatters += (2 * back + repeated) * D * item
+    parts = 1 + moe.there
+    gathers += (4 if apart_in_stages or alone else 2) / 2 * parts * D * item
+    # What a layer's last product makes is not asked for again.
+    scatters += (parts * back + repeated * (parts - 1)) * D * item
     if isinstance(attention, MlaConfig):
         narrow = attention.kv_latent_dim + attention.rope_dim
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
@@ -217,6 +220,8 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
         gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
         sums += 2 * D * item
+        if isinstance(attention, DeltaNetConfig):  # a norm over several devices' heads (layers/mamba.py)
+            gathers += (there + 1) * WIDE * attention.num_heads
     else:
         # Of gates and decays by channel the latents are made of split tokens, as wide as a key.
         latents = 2 * attention.head_dim if getattr(attention, "by_channel", False) else 0
@@ -231,7 +236,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
             scatters += (back + 1) * D * item
         if block.streams:  # how much of what is made goes to each is learned: it is made again
             scatters += repeated * (1 + bool(moe.shared_dim)) * D * item
-    else:
+    elif moe.there:
         gathers += there * D * item
         scatters += D * item
     one = sketch.tokens * share(mesh.tensor) * runs.layers

@@ -15,7 +15,6 @@ from shardlm.hardware import Gpu
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.lora import LoraConfig
-from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
@@ -106,7 +105,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
-        "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"
