@@ -12,6 +12,7 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.ops.channel_delta_chunks import BLOCK
 from shardlm.ops.gated_delta import CHUNK, SUMMED
 from shardlm.ops.unit_inverse import WHOLE
+from shardlm.plan import summed_states
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
@@ -37,6 +38,7 @@ class Rule:
     itemsize of the compute type
     by_channel  whether decays are of each number of a key
     summed   whether nothing is taken back (Mamba 2, summed_states.py)
+    on_cpu   whether XLA:CPU runs it, which has no kernels of ours
     """
 
     C: int
@@ -48,13 +50,15 @@ class Rule:
     itemsize: int
     by_channel: bool = False
     summed: bool = False
+    on_cpu: bool = False
 
     @classmethod
     def of(cls, attention: DeltaNetConfig, sketch: Sketch) -> "Rule":
         """Of a training step."""
         length, mesh = sketch.config.train.seq_len, sketch.mesh
         rows = sketch.tokens / length * mesh.context  # of a share of the heads
-        return cls.of_rows(attention, length, rows, mesh.size("tensor", "context"), sketch.itemsize)
+        one = cls.of_rows(attention, length, rows, mesh.size("tensor", "context"), sketch.itemsize)
+        return dataclasses.replace(one, on_cpu=sketch.gpu.generation == "cpu")
 
     @classmethod
     def of_rows(cls, attention: DeltaNetConfig, length: int, rows: float, ways: int, itemsize: int) -> "Rule":
@@ -66,6 +70,18 @@ class Rule:
         sizes = attention.head_dim, attention.value_dim
         heads = each * attention.num_heads, each * key_heads(attention, ways)
         return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel, summed)
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernels of ours compute it, of what takes nothing back."""
+        sizes = self.C, self.H, self.V, self.itemsize
+        return self.summed and not self.on_cpu and summed_states.has_kernels(*sizes)
+
+    @property
+    def waits(self) -> bool:
+        """Whether all layers of a pattern have arrays of it at once: by channel they are made again before one is done
+        backwards, and beside kernels XLA makes gradients of projections late."""
+        return self.by_channel or self.kernels
 
     @property
     def square(self) -> float:
@@ -93,13 +109,18 @@ def key_heads(attention: DeltaNetConfig, ways: int) -> int:
 def held(rule: Rule, narrow: float) -> float:
     """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
     `narrow` bytes: the inverse, states, what chunks read, and of convolutions and lengths what each step made."""
+    if rule.kernels:
+        return summed_states.held(rule, narrow)
     return 2 * rule.square + (10 if rule.by_channel else 1) * rule.values + rule.states + 11 * narrow
 
 
-def at_work(rule: Rule) -> float:
-    """Bytes while a layer is made again and done backwards, at the fullest; by channel, of each layer of a pattern."""
+def at_work(rule: Rule, narrow: float) -> float:
+    """Bytes while a layer is made again and done backwards, at the fullest, of convolutions of `narrow` bytes; of what
+    `waits`, of each layer of a pattern."""
     if rule.by_channel:
         return 65 * rule.values
+    if rule.kernels:
+        return summed_states.at_work(narrow)
     return 4 * rule.square + 18 * rule.values + 4 * rule.states
 
 
@@ -128,7 +149,7 @@ def products(rule: Rule) -> Iterator[Op]:
     C, H, V, s = rule.C, rule.H, rule.V, rule.squares
     own = functools.partial(_op, rule)
     if rule.summed:
-        yield from _summed(rule)
+        yield from summed_states.by_kernels(rule) if rule.kernels else summed_states.by_xla(rule, _op)
         return
     yield from _of_keys(rule)
     yield from _inverse(rule)
@@ -140,16 +161,6 @@ def products(rule: Rule) -> Iterator[Op]:
     yield own("states", s, (H, V, H), narrow=True, gradients=1)
     yield own("reads", s, (C, V, H), 2, gradients=2.5, anew=False)
     yield own("sums", s, (C, V, C), gradients=2, anew=False)
-
-
-def _summed(rule: Rule) -> Iterator[Op]:
-    """Of what takes nothing back (ops/summed_states.py). For gradients what is seen and states are made again."""
-    C, H, V, s = rule.C, rule.H, rule.V, rule.squares
-    own = functools.partial(_op, rule)
-    yield own("keys and queries by keys", rule.of_keys, (C, C, H), gradients=3)
-    yield own("states", s, (H, V, C), narrow=True, gradients=3)
-    yield own("reads", s, (C, V, H), gradients=2)
-    yield own("sums", s, (C, V, C), gradients=2)
 
 
 def _of_keys(rule: Rule) -> Iterator[Op]:
@@ -213,6 +224,9 @@ def convolved_bytes(attention: DeltaNetConfig, sketch: Sketch) -> float:
 def moved(rule: Rule, narrow: float) -> Iterator[Op]:
     """What moves memory besides, forward and for gradients, as XLA fuses it: convolutions of `narrow` bytes, lengths of
     queries and keys, decays, what is cut into chunks and put together again. And what states wait for each other."""
+    if rule.kernels:
+        yield summed_states.moved(rule, narrow)
+        return
     there = 10.5 * rule.square + 15 * rule.values + 3.5 * narrow
     back = 17.5 * rule.square + 24 * rule.values + 15 * narrow
     if rule.by_channel:

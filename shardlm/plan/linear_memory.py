@@ -4,8 +4,10 @@ tests/plan/compiled_memory.json."""
 
 from collections.abc import Sequence
 
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.models.transformer import Segment
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
+from shardlm.plan.linear_attention import Rule
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 
@@ -29,15 +31,17 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
 def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment) -> Kinds:
     one = max(pattern, key=lambda each: each.rule)
     again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
-    by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
-    rule = sum(each.rule for each in pattern) if by_channel and again else one.rule
+    memories = [block.attention for block in segment.pattern if isinstance(block.attention, DeltaNetConfig)]
+    by_channel = any(attention.by_channel for attention in memories)
+    waits = any(Rule.of(attention, sketch).waits for attention in memories)
+    rule = sum(each.rule for each in pattern) if waits and again else one.rule
     rule = rule if again else max(0.0, rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
     late = pattern if again and sketch.mesh.pipeline == 1 else (one,)
     wide = 8 * sum(layer.whole for layer in late) if by_channel and sketch.mesh.tensor > 1 else 0
     return {
         "linear attention": rule,
-        "mlp": (8 if again else 4) * sum(layer.hidden for layer in late),
+        "mlp": (4 if again else 2) * sum(layer.products * layer.hidden for layer in late),
         "streams": 8 * sum(layer.stream for layer in late) / sketch.mesh.tensor + wide,
         "attention": taken,
         "experts": _experts(sketch, late),
