@@ -78,12 +78,6 @@ class Rule:
         return self.summed and not self.on_cpu and summed_states.has_kernels(*sizes)
 
     @property
-    def waits(self) -> bool:
-        """Whether all layers of a pattern have arrays of it at once: by channel they are made again before one is done
-        backwards, and beside kernels XLA makes gradients of projections late."""
-        return self.by_channel or self.kernels
-
-    @property
     def square(self) -> float:
         """Bytes of all squares."""
         return WIDE * self.squares * self.C**2
@@ -106,6 +100,14 @@ def key_heads(attention: DeltaNetConfig, ways: int) -> int:
     return max(K, ways) if isinstance(attention, MambaConfig) else K
 
 
+def divides(attention: DeltaNetConfig, ways: int) -> bool:
+    """Whether heads can be split over so many devices (train/check.py): of Mamba 2 these may share groups."""
+    N, K = attention.num_heads, attention.num_kv_heads
+    if isinstance(attention, MambaConfig):
+        return N % ways == 0 and 0 in (K % ways, ways % K)
+    return K % ways == 0
+
+
 def held(rule: Rule, narrow: float) -> float:
     """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
     `narrow` bytes: the inverse, states, what chunks read, and of convolutions and lengths what each step made."""
@@ -115,8 +117,8 @@ def held(rule: Rule, narrow: float) -> float:
 
 
 def at_work(rule: Rule, narrow: float) -> float:
-    """Bytes while a layer is made again and done backwards, at the fullest, of convolutions of `narrow` bytes; of what
-    `waits`, of each layer of a pattern."""
+    """Bytes while a layer is made again and done backwards, at the fullest, of convolutions of `narrow` bytes; by
+    channel, of each layer of a pattern."""
     if rule.by_channel:
         return 65 * rule.values
     if rule.kernels:

@@ -4,7 +4,7 @@ tests/plan/compiled_memory.json."""
 
 from collections.abc import Sequence
 
-from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.models.transformer import Segment
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
 from shardlm.plan.linear_attention import Rule
@@ -21,7 +21,8 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
     of their MLPs' arrays and inputs are there; not inside stages, nor where nothing is made again. Of a pattern's
     layers all weights that are gathered are there, and some of the next repeat. More than layers' inputs is copied out
     of what all keep, but of two repeats, which XLA's unrolled loop leaves in no loop. What has decays by channel is
-    made again of all layers of a pattern before one is done backwards.
+    made again of all layers of a pattern before one is done backwards; of what kernels compute (Mamba 2) gradients wait
+    for projections' as MLPs' do.
     """
     segments = zip(parts.layers, sketch.shape.segments, strict=True)
     found = [_of(sketch, parts, pattern, one) for pattern, one in segments if any(each.rule for each in pattern)]
@@ -31,13 +32,13 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
 def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment) -> Kinds:
     one = max(pattern, key=lambda each: each.rule)
     again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
-    memories = [block.attention for block in segment.pattern if isinstance(block.attention, DeltaNetConfig)]
-    by_channel = any(attention.by_channel for attention in memories)
-    waits = any(Rule.of(attention, sketch).waits for attention in memories)
-    rule = sum(each.rule for each in pattern) if waits and again else one.rule
-    rule = rule if again else max(0.0, rule - one.rule_kept)
+    by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
+    own = [block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)]
+    by_kernels = any(Rule.of(attention, sketch).kernels for attention in own)
+    late = _late(sketch, pattern, segment) if again and sketch.mesh.pipeline == 1 else (one,)
+    waiting = pattern if by_channel else late if by_kernels else (one,)
+    rule = sum(each.rule for each in waiting) if again else max(0.0, one.rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
-    late = pattern if again and sketch.mesh.pipeline == 1 else (one,)
     wide = 8 * sum(layer.whole for layer in late) if by_channel and sketch.mesh.tensor > 1 else 0
     return {
         "linear attention": rule,
@@ -47,6 +48,17 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
         "experts": _experts(sketch, late),
         "weights in use": parts.largest * (1.5 * len(pattern) if parts.gathers else 1),
     }
+
+
+def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequence[Layer]:
+    """Those whose arrays wait for the products that make weights' gradients: all, but of Mamba 2 two beside experts,
+    where devices share groups, or where tensor alone splits heads (7 of 14 compiled programs)."""
+    own = {block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)}
+    mesh = sketch.mesh
+    shared = any(attention.num_kv_heads % mesh.size("tensor", "context") for attention in own)
+    if own and (shared or exchanges(sketch) or (mesh.tensor > 1 and mesh.context == 1)):
+        return sorted(pattern, key=lambda one: one.rule + one.hidden)[-2:]
+    return pattern
 
 
 def _experts(sketch: Sketch, layers: Sequence[Layer]) -> float:

@@ -17,7 +17,7 @@ FORWARD, BACKWARD = (13.5, 14.7), (40, 19)
 KERNELS, KERNELS_BACK = 17, 37
 # Arrays of all that goes through convolutions, while layers are done backwards (of the same, and of 16 layers); and of
 # values and of keys and queries, that are kept without recomputation.
-AT_WORK, HELD = 10.5, (12, 6)
+AT_WORK, HELD = 10.5, (22.7, 7)
 
 
 def has_kernels(C: int, H: int, V: int, itemsize: int) -> bool:
