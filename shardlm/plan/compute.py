@@ -160,7 +160,8 @@ class _Run:
         remat = self.sketch.config.remat
         kept = op.unit == "matmul" and not op.both  # by "dots": what is no batch of products
         again = {"none": 0, "dots": 0 if kept else 1, "names": 1, "full": 1, "offload": 1}[remat]
-        last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
+        # The router asks what each expert gave.
+        last = op.what.endswith(("down", "of the latent")) and not op.grouped
         ends = op.what == "output" if self.unasked == "output" else last and self.unasked
         if ends or (remat == "names" and (last or op.what == "output")) or not op.anew:
             again = 0  # nothing in the backward pass asks for the result, or it was kept

@@ -197,10 +197,10 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     apart_in_stages = apart_in_stages and not summed_once(sketch)
     # So too where a microbatch is a single row, of which XLA does not see that both gathers are the same.
     alone = sketch.config.train.global_batch == sketch.passes and mesh.pipeline == 1
-    parts = 1 + moe.there
-    gathers += (4 if apart_in_stages or alone else 2) / 2 * parts * D * item
-    # What a layer's last product makes is not asked for again.
-    scatters += (parts * back + repeated * (parts - 1)) * D * item
+    L = moe.read_dim(D) if isinstance(moe, MoeConfig) else D * moe.there  # what the second of them sends
+    gathers += (2 if apart_in_stages or alone else 1) * (D + L) * item
+    # What a layer's last product makes is not asked for again, but what experts make in a latent.
+    scatters += (back * (D + L) + repeated * (D * moe.there + (L if _latent(moe) else 0))) * item
     if isinstance(attention, MlaConfig):
         narrow = attention.kv_latent_dim + attention.rope_dim
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
@@ -229,8 +229,8 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         scatters += (D + latents) * item
     if isinstance(moe, MoeConfig):
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
-        gathers += there * (D * item + 2 * mixed)
-        scatters += D * item + mixed
+        gathers += there * (L * item + 2 * mixed)
+        scatters += L * item + mixed
         if moe.shared_dim:
             gathers += (there + 1) * D * item
             scatters += (back + 1) * D * item
@@ -244,17 +244,24 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         yield Sent(("tensor",), "the sequence", one * nbytes, kind, count * runs.layers)
 
 
+def _latent(mlp) -> bool:
+    """Whether experts read and make a projection of the stream."""
+    return isinstance(mlp, MoeConfig) and mlp.latent_dim > 0
+
+
 def _experts(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     """Tokens to the experts and back: forward, backward and again."""
     moe = block.mlp
     ranks, item, n = sketch.mesh.expert, sketch.itemsize, sketch.tokens
     times = (runs.forward + 1 + runs.again) * runs.layers
-    row = sketch.shape.embed_dim * item
+    row = moe.read_dim(sketch.shape.embed_dim) * item
     if choose_exchange(ranks, moe.top_k) == "gather":
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
-        # The results of a second run are not needed, but where it is learned how much of them goes to each stream.
-        scatters = (runs.forward + 1 + (runs.again if runs.whole and block.streams else 0)) * runs.layers
+        # The results of a second run are not needed, but where it is learned how much of them goes to each stream, or
+        # a weight multiplies them.
+        asked = runs.whole and (block.streams or _latent(moe))
+        scatters = (runs.forward + 1 + (runs.again if asked else 0)) * runs.layers
         back = (row * scatters + mixed * runs.layers) * n * (ranks - 1)
         yield Sent(("expert",), "tokens gathered", there, GATHER, times)
         yield Sent(("expert",), "results scattered", back, SCATTER, scatters)
