@@ -35,7 +35,7 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
     by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
     own = [block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)]
     by_kernels = any(Rule.of(attention, sketch).kernels for attention in own)
-    late = _late(sketch, pattern, segment) if again and sketch.mesh.pipeline == 1 else (one,)
+    late = _late(sketch, pattern, segment) if again else (one,)
     waiting = pattern if by_channel else late if by_kernels else (one,)
     rule = sum(each.rule for each in waiting) if again else max(0.0, one.rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
@@ -51,12 +51,15 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
 
 
 def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequence[Layer]:
-    """Those whose arrays wait for the products that make weights' gradients: all, but of Mamba 2 two beside experts,
-    where devices share groups, or where tensor alone splits heads (7 of 14 compiled programs)."""
+    """Those whose arrays wait for the products that make weights' gradients: all, but in stages one. Of Mamba 2 two: in
+    stages, where experts see the tokens of all devices, where devices share groups, and where tensor alone splits heads
+    (6 of 15 compiled programs)."""
     own = {block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)}
     mesh = sketch.mesh
     shared = any(attention.num_kv_heads % mesh.size("tensor", "context") for attention in own)
-    if own and (shared or exchanges(sketch) or (mesh.tensor > 1 and mesh.context == 1)):
+    if not own:
+        return pattern if mesh.pipeline == 1 else (max(pattern, key=lambda one: one.rule),)
+    if shared or "gather" in exchanges(sketch) or mesh.pipeline > 1 or (mesh.tensor > 1 and mesh.context == 1):
         return sorted(pattern, key=lambda one: one.rule + one.hidden)[-2:]
     return pattern
 
