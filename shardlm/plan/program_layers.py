@@ -150,7 +150,14 @@ def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
         yield Sent(tensor, "the head's sequence: scatters", part * passes, SCATTER, passes)
     if mesh.tensor > 1 and not manual:
         yield Sent(tensor, "the lookup: gathers", part * passes, GATHER, passes)
-        yield Sent(tensor, "the lookup: scatters", part * passes, SCATTER, passes)
+        # What is found is scaled, or positions are added, before it is split: XLA sums it whole.
+        whole = shape.embed_scale != 1 or shape.max_positions > 0
+        found = 2 * part * passes, REDUCE
+        yield Sent(tensor, "the lookup: sums", *(found if whole else (part * passes, SCATTER)), passes)
+        if shape.inputs:  # rows of a table that is split by tokens
+            rows = sketch.tokens * shape.num_layers * shape.inputs.dim * sketch.itemsize * share(mesh.tensor) * passes
+            yield Sent(tensor, "layers' inputs", rows, SCATTER, passes)
+            yield Sent(tensor, "layers' inputs: gradients", rows, GATHER, passes)
     if not manual:
         return
     table = shape.vocab_size * shape.embed_dim / mesh.tensor * sketch.itemsize * share(mesh.tensor)
@@ -199,8 +206,9 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     alone = sketch.config.train.global_batch == sketch.passes and mesh.pipeline == 1
     L = moe.read_dim(D) if isinstance(moe, MoeConfig) else D * moe.there  # what the second of them sends
     gathers += (2 if apart_in_stages or alone else 1) * (D + L) * item
-    # What a layer's last product makes is not asked for again, but what experts make in a latent.
-    scatters += (back * (D + L) + repeated * (D * moe.there + (L if _latent(moe) else 0))) * item
+    # What a layer's last product makes is not asked for again, but by a norm, or of experts by what is behind a latent.
+    asked = block.norms in ("post", "both") or _latent(moe)
+    scatters += (back * (D + L) + repeated * (D * moe.there + (L if asked else 0))) * item
     if isinstance(attention, MlaConfig):
         narrow = attention.kv_latent_dim + attention.rope_dim
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
@@ -219,7 +227,10 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         sums += 2 * attention.head_dim * item  # keys' gradients, whole
     elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
         gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
-        sums += 2 * D * item
+        if getattr(attention, "reads", ""):  # and of a layer that reads another's, only gradients go there
+            scatters += D * item
+        else:
+            sums += 2 * D * item
         if isinstance(attention, DeltaNetConfig):  # a norm over several devices' heads (layers/mamba.py)
             gathers += (there + 1) * WIDE * attention.num_heads
     else:

@@ -89,7 +89,8 @@ class Weight:
 def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) -> None:
     """Raises ShardlmError for models whose memory and time have no formulas, with rows of this length: trained on a
     mesh, or served."""
-    split = [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in BATCH_AXES] if mesh else []
+    foreseen = *BATCH_AXES, "tensor"
+    split = [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in foreseen] if mesh else []
     over = f" over {', '.join(split)}"
     chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
     reasons = {
@@ -107,7 +108,7 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
-        instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"
+        instead = "a mesh of data, fsdp and tensor, or one without a plan" if split else "a mesh without a plan"
         raise ShardlmError(
             f"the planner has no formulas for {' and '.join(lacking)}, which this model has: choose {instead}"
         )

@@ -89,6 +89,15 @@ def _nemotron(pattern: str, **sizes) -> Pretrained:
     return Pretrained("unread", config=json.dumps(_SUMMED | {"model_type": "nemotron_h"} | own | sizes))
 
 
+def _inputs(**sizes) -> Pretrained:
+    """Gemma 4 E2B's kind: two of four layers read the keys and values of others, and each has inputs of its own."""
+    reference = pathlib.Path(__file__).parent.parent / "hf" / "references" / "gemma4" / "config.json"
+    wide = {"per_layer_config": {"1": {"head_dim": 512}, "3": {"head_dim": 512}}, "use_double_wide_mlp": True}
+    own = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2} | wide
+    own |= {"max_position_embeddings": 8192, "sliding_window": 512, "num_kv_shared_layers": 2}
+    return Pretrained("unread", config=json.dumps(json.loads(reference.read_text()) | own | sizes))
+
+
 _SUMMED = {"tie_word_embeddings": False, "max_position_embeddings": 65_536}
 _LATENT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 65_536, "first_k_dense_replace": 1}
 _LATENT |= {"tie_word_embeddings": False, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -96,6 +105,7 @@ _V4 = {"model_type": "deepseek_v4", "hidden_act": "silu", "num_key_value_heads":
 _V4 |= {"max_position_embeddings": 65_536, "o_groups": 8, "tie_word_embeddings": False, "hc_sinkhorn_iters": 2}
 MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig, "hybrid": QwenHybridConfig}
 MODELS |= {"entries": _entries, "channels": _channels, "chosen": _chosen, "granite": _granite, "nemotron": _nemotron}
+MODELS |= {"inputs": _inputs}
 
 
 _DENSE = {"vocab_size": 16_384, "embed_dim": 1024, "num_layers": 6, "num_heads": 16, "tie_embeddings": False}
@@ -184,7 +194,20 @@ def _summed(
     return _picked(mesh, "zero3", remat, rows, accumulation) | own
 
 
+_E2B = {"hidden_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
+_E2B |= {"intermediate_size": 6144, "vocab_size": 65_536, "vocab_size_per_layer_input": 65_536}
+
+
+def _of_inputs(mesh: dict[str, int], rows: int, dim: int) -> Settings:
+    train = {"global_batch": rows, "seq_len": 2048, "accumulation": 1}
+    sizes = _E2B | {"hidden_size_per_layer_input": dim}
+    own = {"model": "inputs", "sizes": sizes, "context_attention": "auto", "train": train}
+    return _picked(mesh, "zero3", "full", rows, 1) | own
+
+
 PICKED = {  # what chance left out
+    "inputs-tensor": _of_inputs({"fsdp": 2, "tensor": 2}, 2, 256),
+    "reads-tensor": _of_inputs({"fsdp": 2, "tensor": 2}, 2, 0),
     "groups-fsdp": _summed({"fsdp": 2}, 2),
     "groups-deep": _summed({"fsdp": 2}, 2, layers=16),
     "groups-deep-tensor": _summed({"fsdp": 2, "tensor": 2}, 4, layers=16),
