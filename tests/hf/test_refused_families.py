@@ -207,17 +207,12 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
     [
         (
             "gemma4",
-            {"mesh": MeshSpec(data=1, fsdp=2, tensor=2)},
-            "no formulas for layers that read the keys and values of others over tensor and inputs of each layer's own "
-            "over tensor, which this model has: choose a mesh of data and fsdp",
+            {"mesh": MeshSpec(data=1, fsdp=2, context=2)},
+            "no formulas for layers that read the keys and values of others over context and inputs of each layer's "
+            "own over context, which this model has: choose a mesh of data, fsdp and tensor",
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("lfm2", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
-        (
-            "granitemoehybrid",
-            {},
-            "no formulas for layers of Mamba 2, which this model has: choose a mesh without a plan",
-        ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (
             "qwen4_exp",
