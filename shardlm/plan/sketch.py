@@ -110,7 +110,7 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         "short convolutions in place of attention": any(
             isinstance(block.attention, ShortConvConfig) for block in shape.kinds
         ),
-        "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
+        "layers of Mamba 2": any(isinstance(a, MambaConfig) for block in shape.kinds for a in block.mixers),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"
