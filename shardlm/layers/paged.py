@@ -230,7 +230,7 @@ class Paged:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=spec), found)
 
     def recur(self, x, taps, log_decay, beta, positions, pages, layer):
-        act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
+        act, place = self.rules.act, jnp.asarray(self.layout.memory_places(), jnp.int32)[layer]
         heads, rows = heads_of(act, taps), act.spec("batch", "whole_seq")
         held = {name: a for name, a in pages.items() if name in MEMORIES}
         specs = {name: act.spec(*MEMORIES[name]) for name in held}
@@ -248,7 +248,7 @@ class Paged:
         return out, pages | held
 
     def convolve_heads(self, x, taps, positions, pages, layer):
-        act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
+        act, place = self.rules.act, jnp.asarray(self.layout.memory_places(), jnp.int32)[layer]
         heads, rows = act.spec("batch", "whole_seq", "heads", "head_dim"), act.spec("batch", "whole_seq")
         held = {name: a for name, a in pages.items() if name in MEMORIES}
         specs = {name: act.spec(*MEMORIES[name]) for name in held}

@@ -74,6 +74,7 @@ FAMILIES = {
     "hy_v3": "hunyuan",
     "nemotron": "nemotron",
     "bamba": "bamba",
+    "falcon_h1": "falcon_h1",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
     "nemotron_h": "nemotron_h",

@@ -110,6 +110,7 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         "short convolutions in place of attention": any(
             isinstance(block.attention, ShortConvConfig) for block in shape.kinds
         ),
+        "Mamba 2 beside attention in a layer": any(len(block.mixers) > 1 for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data, fsdp and tensor, or one without a plan" if split else "a mesh without a plan"

@@ -164,6 +164,9 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         check_choice(rules.mesh, context_attention)
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
+        if block.memory:
+            rules.act.check("heads", block.memory.num_heads)
+            check_memory(block.memory, rules.mesh, context_attention)
         if isinstance(block.attention, DeltaNetConfig):
             rules.act.check("heads", heads[0])
             check_memory(block.attention, rules.mesh, context_attention)
@@ -173,7 +176,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         else:
             kv_heads_name(heads[1], heads[0], rules.mesh.tensor)  # which tells the sizes that suit both kinds of heads
             rules.act.check("heads", heads[0])
-            whole = bool(model.memories) or model.sparse
+            whole = model.remembers or model.sparse
             check_context("ulysses" if whole else context_attention, *heads, rules.mesh, ring=not whole)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)

@@ -354,7 +354,7 @@ CASES = {
     "falcon_h1": ("falcon_h1", {**FALCON_H1, "num_hidden_layers": 2}),
     "falcon_h1_norm": (
         "falcon_h1",
-        {**FALCON_H1, "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        {**FALCON_H1, "num_hidden_layers": 2, "mamba_rms_norm": True}
         | {"mamba_conv_bias": False, "tie_word_embeddings": True, "mamba_d_ssm": None, "mamba_d_head": 16},
     ),
     "nemotron_h": (

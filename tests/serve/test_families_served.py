@@ -29,12 +29,13 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("qwen4_exp", EXPERT),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
     ("lfm2_moe", TENSOR),  # short convolutions
+    ("falcon_h1", PIPELINE),  # layers that have pages and remember
     ("granitemoehybrid", TENSOR),  # a group of Mamba 2's queries and keys that devices share
 ]
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
 MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
-MEMORIES += ["lfm2", "lfm2_moe"]
+MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe"]
 ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
@@ -113,6 +114,6 @@ def test_every_family_and_every_mesh(name, spec, tmp_path):
     [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"deterministic": True}],
     ids=["drafts", "deterministic"],
 )
-@pytest.mark.parametrize("name", ["qwen4_exp", "granitemoehybrid", "lfm2_moe"])
+@pytest.mark.parametrize("name", ["qwen4_exp", "granitemoehybrid", "lfm2_moe", "falcon_h1"])
 def test_memories_of_drafts_and_of_rows_in_turn(name, options, tmp_path):
     check(name, ONE, tmp_path / name, **options)
