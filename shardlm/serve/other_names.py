@@ -33,7 +33,6 @@ BEAMS = {
 }
 STRUCTURES = {
     "json_object": 'it is json={"type": "object"}',
-    "structural_tag": "json, regex or grammar holds a reply, in LLM with after= what follows a text; tools their calls",
     "whitespace_pattern": "white space between the parts of a JSON text is free",
 }
 _HUB = "the hub's main branch is read, into HF_HOME; fetch another one yourself and give its folder"

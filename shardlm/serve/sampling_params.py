@@ -18,14 +18,15 @@ MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so so
 # 128 replies held them for a minute.
 MAX_TEXTS, MAX_CHARS = 64, 16_384  # of stop; characters of all stop texts, or bad words, together
 MAX_STOP_IDS = 4096
-FORMS = ("json", "regex", "choice", "grammar")
+FORMS = ("json", "regex", "choice", "grammar", "structural_tag")
 MAX_BIASES = 300  # OpenAI's limit, and what the device has room for
 
 
 @knows_others("StructuredOutputs", STRUCTURES)
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax.
+    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax,
+    `structural_tag` as vLLM has it (structural_tags.py).
 
     after: the text is free until these have come, one after the other, and held to it from there. opening: it is only
     free where it begins so, after space. instead: what is held may begin with one of these, as calls of tools do, and
@@ -36,6 +37,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     after: str | Sequence[str] = ()
     opening: str = ""
     instead: str | Sequence[str] = ()
@@ -44,11 +46,12 @@ class StructuredOutputs:
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ShardlmError(
-                "structured outputs need exactly one of json, regex, choice and grammar; given: "
-                f"{', '.join(given) or 'none'}"
+                f"structured outputs need exactly one of {', '.join(FORMS)}; given: {', '.join(given) or 'none'}"
             )
         if self.json is not None and not isinstance(self.json, str | Mapping):
             raise _wrong("json", self.json, "a JSON schema, as text or as a mapping")
+        if self.structural_tag is not None and not isinstance(self.structural_tag, str | Mapping):
+            raise _wrong("structural_tag", self.structural_tag, "a structural tag, as text or as a mapping")
         for name in ("regex", "grammar"):
             if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
                 raise _wrong(name, text, "a text that is not empty")
@@ -210,7 +213,7 @@ def _structured(wish: Mapping[str, Any]) -> StructuredOutputs:
     try:
         return StructuredOutputs(**wish)
     except TypeError:
-        raise _wrong("structured_outputs", dict(wish), "a mapping with json, regex, choice or grammar") from None
+        raise _wrong("structured_outputs", dict(wish), f"a mapping with one of {', '.join(FORMS)}") from None
 
 
 def _wrong(name: str, value: Any, requirement: str) -> ShardlmError:

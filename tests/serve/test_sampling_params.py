@@ -64,10 +64,14 @@ WRONG = [
     ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a list of at least one token id, or None"),
     (
         {"structured_outputs": {"yaml": 1}},
-        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, after, opening, instead",
+        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, "
+        "structural_tag, after, opening, instead",
     ),
     ({"structured_outputs": {"json_object": True}}, 'has no json_object (given: True); it is json={"type": "object"}'),
-    ({"structured_outputs": {1: 2}}, "structured_outputs={1: 2} must be a mapping with json, regex, choice or grammar"),
+    (
+        {"structured_outputs": {1: 2}},
+        "must be a mapping with one of json, regex, choice, grammar, structural_tag",
+    ),
     # Names of vLLM's.
     ({"best_of": 2}, "best_of=2 must be n=1; ask for n replies and choose"),
     ({"detokenize": False, "stop": "a"}, "leaves no text in which to look for stop; give stop_token_ids"),
@@ -80,8 +84,11 @@ WRONG = [
     ({"structured_outputs": "json"}, "structured_outputs='json' must be a StructuredOutputs or None"),
 ]
 WRONG_STRUCTURES = [
-    ({}, "exactly one of json, regex, choice and grammar; given: none"),
-    ({"regex": "a", "choice": ["b"]}, "exactly one of json, regex, choice and grammar; given: regex, choice"),
+    ({}, "exactly one of json, regex, choice, grammar, structural_tag; given: none"),
+    (
+        {"regex": "a", "choice": ["b"]},
+        "one of json, regex, choice, grammar, structural_tag; given: regex, choice",
+    ),
     ({"json": 3}, "json=3 must be a JSON schema, as text or as a mapping"),
     ({"regex": ""}, "regex='' must be a text that is not empty"),
     ({"choice": []}, "choice=[] must be a list of at least one text"),

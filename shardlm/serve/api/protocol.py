@@ -27,7 +27,7 @@ class StructuredWish(msgspec.Struct, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    structural_tag: str | Json | None = None  # refused: an answer without it is not what was asked for
+    structural_tag: str | Json | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -10,7 +10,6 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import PooledRequest, Sampled
 from shardlm.serve.beam_search import BeamSearchParams
 from shardlm.serve.grammar import ANY_OBJECT
-from shardlm.serve.other_names import STRUCTURES
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 # Fields that go through as they are, where they are given.
@@ -119,11 +118,10 @@ def _structured(request: Sampled, forced: StructuredOutputs | None, instead: Seq
         wanted = dataclasses.replace(wanted, instead=instead)
     found = {"tool_choice": forced, "response_format": None if forced else wanted}
     if (wish := request.structured_outputs) is not None:
-        if wish.structural_tag is not None:
-            message = f"structural_tag is not supported: {STRUCTURES['structural_tag']}"
-            raise ApiError(message, param="structured_outputs.structural_tag")
         schema = ANY_OBJECT if wish.json is None and wish.json_object else wish.json
-        found["structured_outputs"] = StructuredOutputs(schema, wish.regex, wish.choice, wish.grammar)
+        found["structured_outputs"] = StructuredOutputs(
+            schema, wish.regex, wish.choice, wish.grammar, wish.structural_tag
+        )
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(request, f"guided_{name}")) is not None:
             found[f"guided_{name}"] = StructuredOutputs(**{name: value})
@@ -140,8 +138,11 @@ def from_format(wish: Mapping[str, Any], param: str = "response_format") -> Stru
         return None
     if kind == "json_object":
         return StructuredOutputs(json=ANY_OBJECT)
+    if kind == "structural_tag":
+        return StructuredOutputs(structural_tag=wish)
     if kind != "json_schema":
-        raise ApiError(f"{param}.type={kind!r} must be one of text, json_object and json_schema", param=f"{param}.type")
+        kinds = "text, json_object, json_schema and structural_tag"
+        raise ApiError(f"{param}.type={kind!r} must be one of {kinds}", param=f"{param}.type")
     holder = wish.get("json_schema", wish)
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, Mapping):

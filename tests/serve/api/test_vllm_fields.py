@@ -172,6 +172,20 @@ def test_the_prefix_cache_is_reset_by_the_administrator_and_the_load_is_told():
     assert error(client.post(path, headers=key), 500)["code"] == "engine_error"
 
 
+def test_structural_tags_in_both_of_their_forms():
+    client, tag = Client(), {"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}
+    old = {"type": "structural_tag", "structures": [tag], "triggers": ["<f>"]}
+    new = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a/b|the) quick.*"}}
+    for form in (old, new):
+        for path, body in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "a"})):
+            for wish in ({"response_format": form}, {"structured_outputs": {"structural_tag": form}}):
+                assert client.post(path, {**body, **wish}).is_success
+                assert client.llm.seen[-1][1].structured_outputs.structural_tag == form
+    wrong = {"prompt": "a", "response_format": {**old, "triggers": ["<g>"]}}
+    assert "begins with '<f>' has none of the triggers" in error(client.post(TEXT, wrong), 400)["message"]
+    assert client.service.metrics.ignored_fields == 0
+
+
 @pytest.mark.parametrize("path", (CHAT, TEXT))
 def test_beams_are_searched_as_many_as_replies_are_asked_for(path):
     client = Client()
@@ -208,8 +222,6 @@ def test_beams_are_searched_as_many_as_replies_are_asked_for(path):
 def test_what_would_change_the_answer_is_refused():
     for name, value in (("length_penalty", 1.0), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
         assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name
-    told = error(Client().post(TEXT, {"prompt": "a", "structured_outputs": {"structural_tag": "{}"}}), 400)
-    assert "structural_tag is not supported: json, regex or grammar" in told["message"]
     client = Client()
     wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
     assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200
