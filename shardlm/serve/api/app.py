@@ -19,6 +19,7 @@ from shardlm.serve.api.http import application, bears, json_response, version
 from shardlm.serve.api.invocations import Invocations
 from shardlm.serve.api.messages import count_tokens, messages
 from shardlm.serve.api.models import listed, told
+from shardlm.serve.api.ollama import routes as ollama
 from shardlm.serve.api.openapi import document
 from shardlm.serve.api.page import POLICY, page
 from shardlm.serve.api.protocol import (
@@ -85,6 +86,7 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/metrics", about.metrics),
         Route("/openapi.json", about.openapi),
         Route("/", about.page),
+        *ollama.routes(service),
     ]
     return application(service, routes, service.settings, OPEN)
 
@@ -131,7 +133,7 @@ class _About:
         return Response(text, media_type=metrics.TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(document({path: model for path, (model, _) in (POSTS | ADMIN).items()}))
+        return json_response(document({path: model for path, (model, _) in (POSTS | ollama.POSTS | ADMIN).items()}))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(page(), headers={"content-security-policy": POLICY})
