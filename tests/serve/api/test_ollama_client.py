@@ -156,10 +156,16 @@ def test_too_long_is_refused_unless_it_is_to_be_cut(served):
     long = [{"role": "system", "content": "Be short."}]
     for turn in range(6):
         long += [{"role": "user", "content": f"{turn} " + "a quiz " * 100}, {"role": "assistant", "content": "yes"}]
-    words = r"longer than the model's context length.*max_model_len=1000.*ask for truncate,"
-    with pytest.raises(ollama.ResponseError, match=words) as info:
-        client.chat("fake", [*long, *USER])
-    assert info.value.status_code == 400
+    for ask, words in (
+        (
+            lambda: client.chat("fake", [*long, *USER]),
+            "context length: the prompt has .* tokens, above the model's 1000",
+        ),
+        (lambda: client.generate("fake", "a quiz " * 20_000), "max_model_len=1000 must hold it.*ask for truncate,"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=words) as info:
+            ask()
+        assert info.value.status_code == 400
     ask = {"model": "fake", "stream": False, "truncate": True}
     headers = {"authorization": "Bearer secret"}
     said = made.post("/api/chat", {**ask, "messages": [*long, *USER]}, headers=headers).json()
