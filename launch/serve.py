@@ -91,11 +91,12 @@ OF_VLLM = {
     "speculative_model": 'it is --speculative_config=\'{"model": FOLDER, "num_speculative_tokens": 4}\'',
     "override_generation_config": "change the folder's generation_config.json, or --generation_config=none",
     "seed": "requests have a seed of their own",
+    "enable_server_load_tracking": "/load always tells it: leave it out",
     "root_path": "a proxy before the server takes its prefix off",
     "disable_uvicorn_access_log": "no line is written for a request without --access_log: leave it out",
     **dict.fromkeys(
         (
-            *(*MEANINGLESS, "uvicorn_log_level", "api_server_count", "enable_server_load_tracking", "response_role"),
+            *(*MEANINGLESS, "uvicorn_log_level", "api_server_count", "response_role"),
             *("enable_prompt_tokens_details", "enable_request_id_headers", "chat_template_content_format"),
         ),
         "it is vLLM's and decides nothing here: leave it out",
@@ -192,9 +193,9 @@ def serve_model(processes: int, held: socket.socket | None) -> int:
     folder = describe(_MODEL.value).folder
     template = ChatTemplate.find(folder)
     sampling = recommended(read_generation(folder)) if _GENERATION_CONFIG.value == "auto" else {}
-    engine, _ = build(_MODEL.value, config, compiling())
+    engine, opened = build(_MODEL.value, config, compiling())
     print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
-    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template)
+    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template, options=opened.options)
     serve(llm, sampling, held)
     return 0
 

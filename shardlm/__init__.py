@@ -11,6 +11,7 @@ _WHERE = {
     "load": "shardlm.opened",
     "LLM": "shardlm.serve.llm",
     "AsyncLLM": "shardlm.serve.async_llm",
+    "BeamSearchParams": "shardlm.serve.beam_search",
     "LoRARequest": "shardlm.serve.adapter_table",
     "SamplingParams": "shardlm.serve.sampling_params",
     "StructuredOutputs": "shardlm.serve.sampling_params",

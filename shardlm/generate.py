@@ -107,6 +107,7 @@ def _one_text(model: ModelDef, length: int) -> tuple[PageLayout, np.ndarray, int
         layout = layout_of_rows(shape.rows, 0, length, size, length)
     else:
         layout = PageLayout.whole(own, 0, shape.memories, slots=1).reading(shape.sources)
+        layout = dataclasses.replace(layout, both=shape.both)
     groups = len(layout.windows)
     table = np.arange(1, groups * width + 1, dtype=np.int32)[None]  # page 0 is scrap
     return dataclasses.replace(layout, num_pages=groups * width + 1), table, size

@@ -66,6 +66,11 @@ class Opened:
         return Tokenizer.load(self.folder)
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """Its config.json; empty for a model that began as a run."""
+        return self.source.options if isinstance(self.source, Pretrained) else {}
+
+    @property
     def generation(self) -> Mapping[str, Any]:
         """What the checkpoint says of generating; empty without its generation_config.json."""
         return read_generation(self.folder)

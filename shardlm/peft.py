@@ -44,6 +44,7 @@ PLAIN = {
 }
 PREFIX = "base_model.model."  # of the names in PEFT's files
 MERGE = "merge the adapters into their checkpoint with PEFT (merge_and_unload), and serve that"
+NO_OUT_PROJ = ("falcon_h1", "nemotron_h")  # families of whose out_proj PEFT opens no adapters
 EXPERTS = f"projections of routed experts, which have no adapters here: {MERGE}"
 ANEW = "save the adapters anew"
 ADDED = (True, False, "gaussian", "eva", "orthogonal")  # ways to begin that leave the base as it is
@@ -238,11 +239,11 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
             a.append(write(one.a, of_a))
             others = [(g.b, own if g is one else np.zeros((lora.rank, *g.out), np.float32)) for g in group]
             b.append(join(others))
-        if source.options.get("model_type") == "nemotron_h" and module.endswith(".out_proj"):
+        if (kind := source.options.get("model_type")) in NO_OUT_PROJ and module.endswith(".out_proj"):
             # peft 0.21 (_check_lora_target_modules_mamba); attention's o_proj, which is our wo too, it takes.
             if any(map(np.any, b)):
                 raise ShardlmError(
-                    f"{module} has an adapter: PEFT opens none of out_proj in a 'nemotron_h' model; train without wo "
+                    f"{module} has an adapter: PEFT opens none of out_proj in a {kind!r} model; train without wo "
                     "in lora.targets, or write the merged checkpoint instead (--merge)"
                 )
             continue

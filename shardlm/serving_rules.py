@@ -28,7 +28,7 @@ def serving_rules(
     """
     devices = mesh.size("expert", "tensor")
     divides = {
-        "heads": all(_heads_divide(block.attention, devices, mesh.tensor) for block in shape.all_blocks()),
+        "heads": all(_heads_divide(a, devices, mesh.tensor) for block in shape.all_blocks() for a in block.mixers),
         "mlp": all(_width_divides(width, devices, held) for width in _dense_widths(shape)),
         "vocab": shape.vocab_size % devices == 0,
     }

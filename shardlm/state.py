@@ -240,11 +240,12 @@ def kv_ways(model: ModelDef) -> int:
 
 
 def memory_entries(model: ModelDef, unsure: int = 0) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-    """What a layer that keeps nothing of tokens keeps of a text, with so many tokens that may turn out wrong, the same
+    """What a layer remembers a text by that has slots for texts, with so many tokens that may turn out wrong, the same
     in all of them: {name: (shape, dtype)}."""
-    layers = (layer for layer in _attentions(model) if not layer.cache_entries())
-    found = (layer.memory_entries(model.execution.dtype, unsure) for layer in layers)
-    return next(found, {})
+    blocks = (block for stack in model.outline().segments for block in stack.blocks)
+    layers = (layer for block in blocks for layer in (block.attention, getattr(block, "memory", None)))
+    remembering = (layer for layer in layers if hasattr(layer, "memory_entries"))
+    return next((layer.memory_entries(model.execution.dtype, unsure) for layer in remembering), {})
 
 
 def text_entries(model: ModelDef, unsure: int = 0) -> dict[str, ngrams.Kept]:

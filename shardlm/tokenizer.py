@@ -150,6 +150,11 @@ class Tokenizer:
     def _bound(self) -> TokenBound:
         return TokenBound.of(self.to_json())
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens, by name."""
+        return {token.content: id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
     @functools.cached_property
     def _special(self) -> frozenset[str]:
         added = self._backend.get_added_tokens_decoder().values()

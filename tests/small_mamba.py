@@ -25,4 +25,18 @@ class MambaHybrid:
         return TransformerConfig(self.vocab_size, self.embed_dim, (Segment(pattern, 2),))
 
 
+@dataclasses.dataclass(frozen=True)
+class MambaBeside:
+    """As Falcon H1: layers that attend and remember."""
+
+    vocab_size: int = 64
+    embed_dim: int = 32
+
+    def transformer(self) -> TransformerConfig:
+        memory = MambaConfig(num_heads=8, num_kv_heads=2, head_dim=8, value_dim=6, norms="none")
+        block = BlockConfig(AttentionConfig(8, 2, 16), MlpConfig(64), memory=memory)
+        return TransformerConfig(self.vocab_size, self.embed_dim, (Segment((block,), 3),))
+
+
 MAMBA = MambaHybrid()
+BESIDE = MambaBeside()

@@ -1,6 +1,7 @@
 """Linear attention compiled for NVIDIA GPUs without one: states go through chunks in one kernel, not in a loop, and the
 memory of served texts stays where it is."""
 
+import collections
 import functools
 import re
 
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 from gpu_programs import MARKS
 
+from shardlm.hlo.flops import matmul_flops
 from shardlm.mesh import MeshSpec, shard_map
+from shardlm.ops import summed_kernel
 from shardlm.ops.delta_rows import remembered
-from shardlm.ops.gated_delta import gated_delta
+from shardlm.ops.gated_delta import SUMMED, gated_delta
 from shardlm.topology import topology
 
 pytestmark = MARKS
@@ -41,6 +44,36 @@ def test_states_are_carried_by_a_kernel_in_16_bits(gpu, dtype, channels, kernels
         found = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile().as_text()
     assert found.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
     assert found.count(" while(") == 2 - kernels
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("a100", jnp.bfloat16), ("h100", jnp.bfloat16), ("h100", jnp.float32)])
+def test_chunks_of_mamba_are_kernels_in_16_bits(gpu, dtype):
+    """Forward and back, without a loop, and without what tokens see of each other in memory; their products are
+    counted. Of float32 XLA's."""
+    B, T, K, N, H, V = 1, 2048, 2, 32, 128, 64
+    mesh = MeshSpec().build(topology(gpu, 1, 1))
+    on = jax.sharding.NamedSharding(mesh, jax.P())
+    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
+    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
+    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in [(B, T, N)] * 2 + [(B, N, H, V)]]
+    text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)
+
+    def loss(*given):
+        return jnp.sum(jnp.square(gated_delta(*given, takes_back=False)[0].astype(jnp.float32)))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile()
+    found, memory = compiled.as_text(), compiled.memory_analysis()
+    kernels = collections.Counter(re.findall(r'triton".*op_name="[^"]*/summed_(\w+)/pallas_call"', found))
+    pairs_bytes = 2 * T * N * SUMMED
+    if dtype == jnp.float32:
+        assert not kernels and found.count(" while(") and memory.temp_size_in_bytes > 2 * pairs_bytes
+        return
+    assert kernels == {"states": 3, "outputs": 1, "values_back": 1, "queries_back": 1, "keys_back": 1}
+    assert " while(" not in found and memory.temp_size_in_bytes < 4.5 * pairs_bytes  # two arrays of states are two
+    work, pairs = matmul_flops(found), (SUMMED + summed_kernel.ROWS) / 2
+    each = 7 * H * V + pairs * (2 * H + 5 * V)  # of a head and token; heads are summed before the rest
+    assert work.flops == 2 * T * (N * each + K * pairs * 3 * H) and not work.uncounted
 
 
 @pytest.mark.parametrize("mamba", [False, True], ids=["delta", "mamba"])

@@ -14,9 +14,12 @@ from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Pag
 from shardlm.bench.kernels import kernel_of
 from shardlm.ops import choice_kernel, delta_drafts_kernel, delta_step_kernel, states_kernel
 from shardlm.ops.delta_drafts import Few
+from shardlm.ops.gated_delta import SUMMED
+from shardlm.ops.summed_rows import gradients_by_kernel, outputs_by_kernel
 from shardlm.ops.sums_of_one import sums_of_one
 
 pytestmark = MARKS
+SUMMED_KERNELS = ("states", "outputs", "values_back", "queries_back", "keys_back")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,24 @@ def test_states_of_linear_attention(back, gpu):
     [code] = [one for one in machine_code.kernels(run, lambda: given, gpu) if one.name == "chunk_states"]
     _check(code, gpu)
     assert code.filled(gpu) > 0.9
+
+
+def test_chunks_of_mamba():
+    """Nemotron-H 8B's 128 heads: no register is spilled, and two programs or more share a multiprocessor."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    B, T, K, N, H, V = 1, 4096, 8, 128, 128, 64
+    near = [array(jnp.bfloat16, B, T, *own) for own in ((K, H), (K, H), (N, V))]
+    state, rates = array(jnp.float32, B, N, H, V), [array(jnp.float32, B, T, N)] * 2
+    given = (*near, *rates, state, array(jnp.int32, B, T), near[-1], state)
+
+    def run(*given):
+        return outputs_by_kernel(SUMMED, *given[:7]), gradients_by_kernel(SUMMED, *given)
+
+    found = [code for code in machine_code.kernels(run, lambda: given, "h100") if code.name.startswith("summed_")]
+    assert {code.name.partition("__")[0] for code in found} == {f"summed_{name}" for name in SUMMED_KERNELS}
+    for code in found:
+        assert code.loop["tensor cores"] and code.spilled in (0, None) and code.filled("h100") > 1.9
+        assert code.blocks("h100") is None or code.blocks("h100") >= 2
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100"])

@@ -10,6 +10,7 @@ from small import LLAMA, TIED, init, mesh_of
 from small_hybrid import HYBRID
 from small_mamba import MAMBA
 from small_moe import DEEPSEEK, MOE
+from small_short_conv import CONV
 
 from shardlm.errors import ShardlmError
 from shardlm.generate import PAGE_SIZE, Sampling, generate, make_pages
@@ -27,7 +28,7 @@ CONFIGS = {"untied": LLAMA, "tied": TIED, "moe": MOE, "deepseek": DEEPSEEK, "hyb
 LENGTH, ROWS = 40, 2
 # The two paths add the same float32 products in another order (measured: up to 1.7e-6 on logits of size 1). A norm of
 # what is read of a memory makes much of it where there is little (up to 3.2e-5, of another mesh alone).
-TOLERANCES = dict.fromkeys((LLAMA, TIED, MOE, DEEPSEEK, MAMBA), 2e-5) | {HYBRID: 1e-4}
+TOLERANCES = dict.fromkeys((LLAMA, TIED, MOE, DEEPSEEK, MAMBA, CONV), 2e-5) | {HYBRID: 1e-4}
 
 
 def decoder_on(spec, config):
@@ -58,10 +59,11 @@ def test_training_forward_is_prefill_then_decode(spec, config):
     follow(spec, config)
 
 
-def test_groups_that_devices_share():
-    """Of Mamba 2, of which each device has a head, and four of them the same queries and keys. Other meshes are served
-    in tests/serve/test_families_served.py."""
-    follow(MeshSpec(tensor=8), MAMBA)
+@pytest.mark.parametrize("config", [MAMBA, CONV], ids=lambda small: type(small).__name__)
+def test_layers_of_which_each_device_has_a_head(config):
+    """Of Mamba 2, four devices have the same queries and keys. Other meshes are served in
+    tests/serve/test_families_served.py."""
+    follow(MeshSpec(tensor=8), config)
 
 
 def follow(spec, config):

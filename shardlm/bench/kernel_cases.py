@@ -119,7 +119,8 @@ class Held8:
 class Recurrent:
     """Linear attention by the gated delta rule, of rows that begin, in chunks, or (`served`) of tokens one after the
     other of rows that are remembered in slots; with `drafts` so many more at a time, all of which stay. `by_channel`: a
-    decay for each number of a key. Mamba 2 takes nothing back. Values are as wide as keys, or `value_width`."""
+    decay for each number of a key. Mamba 2 takes nothing back. Values are as wide as keys, or `value_width`. `back`:
+    the gradients of rows, made by chunks or by tokens."""
 
     rows: int
     tokens: int
@@ -131,6 +132,7 @@ class Recurrent:
     drafts: int = 0
     takes_back: bool = True
     value_width: int = 0
+    back: bool = False
 
     @property
     def values(self) -> int:
@@ -192,6 +194,8 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "prompt of 8k, by channel": Recurrent(1, 8192, 32, 32, 128, by_channel=True),
             "Mamba 2, decode 64, 16 tokens": dataclasses.replace(_MAMBA, rows=64, tokens=16, served=True),
             "Mamba 2, prompt of 8k": _MAMBA,
+            "2k, back": Recurrent(1, 2048, 32, 16, 128, back=True),  # tokens one by one keep a state each
+            "Mamba 2, 2k, back": dataclasses.replace(_MAMBA, tokens=2048, back=True),
         },
         "grouped matmul": {
             "8 experts": _EXPERTS,
@@ -242,6 +246,7 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "prompt": Recurrent(1, 100, 4, 2, 16),
             "Mamba 2, decode": Recurrent(2, 3, 4, 2, 16, served=True, takes_back=False, value_width=8),
             "Mamba 2, prompt": Recurrent(1, 200, 4, 2, 16, takes_back=False, value_width=8),
+            "Mamba 2, back": Recurrent(1, 100, 4, 2, 16, takes_back=False, value_width=32, back=True),
         },
         "grouped matmul": {"4 experts, back": Grouped(64, 32, 64, 4, back=True)},
         "8-bit products": {

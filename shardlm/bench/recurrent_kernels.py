@@ -19,7 +19,8 @@ BEGINS = 1  # the place of the first token of rows that are remembered
 
 
 def inputs_of(s: Recurrent) -> Callable[[jax.Array], tuple]:
-    """key -> (x of all tokens, taps, log_decay, beta) and, of what is served, the memory of all slots."""
+    """key -> (x of all tokens, taps, log_decay, beta) and, of what is served, the memory of all slots; for gradients,
+    those of the outputs."""
     of = {"q": (s.kv_heads, s.width), "k": (s.kv_heads, s.width), "v": (s.heads, s.values)}
 
     def inputs(key: jax.Array) -> tuple:
@@ -31,6 +32,8 @@ def inputs_of(s: Recurrent) -> Callable[[jax.Array], tuple]:
         rates = of_tokens(s.heads, s.width) if s.by_channel else of_tokens(s.heads)
         log_decay = -jax.random.uniform(next(keys), rates, maxval=0.1)
         beta = jax.random.uniform(next(keys), of_tokens(s.heads))
+        if s.back:
+            return x, taps, log_decay, beta, jax.random.normal(next(keys), x["v"].shape, jnp.bfloat16)
         held = empty_memory(x, WIDTH)  # as many slots as rows
         held["state"] = jax.random.normal(next(keys), held["state"].shape)
         if s.drafts:
@@ -89,7 +92,7 @@ def _behind(a: jax.Array, more: int) -> list[tuple[int, int]]:
 
 
 def in_chunks(s: Recurrent) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(in chunks, token by token) of rows that begin: inputs -> (outputs, memory)."""
+    """(in chunks, token by token) of rows that begin: inputs -> (outputs, memory), or gradients of inputs."""
 
     def by(rule: Callable) -> Callable:
         def run(x, taps, log_decay, beta):
@@ -97,15 +100,21 @@ def in_chunks(s: Recurrent) -> tuple[Callable[..., Any], Callable[..., Any]]:
             memory = empty_memory(x, WIDTH)
             return delta_net(x, taps, log_decay, beta, memory, new, jnp.ones_like(new), rule)
 
-        return run
+        def back(x, taps, log_decay, beta, d_out):
+            out, gradients = jax.vjp(lambda *given: run(*given)[0], x, taps, log_decay, beta)
+            return gradients(d_out.astype(out.dtype))
+
+        return back if s.back else run
 
     return by(gated_delta), by(reference)
 
 
 def least(s: Recurrent) -> tuple[float, float]:
     """(FLOPs, bytes) that the rule asks for: a state decays, is read by a key (if the rule takes back) and a query, and
-    changes; it is read and written for each token that is served, and written once of a whole row."""
+    changes; it is read and written for each token that is served, and written once of a whole row. Of gradients: twice
+    the FLOPs beside those of the row, and what tokens have, their own and their gradients."""
     states = s.rows * s.heads * s.width * s.values
     tokens = s.rows * s.tokens * 2 * (s.kv_heads * s.width + s.heads * s.values) * 2  # in bfloat16, outputs too
     passes = 2 * s.tokens / (1 + s.drafts) if s.served else 1
-    return (7.0 if s.takes_back else 5.0) * states * s.tokens, 4.0 * states * passes + tokens
+    flops, nbytes = (7.0 if s.takes_back else 5.0) * states * s.tokens, 4.0 * states * passes + tokens
+    return (3 * flops, 2 * nbytes) if s.back else (flops, nbytes)

@@ -21,6 +21,7 @@ from shardlm.layers.moe import Moe, MoeConfig
 from shardlm.layers.ngrams import Ngrams, NgramsConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use
+from shardlm.layers.short_conv import ShortConv, ShortConvConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class BlockConfig:
     inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
     out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
     streams    there are several streams, mixed around both layers (layers/hyper_connections.py, gated_streams.py)
+    memory     Mamba 2 that reads the stream after the same norm as attention, and is added to it (Falcon H1)
     ngrams     what is added to several streams first, of each token and those before it (layers/ngrams.py)
     """
 
@@ -45,13 +47,23 @@ class BlockConfig:
     out_scale: bool = False
     streams: StreamsConfig | GatedStreamsConfig | None = None
     ngrams: NgramsConfig | None = None
+    memory: MambaConfig | None = None
+
+    @property
+    def mixers(self) -> tuple[AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig, ...]:
+        """What mixes tokens: attention, and what is beside it."""
+        return (self.attention, self.memory) if self.memory else (self.attention,)
+
+    def parameters_per_token(self, embed_dim: int) -> int:
+        """Weights that take part in a matmul for each token."""
+        return sum(each.parameters_per_token(embed_dim) for each in (*self.mixers, self.mlp))
 
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm"; with inputs "inputs", with an out_scale "out_scale" (1,),
-    with several streams "attention_streams" and "mlp_streams", or "attention_gates" and "mlp_gates", and with n-grams
-    "ngrams"."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm"; "memory" beside attention, if anything; with inputs "inputs",
+    with an out_scale "out_scale" (1,), with several streams "attention_streams" and "mlp_streams", or "attention_gates"
+    and "mlp_gates", and with n-grams "ngrams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
@@ -60,6 +72,7 @@ class Block(nnx.Module):
             MlaConfig: Mla,
             DeltaNetConfig: DeltaNet,
             MambaConfig: Mamba,
+            ShortConvConfig: ShortConv,
             CompressedConfig: CompressedAttention,
         }
         attention = attention[type(config.attention)]
@@ -69,6 +82,8 @@ class Block(nnx.Module):
                 setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
             if name == "attention":
                 self.attention = attention(config.attention, embed_dim, out_scale, params)
+                if config.memory:
+                    self.memory = Mamba(config.memory, embed_dim, out_scale, params)
             else:
                 self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
             if config.norms in ("post", "both"):
@@ -96,6 +111,9 @@ class Block(nnx.Module):
             return self._of_streams(x, positions, ctx, pages, layer, execution)
         first = self._before(x, "attention", execution)
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
+        if self.config.memory:
+            remembered, pages, _ = self.memory(first, positions, ctx, pages, layer, execution)
+            h = h + remembered
         x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
         aux = {}
         if self.config.mlp.there:

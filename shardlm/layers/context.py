@@ -25,6 +25,7 @@ MEMORIES = {
     "beta": (None, None, "heads"),
     "start": (None,),
 }
+CONVOLVED = "conv_v"  # the one that short convolutions have, which have no state (layers/short_conv.py)
 
 # What is kept of each text beside them, in slots too and whole on each device, [layers that have it * slots, ...]: what
 # the convolutions of n-grams see of its last tokens, and those tokens (layers/ngrams.py); with START behind the name,
@@ -126,6 +127,12 @@ class Context(Protocol):
     ) -> tuple[jax.Array, Pages | None]:
         """Linear attention (ops/gated_delta.py, delta_net, with its shapes) to the text so far. Returns the heads'
         output [B, T, N, V] and the pages with what the text is remembered by."""
+
+    def convolve_heads(
+        self, x: jax.Array, taps: jax.Array, positions: jax.Array, pages: Pages | None, layer: jax.Array
+    ) -> tuple[jax.Array, Pages | None]:
+        """x [B, T, N, V], split as heads are, convolved over the tokens of a text with taps [N, V, W]
+        (ops/short_conv.py). Returns (x's shape, the pages with what the text is remembered by)."""
 
     def preceded(
         self, name: str, tokens: jax.Array, count: int, none: int, positions: jax.Array, pages: Pages | None

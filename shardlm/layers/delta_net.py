@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.errors import ShardlmError
+from shardlm.flops import memory_width
 from shardlm.layers.context import MEMORIES, Context, Pages
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, drawn, gathered, in_use, normal, project
@@ -29,8 +30,8 @@ class DeltaNetConfig:
                   key (Kimi Linear)
     gate          what opens the output's gate
 
-    Layers of Mamba 2 (layers/mamba.py) have a configuration that is one of these, as they are remembered, split and
-    served as these are.
+    Layers of Mamba 2 (layers/mamba.py) and short convolutions (layers/short_conv.py) have a configuration that is one
+    of these, as they are remembered, split and served as these are.
     """
 
     num_heads: int
@@ -63,6 +64,10 @@ class DeltaNetConfig:
             return embed_dim * (2 * of_keys + 3 * of_values + 2 * self.num_heads)
         latents = self.head_dim * (2 * embed_dim + self.num_heads * self.head_dim + of_values)
         return embed_dim * (2 * of_keys + 2 * of_values + self.num_heads) + latents
+
+    def macs_per_token(self) -> int:
+        """Of the states (flops.py)."""
+        return memory_width(self.num_heads, self.head_dim, self.value_dim)
 
 
 class DeltaNet(nnx.Module):

@@ -4,6 +4,7 @@ what is called C, B and x there are queries, keys and values here, and dt is bot
 rate, how much of the state decays."""
 
 import dataclasses
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,32 @@ from shardlm.ops.gated_delta import BIAS, SKIP
 STEPS = 1e-3, 0.1  # in which dt begins, as in Mamba 2's own initialisation
 
 
+class Factors(NamedTuple):
+    """On what projections make, and on what the layer makes (Falcon H1)."""
+
+    q: float = 1.0
+    k: float = 1.0
+    v: float = 1.0
+    gate: float = 1.0
+    step: float = 1.0
+    out: float = 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class MambaConfig(DeltaNetConfig):
     """The sizes are those of linear attention: num_heads of value_dim each (`headdim`), num_kv_heads groups of queries
-    and keys, as wide as the state (`d_state`), whose outputs have a norm together, after the gate.
+    and keys, as wide as the state (`d_state`), whose outputs have a norm together.
 
     conv_bias  of the convolutions
     steps      the least and the largest dt
+    norms      whether that norm is after the gate, before it, or not there
+    factors    constants that are multiplied with
     """
 
     conv_bias: bool = True
     steps: tuple[float, float] = (0.0, float("inf"))
+    norms: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    factors: Factors = Factors()
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
@@ -35,10 +51,10 @@ class MambaConfig(DeltaNetConfig):
 
 
 class Mamba(DeltaNet):
-    """x [B, T, D] -> [B, T, D]; weights "wq" and "wk" (D, K, H), "wv" and the output's gate "wg" (D, N, V), "wo"
-    (N, V, D), "decay" (D, N), "taps_q" and "taps_k" (K, H, W), "taps_v" (N, V, W), with biases "bias_q", "bias_k" and
-    "bias_v", "decay_bias", "log_rate" and "skip" (N,), "out_scale" (N, V). Queries and keys of fewer groups than the
-    devices that split heads are whole on each."""
+    """x [B, T, D] -> [B, T, D]; weights "wq" and "wk" (D, K, H), "wv" and the output's gate "wg" (D, N, V), "wo" (N, V,
+    D), "decay" (D, N), "taps_q" and "taps_k" (K, H, W), "taps_v" (N, V, W), with biases "bias_q", "bias_k" and
+    "bias_v", "decay_bias", "log_rate" and "skip" (N,), and "out_scale" (N, V) of the norm. Queries and keys of fewer
+    groups than the devices that split heads are whole on each."""
 
     def __init__(self, config: MambaConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K = embed_dim, config.num_heads, config.num_kv_heads
@@ -61,7 +77,8 @@ class Mamba(DeltaNet):
         self.decay_bias = params((N,), ("heads",), drawn(_steps))
         self.log_rate = params((N,), ("heads",), log_uniform(16.0))
         self.skip = params((N,), ("heads",), constant(1.0))
-        self.out_scale = params((N, V), ("heads", "head_dim"), constant(1.0))
+        if config.norms != "none":
+            self.out_scale = params((N, V), ("heads", "head_dim"), constant(1.0))
 
     def _convolutions(self, execution: Execution) -> dict[str, jax.Array]:
         found = super()._convolutions(execution)
@@ -72,6 +89,7 @@ class Mamba(DeltaNet):
 
     def _projected(self, x: jax.Array, execution: Execution) -> dict[str, jax.Array]:
         made = super()._projected(x, execution)
+        made = {name: _times(a, getattr(self.config.factors, name)) for name, a in made.items()}
         return made | {name: self._one_each(made[name], 2, execution) for name in "qk"}
 
     def _one_each(self, a: jax.Array, axis: int, execution: Execution) -> jax.Array:
@@ -86,23 +104,38 @@ class Mamba(DeltaNet):
         del part  # nothing is made through a latent
         plain = dataclasses.replace(execution, matmul="dtype")  # so few numbers that 8 bits would save nothing
         step = project("btd,dn->btn", x, self, "decay", plain).astype(jnp.float32)
+        step = _times(step, self.config.factors.step)
         step = jax.nn.softplus(step + gathered(self, "decay_bias", execution).astype(jnp.float32))
         step = jnp.clip(step, *self.config.steps)
         return -jnp.exp(gathered(self, "log_rate", execution).astype(jnp.float32)) * step, step
 
     def _gated(self, out: jax.Array, gate: jax.Array, execution: Execution) -> jax.Array:
-        """The norm of each group's outputs together, after their gate."""
+        """Outputs behind their gate and norm."""
+        own, dtype, wide = self.config, out.dtype, out.astype(jnp.float32)
+        opened = jax.nn.silu(_times(gate.astype(jnp.float32), own.factors.gate))
+        if own.norms == "none":
+            made = (wide * opened).astype(dtype)
+        elif own.norms == "before_gate":
+            made = (self._normed(wide, execution) * in_use(self.out_scale, execution) * opened).astype(dtype)
+        else:
+            made = self._normed(wide * opened, execution).astype(dtype) * in_use(self.out_scale, execution)
+        return _times(made, own.factors.out)
+
+    def _normed(self, out: jax.Array, execution: Execution) -> jax.Array:
+        """Each group's outputs together, float32 [B, T, N, V]."""
         (B, T, N, V), K, act = out.shape, self.config.num_kv_heads, execution.rules.act
-        opened = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         groups, split = act.spec("batch", "whole_seq", self.kv_name), act.spec("batch", "whole_seq", "heads")
         apart = act.spec("batch", "whole_seq", self.kv_name, None)
-        squares = jax.reshard(jnp.sum(jnp.square(opened), axis=-1), groups)
+        squares = jax.reshard(jnp.sum(jnp.square(out), axis=-1), groups)
         squares = jax.lax.reshape(squares, (B, T, K, N // K), out_sharding=apart)
         mean = jnp.sum(squares, axis=-1, keepdims=True) / (N // K * V)
         scale = jnp.broadcast_to(jax.lax.rsqrt(mean + self.config.norm.eps), squares.shape)
         scale = jax.reshard(jax.lax.reshape(scale, (B, T, N), out_sharding=groups), split)
-        normed = (opened * scale[..., None]).astype(out.dtype)
-        return normed * in_use(self.out_scale, execution)
+        return out * scale[..., None]
+
+
+def _times(a: jax.Array, factor: float) -> jax.Array:
+    return a if factor == 1 else a * factor
 
 
 def _steps(key, shape, spec):

@@ -19,13 +19,16 @@ TRAINED = ("rise", "bend")
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
     """Gated, as SwiGLU and GEGLU are (https://arxiv.org/abs/2002.05202), or plain as in GPT-2; "xielu", which has
-    parameters of its own, is plain. `limit` is of both factors of a gated one (ops/swiglu.py); 0: none."""
+    parameters of its own, is plain. `limit` is of both factors of a gated one (ops/swiglu.py); 0: none. gate_scale and
+    out_scale are multiplied with what the gate reads and with the output (Falcon H1)."""
 
     mlp_dim: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
     limit: float = 0.0
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     num_experts = 0
     there = True
@@ -89,14 +92,17 @@ class Mlp(nnx.Module):
         x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
         up = self._into(x, "up", execution)
         if self.config.gated:
-            hidden = gated(self._into(x, "gate", execution), up, self.config.activation, self.config.limit)
+            gate = self._into(x, "gate", execution)
+            gate = gate if self.config.gate_scale == 1 else gate * self.config.gate_scale
+            hidden = gated(gate, up, self.config.activation, self.config.limit)
         elif self.config.activation == "xielu":
             own = {name: in_use(getattr(self, name), execution) for name in XIELU}
             hidden = xielu(up, **{name: a if name in TRAINED else jax.lax.stop_gradient(a) for name, a in own.items()})
         else:
             hidden = activate(up, self.config.activation)
         out = project("btf,fd->btd", hidden, self, "down", execution, act.spec("batch", "seq", "embed"))
-        return out + in_use(self.down_bias, execution) if self.config.bias else out, {}
+        out = out + in_use(self.down_bias, execution) if self.config.bias else out
+        return out if self.config.out_scale == 1 else out * self.config.out_scale, {}
 
     def _into(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
         hidden = project("btd,df->btf", x, self, name, execution)

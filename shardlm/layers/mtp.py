@@ -26,7 +26,7 @@ class MtpConfig:
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of one module that take part in a matmul for each token, without the head."""
-        block = self.block.attention.parameters_per_token(embed_dim) + self.block.mlp.parameters_per_token(embed_dim)
+        block = self.block.parameters_per_token(embed_dim)
         return block + 2 * embed_dim**2
 
 

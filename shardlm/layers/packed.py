@@ -15,7 +15,7 @@ from shardlm.ops.attention import packed_attention
 from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compressed_rows import attend_rows
 from shardlm.ops.gated_delta import delta_net, empty_memory
-from shardlm.ops.short_conv import short_conv, texts
+from shardlm.ops.short_conv import from_device_before, short_conv, texts
 from shardlm.ops.token_choice import chosen_in_rows
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
 from shardlm.rules import Rules
@@ -152,6 +152,25 @@ class Packed:
         specs = (heads["x"], heads["taps"], rates_of(act, log_decay), heads["each"], rows)
         run = shard_map(local, in_specs=specs, out_specs=heads["x"]["v"])
         return run(x, taps, log_decay, beta, self.segment_ids), pages
+
+    def convolve_heads(self, x, taps, positions, pages, layer):
+        """Of rows that are split a device has the last tokens of the one before it."""
+        del positions, layer
+        act = self.rules.act
+        over = act.axes("whole_seq")
+        heads, rows = act.spec("batch", "whole_seq", "heads", "head_dim"), act.spec("batch", "whole_seq")
+
+        def local(x, taps, segment_ids):
+            begins = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            count = taps.shape[-1] - 1
+            if over:
+                before = from_device_before(x, segment_ids, count, over[0])
+            else:
+                before = jnp.zeros_like(x, shape=(len(x), count, *x.shape[2:]))
+            return short_conv(x, taps, before, texts(begins))
+
+        run = shard_map(local, in_specs=(heads, act.spec("heads", "head_dim", None), rows), out_specs=heads)
+        return run(x, taps, self.segment_ids), pages
 
     def preceded(self, name, tokens, count, none, positions, pages):
         del name, positions

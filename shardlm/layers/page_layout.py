@@ -27,6 +27,7 @@ class PageLayout:
     slots      texts that such layers remember at once, one that padding writes to included
     unsure     tokens that they remember besides, those of a step that verifies drafts (ops/delta_drafts.py); 0: none
     strides    of each group, the tokens that a place in a page stands for (ops/compressed_pages.py); (): one
+    both       every layer has pages and remembers texts, in the order of layers (Falcon H1)
     firsts     of each layer that keeps rows of several kinds, the first of them among `places`; (): each keeps one
     """
 
@@ -38,6 +39,7 @@ class PageLayout:
     unsure: int = 0
     strides: tuple[int, ...] = ()
     firsts: tuple[int, ...] = ()
+    both: bool = False
 
     @classmethod
     def whole(cls, num_layers: int, num_pages: int, memories: Collection[int] = (), slots: int = 0) -> "PageLayout":
@@ -81,6 +83,10 @@ class PageLayout:
         """Whether there is one group, whose places are the layers as they come."""
         return self.places == tuple((0, layer) for layer in range(len(self.places))) and not any(self.parts)
 
+    def memory_places(self) -> tuple[int, ...]:
+        """Of each layer, its place among those that remember texts."""
+        return tuple(range(len(self.places))) if self.both else tuple(place for _, place in self.places)
+
     @property
     def layers(self) -> int:
         """That a page has room for."""
@@ -88,8 +94,8 @@ class PageLayout:
 
     @property
     def memories(self) -> int:
-        """Layers that have no pages."""
-        return sum(group == MEMORY for group, _ in self.places)
+        """Layers that remember texts: those that have no pages, or all."""
+        return len(self.places) if self.both else sum(group == MEMORY for group, _ in self.places)
 
     def pages_of(self, length: int, page_size: int, steps: int) -> int:
         """That a request of `length` tokens holds at most, in all groups, going on by `steps` tokens at a time."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.layers.context import (
+    CONVOLVED,
     INDEX,
     INDEXES,
     MEMORIES,
@@ -229,7 +230,7 @@ class Paged:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, out_sharding=spec), found)
 
     def recur(self, x, taps, log_decay, beta, positions, pages, layer):
-        act, place = self.rules.act, jnp.asarray(self.layout.places, jnp.int32)[layer, 1]
+        act, place = self.rules.act, jnp.asarray(self.layout.memory_places(), jnp.int32)[layer]
         heads, rows = heads_of(act, taps), act.spec("batch", "whole_seq")
         held = {name: a for name, a in pages.items() if name in MEMORIES}
         specs = {name: act.spec(*MEMORIES[name]) for name in held}
@@ -244,6 +245,30 @@ class Paged:
         run = shard_map(local, in_specs=(*of_x, *how), out_specs=(heads["x"]["v"], specs))
         sure = positions[:, 0] if self.sure is None else self.sure
         out, held = run(x, taps, log_decay, beta, sure, positions, self.valid, self.slot, place, held)
+        return out, pages | held
+
+    def convolve_heads(self, x, taps, positions, pages, layer):
+        act, place = self.rules.act, jnp.asarray(self.layout.memory_places(), jnp.int32)[layer]
+        heads, rows = act.spec("batch", "whole_seq", "heads", "head_dim"), act.spec("batch", "whole_seq")
+        held = {name: a for name, a in pages.items() if name in MEMORIES}
+        specs = {name: act.spec(*MEMORIES[name]) for name in held}
+
+        def local(x, taps, sure, positions, valid, slot, place, held):
+            def use(x, before):
+                return short_conv(x, taps, before, jnp.zeros(x.shape[:2], jnp.int32))
+
+            slot, count = place * self.layout.slots + slot, taps.shape[-1] - 1
+            kept = held[CONVOLVED], held.get("start")
+            out, kept = follow(self.rows, use, count, 0, x, kept, slot, positions[:, 0], sure, valid)
+            return out, {name: a for name, a in zip((CONVOLVED, "start"), kept, strict=True) if a is not None}
+
+        slot, scalar = act.spec("batch"), jax.sharding.PartitionSpec()
+        of_taps = act.spec("heads", "head_dim", None)
+        run = shard_map(
+            local, in_specs=(heads, of_taps, slot, rows, rows, slot, scalar, specs), out_specs=(heads, specs)
+        )
+        sure = positions[:, 0] if self.sure is None else self.sure
+        out, held = run(x, taps, sure, positions, self.valid, self.slot, place, held)
         return out, pages | held
 
     def preceded(self, name, tokens, count, none, positions, pages):

@@ -18,18 +18,20 @@ def steps_of(options: Options, name: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def memory_of(options: Options, norm: NormConfig) -> MambaConfig:
-    """By the options of Bamba, which Granite 4 has too."""
+def memory_of(options: Options, norm: NormConfig, inner: int = 0) -> MambaConfig:
+    """By the options of Bamba, which Granite 4 and Falcon H1 have too; `inner`: how wide heads are together, 0: so many
+    times the stream."""
     options.only("mamba_proj_bias", False)
     options.only("hidden_act", "silu")
     options("mamba_chunk_size", None)  # of tokens that are computed at once
-    heads, inner = options("mamba_n_heads", 128), options("mamba_expand", 2) * options("hidden_size")
+    heads = options("mamba_n_heads", 128)
+    expanded = options("mamba_expand", 2) * options("hidden_size")
+    by, inner = ("mamba_d_ssm", inner) if inner else ("mamba_expand * hidden_size", expanded)
     width = options("mamba_d_head", "auto")
     width = inner // heads if width == "auto" else width
     if width * heads != inner:
         raise ShardlmError(
-            f"config.json has mamba_n_heads={heads} of mamba_d_head={width}; together they need mamba_expand * "
-            f"hidden_size={inner}"
+            f"config.json has mamba_n_heads={heads} of mamba_d_head={width}; together they need {by}={inner}"
         )
     return MambaConfig(
         num_heads=heads,

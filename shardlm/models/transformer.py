@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
-from shardlm.flops import attention_width, memory_width
+from shardlm.flops import attention_width
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
@@ -64,6 +64,8 @@ class TransformerConfig:
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
         if min(sizes.values()) < 1 or any(segment.repeats < 0 for segment in self.segments):
             raise ShardlmError(f"{', '.join(f'{name}={n}' for name, n in sizes.items())}: each must be at least 1")
+        if self.both and not all(block.memory for block in self.kinds):
+            raise ShardlmError("some layers have Mamba 2 beside attention and others have not: give it to all, or none")
 
     @property
     def num_layers(self) -> int:
@@ -98,6 +100,16 @@ class TransformerConfig:
     def memories(self) -> tuple[int, ...]:
         """The layers that keep none: they remember a text by arrays of one size."""
         return tuple(i for i, b in enumerate(self.blocks()) if isinstance(b.attention, DeltaNetConfig))
+
+    @functools.cached_property
+    def remembers(self) -> bool:
+        """Whether any layer remembers a text so, those with pages too among them."""
+        return bool(self.memories) or self.both
+
+    @functools.cached_property
+    def both(self) -> bool:
+        """Whether layers, which are all of them then, keep something of tokens and remember texts so."""
+        return any(block.memory for block in self.kinds)
 
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
@@ -216,10 +228,7 @@ class TransformerConfig:
     def parameters_per_token(self) -> int:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and
         the same of modules that predict further tokens."""
-        layers = sum(
-            b.attention.parameters_per_token(self.embed_dim) + b.mlp.parameters_per_token(self.embed_dim)
-            for b in self.blocks()
-        )
+        layers = sum(block.parameters_per_token(self.embed_dim) for block in self.blocks())
         head = self.vocab_size * self.embed_dim
         if self.inputs:  # made of the embedding, and each layer's gate and projection back
             layers += 3 * self.num_layers * self.embed_dim * self.inputs.dim
@@ -237,13 +246,9 @@ class TransformerConfig:
 
     def attention_macs(self, pairs: float, tokens: float) -> float:
         """Multiply-adds of all layers for so many tokens and the (query, key) pairs among them (flops.py)."""
-        linear = [b.attention for b in self.all_blocks() if isinstance(b.attention, DeltaNetConfig)]
+        linear = [a for b in self.all_blocks() for a in b.mixers if isinstance(a, DeltaNetConfig)]
         compressed = (a.macs(pairs, tokens) for a in self.attentions() if isinstance(a, CompressedConfig))
-        return (
-            pairs * self.attention_width()
-            + sum(compressed)
-            + tokens * sum(memory_width(a.num_heads, a.head_dim, a.value_dim) for a in linear)
-        )
+        return pairs * self.attention_width() + sum(compressed) + tokens * sum(a.macs_per_token() for a in linear)
 
 
 def _indexer(block: BlockConfig) -> IndexerConfig | None:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from shardlm.ops.channel_delta_chunks import chunked as by_channels
 from shardlm.ops.gated_delta_chunks import Chunks, chunked
-from shardlm.ops.short_conv import last_of, short_conv, texts
+from shardlm.ops.short_conv import last_before, last_of, short_conv, texts
+from shardlm.ops.summed_rows import by_rows
 from shardlm.ops.summed_states import summed
 
 CHUNK = 64  # tokens; as flash-linear-attention has it (github.com/fla-org/flash-linear-attention, ops/gated_delta_rule)
@@ -136,10 +137,17 @@ def gated_delta(
     log_decay [B, T, N] or [B, T, N, H], beta [B, T, N] and state [B, N, H, V] that text 0 goes on from, float32; text
     int32 [B, T] counts up where another one begins. `chunk`: tokens at once, 0: as many as is usual. Returns (out
     [B, T, N, V] in v's dtype, the last text's state)."""
-    (B, T, K, _), (N, V) = q.shape, v.shape[2:]
+    given, T = (q, k, v, log_decay, beta, state, text), q.shape[1]
     if T == 1:
-        return one_token(q, k, v, log_decay, beta, state, text, takes_back=takes_back)
-    C = min(chunk or (CHUNK if takes_back else SUMMED), 1 << (T - 1).bit_length())
+        return one_token(*given, takes_back=takes_back)
+    chunk = min(chunk or (CHUNK if takes_back else SUMMED), 1 << (T - 1).bit_length())
+    here = functools.partial(in_chunks, chunk, takes_back)
+    return here(*given) if takes_back else by_rows(here, chunk, *given)
+
+
+def in_chunks(chunk: int, takes_back: bool, q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:
+    """As gated_delta, `chunk` tokens at once."""
+    (B, T, K, _), (N, V), C = q.shape, v.shape[2:], chunk
     count = -(-T // C)
     behind = count * C - T
 
@@ -152,7 +160,7 @@ def gated_delta(
 
     q, k = cut(q, K), cut(k, K)  # [count, B, K, C, H]
     v, log_decay, beta = (cut(a, N) for a in (v, log_decay, beta))  # [count, B, N, C, ...]
-    chunks = Chunks(q, k, v, log_decay, beta, cut(text), _last_before(text, C, count))
+    chunks = Chunks(q, k, v, log_decay, beta, cut(text), last_before(text, C).T)
     run = summed if not takes_back else chunked if log_decay.ndim == 4 else by_channels
     out, state = run(chunks, state)
     out = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(B, count * C, N, V)
@@ -180,9 +188,3 @@ def one_token(
     delta = beta[:, 0, :, None] * (v[:, 0] - read[..., 0] if takes_back else v[:, 0])
     out = read[..., 1] + jnp.sum(k * q, axis=-1, keepdims=True) * delta
     return out[:, None].astype(dtype), state * kept[..., None] + k[..., None] * delta[..., None, :]
-
-
-def _last_before(text: jax.Array, C: int, count: int) -> jax.Array:
-    """int32 [count, B]: the text of the token before each chunk, 0 before the first."""
-    before = jnp.concatenate([jnp.zeros_like(text[:, :1]), text[:, C - 1 : (count - 1) * C : C]], axis=1)
-    return before.T

@@ -154,15 +154,20 @@ def scaled(scale: jax.Array, a: jax.Array) -> jax.Array:
 
 def decays_of(chunks: Chunks) -> Decays:
     C, text = chunks.text.shape[-1], chunks.text
-    decay = jnp.maximum(chunks.log_decay, LEAST)
-    steps = jnp.round(decay / STEP) * STEP
-    steps, rest = jnp.cumsum(steps, axis=-1), jnp.cumsum(decay - steps, axis=-1)
+    steps, rest = sums_of(chunks.log_decay)
     between = (steps[..., :, None] - steps[..., None, :]) + (rest[..., :, None] - rest[..., None, :])
     there = jnp.tri(C, dtype=bool) & (text[..., :, None] == text[..., None, :])
     D = jnp.exp(jnp.where(there[:, :, None], between, -jnp.inf))
     held = (text == chunks.before[..., None])[:, :, None]
     h = jnp.where(held, jnp.exp(steps + rest), 0.0)
     return Decays(D, h, D[..., -1, :], h[..., -1])
+
+
+def sums_of(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., C] -> sums up to each token of a chunk: of whole steps, and of what is left."""
+    decay = jnp.maximum(log_decay, LEAST)
+    steps = jnp.round(decay / STEP) * STEP
+    return jnp.cumsum(steps, axis=-1), jnp.cumsum(decay - steps, axis=-1)
 
 
 def _taken_back(chunks: Chunks, D: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ class Router:
                     https://arxiv.org/abs/2405.04434, section 2.2.2); a group's score is its best expert's, or, with
                     sigmoid, the sum of its best two
     scale           factor on all weights
+    eps             beside the sum of the chosen ones, which they are divided by
     """
 
     scoring: Scoring = "softmax"
@@ -31,6 +32,7 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    eps: float = 1e-20
 
 
 def check_router(router: Router, num_experts: int, top_k: int) -> None:
@@ -74,7 +76,7 @@ def weights_of(scores: jax.Array, experts: jax.Array, router: Router) -> jax.Arr
     chosen = jax.nn.one_hot(experts, scores.shape[-1], dtype=scores.dtype)  # a gather's gradient would be a scatter
     weights = jnp.einsum("nke,ne->nk", chosen, scores)
     if router.normalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + router.eps)
     return weights * router.scale
 
 

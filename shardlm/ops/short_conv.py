@@ -4,11 +4,20 @@ section 3.4), over packed rows and over what goes on from earlier tokens."""
 import jax
 import jax.numpy as jnp
 
+from shardlm.errors import ShardlmError
+
 
 def texts(new: jax.Array) -> jax.Array:
     """new bool [B, T], the first tokens of texts -> int32 [B, T]: which text of its row each token is of, 0 for that
     which goes on from before the row."""
     return jnp.cumsum(new, axis=1, dtype=jnp.int32)
+
+
+def last_before(text: jax.Array, chunk: int) -> jax.Array:
+    """text int32 [B, T] of rows that are whole chunks, but for the last one -> int32 [B, n]: the text of the token
+    before each, 0 before the first."""
+    count = -(-text.shape[1] // chunk)
+    return jnp.concatenate([jnp.zeros_like(text[:, :1]), text[:, chunk - 1 : (count - 1) * chunk : chunk]], axis=1)
 
 
 def short_conv(x: jax.Array, taps: jax.Array, before: jax.Array, text: jax.Array, spacing: int = 1) -> jax.Array:
@@ -25,6 +34,20 @@ def short_conv(x: jax.Array, taps: jax.Array, before: jax.Array, text: jax.Array
         same = of[:, first : first + T] == text
         out = out + jnp.where(same[each], whole[:, first : first + T], 0) * taps[..., tap]
     return out
+
+
+def from_device_before(x: jax.Array, segment_ids: jax.Array, count: int, axis: str) -> jax.Array:
+    """The `count` tokens [B, count, *C] before this device's part x [B, T, *C] of rows that are split over an axis of
+    the mesh, zeros where they are not of its first token's segment; segment_ids int32 [B, T]."""
+    if count > x.shape[1]:
+        raise ShardlmError(
+            f"each device has {x.shape[1]} tokens of a row, split over {axis}, and a short convolution sees {count} "
+            f"before its own; use longer rows, or fewer devices over {axis}"
+        )
+    ways = jax.lax.axis_size(axis)
+    to_next = [(i, i + 1) for i in range(ways - 1)]
+    before, of = (jax.lax.ppermute(a[:, -count:], axis, to_next) for a in (x, segment_ids))
+    return jnp.where((of == segment_ids[:, :1])[(..., *[None] * (x.ndim - 2))], before, 0)
 
 
 def last_of(x: jax.Array, before: jax.Array, text: jax.Array, valid: jax.Array) -> jax.Array:

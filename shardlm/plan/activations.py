@@ -36,6 +36,7 @@ class Layer:
     latents  of latent attention, of which tensor splits the sequence
     rotated  of its keys, the part with positions, which all heads share: joined to the others where it is read
     hidden   of the MLP or the shared experts: as wide as gate, up and their product each
+    products of which hidden layers are made: with a gate 2
     expert_hidden  the same of experts, for all rows that may come to this device
     rows     that come, as wide as the stream
     pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
@@ -66,6 +67,7 @@ class Layer:
     rule: float = 0.0
     rule_kept: float = 0.0
     one: float = 0.0
+    products: int = 2
 
 
 def layer(block: BlockConfig, sketch: Sketch) -> Layer:
@@ -93,13 +95,14 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         exchanged=nbytes * twice if ulysses else 0,
         latents=nbytes * _latent_dims(attention, sketch) / (1 if compressed else tensor),
         rotated=nbytes * kv * attention.rope_dim if latent else 0,
-        hidden=nbytes * (moe.shared_dim if moe else block.mlp.mlp_dim) / tensor,
+        hidden=nbytes * (moe.shared_dim if moe else sum(block.mlp.widths)) / tensor,
         expert_hidden=rows * moe.expert_dim / tensor if moe else 0,
-        rows=rows * D,
-        pairs=nbytes * moe.top_k * D * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
+        rows=rows * (L := moe.read_dim(D) if moe else 0),
+        pairs=nbytes * moe.top_k * L * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
         mask=0.0 if compressed or isinstance(attention, DeltaNetConfig) else _mask(sketch, heads) + chosen,
         one=nbytes * D / tensor if block.streams else 0.0,
+        products=1 + (not block.mlp.there or block.mlp.gated),
         **_gated(attention, sketch),
     )
 
@@ -119,11 +122,11 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
     if not isinstance(attention, DeltaNetConfig):
         gates = attention.gates if isinstance(attention, AttentionConfig) else 0
         return {"gate": each * gates} if gates else {"rule_kept": chosen_bytes(attention, sketch)}
-    rule = linear_attention.Rule.of(attention, sketch)
+    rule, narrow = linear_attention.Rule.of(attention, sketch), linear_attention.convolved_bytes(attention, sketch)
     return {
         "gate": each * attention.num_heads * attention.value_dim,
-        "rule": linear_attention.at_work(rule),
-        "rule_kept": linear_attention.held(rule, each * linear_attention.convolved(attention)),
+        "rule": linear_attention.at_work(rule, narrow),
+        "rule_kept": linear_attention.held(rule, narrow),
     }
 
 
@@ -150,7 +153,7 @@ def exchanges(sketch: Sketch) -> set[str]:
 
 def _zeros(moe: MoeConfig, exchange: str, rows: float, nbytes: float, sketch: Sketch) -> float:
     """For rows that stay empty: of the hidden layer, and of all that is moved; sent rows are received in others."""
-    D, mesh = sketch.shape.embed_dim, sketch.mesh
+    D, mesh = moe.read_dim(sketch.shape.embed_dim), sketch.mesh
     hidden = rows * moe.expert_dim / mesh.tensor
     if exchange == "all_to_all":
         return hidden + 4 * rows * D
@@ -201,7 +204,7 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
         return {"streams kept": one.stream + 2 * one.one if one.one else 2 * one.stream}
     if remat == "dots":
         products = projections - one.rotated
-        return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": 2 * one.hidden}
+        return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": one.products * one.hidden}
     if one.one:  # streams in float32 too: normed, summed and mixed, around both parts
         return {
             "streams kept": 18 * one.stream + 6 * one.whole,
@@ -213,8 +216,8 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
         # The inputs of the norms; what the projections read.
         "streams kept": 2 * one.stream + 2 * one.whole,
         "attention kept": projections + one.output + one.exchanged + one.gate + one.rule_kept,
-        "mlp kept": 3 * one.hidden,
-        "experts kept": 3 * one.expert_hidden + 2 * one.rows + one.pairs,
+        "mlp kept": (one.products + 1) * one.hidden,
+        "experts kept": (one.products + 1) * one.expert_hidden + 2 * one.rows + one.pairs,
     }
 
 

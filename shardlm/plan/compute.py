@@ -122,29 +122,31 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
             yield changed(run(op), in_stages=both_ways)
 
 
-def _ends(block: BlockConfig) -> bool:
-    """Whether no gradient asks for what a layer's last product makes: it is added to the stream as it is."""
-    return block.norms == "pre" and not block.streams
+def _ends(block: BlockConfig) -> str:
+    """A layer's last product, where no gradient asks for what it makes: it is added to the stream as it is."""
+    if block.norms != "pre" or block.streams:
+        return ""
+    return "down" if block.mlp.there else "output"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """How often a layer's operations run.
 
-    unasked  whether no gradient asks for what a layer's last product makes
+    unasked  a layer's last product, if no gradient asks for what it makes; "": each is asked for
     passes   of all its layers, forward and useful
     twice    share of the passes that 1F1B makes forward once more: those of layers ahead of its stages
     idle     runs of a device for each useful one
     """
 
     sketch: Sketch
-    unasked: bool
+    unasked: str
     passes: float
     twice: float
     idle: float
 
     @classmethod
-    def outside(cls, sketch: Sketch, unasked: bool, repeats: int, segment: int) -> "_Run":
+    def outside(cls, sketch: Sketch, unasked: str, repeats: int, segment: int) -> "_Run":
         """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
         mesh, schedule, stages = sketch.mesh, sketch.schedule, sketch.shape.pipelined_segment()
         if mesh.pipeline > 1 and schedule.both_ways:
@@ -158,8 +160,10 @@ class _Run:
         remat = self.sketch.config.remat
         kept = op.unit == "matmul" and not op.both  # by "dots": what is no batch of products
         again = {"none": 0, "dots": 0 if kept else 1, "names": 1, "full": 1, "offload": 1}[remat]
-        last = op.what.endswith("down") and not op.grouped  # the router asks what each expert gave
-        if (self.unasked and last) or (remat == "names" and (last or op.what == "output")) or not op.anew:
+        # The router asks what each expert gave.
+        last = op.what.endswith(("down", "of the latent")) and not op.grouped
+        ends = op.what == "output" if self.unasked == "output" else last and self.unasked
+        if ends or (remat == "names" and (last or op.what == "output")) or not op.anew:
             again = 0  # nothing in the backward pass asks for the result, or it was kept
         again += self.twice
         gradients = 2.5 if op.unit == "attention" else 2 if op.gradients is None else op.gradients
@@ -198,7 +202,7 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
         yield matmul("mlp", "down", tokens, D, F)
         yield Op("mlp", "activation", "memory", 0, 3 * sketch.itemsize * tokens * F, 1)
-    else:
+    elif isinstance(block.mlp, MoeConfig):
         yield from _experts(sketch, block.mlp, matmul, ours)
     if block.inputs:  # of tokens split as between blocks, by whole weights (layers/layer_inputs.py)
         P = block.inputs.dim
@@ -206,7 +210,7 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         yield matmul("mlp", "layer's input", tokens / tensor, D, P)
     if block.streams:
         yield from streams.operations(block.streams, sketch)
-    norms = 4 if block.norms == "both" else 2
+    norms = (4 if block.norms == "both" else 2) if block.mlp.there else 1
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
 
 
@@ -220,10 +224,10 @@ def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: f
 def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]:
     """An even load: of tokens that the devices of `expert` bring together, each device's experts take their share."""
     D, mesh = sketch.shape.embed_dim, sketch.mesh
-    F = moe.expert_dim / mesh.tensor
+    F, L, into = moe.expert_dim / mesh.tensor, moe.read_dim(D), len(moe.projections) - 1
     experts = moe.num_experts / mesh.expert
     rows = sketch.tokens * moe.top_k / experts
-    for what, n, k in (("up", 2 * F, D), ("down", D, F)):
+    for what, n, k in (("up", into * F, L), ("down", L, F)):
         one = matmul("moe", what, rows, n, k)
         # Tokamax's kernels leave float32 to the TF32 units.
         one = changed(one, dtype="tf32") if ours and one.dtype == "fp32" else one
@@ -231,13 +235,16 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     if ours:
         yield from _moved(sketch, moe)
     else:
-        nbytes = sketch.itemsize * (3 * F + 4 * D) * rows * experts
+        nbytes = sketch.itemsize * (3 * F + 4 * L) * rows * experts
         yield Op("moe", "activation and moving", "memory", 0, nbytes, 1)
     router = matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
     # layers/moe.py, precision="highest"
     yield changed(router, dtype="fp32", split=True) if ours else router
+    if moe.latent_dim:  # of tokens split as between blocks, by whole weights
+        yield matmul("moe", "latent", sketch.tokens / mesh.tensor, L, D)
+        yield matmul("moe", "of the latent", sketch.tokens / mesh.tensor, D, L)
     if moe.shared_dim:
-        yield matmul("moe", "shared up", sketch.tokens, 2 * moe.shared_dim / mesh.tensor, D)
+        yield matmul("moe", "shared up", sketch.tokens, into * moe.shared_dim / mesh.tensor, D)
         yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)
 
 
@@ -253,7 +260,7 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     Weights: the kernels want both of a product's operands one way round, so that they are turned for gradients of rows,
     and gradients of weights are passed over for empty experts. Gathered by another dimension than their first, of more
     than one expert, they are turned as they come, both times, and their gradients as they leave."""
-    D, F, ranks = sketch.shape.embed_dim, moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
+    D, F, ranks = moe.read_dim(sketch.shape.embed_dim), moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
     pairs = sketch.tokens * moe.top_k
     room = pairs / filled(moe, ranks, sketch.tokens)
     exchange = choose_exchange(ranks, moe.top_k)
@@ -262,10 +269,11 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     else:
         tokens = sketch.tokens * (ranks if exchange == "gather" else 1)
         there, back = 2 * (room + tokens), 6 * room + 2 * tokens
-    forward = sketch.itemsize * (there * D + 3 * room * F)
-    gradients = sketch.itemsize * (back * D + 4 * room * F)
+    matrices = len(moe.projections)
+    forward = sketch.itemsize * (there * D + matrices * room * F)
+    gradients = sketch.itemsize * (back * D + (matrices + 1) * room * F)
     yield Op("moe", "activation and moving", "memory", 0, forward, 1, gradient_bytes=gradients)
-    weights = 2 * sketch.itemsize * 3 * moe.num_experts / ranks * D * F
+    weights = 2 * sketch.itemsize * matrices * moe.num_experts / ranks * D * F
     turned = weights if experts_gathered(sketch) and moe.num_experts > ranks else 0
     yield Op("moe", "weights turned", "memory", 0, turned, 1, gradient_bytes=2 * weights + turned)
 
@@ -281,7 +289,7 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
     shape, mesh = sketch.shape, sketch.mesh
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
-    run = _Run.outside(sketch, True, heads, len(shape.segments))
+    run = _Run.outside(sketch, "", heads, len(shape.segments))
     moved = sketch.itemsize * (tokens * D + V * D) + 4 * tokens * V
     yield Op(
         "head",

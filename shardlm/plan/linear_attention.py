@@ -8,9 +8,11 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.ops.channel_delta_chunks import BLOCK
-from shardlm.ops.gated_delta import CHUNK
+from shardlm.ops.gated_delta import CHUNK, SUMMED
 from shardlm.ops.unit_inverse import WHOLE
+from shardlm.plan import summed_states
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
@@ -35,6 +37,8 @@ class Rule:
     chunks   that follow each other in a row
     itemsize of the compute type
     by_channel  whether decays are of each number of a key
+    summed   whether nothing is taken back (Mamba 2, summed_states.py)
+    on_cpu   whether XLA:CPU runs it, which has no kernels of ours
     """
 
     C: int
@@ -45,22 +49,33 @@ class Rule:
     chunks: int
     itemsize: int
     by_channel: bool = False
+    summed: bool = False
+    on_cpu: bool = False
 
     @classmethod
     def of(cls, attention: DeltaNetConfig, sketch: Sketch) -> "Rule":
         """Of a training step."""
-        length = sketch.config.train.seq_len
-        return cls.of_rows(attention, length, sketch.tokens / length, sketch.mesh.tensor, sketch.itemsize)
+        length, mesh = sketch.config.train.seq_len, sketch.mesh
+        rows = sketch.tokens / length * mesh.context  # of a share of the heads
+        one = cls.of_rows(attention, length, rows, mesh.size("tensor", "context"), sketch.itemsize)
+        return dataclasses.replace(one, on_cpu=sketch.gpu.generation == "cpu")
 
     @classmethod
     def of_rows(cls, attention: DeltaNetConfig, length: int, rows: float, ways: int, itemsize: int) -> "Rule":
         """Of rows of so many tokens, or of as much of them as all heads of one row, which are split so many ways."""
-        C = min(CHUNK, 1 << (length - 1).bit_length())
+        summed = isinstance(attention, MambaConfig)
+        C = min(SUMMED if summed else CHUNK, 1 << (length - 1).bit_length())
         chunks = math.ceil(length / C)
         each = rows * chunks / ways
         sizes = attention.head_dim, attention.value_dim
-        heads = each * attention.num_heads, each * attention.num_kv_heads
-        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel)
+        heads = each * attention.num_heads, each * key_heads(attention, ways)
+        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel, summed)
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernels of ours compute it, of what takes nothing back."""
+        sizes = self.C, self.H, self.V, self.itemsize
+        return self.summed and not self.on_cpu and summed_states.has_kernels(*sizes)
 
     @property
     def square(self) -> float:
@@ -78,16 +93,36 @@ class Rule:
         return self.itemsize * self.squares * self.H * self.V
 
 
+def key_heads(attention: DeltaNetConfig, ways: int) -> int:
+    """Heads of queries and keys of all devices that split heads so many ways: groups of Mamba 2 that are fewer are
+    repeated, one for each (layers/mamba.py)."""
+    K = attention.num_kv_heads
+    return max(K, ways) if isinstance(attention, MambaConfig) else K
+
+
+def divides(attention: DeltaNetConfig, ways: int) -> bool:
+    """Whether heads can be split over so many devices (train/check.py): of Mamba 2 these may share groups."""
+    N, K = attention.num_heads, attention.num_kv_heads
+    if isinstance(attention, MambaConfig):
+        return N % ways == 0 and 0 in (K % ways, ways % K)
+    return K % ways == 0
+
+
 def held(rule: Rule, narrow: float) -> float:
     """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
     `narrow` bytes: the inverse, states, what chunks read, and of convolutions and lengths what each step made."""
+    if rule.kernels:
+        return summed_states.held(rule, narrow)
     return 2 * rule.square + (10 if rule.by_channel else 1) * rule.values + rule.states + 11 * narrow
 
 
-def at_work(rule: Rule) -> float:
-    """Bytes while a layer is made again and done backwards, at the fullest; by channel, of each layer of a pattern."""
+def at_work(rule: Rule, narrow: float) -> float:
+    """Bytes while a layer is made again and done backwards, at the fullest, of convolutions of `narrow` bytes; by
+    channel, of each layer of a pattern."""
     if rule.by_channel:
         return 65 * rule.values
+    if rule.kernels:
+        return summed_states.at_work(narrow)
     return 4 * rule.square + 18 * rule.values + 4 * rule.states
 
 
@@ -95,6 +130,11 @@ def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tupl
     """(name, columns, summed) on one device."""
     N, K, H = attention.num_heads / tensor, attention.num_kv_heads / tensor, attention.head_dim
     values = N * attention.value_dim
+    if isinstance(attention, MambaConfig):  # fewer groups than devices are made on all
+        K = attention.num_kv_heads if attention.num_kv_heads % tensor else K
+        yield "queries, keys, values, gate and steps", 2 * K * H + 2 * values + N, D
+        yield "output", D, values
+        return
     if attention.by_channel:
         yield "queries, keys, values and rates", 2 * K * H + values + N, D
         yield "latents of gate and decays", 2 * H / tensor, D  # of tokens that tensor splits
@@ -110,6 +150,9 @@ def products(rule: Rule) -> Iterator[Op]:
     it makes by itself, but for what states need, so that with recomputation XLA has it once."""
     C, H, V, s = rule.C, rule.H, rule.V, rule.squares
     own = functools.partial(_op, rule)
+    if rule.summed:
+        yield from summed_states.by_kernels(rule) if rule.kernels else summed_states.by_xla(rule, _op)
+        return
     yield from _of_keys(rule)
     yield from _inverse(rule)
     # Gradients: made anew, back through the inverse, and the inverse's own.
@@ -169,14 +212,23 @@ def _op(
     )
 
 
-def convolved(attention: DeltaNetConfig) -> int:
-    """Numbers of a token that go through convolutions."""
-    return 2 * attention.num_kv_heads * attention.head_dim + attention.num_heads * attention.value_dim
+def convolved(attention: DeltaNetConfig, ways: int) -> int:
+    """Numbers of a token that go through convolutions, of all devices that split heads so many ways."""
+    return 2 * key_heads(attention, ways) * attention.head_dim + attention.num_heads * attention.value_dim
+
+
+def convolved_bytes(attention: DeltaNetConfig, sketch: Sketch) -> float:
+    """Of them on one device, in a training step."""
+    ways = sketch.mesh.size("tensor", "context")
+    return sketch.itemsize * sketch.tokens / sketch.mesh.tensor * convolved(attention, ways)
 
 
 def moved(rule: Rule, narrow: float) -> Iterator[Op]:
     """What moves memory besides, forward and for gradients, as XLA fuses it: convolutions of `narrow` bytes, lengths of
     queries and keys, decays, what is cut into chunks and put together again. And what states wait for each other."""
+    if rule.kernels:
+        yield summed_states.moved(rule, narrow)
+        return
     there = 10.5 * rule.square + 15 * rule.values + 3.5 * narrow
     back = 17.5 * rule.square + 24 * rule.values + 15 * narrow
     if rule.by_channel:

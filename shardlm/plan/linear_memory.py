@@ -4,8 +4,10 @@ tests/plan/compiled_memory.json."""
 
 from collections.abc import Sequence
 
+from shardlm.layers.mamba import MambaConfig
 from shardlm.models.transformer import Segment
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
+from shardlm.plan.linear_attention import Rule
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 
@@ -19,7 +21,8 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
     of their MLPs' arrays and inputs are there; not inside stages, nor where nothing is made again. Of a pattern's
     layers all weights that are gathered are there, and some of the next repeat. More than layers' inputs is copied out
     of what all keep, but of two repeats, which XLA's unrolled loop leaves in no loop. What has decays by channel is
-    made again of all layers of a pattern before one is done backwards.
+    made again of all layers of a pattern before one is done backwards; of what kernels compute (Mamba 2) gradients wait
+    for projections' as MLPs' do.
     """
     segments = zip(parts.layers, sketch.shape.segments, strict=True)
     found = [_of(sketch, parts, pattern, one) for pattern, one in segments if any(each.rule for each in pattern)]
@@ -30,19 +33,35 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
     one = max(pattern, key=lambda each: each.rule)
     again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
     by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
-    rule = sum(each.rule for each in pattern) if by_channel and again else one.rule
-    rule = rule if again else max(0.0, rule - one.rule_kept)
+    own = [block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)]
+    by_kernels = any(Rule.of(attention, sketch).kernels for attention in own)
+    late = _late(sketch, pattern, segment) if again else (one,)
+    waiting = pattern if by_channel else late if by_kernels else (one,)
+    rule = sum(each.rule for each in waiting) if again else max(0.0, one.rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
-    late = pattern if again and sketch.mesh.pipeline == 1 else (one,)
     wide = 8 * sum(layer.whole for layer in late) if by_channel and sketch.mesh.tensor > 1 else 0
     return {
         "linear attention": rule,
-        "mlp": (8 if again else 4) * sum(layer.hidden for layer in late),
+        "mlp": (4 if again else 2) * sum(layer.products * layer.hidden for layer in late),
         "streams": 8 * sum(layer.stream for layer in late) / sketch.mesh.tensor + wide,
         "attention": taken,
         "experts": _experts(sketch, late),
         "weights in use": parts.largest * (1.5 * len(pattern) if parts.gathers else 1),
     }
+
+
+def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequence[Layer]:
+    """Those whose arrays wait for the products that make weights' gradients: all, but in stages one. Of Mamba 2 two: in
+    stages, where experts see the tokens of all devices, where devices share groups, and where tensor alone splits heads
+    (6 of 15 compiled programs)."""
+    own = {block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)}
+    mesh = sketch.mesh
+    shared = any(attention.num_kv_heads % mesh.size("tensor", "context") for attention in own)
+    if not own:
+        return pattern if mesh.pipeline == 1 else (max(pattern, key=lambda one: one.rule),)
+    if shared or "gather" in exchanges(sketch) or mesh.pipeline > 1 or (mesh.tensor > 1 and mesh.context == 1):
+        return sorted(pattern, key=lambda one: one.rule + one.hidden)[-2:]
+    return pattern
 
 
 def _experts(sketch: Sketch, layers: Sequence[Layer]) -> float:

@@ -32,6 +32,7 @@ from shardlm.plan.traffic import (
 from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
+WIDE = 4  # bytes of a float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,14 @@ def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
         yield Sent(tensor, "the head's sequence: scatters", part * passes, SCATTER, passes)
     if mesh.tensor > 1 and not manual:
         yield Sent(tensor, "the lookup: gathers", part * passes, GATHER, passes)
-        yield Sent(tensor, "the lookup: scatters", part * passes, SCATTER, passes)
+        # What is found is scaled, or positions are added, before it is split: XLA sums it whole.
+        whole = shape.embed_scale != 1 or shape.max_positions > 0
+        found = 2 * part * passes, REDUCE
+        yield Sent(tensor, "the lookup: sums", *(found if whole else (part * passes, SCATTER)), passes)
+        if shape.inputs:  # rows of a table that is split by tokens
+            rows = sketch.tokens * shape.num_layers * shape.inputs.dim * sketch.itemsize * share(mesh.tensor) * passes
+            yield Sent(tensor, "layers' inputs", rows, SCATTER, passes)
+            yield Sent(tensor, "layers' inputs: gradients", rows, GATHER, passes)
     if not manual:
         return
     table = shape.vocab_size * shape.embed_dim / mesh.tensor * sketch.itemsize * share(mesh.tensor)
@@ -196,8 +204,11 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     apart_in_stages = apart_in_stages and not summed_once(sketch)
     # So too where a microbatch is a single row, of which XLA does not see that both gathers are the same.
     alone = sketch.config.train.global_batch == sketch.passes and mesh.pipeline == 1
-    gathers += (4 if apart_in_stages or alone else 2) * D * item
-    scatters += (2 * back + repeated) * D * item
+    L = moe.read_dim(D) if isinstance(moe, MoeConfig) else D * moe.there  # what the second of them sends
+    gathers += (2 if apart_in_stages or alone else 1) * (D + L) * item
+    # What a layer's last product makes is not asked for again, but by a norm, or of experts by what is behind a latent.
+    asked = block.norms in ("post", "both") or _latent(moe)
+    scatters += (back * (D + L) + repeated * (D * moe.there + (L if asked else 0))) * item
     if isinstance(attention, MlaConfig):
         narrow = attention.kv_latent_dim + attention.rope_dim
         gathers += there * (narrow + (attention.q_latent_dim or D)) * item
@@ -216,7 +227,12 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         sums += 2 * attention.head_dim * item  # keys' gradients, whole
     elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
         gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
-        sums += 2 * D * item
+        if getattr(attention, "reads", ""):  # and of a layer that reads another's, only gradients go there
+            scatters += D * item
+        else:
+            sums += 2 * D * item
+        if isinstance(attention, DeltaNetConfig):  # a norm over several devices' heads (layers/mamba.py)
+            gathers += (there + 1) * WIDE * attention.num_heads
     else:
         # Of gates and decays by channel the latents are made of split tokens, as wide as a key.
         latents = 2 * attention.head_dim if getattr(attention, "by_channel", False) else 0
@@ -224,14 +240,14 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         scatters += (D + latents) * item
     if isinstance(moe, MoeConfig):
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
-        gathers += there * (D * item + 2 * mixed)
-        scatters += D * item + mixed
+        gathers += there * (L * item + 2 * mixed)
+        scatters += L * item + mixed
         if moe.shared_dim:
             gathers += (there + 1) * D * item
             scatters += (back + 1) * D * item
         if block.streams:  # how much of what is made goes to each is learned: it is made again
             scatters += repeated * (1 + bool(moe.shared_dim)) * D * item
-    else:
+    elif moe.there:
         gathers += there * D * item
         scatters += D * item
     one = sketch.tokens * share(mesh.tensor) * runs.layers
@@ -239,17 +255,24 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         yield Sent(("tensor",), "the sequence", one * nbytes, kind, count * runs.layers)
 
 
+def _latent(mlp) -> bool:
+    """Whether experts read and make a projection of the stream."""
+    return isinstance(mlp, MoeConfig) and mlp.latent_dim > 0
+
+
 def _experts(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     """Tokens to the experts and back: forward, backward and again."""
     moe = block.mlp
     ranks, item, n = sketch.mesh.expert, sketch.itemsize, sketch.tokens
     times = (runs.forward + 1 + runs.again) * runs.layers
-    row = sketch.shape.embed_dim * item
+    row = moe.read_dim(sketch.shape.embed_dim) * item
     if choose_exchange(ranks, moe.top_k) == "gather":
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
-        # The results of a second run are not needed, but where it is learned how much of them goes to each stream.
-        scatters = (runs.forward + 1 + (runs.again if runs.whole and block.streams else 0)) * runs.layers
+        # The results of a second run are not needed, but where it is learned how much of them goes to each stream, or
+        # a weight multiplies them.
+        asked = runs.whole and (block.streams or _latent(moe))
+        scatters = (runs.forward + 1 + (runs.again if asked else 0)) * runs.layers
         back = (row * scatters + mixed * runs.layers) * n * (ranks - 1)
         yield Sent(("expert",), "tokens gathered", there, GATHER, times)
         yield Sent(("expert",), "results scattered", back, SCATTER, scatters)

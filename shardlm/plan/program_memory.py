@@ -30,8 +30,8 @@ def of_block(sketch: Sketch, block: BlockConfig, ops: int) -> Iterator[Op]:
         turned = 2 * sketch.itemsize * sketch.tokens * (heads + kv) * attention.head_dim
         yield Op("attention", "positions", "memory", 0, turned, 1, gradient_bytes=turned)
     if isinstance(attention, DeltaNetConfig):
-        narrow = sketch.itemsize * sketch.tokens * linear_attention.convolved(attention) / sketch.mesh.tensor
-        yield from linear_attention.moved(linear_attention.Rule.of(attention, sketch), narrow)
+        rule = linear_attention.Rule.of(attention, sketch)
+        yield from linear_attention.moved(rule, linear_attention.convolved_bytes(attention, sketch))
     elif sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
         yield _ring(sketch, attention)
     kernels = (KERNELS_OF_EXPERTS if isinstance(block.mlp, MoeConfig) else KERNELS) - ops

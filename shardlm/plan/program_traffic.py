@@ -24,7 +24,8 @@ EXCHANGE = "all-to-all"
 # Not split over tensor, and used on each device's part of the sequence.
 WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "attention.wkv", "mlp.router", "compressor.wkv")
 WHOLE_OVER_TENSOR += ("compressor.wgate", "compressor.bias", "streams.fn", "indexer.heads", "attention.wg_down")
-WHOLE_OVER_TENSOR += ("attention.decay_down",)
+WHOLE_OVER_TENSOR += ("attention.decay_down", "mlp.latent_down", "mlp.latent_up", "inputs.gate", "inputs.up")
+WHOLE_OVER_TENSOR += ("layer_inputs.from_embedding",)
 IN_FLOAT32 = ("router", "streams.fn", "compressor.bias")  # in use too
 _NOTHING = Sent((), "nothing", 0.0)
 

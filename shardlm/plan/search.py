@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.mesh import AXES
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
@@ -16,7 +18,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.plan import Plan
-from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, linear_heads, variants_of
+from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, memories, variants_of
 from shardlm.rules import BATCH_AXES
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
@@ -347,8 +349,8 @@ def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
     """What an axis has to divide."""
     shape, gpus = config.model.transformer(), f", which divides the {cluster.num_gpus} GPUs"
     heads = ", ".join(map(str, sorted({block.attention.num_heads for block in shape.kinds})))
-    linear = linear_heads(shape)
-    keys = f"{linear} heads of the queries and keys of linear attention"
+    linear = memories(shape)
+    keys = " and the ".join(map(_heads, linear))
     routed = sorted({block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts})
     experts = f"{', '.join(map(str, routed))} experts" if routed else "experts, of which a dense model has none"
     return gpus + {
@@ -358,6 +360,13 @@ def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
         "mesh.expert": f" and the {experts}",
         "mesh.pipeline": f" and is no more than the {shape.segments[shape.pipelined_segment()].repeats} layers",
     }.get(field, "")
+
+
+def _heads(attention: DeltaNetConfig) -> str:
+    """What tensor and context together have to divide."""
+    if isinstance(attention, MambaConfig):
+        return f"{attention.num_heads} heads of Mamba 2, by whole groups of {attention.num_kv_heads} or parts of one"
+    return f"{attention.num_kv_heads} heads of the queries and keys of linear attention"
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

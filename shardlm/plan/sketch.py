@@ -15,9 +15,9 @@ from shardlm.hardware import Gpu
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.lora import LoraConfig
-from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.rules import BATCH_AXES, Rules, Table
@@ -90,7 +90,8 @@ class Weight:
 def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) -> None:
     """Raises ShardlmError for models whose memory and time have no formulas, with rows of this length: trained on a
     mesh, or served."""
-    split = [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in BATCH_AXES] if mesh else []
+    foreseen = *BATCH_AXES, "tensor"
+    split = [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in foreseen] if mesh else []
     over = f" over {', '.join(split)}"
     chunks = {getattr(block.attention, "chunk", 0) for block in shape.kinds} - {0}
     reasons = {
@@ -106,10 +107,13 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
-        "layers of Mamba 2": any(isinstance(block.attention, MambaConfig) for block in shape.kinds),
+        "short convolutions in place of attention": any(
+            isinstance(block.attention, ShortConvConfig) for block in shape.kinds
+        ),
+        "Mamba 2 beside attention in a layer": any(len(block.mixers) > 1 for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
-        instead = "a mesh of data and fsdp, or one without a plan" if split else "a mesh without a plan"
+        instead = "a mesh of data, fsdp and tensor, or one without a plan" if split else "a mesh without a plan"
         raise ShardlmError(
             f"the planner has no formulas for {' and '.join(lacking)}, which this model has: choose {instead}"
         )

@@ -19,6 +19,7 @@ from shardlm.ops.expert_dispatch import Exchange
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.changed import changed
 from shardlm.plan.compressed_attention import numbers
+from shardlm.plan.linear_attention import convolved
 from shardlm.plan.sketch import Sketch
 
 WEIGHT, MASTER = 2, 4  # bytes of a number in use (16 bits) and at rest (float32)
@@ -173,7 +174,8 @@ def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, laye
 def rows_for_heads(attention: DeltaNetConfig, sketch: Sketch) -> float:
     """Bytes that a device of `context` has of what linear attention exchanges by heads and back, whatever the heads:
     queries, keys, values and its output; decays, of heads or of each number of their keys, and rates in float32."""
-    wide = 2 * attention.num_kv_heads * attention.head_dim + 2 * attention.num_heads * attention.value_dim
+    ways = sketch.mesh.size("tensor", "context")
+    wide = convolved(attention, ways) + attention.num_heads * attention.value_dim
     rates = attention.num_heads * (1 + (attention.head_dim if attention.by_channel else 1))
     return sketch.tokens / sketch.mesh.tensor * (sketch.itemsize * wide + MASTER * rates)
 

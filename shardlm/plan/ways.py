@@ -15,6 +15,7 @@ from shardlm.ops.ulysses import fits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
+from shardlm.plan.linear_attention import divides
 from shardlm.rules import BATCH_AXES
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
 
@@ -42,10 +43,12 @@ def _inner(
     """(tensor, pipeline, context, expert) that the model divides over."""
     experts = [block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts]
     repeats = shape.segments[shape.pipelined_segment()].repeats
-    heads, linear = math.gcd(*(block.attention.num_heads for block in shape.kinds)), linear_heads(shape)
+    heads, linear = math.gcd(*(block.attention.num_heads for block in shape.kinds)), memories(shape)
     longest = max(1, seq_len // SHORTEST_CHUNK)
     for tensor in divisors(cluster.num_gpus):
-        if heads % tensor or linear % tensor or (tensor > cluster.island and not constraints.names("mesh.tensor")):
+        if heads % tensor or not all(divides(one, tensor) for one in linear):
+            continue
+        if tensor > cluster.island and not constraints.names("mesh.tensor"):
             continue
         for pipeline in divisors(cluster.num_gpus // tensor):
             if pipeline > repeats:
@@ -60,15 +63,15 @@ def _inner(
                         yield tensor, pipeline, context, expert
 
 
-def linear_heads(shape: TransformerConfig) -> int:
-    """What tensor and context together have to divide: heads of queries and keys of linear attention; 0 without any."""
-    return math.gcd(*(b.attention.num_kv_heads for b in shape.kinds if isinstance(b.attention, DeltaNetConfig)))
+def memories(shape: TransformerConfig) -> list[DeltaNetConfig]:
+    """Linear attention, whose heads tensor and context together have to divide."""
+    return list(dict.fromkeys(b.attention for b in shape.kinds if isinstance(b.attention, DeltaNetConfig)))
 
 
-def _by_heads(shape: TransformerConfig, linear: int, tensor: int, context: int) -> bool:
+def _by_heads(shape: TransformerConfig, linear: Sequence[DeltaNetConfig], tensor: int, context: int) -> bool:
     """Whether rows that context splits can be exchanged by heads, as beside linear attention all are."""
     attending = {(a.num_heads // tensor, max(1, a.num_kv_heads // tensor)) for a in shape.attention_kinds}
-    return linear % (tensor * context) == 0 and all(fits(*heads, context) for heads in attending)
+    return all(divides(one, tensor * context) for one in linear) and all(fits(*heads, context) for heads in attending)
 
 
 def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:

@@ -12,7 +12,10 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
+
+import numpy as np
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
@@ -28,6 +31,7 @@ from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.option_types import check_model
 from shardlm.serve.options import config_of
 from shardlm.serve.outputs import EngineError, RequestOutput, Stats
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.prompts import Prompt, check_length, check_salt, read, salt_of
 from shardlm.serve.request import check_room
 from shardlm.serve.sampling_params import SamplingParams
@@ -44,7 +48,7 @@ class AsyncLLM:
     """`async for output in llm.generate(prompt, params, request_id=...)`: each output has all text so far.
 
     Attributes:
-      model_name, max_model_len, tokenizer, template (None without one): of what is served.
+      model_name, max_model_len, tokenizer, stop_ids, template (None without one), pooling: of what is served.
       ready: whether requests are taken.
     """
 
@@ -64,16 +68,26 @@ class AsyncLLM:
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
         template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs
-        engine, _ = build(model, config)
-        return cls(engine, model_name=str(model), template=template)
+        engine, opened = build(model, config)
+        return cls(engine, model_name=str(model), template=template, options=opened.options)
 
-    def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
-        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str,
+        template: ChatTemplate | None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it.
+        `options`: config.json of the checkpoint, which says what its vectors are good for (pooling.py)."""
         self._engine = engine
         engine.keep_pace()
         self.model_name, self.template = model_name, template
         self.max_model_len = engine.max_model_len
+        self.pooling = Pooling.of(engine.runner.model.config.embed_dim, options)
         self.tokenizer: Tokenizer = engine.tokenizer
+        self.stop_ids = engine.stop_ids
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._long_texts = LongTexts()
@@ -135,10 +149,16 @@ class AsyncLLM:
 
     async def embed(self, token_ids: Sequence[int], lora_request: LoRARequest | None = None) -> list[float]:
         """A vector of length 1: what the model makes of the last token. Raises as `generate` does."""
-        name = f"embed-{uuid.uuid4().hex}"
-        params = SamplingParams(max_tokens=0)
-        outputs = self.generate(token_ids, params, request_id=name, embed=True, lora_request=lora_request)
-        return [one async for one in outputs][-1].embedding
+        return self.pooling.vector(await self.pool(token_ids, lora_request))
+
+    async def pool(
+        self, token_ids: Sequence[int], lora_request: LoRARequest | None = None, *, priority: int = 0, salt: str = ""
+    ) -> np.ndarray:
+        """float32 [D]: what the model makes of the last token, of whatever length. Raises as `generate` does."""
+        name, params = f"embed-{uuid.uuid4().hex}", SamplingParams(max_tokens=0)
+        options = {"lora_request": lora_request, "priority": priority, "salt": salt}
+        outputs = self.generate(token_ids, params, request_id=name, embed=True, **options)
+        return [one async for one in outputs][-1].hidden
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream ends with what there is. Raises ShardlmError for a name that cannot be one."""
@@ -167,6 +187,10 @@ class AsyncLLM:
     @functools.cached_property
     def facts(self) -> ModelFacts:
         return facts_of(self._engine)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Between two batches, as Engine.reset_prefix_cache. Raises EngineError where the engine died."""
+        return await self._run_there(lambda: self._engine.reset_prefix_cache(reset_running_requests))
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:

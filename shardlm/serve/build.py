@@ -187,13 +187,14 @@ def described(engine: Engine | EngineGroup, name: str) -> str:
     config, execution = engine.runner.config, engine.runner.model.execution
     layout, longest = config.layout, config.max_model_len
     fit = (layout.num_pages - 1) / layout.pages_of(longest, config.page_size, config.decode_steps)
+    which = "of them" if layout.both else "others"
     replicas = f"{len(engine.engines)} replicas of " if isinstance(engine, EngineGroup) else ""
     held = jnp.dtype(execution.dtype).name if execution.kv_cache == "auto" else execution.kv_cache
     return (
         f"serving {json.dumps(name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
         f"tokens in {layout.layers} layers, keys and values of {int(fit * longest):,} tokens in {held}, for {fit:,.1f} "
         f"requests of {longest:,} tokens; "
-        f"{f'memories in {layout.memories} others, copies of {config.snapshots}; ' if layout.memories else ''}"
+        f"{f'memories in {layout.memories} {which}, copies of {config.snapshots}; ' if layout.memories else ''}"
         f"{config.max_rows} requests at once; "
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

@@ -155,6 +155,19 @@ class Engine:
         self.scheduler.reset()
 
     @property
+    def holds_pages(self) -> bool:
+        """Whether requests run, whose pages cannot be forgotten under them."""
+        return self.scheduler.num_running > 0
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Nothing that was computed is shared with what comes. Requests that run are computed anew from their tokens
+        where `reset_running_requests`; else nothing happens while there are any, and False says so, as vLLM's does."""
+        if self.holds_pages and not reset_running_requests:
+            return False
+        self.scheduler.reset()
+        return True
+
+    @property
     def runners(self) -> list[Runner]:
         """Of all replicas."""
         return [self.runner]

@@ -19,10 +19,7 @@ def few_bits_of(shape: TransformerConfig, weights: WeightFormat, products: Group
     moes = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
     one = [len(moe.projections) * moe.read_dim(shape.embed_dim) * moe.expert_dim for moe in moes]  # expert
     active = sum(of * moe.top_k for of, moe in zip(one, moes, strict=True))
-    each = sum(
-        block.attention.parameters_per_token(shape.embed_dim) + block.mlp.parameters_per_token(shape.embed_dim)
-        for block in shape.blocks()
-    )
+    each = sum(block.parameters_per_token(shape.embed_dim) for block in shape.blocks())
     found = []
     if (nbytes := _bytes(weights, experts=False)) and weights not in DYNAMIC:
         found.append(_part((each - active) / each, nbytes, FEW_ROWS, BLOCK))

@@ -1,11 +1,11 @@
-"""Replies that are held to a JSON schema, a regular expression, a list of choices or a Lark grammar.
+"""Replies that are held to a JSON schema, a regular expression, a list of choices, a Lark grammar or structural tags.
 
 Each step gives the tokens that may follow as bits, which `ops.batch_sampling` takes as `allowed`. The parsing is
 llguidance's (https://github.com/guidance-ai/llguidance); this file owns the tokenizer's part and the errors. No jax.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import llguidance
@@ -13,9 +13,10 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.structural_tags import lark_of
 from shardlm.tokenizer import Tokenizer
 
-Kind = Literal["json_schema", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
 
 ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's JSON mode
 # Between the parts of a JSON text. Without an end, weak models write white space for ever.
@@ -77,6 +78,7 @@ class GrammarCompiler:
                 f"and at least one stop token (stop_ids={list(stop_ids)}): {error}. Use the model's own tokenizer and "
                 "stop tokens"
             ) from error
+        self._special = tokenizer.special_ids
         self._threads = llguidance.LLExecutor()
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 
@@ -84,12 +86,13 @@ class GrammarCompiler:
         """A grammar at its beginning. Takes 1 ms for a usual schema, up to a second for the largest that are allowed.
 
         Args:
-          source: the schema (parsed or as text), expression or grammar; for "choice" the strings.
+          source: the schema or structural tag (parsed or as text), expression or grammar; for "choice" the strings.
 
         Raises: ShardlmError, for the client, if it is malformed, asks for what is not supported, or allows no text.
         """
         try:
-            matcher = llguidance.LLMatcher(self._tokens, _lowered(kind, source), log_level=0, limits=self._limits)
+            form = _lowered(kind, source, self._special)
+            matcher = llguidance.LLMatcher(self._tokens, form, log_level=0, limits=self._limits)
             matcher.compute_bitmask()  # some limits are met here first, and this step is the slowest
             wrong = _problem(matcher)
         except ValueError as error:
@@ -113,8 +116,10 @@ class GrammarCompiler:
         return {row: _problem(matcher) for matcher, row in pairs if matcher.is_error()}
 
 
-def _lowered(kind: Kind, source) -> str:
-    """llguidance's own form. Raises ValueError for what is no schema or no list of choices."""
+def _lowered(kind: Kind, source, special: Mapping[str, int]) -> str:
+    """llguidance's own form. Raises ValueError for what is no schema, no list of choices or no structural tag."""
+    if kind == "structural_tag":
+        return llguidance.LLMatcher.grammar_from_lark(lark_of(source, special, _WHITESPACE))
     if kind == "json_schema":
         return llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _WHITESPACE})
     if kind == "choice":

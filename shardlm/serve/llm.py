@@ -20,6 +20,7 @@ from shardlm.serve import prompts as prompt_forms
 from shardlm.serve.adapter_table import LoRARequests
 from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
+from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
@@ -29,6 +30,7 @@ from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
 from shardlm.serve.other_names import CALLS, METHODS, refuse
 from shardlm.serve.outputs import EngineError, RequestOutput, whole
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
@@ -71,7 +73,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
-        self.engine, _ = build(model, config)
+        self.engine, opened = build(model, config)
+        self._pooling = Pooling.of(self.engine.runner.model.config.embed_dim, opened.options)
         self._ids = itertools.count()
         self._turn = threading.Lock()
         self._interrupted = False
@@ -135,6 +138,43 @@ class LLM:
         encoded = [(self.tokenizer.encode(text), text) for text in texts]
         return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best of params.beam_width texts that go on from each prompt, and begin with it. All prompts at once, or
+        `concurrency_limit` of them. Raises as `generate` does, and EngineError where a request broke."""
+        if not isinstance(params, BeamSearchParams):
+            what = type(params).__name__
+            raise ShardlmError(f"params is a {what}; give shardlm.BeamSearchParams(beam_width, max_tokens)")
+        every = prompt_forms.several(prompts)
+        salts = [{"cache_salt": salt} if (salt := prompt_forms.salt_of(one)) else {} for one in every]
+        each = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(every)
+        if len(each) != len(every):
+            raise ShardlmError(f"{len(every)} prompts and {len(each)} in lora_request; give one, or one for each")
+        texts = [prompt_forms.read(one, self.tokenizer)[0] for one in every]
+        sizes = (params, self.engine.stop_ids, self.engine.max_model_len)
+        searches = [Beams(ids, *sizes, lora_request=one) for ids, one in zip(texts, each, strict=True)]
+
+        def ask(first: int, running: list[tuple[int, BeamSearchSequence]]) -> Sequence[RequestOutput]:
+            asked = [{"prompt_token_ids": beam.tokens, **salts[first + number]} for number, beam in running]
+            adapters = [beam.lora_request for _, beam in running]
+            return whole(self.generate(asked, searches[0].ask, use_tqdm=False, lora_request=adapters))
+
+        at_once = concurrency_limit or max(1, len(searches))
+        with count_bar("prompts", len(searches), use_tqdm) as tell:
+            for first in range(0, len(searches), at_once):
+                search(searches[first : first + at_once], functools.partial(ask, first))
+                tell(min(first + at_once, len(searches)))
+        found = [one.found() for one in searches]
+        for beam in itertools.chain.from_iterable(found):
+            beam.text = self.tokenizer.decode(beam.tokens, skip_special=False)
+        return [BeamSearchOutput(beams) for beams in found]
+
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -158,10 +198,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         lora_request: LoRARequests = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
     ) -> list[list[float]]:
-        """A vector of length 1 for each prompt: what the model makes of its last token. Raises as `score`."""
+        """A vector for each prompt, what the model makes of its last token: of length 1 unless `normalize` is False,
+        and its first `dimensions` alone where the model was trained for them (pooling.py). Raises as `score`."""
+        self._pooling.check(dimensions)
         outputs = self.generate(prompts, SamplingParams(max_tokens=0), lora_request=lora_request, _embed=True)
-        return [output.embedding for output in whole(outputs)]
+        return [self._pooling.vector(output.hidden, dimensions, normalize) for output in whole(outputs)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""
@@ -185,6 +229,15 @@ class LLM:
             runner = self.engine.runner
             drafts = new_draft(draft, runner)
             self.engine.update_weights(new_weights(weights, runner), drafts)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Nothing that was computed for earlier prompts is found again, as before a measurement. Whether that is so: no
+        request of another thread can run meanwhile. The arguments are vLLM's, whose caches outside of the engine are
+        not here."""
+        if reset_connector:
+            raise ShardlmError("reset_connector=True: no cache is kept outside of the engine; leave it out")
+        with self._in_turn():
+            return self.engine.reset_prefix_cache(reset_running_requests)
 
     def _run(
         self,

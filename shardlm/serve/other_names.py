@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 from shardlm.errors import ShardlmError
 
 T = TypeVar("T", bound=type)
-_CHOOSE = "ask for n replies and choose"
+_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=64)) searches"
 _IDS = 'prompts that are tokens are {"prompt_token_ids": ids}, and truncate_prompt_tokens of SamplingParams cuts them'
 SAMPLING = {
     "guided_decoding": "it is called structured_outputs, a StructuredOutputs or a mapping",
     "logits_processors": "logit_bias, allowed_token_ids, bad_words and structured_outputs say what may be written",
-    "use_beam_search": _CHOOSE,
-    "length_penalty": f"there is no beam search; {_CHOOSE}",
-    "early_stopping": f"there is no beam search; {_CHOOSE}",
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping", "num_beams", "beam_width"), _BEAMS),
     "output_kind": "outputs of AsyncLLM have all text so far, and LLM gives the last",
     "extra_args": "what is asked of a reply is a field of its own",
     "flat_logprobs": "outputs[0].logprobs has a mapping for each token",
@@ -25,12 +23,16 @@ SAMPLING = {
     "skip_reading_prefix_cache": 'prompts with a "cache_salt" of their own share nothing',
     "max_new_tokens": "it is called max_tokens",
     "do_sample": "temperature=0 is greedy",
-    "num_beams": f"there is no beam search; {_CHOOSE}",
     "num_return_sequences": "it is called n",
+}
+BEAMS = {
+    "num_beams": "it is called beam_width",
+    "n": "beam_width replies are given",
+    "early_stopping": "beams go on until max_tokens, or until all have ended",
+    "max_new_tokens": "it is called max_tokens",
 }
 STRUCTURES = {
     "json_object": 'it is json={"type": "object"}',
-    "structural_tag": "json, regex or grammar holds a reply, in LLM with after= what follows a text; tools their calls",
     "whitespace_pattern": "white space between the parts of a JSON text is free",
 }
 _HUB = "the hub's main branch is read, into HF_HOME; fetch another one yourself and give its folder"
@@ -80,7 +82,6 @@ METHODS = {
     "encode": "embed gives a vector for each prompt",
     "classify": "heads that classify are not here",
     "reward": "heads that classify are not here",
-    "beam_search": _CHOOSE,
     "llm_engine": "it is called engine",
     "get_metrics": "engine.stats() counts, and each RequestOutput has metrics, its times",
     "collective_rpc": "the model's parameters are engine.runner.params; update_weights gives it others",

@@ -5,6 +5,8 @@ import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 
 class EngineError(Exception):
     """The engine died, or this request broke it: nothing that its user could have done otherwise."""
@@ -96,7 +98,8 @@ class RequestOutput:
 
     prompt_logprobs: as `CompletionOutput.logprobs`, of the prompt; None for its first token, which nothing foretells.
     num_cached_tokens: of the prompt, found in the prefix cache. truncated: tokens of the prompt that were left out.
-    embedding: of the prompt, where that was asked for. error: what broke this request, where something of ours did.
+    hidden: float32 [D], what the model made of the prompt's last token, where that was asked for; embedding: the same,
+    of length 1. error: what broke this request, where something of ours did.
     metrics: its times, which are still written while it runs.
     """
 
@@ -108,6 +111,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     truncated: int = 0
+    hidden: np.ndarray | None = dataclasses.field(default=None, compare=False)
     embedding: list[float] | None = None
     error: str | None = None
     metrics: RequestTimes | None = dataclasses.field(default=None, compare=False)

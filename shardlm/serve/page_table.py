@@ -308,9 +308,9 @@ class PageTable:
             self._idle[page] = None
 
     def forget(self) -> None:
-        """Empties the prefix cache, for new weights. Only pages that nobody holds are touched beyond that.
+        """Empties the prefix cache, as for new weights. Only pages that nobody holds are touched beyond that.
 
-        Raises ValueError while an owner has pages: what they hold was computed with the old weights.
+        Raises ValueError while an owner has pages: what they hold was computed before.
         """
         if self._held:
             raise ValueError(f"{len(self._held)} owners hold pages; free them first")

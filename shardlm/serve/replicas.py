@@ -76,6 +76,10 @@ class EngineGroup:
         return self.engines[(self._up or [0])[0]].runner
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.engines[0].stop_ids
+
+    @property
     def has_unfinished(self) -> bool:
         return any(engine.has_unfinished for engine in self.engines)
 
@@ -139,6 +143,19 @@ class EngineGroup:
             engine.update_weights(*new)
         for out in self._out.values():
             out.missed = True
+
+    @property
+    def holds_pages(self) -> bool:
+        """As Engine.holds_pages, of any replica."""
+        return any(engine.holds_pages for engine in self.engines)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As Engine.reset_prefix_cache, of all replicas or of none."""
+        if self.holds_pages and not reset_running_requests:
+            return False
+        for engine in self.engines:
+            engine.reset_prefix_cache(reset_running_requests)
+        return True
 
     @property
     def runners(self) -> list[Runner]:

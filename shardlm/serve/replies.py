@@ -204,12 +204,12 @@ def collect_scores(started: Started, replies: Mapping[str, Reply], tokenizer: To
 
 
 def collect_embeddings(started: Started, replies: Mapping[str, Reply]) -> None:
-    """The last token's vector, of length 1: how embedding models that are decoders are used."""
+    """The last token's vector: how embedding models that are decoders are used."""
     for n, row in enumerate(started.batch.rows):
         reply = replies.get(row.request.id)
         if reply is not None and reply.group.embed and row.end == row.request.prompt_len:
-            vector = started.hidden(n)
-            reply.group.output.embedding = (vector / max(np.linalg.norm(vector), 1e-12)).tolist()
+            output, vector = reply.group.output, started.hidden(n)
+            output.hidden, output.embedding = vector, (vector / max(np.linalg.norm(vector), 1e-12)).tolist()
 
 
 def described(

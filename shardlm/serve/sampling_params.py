@@ -18,14 +18,15 @@ MAX_LOGPROBS = 20  # alternatives a token: the programs have fixed shapes, so so
 # 128 replies held them for a minute.
 MAX_TEXTS, MAX_CHARS = 64, 16_384  # of stop; characters of all stop texts, or bad words, together
 MAX_STOP_IDS = 4096
-FORMS = ("json", "regex", "choice", "grammar")
+FORMS = ("json", "regex", "choice", "grammar", "structural_tag")
 MAX_BIASES = 300  # OpenAI's limit, and what the device has room for
 
 
 @knows_others("StructuredOutputs", STRUCTURES)
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax.
+    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax,
+    `structural_tag` as vLLM has it (structural_tags.py).
 
     after: the text is free until these have come, one after the other, and held to it from there. opening: it is only
     free where it begins so, after space. instead: what is held may begin with one of these, as calls of tools do, and
@@ -36,6 +37,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     after: str | Sequence[str] = ()
     opening: str = ""
     instead: str | Sequence[str] = ()
@@ -44,11 +46,12 @@ class StructuredOutputs:
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ShardlmError(
-                "structured outputs need exactly one of json, regex, choice and grammar; given: "
-                f"{', '.join(given) or 'none'}"
+                f"structured outputs need exactly one of {', '.join(FORMS)}; given: {', '.join(given) or 'none'}"
             )
         if self.json is not None and not isinstance(self.json, str | Mapping):
             raise _wrong("json", self.json, "a JSON schema, as text or as a mapping")
+        if self.structural_tag is not None and not isinstance(self.structural_tag, str | Mapping):
+            raise _wrong("structural_tag", self.structural_tag, "a structural tag, as text or as a mapping")
         for name in ("regex", "grammar"):
             if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
                 raise _wrong(name, text, "a text that is not empty")
@@ -120,6 +123,9 @@ class SamplingParams:
             self._set(name, _number(name, getattr(self, name), *limits))
         for name, limits in _INTEGERS.items():
             self._set(name, _integer(name, getattr(self, name), *limits))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) == -1:  # vLLM's word for the vocabulary, which it refuses too unless max_logprobs=-1
+                raise _wrong(name, -1, _NOT_ALL)
         for name, (low, high, meaning) in _OPTIONAL_INTEGERS.items():
             if (value := getattr(self, name)) is not None:
                 self._set(name, _integer(name, value, low, high, f"{meaning}, or None"))
@@ -189,6 +195,10 @@ _INTEGERS = {
     "top_k": (-1, math.inf, "at least 1, or 0 or -1 for every token"),
     "min_tokens": (0, math.inf, "at least 0"),
 }
+_NOT_ALL = (
+    f"from 0 to {MAX_LOGPROBS}: programs have room for the likeliest tokens, not for the whole vocabulary; LLM.score "
+    "has those of any text that is given, and the model that shardlm.load opens all logits"
+)
 _OPTIONAL_INTEGERS = {
     "seed": (-(2**63), 2**63 - 1, "an integer of 64 bits"),
     "max_tokens": (0, math.inf, "at least 0"),
@@ -203,7 +213,7 @@ def _structured(wish: Mapping[str, Any]) -> StructuredOutputs:
     try:
         return StructuredOutputs(**wish)
     except TypeError:
-        raise _wrong("structured_outputs", dict(wish), "a mapping with json, regex, choice or grammar") from None
+        raise _wrong("structured_outputs", dict(wish), f"a mapping with one of {', '.join(FORMS)}") from None
 
 
 def _wrong(name: str, value: Any, requirement: str) -> ShardlmError:

@@ -117,8 +117,8 @@ class Scheduler:
             del request.tokens[request.prompt_len + num_generated :]
 
     def reset(self) -> None:
-        """For new weights: everything that runs is computed anew, with an empty prefix cache. Replies go on from the
-        tokens they have, those of batches in flight included."""
+        """For new weights, or an empty prefix cache: everything that runs is computed anew, and nothing of what was is
+        found again. Replies go on from the tokens they have, those of batches in flight included."""
         while self._running:
             self._preempt(self._running[-1])
         self.pages.forget()

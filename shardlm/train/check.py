@@ -9,6 +9,7 @@ from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.ngrams import NgramsConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
@@ -80,12 +81,15 @@ def check_choice(mesh: MeshSpec, context_attention: str) -> None:
 
 def check_memory(attention: DeltaNetConfig, mesh: MeshSpec, context_attention: str = "auto") -> None:
     """Refuses linear attention whose heads do not divide over tensor and context, over which each device goes through
-    whole rows of its share of them. Of Mamba 2 devices may share a group of queries and keys."""
+    whole rows of its share of them. Of Mamba 2 devices may share a group of queries and keys, and a short convolution's
+    numbers are split over tensor alone."""
     if mesh.context > 1 and context_attention == "ring":
         raise ShardlmError(
             "context_attention=ring: linear attention goes through a row from its first token to its last, and a ring "
             "has them in another order; set context_attention to auto or ulysses, or mesh.context to 1"
         )
+    if isinstance(attention, ShortConvConfig):
+        return  # which devices exchange a few tokens for
     ways = mesh.size("tensor", "context")
     num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
     if isinstance(attention, MambaConfig):
@@ -160,6 +164,9 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         check_choice(rules.mesh, context_attention)
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
+        if block.memory:
+            rules.act.check("heads", block.memory.num_heads)
+            check_memory(block.memory, rules.mesh, context_attention)
         if isinstance(block.attention, DeltaNetConfig):
             rules.act.check("heads", heads[0])
             check_memory(block.attention, rules.mesh, context_attention)
@@ -169,7 +176,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
         else:
             kv_heads_name(heads[1], heads[0], rules.mesh.tensor)  # which tells the sizes that suit both kinds of heads
             rules.act.check("heads", heads[0])
-            whole = bool(model.memories) or model.sparse
+            whole = model.remembers or model.sparse
             check_context("ulysses" if whole else context_attention, *heads, rules.mesh, ring=not whole)
         for width in block.mlp.widths:
             rules.rest.check("mlp", width)

@@ -135,7 +135,7 @@ def _grouped_matmul(shape: TransformerConfig, platform: str, traced: bool) -> gr
 def _context_attention(config: RunConfig, shape: TransformerConfig, mesh: MeshSpec) -> str:
     """One way for all layers, since it decides the order of tokens: a ring, if any layer needs it."""
     if (
-        shape.memories or shape.sparse or shape.compressed
+        shape.remembers or shape.sparse or shape.compressed
     ):  # which go through whole rows from token to token, or choose among all tokens
         return "ulysses"
     heads = {(block.attention.num_heads, block.attention.num_kv_heads) for block in shape.kinds}

@@ -25,6 +25,7 @@ CASES = {
         "target_modules": [*ALL, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"],
     },
     "qwen3_next": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:3], "in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    "lfm2": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:3], "in_proj", "out_proj", "w1", "w2", "w3"]},
     "nemotron_h": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:4], "in_proj"]},  # PEFT has no others
     "deepseek_v2": {
         "r": 4,

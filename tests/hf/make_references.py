@@ -23,6 +23,7 @@ UNTRAINED = re.compile(
     r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|ffn\.gate\.(bias|tid2eid)|act_fn\.(beta|eps)"
     r"|ple_embedding\.(layer_multipliers|ngram_heads_)"
 )
+FIXED = ("rotary", "pos_emb", "attn.bias", "mup_vector")  # buffers that options make
 ROWS, LENGTH, NEW = 2, 24, 32
 
 
@@ -44,7 +45,8 @@ def make(name: str, folder: pathlib.Path) -> None:
     model = model.float().eval()
     with torch.no_grad():  # as published models are, not as they start: norms and biases that differ from 1 and 0
         for path, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if weight.ndim and weight.is_floating_point() and "rotary" not in path and "attn.bias" not in path:
+            fixed = any(part in path for part in FIXED)
+            if weight.ndim and weight.is_floating_point() and not fixed:
                 centre, spread = (weight, 0.2) if weight.ndim == 1 else (0.0, weight.shape[-1] ** -0.5)
                 weight.copy_((centre + torch.randn_like(weight) * spread).bfloat16())
             if path.endswith("tid2eid"):  # experts of each token, not two times the same

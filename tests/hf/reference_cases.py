@@ -75,6 +75,25 @@ NEMOTRON_H = {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 20,
 }
+# Short convolutions between layers that attend (LFM2).
+LFM2 = {"rms_norm_eps": None, "layer_types": ["conv", "full_attention", "conv"]}
+# State space models beside attention in each layer.
+FALCON_H1 = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 12,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "mlp_multipliers": [1.4, 0.6],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.8, 1.3, 0.9, 1.1, 0.7],
+}
 WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA4 = {
     "head_dim": 8,
@@ -325,6 +344,18 @@ CASES = {
         "bamba",
         {name: value for name, value in GRANITE_HYBRID.items() if name.startswith("mamba")}
         | {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    ),
+    "lfm2": ("lfm2", {**LFM2, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.2}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**LFM2, "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    ),
+    "falcon_h1": ("falcon_h1", {**FALCON_H1, "num_hidden_layers": 2}),
+    "falcon_h1_norm": (
+        "falcon_h1",
+        {**FALCON_H1, "num_hidden_layers": 2, "mamba_rms_norm": True}
+        | {"mamba_conv_bias": False, "tie_word_embeddings": True, "mamba_d_ssm": None, "mamba_d_head": 16},
     ),
     "nemotron_h": (
         "nemotron_h",

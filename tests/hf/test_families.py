@@ -29,7 +29,7 @@ ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gl
 ALIKE += " granitemoe granitemoe_swa granitemoeshared helium hunyuan_moe hy_v3 internlm3 llama_dynamic minimax_m2 olmo3"
 ALIKE = (ALIKE + " olmoe qwen2_moe seed_oss solar_open starcoder2 youtu").split()
 COSTLY = ["deepseek_v4", "glm_moe_dsa", "kimi_linear", "qwen3_5_moe", "qwen4_exp"]
-COSTLY += ["bamba", "granitemoehybrid_moe", "nemotron_h_moe"]
+COSTLY += ["bamba", "falcon_h1_norm", "lfm2_moe", "granitemoehybrid_moe", "nemotron_h_moe"]
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
 LOGITS, GRADIENTS = 1e-4, 1e-3
 OF_MEMORIES = 3e-4  # a norm makes much of what is read where little is remembered (most tokens 2e-6, one 9e-5)

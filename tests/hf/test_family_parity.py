@@ -38,7 +38,7 @@ def loss_and_gradients(family: str, spec: MeshSpec):
     mesh = mesh_of(spec)
     with jax.set_mesh(mesh):
         config = registry.transformer(folder.config, 16)
-        context = "ulysses" if config.sparse or config.memories or config.compressed else "ring"
+        context = "ulysses" if config.sparse or config.remembers or config.compressed else "ring"
         execution = Execution(Rules.make("zero3", spec), context_attention=context)
         model = ModelDef.make(config, execution)
         params = weights.load(model, folder, model.held_at_rest(mesh))
@@ -58,10 +58,12 @@ COSTLY = {  # 16 to 46 s of a core
 }
 EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
 # And blocks without a feed-forward layer, experts that read a latent.
-WIDE = [(family, LONG) for family in sorted(COSTLY)] + [("nemotron_h", EXPERTS)]
+WIDE = [(family, LONG) for family in [*sorted(COSTLY), "falcon_h1_norm"]]
+WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS)]
 CASES = [
     ("qwen3_moe", EXPERTS),
     ("gemma3", LONG),
+    ("lfm2", LONG),  # short convolutions over rows that are split
     ("granitemoehybrid", LONG),  # a group of queries and keys that devices share
     ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
 ]

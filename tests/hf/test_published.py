@@ -165,6 +165,20 @@ NEMOTRON_H = {
     "time_step_max": 0.1, "time_step_floor": 0.0001, "attention_bias": False,
     "hidden_act": None,
 }  # fmt: skip
+FALCON_H1 = {
+    "model_type": "falcon_h1", "attention_bias": False, "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375, "embedding_multiplier": 5.656854249492381, "key_multiplier": 0.390625,
+    "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_norm_before_gate": False, "mamba_proj_bias": False,
+    "mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_bias": False, "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375], "num_logits_to_keep": 1, "projectors_bias": False,
+    "rope_scaling": None, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+}  # fmt: skip
+LFM2 = {
+    "model_type": "lfm2", "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5, "rms_norm_eps": None,
+    "hidden_act": None, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 NEWER = {  # name -> (config.json in the words of its publishers, billions of parameters that they state)
     "Granite 4.0 H Micro": (
         common(40, 2048, 32, 8, 8192, 100352, **GRANITE4, mamba_n_heads=64, shared_intermediate_size=8192,
@@ -181,6 +195,31 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
                mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_expand=2, mamba_d_conv=4,
                mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, z_loss_coefficient=0.0),
         9.78,
+    ),
+    "Falcon H1 0.5B": (
+        common(36, 1024, 8, 2, 2048, 32784, **FALCON_H1, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24,
+               mamba_d_head=64, mamba_d_state=128),
+        0.521,
+    ),
+    "Falcon H1 7B": (
+        common(44, 3072, 12, 2, 12288, 130048, **FALCON_H1, head_dim=128, mamba_d_ssm=3072, mamba_n_heads=24,
+               mamba_d_head=128, mamba_d_state=256),
+        7.59,
+    ),
+    "LFM2 1.2B": (
+        common(16, 2048, 32, 8, None, 65536, **LFM2, block_auto_adjust_ff_dim=True, block_dim=2048,
+               block_ff_dim=12288, block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256,
+               block_norm_eps=1e-5, block_out_init_scale=1.0, block_use_swiglu=True, block_use_xavier_init=True,
+               conv_dim=2048, conv_dim_out=2048, conv_use_xavier_init=True, full_attn_idxs=[2, 5, 8, 10, 12, 14],
+               num_heads=32, use_pos_enc=True),
+        1.17,
+    ),
+    "LFM2 8B A1B": (
+        common(24, 2048, 32, 8, 7168, 65536, **LFM2 | {"model_type": "lfm2_moe"}, moe_intermediate_size=1792,
+               layer_types=["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+               norm_topk_prob=True, num_dense_layers=2, num_experts=32, num_experts_per_tok=4,
+               routed_scaling_factor=1.0, use_expert_bias=True),
+        8.34,
     ),
     "Nemotron Nano 9B v2": (
         common(56, 4480, 40, 8, 15680, 131072, **NEMOTRON_H, mamba_num_heads=128, mamba_head_dim=80,

@@ -86,6 +86,16 @@ def options_of(name: str) -> dict:
             {"attn_layer_indices": [3]},
             r"attn_layer_indices=\[3\]; it needs numbers from 0 to num_hidden_layers",
         ),
+        (
+            "falcon_h1",
+            {"ssm_multipliers": [1.0]},
+            r"=\[1.0\]; it needs 5 numbers, of gate, values, keys",
+        ),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True, which is not supported; supported: False"),
+        ("falcon_h1", {"mamba_d_head": 8}, "mamba_n_heads=4 of mamba_d_head=8; together they need mamba_d_ssm=48"),
+        ("lfm2", {"layer_types": ["conv"]}, "it needs num_hidden_layers=3 of conv, full_attention"),
+        ("lfm2", {"conv_bias": True}, "conv_bias=True, which is not supported; supported: False"),
+        ("lfm2", {"rope_parameters": None}, "has no 'rope_theta', which a 'lfm2' model needs"),
         ("nemotron_h", {"layers_block_type": None}, "no layers_block_type and no hybrid_override_pattern"),
         ("nemotron_h", {"layers_block_type": ["mlp"]}, "'mlp' as first layer: each mlp and moe has to stand behind a"),
         ("nemotron_h", {"layers_block_type": "M-E"}, "layer 2, 'moe', behind 'mlp': each mlp and moe has to stand"),
@@ -204,16 +214,13 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
     [
         (
             "gemma4",
-            {"mesh": MeshSpec(data=1, fsdp=2, tensor=2)},
-            "no formulas for layers that read the keys and values of others over tensor and inputs of each layer's own "
-            "over tensor, which this model has: choose a mesh of data and fsdp",
+            {"mesh": MeshSpec(data=1, fsdp=2, context=2)},
+            "no formulas for layers that read the keys and values of others over context and inputs of each layer's "
+            "own over context, which this model has: choose a mesh of data, fsdp and tensor",
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
-        (
-            "granitemoehybrid",
-            {},
-            "no formulas for layers of Mamba 2, which this model has: choose a mesh without a plan",
-        ),
+        ("falcon_h1", {}, "no formulas for Mamba 2 beside attention in a layer, which this model has"),
+        ("lfm2", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (
             "qwen4_exp",

@@ -72,12 +72,40 @@ def _chosen(layers: int, **sizes) -> Pretrained:
     return Pretrained("unread", config=json.dumps(_LATENT | own | sizes))
 
 
+def _granite(layers: int, **sizes) -> Pretrained:
+    """Granite 4: Mamba 2 in three of four layers, whose heads share one group of queries and keys."""
+    kinds = ["attention" if number % 4 == 2 else "mamba" for number in range(layers)]
+    own = {"num_hidden_layers": layers, "layer_types": kinds, "mamba_n_groups": 1, "mamba_expand": 2}
+    own |= {"mamba_d_state": 128, "mamba_d_head": 64, "num_local_experts": 0, "rms_norm_eps": 1e-5}
+    return Pretrained(
+        "unread", config=json.dumps(_SUMMED | {"model_type": "granitemoehybrid", "hidden_act": "silu"} | own | sizes)
+    )
+
+
+def _nemotron(pattern: str, **sizes) -> Pretrained:
+    """Nemotron-H and 3: Mamba 2 in eight groups, attention, and feed-forward layers without gates, each by itself."""
+    own = {"hybrid_override_pattern": pattern, "mlp_hidden_act": "relu2", "n_groups": 8, "mamba_head_dim": 64}
+    own |= {"ssm_state_size": 128, "head_dim": 128}
+    return Pretrained("unread", config=json.dumps(_SUMMED | {"model_type": "nemotron_h"} | own | sizes))
+
+
+def _inputs(**sizes) -> Pretrained:
+    """Gemma 4 E2B's kind: two of four layers read the keys and values of others, and each has inputs of its own."""
+    reference = pathlib.Path(__file__).parent.parent / "hf" / "references" / "gemma4" / "config.json"
+    wide = {"per_layer_config": {"1": {"head_dim": 512}, "3": {"head_dim": 512}}, "use_double_wide_mlp": True}
+    own = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2} | wide
+    own |= {"max_position_embeddings": 8192, "sliding_window": 512, "num_kv_shared_layers": 2}
+    return Pretrained("unread", config=json.dumps(json.loads(reference.read_text()) | own | sizes))
+
+
+_SUMMED = {"tie_word_embeddings": False, "max_position_embeddings": 65_536}
 _LATENT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 65_536, "first_k_dense_replace": 1}
 _LATENT |= {"tie_word_embeddings": False, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _V4 = {"model_type": "deepseek_v4", "hidden_act": "silu", "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
 _V4 |= {"max_position_embeddings": 65_536, "o_groups": 8, "tie_word_embeddings": False, "hc_sinkhorn_iters": 2}
 MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig, "hybrid": QwenHybridConfig}
-MODELS |= {"entries": _entries, "channels": _channels, "chosen": _chosen}
+MODELS |= {"entries": _entries, "channels": _channels, "chosen": _chosen, "granite": _granite, "nemotron": _nemotron}
+MODELS |= {"inputs": _inputs}
 
 
 _DENSE = {"vocab_size": 16_384, "embed_dim": 1024, "num_layers": 6, "num_heads": 16, "tie_embeddings": False}
@@ -144,7 +172,62 @@ def _latent(
     return _picked(mesh, "zero3", remat, rows, accumulation) | own
 
 
+# Mamba 2: with groups that devices share, with feed-forward layers that are missing behind some, and with experts.
+_MAMBA = {"vocab_size": 16_384, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GRANITE = _MAMBA | {"layers": 8, "mamba_n_heads": 32, "shared_intermediate_size": 4096}
+_GRANITE_EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512}
+_GRANITE_EXPERTS |= {"shared_intermediate_size": 1024}
+_NEMOTRON = _MAMBA | {"mamba_num_heads": 32, "intermediate_size": 4096}
+_NEMOTRON_EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+_NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 1024}
+DENSE, SPARSE = "M-M-M*-", "MEMEM*E"  # of Nemotron's patterns
+
+
+def _summed(
+    mesh: dict[str, int], rows: int, remat: str = "full", accumulation: int = 1, seq_len: int = 2048, **sizes
+) -> Settings:
+    model = "nemotron" if "pattern" in sizes else "granite"
+    of = _NEMOTRON | (_NEMOTRON_EXPERTS if "E" in sizes.get("pattern", "") else {})
+    train = {"global_batch": rows, "seq_len": seq_len, "accumulation": accumulation}
+    sizes = (of if model == "nemotron" else _GRANITE) | sizes
+    own = {"model": model, "sizes": sizes, "context_attention": "auto", "train": train}
+    return _picked(mesh, "zero3", remat, rows, accumulation) | own
+
+
+_E2B = {"hidden_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
+_E2B |= {"intermediate_size": 6144, "vocab_size": 65_536, "vocab_size_per_layer_input": 65_536}
+
+
+def _of_inputs(mesh: dict[str, int], rows: int, dim: int) -> Settings:
+    train = {"global_batch": rows, "seq_len": 2048, "accumulation": 1}
+    sizes = _E2B | {"hidden_size_per_layer_input": dim}
+    own = {"model": "inputs", "sizes": sizes, "context_attention": "auto", "train": train}
+    return _picked(mesh, "zero3", "full", rows, 1) | own
+
+
 PICKED = {  # what chance left out
+    "inputs-tensor": _of_inputs({"fsdp": 2, "tensor": 2}, 2, 256),
+    "reads-tensor": _of_inputs({"fsdp": 2, "tensor": 2}, 2, 0),
+    "groups-fsdp": _summed({"fsdp": 2}, 2),
+    "groups-deep": _summed({"fsdp": 2}, 2, layers=16),
+    "groups-deep-tensor": _summed({"fsdp": 2, "tensor": 2}, 4, layers=16),
+    "groups-tensor": _summed({"fsdp": 2, "tensor": 2}, 4, accumulation=2),
+    "groups-context": _summed({"context": 2}, 1),
+    "groups-none": _summed({"fsdp": 2}, 2, "none"),
+    "groups-deep-none": _summed({"fsdp": 2}, 2, "none", layers=16),
+    "groups-experts": _summed({"fsdp": 2}, 2, **_GRANITE_EXPERTS),
+    "groups-experts-tensor": _summed({"expert": 2, "tensor": 2}, 2, **_GRANITE_EXPERTS),
+    "groups-experts-deep": _summed({"expert": 2, "fsdp": 2}, 4, layers=16, **_GRANITE_EXPERTS),
+    "summed-fsdp": _summed({"fsdp": 2}, 2, pattern=2 * DENSE),
+    "summed-tensor": _summed({"fsdp": 2, "tensor": 2}, 4, pattern=2 * DENSE),
+    "summed-context": _summed({"context": 2, "tensor": 2}, 2, seq_len=4096, pattern=2 * DENSE),
+    "summed-long": _summed({"fsdp": 2, "context": 2}, 4, seq_len=8192, pattern=4 * DENSE),
+    "summed-dots": _summed({"fsdp": 2}, 2, "dots", pattern=4 * DENSE),
+    "summed-none": _summed({"data": 2}, 4, "none", 2, pattern=2 * DENSE) | {"rules": "replicated"},
+    "summed-stages": _summed({"pipeline": 2}, 4, "names", 4, pattern=2 * DENSE),
+    "summed-experts": _summed({"expert": 2, "fsdp": 2}, 4, pattern=2 * SPARSE),
+    "summed-latent": _summed({"expert": 2, "tensor": 2}, 2, pattern=2 * SPARSE, moe_latent_size=512),
+    "summed-sent": _summed({"expert": 8}, 8, pattern=2 * SPARSE),
     "channels-fsdp": _latent("channels", {"fsdp": 2}, 2),
     "channels-deep": _latent("channels", {"fsdp": 2}, 2, layers=17),
     "channels-deep-experts": _latent("channels", {"expert": 2, "fsdp": 2}, 4, layers=17),

@@ -2,11 +2,13 @@
 out for them, and what serving them takes. Compiled programs are the other files' (random_runs.py, record_memory.py)."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from random_runs import MODELS, PICKED
 
 from shardlm import flops
 from shardlm.errors import ShardlmError
@@ -16,6 +18,7 @@ from shardlm.hlo.rows import layer_of
 from shardlm.hlo.text import Frame
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.mamba import MambaConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.qwen_hybrid import QwenHybridConfig
@@ -23,7 +26,7 @@ from shardlm.ops.gated_delta import gated_delta
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.constraints import Constraints
-from shardlm.plan.linear_attention import Rule, products
+from shardlm.plan.linear_attention import Rule, convolved, divides, key_heads, products, projections
 from shardlm.plan.memory import memory
 from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
@@ -57,11 +60,14 @@ def test_model_flops_by_hand():
     assert shape.attention_macs(500, 0) == 500 * shape.attention_width() == 500 * 8 * 16 * 2 * 256
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-def test_products_of_the_rule_are_those_of_its_programs(by_channel):
+@pytest.mark.parametrize("kind", ["by head", "by channel", "takes nothing back"])
+def test_products_of_the_rule_are_those_of_its_programs(kind):
     """On a CPU, the forward pass and its gradients each by itself, of heads of keys that are fewer and of another size
-    than those of values; 100 tokens are two chunks."""
-    B, T, K, N, H, V = 2, 100, 2, 4, 32, 64
+    than those of values, in two chunks."""
+    by_channel, summed = kind == "by channel", kind == "takes nothing back"
+    B, T, K, N, H, V = 2, 200 if summed else 100, 2, 4, 32, 64
+    attention = MambaConfig(N, K, H, V) if summed else DeltaNetConfig(N, K, H, V, by_channel=by_channel)
+    rule = functools.partial(gated_delta, takes_back=not summed)
     decays = (B, T, N, H) if by_channel else (B, T, N)
     shapes = [(B, T, K, H), (B, T, K, H), (B, T, N, V), decays, (B, T, N), (B, N, H, V)]
     arrays, text = [jnp.ones(shape) for shape in shapes], jnp.zeros((B, T), jnp.int32)
@@ -69,9 +75,9 @@ def test_products_of_the_rule_are_those_of_its_programs(by_channel):
     def flops_of(run, *given):
         return matmul_flops(jax.jit(run).lower(*given).compile().as_text()).flops
 
-    out, gradients = jax.vjp(lambda *arrays: gated_delta(*arrays, text), *arrays)
-    ops = list(products(Rule.of_rows(DeltaNetConfig(N, K, H, V, by_channel=by_channel), T, B, 1, 4)))
-    assert flops_of(gated_delta, *arrays, text) == sum(op.flops * op.count for op in ops)
+    out, gradients = jax.vjp(lambda *arrays: rule(*arrays, text), *arrays)
+    ops = list(products(Rule.of_rows(attention, T, B, 1, 4)))
+    assert flops_of(rule, *arrays, text) == sum(op.flops * op.count for op in ops)
     backward = flops_of(lambda gradients, out: gradients(out), gradients, out)
     assert backward == sum(op.flops * op.count * op.gradients for op in ops)
 
@@ -112,6 +118,25 @@ def test_a_search_lays_out_what_the_heads_allow():
         check_model(SMALL.transformer(), Rules.make("zero3", MeshSpec(context=3)))
     with pytest.raises(ShardlmError, match=r"tensor=4.*6 heads of the queries and keys of linear attention"):
         search(run(), Cluster.of(H100, 8), Constraints.parse(["mesh.tensor=4"]))
+
+
+def test_groups_of_mamba_that_devices_share():
+    """Two groups over four devices are four, one for each; made whole on all, of which each convolves its own."""
+    attention = MambaConfig(8, 2, 64, 32)
+    assert [divides(attention, ways) for ways in (1, 2, 3, 4, 8, 16)] == [True, True, False, True, True, False]
+    assert [key_heads(attention, ways) for ways in (1, 2, 4)] == [2, 2, 4]
+    assert convolved(attention, 4) == 2 * 4 * 64 + 8 * 32
+    first, last = projections(attention, 128, 4)
+    assert first[1:] == (2 * 2 * 64 + 2 * 2 * 32 + 2, 128) and last[1:] == (128, 2 * 32)
+    assert Rule.of_rows(attention, 1024, 1, 4, 2).kernels and not Rule.of_rows(attention, 1024, 1, 4, 4).kernels
+
+
+def test_a_search_lays_out_what_the_groups_of_mamba_allow():
+    model = MODELS["nemotron"](**PICKED["summed-fsdp"]["sizes"])
+    found = {(laid.mesh.tensor, laid.mesh.context) for laid in laid_out(run(model), Cluster.of(H100, 8), Constraints())}
+    assert found == {(t, c) for t in (1, 2, 4, 8) for c in (1, 2, 4) if t * c <= 8}
+    with pytest.raises(ShardlmError, match=r"tensor=16.*the 32 heads of Mamba 2, by whole groups of 8 or parts of one"):
+        search(run(model), Cluster.of(H100, 16), Constraints.parse(["mesh.tensor=16"]))
 
 
 def test_what_is_not_known_of_its_memory_is_said():
@@ -180,6 +205,20 @@ def test_decoding_reads_and_writes_what_requests_are_remembered_by():
     # Of a layer that does not look back, a chunk takes as long wherever it stands.
     (near, far) = (layer_work(memory, [], speed.rules, 0.0, Pass(2048, 1, at, 2), D).ops for at in (0, 30_000))
     assert near == far and {op.unit for op in near} == {"matmul", "memory"}
+
+
+def test_a_request_of_mamba_by_hand():
+    """Of 12 layers' 32 heads the state, and of values and one group of keys and queries three tokens; two devices have
+    a group each."""
+    shape = MODELS["granite"](**PICKED["groups-deep"]["sizes"]).transformer()
+    config = EngineConfig(max_num_seqs=16, max_model_len=8192, enable_prefix_caching=False)
+    case = ServingCase(ServedModel("granite", shape, "bfloat16", 8192), Cluster.of(H100, 1), config, 512, 128)
+    state = 4 * 32 * 128 * 64
+    assert serving_memory(case).stages[0].memories == 17 * 12 * (state + 2 * 3 * (32 * 64 + 2 * 128))
+    halved = dataclasses.replace(case, cluster=Cluster.of(H100, 2)).on(mesh=MeshSpec(tensor=2))
+    assert serving_memory(halved).stages[0].memories == 17 * 12 * (state // 2 + 2 * 3 * (16 * 64 + 2 * 128))
+    speed = Speed.of(case, serving_memory(case))
+    assert speed.decode(16, 4096).parts["linear attention"] > 2 * speed.decode(1, 4096).parts["attention"]
 
 
 def test_drafts_take_what_their_tokens_do():

@@ -229,6 +229,17 @@ def test_what_was_said_counts_when_it_is_computed_anew(served):
         engine.step()
     engine.update_weights(engine.runner.params)
     assert finished(engine)["anew"].outputs[0].token_ids == whole
+    assert engine.reset_prefix_cache()
+    engine.add("anew", prompt, params)
+    while len(engine._replies["anew"].output.token_ids) < 5:
+        engine.step()
+    assert engine.reset_prefix_cache() is False and engine.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.pages.check_invariants()
+    done = finished(engine)["anew"]
+    assert done.outputs[0].token_ids == whole and done.num_cached_tokens == 0
+    engine.add("cached", prompt, params)
+    done = finished(engine)["cached"]
+    assert done.outputs[0].token_ids == whole and done.num_cached_tokens > 0
 
 
 def test_a_request_that_breaks_leaves_the_others(served, directly, monkeypatch):

@@ -186,7 +186,10 @@ def test_a_replica_that_ends_hands_its_requests_over_and_returns(runners, expect
         assert not done[f"r{n}"].error and done[f"r{n}"].outputs[0].token_ids == expected[n % 6]
     assert group.runner is runners[1]
     group.update_weights(group.runner.params)
+    assert group.reset_prefix_cache()
     add_all(group)
+    group.step()
+    assert not group.reset_prefix_cache() and group.reset_prefix_cache(reset_running_requests=True)
     again = finished(group)
     assert [again[f"r{n}"].outputs[0].token_ids for n in range(6)] == expected
     told = Metrics("tiny").text(group.stats()).splitlines()

@@ -1,6 +1,7 @@
 """Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
 from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
 
+import json
 import pathlib
 import shutil
 
@@ -27,12 +28,15 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("gemma4", TENSOR),
     ("qwen4_exp", EXPERT),
     ("qwen3_5", PIPELINE),  # the second stage has linear attention alone
+    ("lfm2_moe", TENSOR),  # short convolutions
+    ("falcon_h1", PIPELINE),  # layers that have pages and remember
     ("granitemoehybrid", TENSOR),  # a group of Mamba 2's queries and keys that devices share
 ]
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
 MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
-ROUTED = ("nemotron_h", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
+MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe"]
+ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -76,6 +80,17 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     [cached] = llm.generate([prompt], params[0])
     assert cached.outputs[0].token_ids == greedy and (cached.num_cached_tokens > 0) == (name not in MEMORIES)
     assert llm.engine.stats().kv_usage == 0
+    if (beams := REFERENCES / name / "beams.json").exists():
+        check_beams(llm, prompt, json.loads(beams.read_text()))
+
+
+def check_beams(llm, prompt: list[int], expected: dict) -> None:
+    """What transformers' beam search found without an end, by the number of beams; two prompts at once."""
+    for width, found in expected.items():
+        params = shardlm.BeamSearchParams(int(width), len(found["tokens"][0]), ignore_eos=True)
+        for output in llm.beam_search([prompt, {"prompt_token_ids": prompt}], params):
+            assert [beam.tokens for beam in output.sequences] == [prompt + reply for reply in found["tokens"]]
+            np.testing.assert_allclose([beam.cum_logprob for beam in output.sequences], found["sums"], atol=10 * CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +114,6 @@ def test_every_family_and_every_mesh(name, spec, tmp_path):
     [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"deterministic": True}],
     ids=["drafts", "deterministic"],
 )
-@pytest.mark.parametrize("name", ["qwen4_exp", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["qwen4_exp", "granitemoehybrid", "lfm2_moe", "falcon_h1"])
 def test_memories_of_drafts_and_of_rows_in_turn(name, options, tmp_path):
     check(name, ONE, tmp_path / name, **options)

@@ -75,6 +75,9 @@ def test_prompts_of_another_salt_share_nothing(llm):
         return output.num_cached_tokens
 
     assert [cached(salt) > 0 for salt in ("mine", "mine", "yours", None, None)] == [False, True, False, False, True]
+    assert llm.reset_prefix_cache() and [cached("mine") > 0 for _ in range(2)] == [False, True]
+    with pytest.raises(ShardlmError, match="no cache is kept outside of the engine"):
+        llm.reset_prefix_cache(reset_connector=True)
     for salt in ("", 7):
         with pytest.raises(ShardlmError, match="give a text that is not empty, or leave it out"):
             cached(salt)
@@ -97,6 +100,10 @@ def test_what_users_of_vllm_s_class_expect(llm):
     [scores] = llm.score(texts[0])
     assert len(scores) == len(TOKENIZER.encode(texts[0])) - 1 and max(scores) < 0
     assert abs(np.linalg.norm(llm.embed(texts), axis=1) - 1).max() < 1e-5
+    size = len(llm.embed("true")[0])
+    assert abs(np.linalg.norm(llm.embed("true", normalize=False)) - 1) > 1e-3 and llm.embed("true", dimensions=size)
+    with pytest.raises(ShardlmError, match=rf"dimensions=2: this model's vectors have {size}, and it does not say"):
+        llm.embed("true", dimensions=2)
     with pytest.raises(ShardlmError, match="3 prompts and 2 sampling parameters"):
         llm.generate(texts, [GREEDY] * 2)
     with pytest.raises(ShardlmError, match=r"max_model_len=64 must hold it"):

@@ -31,7 +31,11 @@ WRONG = [
     ({"min_tokens": -1}, "min_tokens=-1 must be at least 0"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8; lower the one or raise the other"),
     ({"logprobs": 21}, "logprobs=21 must be from 0 to 20, or None"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs=-1 must be from 0 to 20, or None"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs=21 must be from 0 to 20, or None"),
+    *(
+        ({name: -1}, "text that is given, and the model that shardlm.load opens all logits")
+        for name in ("logprobs", "prompt_logprobs")
+    ),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be at least 1, or None"),
     ({"seed": 2**63}, "seed=9223372036854775808 must be an integer of 64 bits, or None"),
     ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
@@ -60,10 +64,14 @@ WRONG = [
     ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a list of at least one token id, or None"),
     (
         {"structured_outputs": {"yaml": 1}},
-        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, after, opening, instead",
+        "StructuredOutputs has no yaml (given: 1); there are json, regex, choice, grammar, "
+        "structural_tag, after, opening, instead",
     ),
     ({"structured_outputs": {"json_object": True}}, 'has no json_object (given: True); it is json={"type": "object"}'),
-    ({"structured_outputs": {1: 2}}, "structured_outputs={1: 2} must be a mapping with json, regex, choice or grammar"),
+    (
+        {"structured_outputs": {1: 2}},
+        "must be a mapping with one of json, regex, choice, grammar, structural_tag",
+    ),
     # Names of vLLM's.
     ({"best_of": 2}, "best_of=2 must be n=1; ask for n replies and choose"),
     ({"detokenize": False, "stop": "a"}, "leaves no text in which to look for stop; give stop_token_ids"),
@@ -76,8 +84,11 @@ WRONG = [
     ({"structured_outputs": "json"}, "structured_outputs='json' must be a StructuredOutputs or None"),
 ]
 WRONG_STRUCTURES = [
-    ({}, "exactly one of json, regex, choice and grammar; given: none"),
-    ({"regex": "a", "choice": ["b"]}, "exactly one of json, regex, choice and grammar; given: regex, choice"),
+    ({}, "exactly one of json, regex, choice, grammar, structural_tag; given: none"),
+    (
+        {"regex": "a", "choice": ["b"]},
+        "one of json, regex, choice, grammar, structural_tag; given: regex, choice",
+    ),
     ({"json": 3}, "json=3 must be a JSON schema, as text or as a mapping"),
     ({"regex": ""}, "regex='' must be a text that is not empty"),
     ({"choice": []}, "choice=[] must be a list of at least one text"),

@@ -12,7 +12,8 @@ import pytest
 from engines import CONFIG, TOKENIZER, finished, of_model
 from small import init, mesh_of
 from small_hybrid import HYBRID
-from small_mamba import MAMBA
+from small_mamba import BESIDE, MAMBA
+from small_short_conv import CONV
 
 from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
@@ -105,7 +106,7 @@ def likeliest(model, params, tokens) -> list[int]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("small", [HYBRID, MAMBA], ids=lambda small: type(small).__name__)
+@pytest.mark.parametrize("small", [HYBRID, MAMBA, CONV, BESIDE], ids=lambda small: type(small).__name__)
 def test_conversations_get_the_replies_they_get_alone(small):
     """Turns that begin with the turns before, shared beginnings, few pages and fewer copies, requests that are
     aborted, prompts cut into small chunks."""

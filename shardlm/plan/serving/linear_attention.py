@@ -25,11 +25,11 @@ def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: 
     """Of one layer and request on one device: its state, the tokens that convolutions go on from, and where drafts are
     verified those of a step, with their decays and betas."""
     N, H, V = attention.num_heads, attention.head_dim, attention.value_dim
-    unsure = 1 + drafts if drafts else 0
-    tokens = (attention.conv_width - 1 + unsure) * (2 * attention.num_kv_heads * H + N * V)
+    ways, unsure = rules.mesh.size(*rules.use.axes("heads")), 1 + drafts if drafts else 0
+    tokens = (attention.conv_width - 1 + unsure) * linear_attention.convolved(attention, ways)
     decays = N * H if attention.by_channel else N
     own = WIDE * N * H * V + itemsize * tokens + WIDE * unsure * (decays + N)
-    return own / rules.mesh.size(*rules.use.axes("heads"))
+    return own / ways
 
 
 def operations(
@@ -46,7 +46,8 @@ def operations(
         ways = rules.mesh.size(*rules.use.axes("heads"))
         rule = Rule.of_rows(attention, math.ceil(each), rows, ways, itemsize)
         yield from linear_attention.products(rule)
-        yield from linear_attention.moved(rule, rows * each * itemsize * linear_attention.convolved(attention) / ways)
+        narrow = rows * each * itemsize * linear_attention.convolved(attention, ways) / ways
+        yield from linear_attention.moved(rule, narrow)
 
 
 def joined_bytes(blocks: Iterable[BlockConfig], rules: Rules, D: int, itemsize: int) -> float:

@@ -319,5 +319,7 @@ def _layer_numbers(block, rules: Rules, D: int) -> float:
     mlp, mesh = block.mlp, rules.mesh
     if isinstance(mlp, MlpConfig):
         return (2 if mlp.gated else 1) * mlp.mlp_dim / mesh.size(*rules.use.axes("mlp"))
+    if not isinstance(mlp, MoeConfig):
+        return 0.0
     pairs = min(mlp.top_k, mlp.num_experts // mesh.expert)
-    return pairs * (2 * mlp.expert_dim / mesh.tensor + 2 * D)
+    return pairs * ((len(mlp.projections) - 1) * mlp.expert_dim / mesh.tensor + 2 * mlp.read_dim(D))

@@ -232,7 +232,7 @@ def _reduced(block: BlockConfig, rules: Rules, one: Pass, D: int) -> Iterator[Ex
     experts are summed together where they are split alike (compiled)."""
     experts = isinstance(block.mlp, MoeConfig)
     after = {rules.use.axes("experts") + rules.use.axes("expert_mlp")} if experts else set()
-    if not experts or block.mlp.shared_dim:
+    if block.mlp.there and (not experts or block.mlp.shared_dim):
         after.add(rules.use.axes("mlp"))
     for axes, sums in Counter(filter(None, [rules.use.axes("heads"), *after])).items():
         yield Exchanged("all-reduce", axes, sums * _all_reduced(one.tokens * D * one.itemsize, axes, rules), sums)

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardlm.serve.api import metrics
 from shardlm.serve.api.adapters import load_adapter, unload_adapter
 from shardlm.serve.api.chat import chat
 from shardlm.serve.api.completions import completions
-from shardlm.serve.api.embeddings import detokenize, embeddings, tokenize, tokenizer_info
+from shardlm.serve.api.embeddings import embeddings
 from shardlm.serve.api.endpoint import Endpoint
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, version
@@ -22,6 +22,7 @@ from shardlm.serve.api.models import listed, told
 from shardlm.serve.api.ollama import routes as ollama
 from shardlm.serve.api.openapi import document
 from shardlm.serve.api.page import POLICY, page
+from shardlm.serve.api.prefix_cache import reset_prefix_cache
 from shardlm.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -31,6 +32,7 @@ from shardlm.serve.api.protocol import (
     LoadAdapterRequest,
     MessagesRequest,
     RerankRequest,
+    ResetPrefixCache,
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -41,6 +43,7 @@ from shardlm.serve.api.responses import responses
 from shardlm.serve.api.scores import rerank, score
 from shardlm.serve.api.service import Service
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.api.tokenize import detokenize, tokenize, tokenizer_info
 from shardlm.serve.api.update_weights import update_weights
 from shardlm.serve.outputs import EngineError
 
@@ -62,18 +65,25 @@ ADMIN = {
     "/update_weights": (UpdateWeightsRequest, update_weights),
     "/update_weights_from_disk": (UpdateWeightsRequest, update_weights),  # SGLang's name
 }
-OPEN = ("/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", *ADMIN)  # without a client's key
+# The same, asked for in the address; the second is SGLang's name.
+ADMIN_BY_ADDRESS = dict.fromkeys(("/reset_prefix_cache", "/flush_cache"), (ResetPrefixCache, reset_prefix_cache))
+UNLOADED = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")  # of POSTS, those that leave the devices alone
+# Without a client's key.
+OPEN = ("/", "/health", "/ping", "/ready", "/version", "/metrics", "/load", "/openapi.json", *ADMIN, *ADMIN_BY_ADDRESS)
 
 
 def make_app(llm, settings: Settings | None = None) -> Starlette:
     """The ASGI application over an AsyncLLM. `app.state.service` is what its requests share."""
     service = Service(llm, settings or Settings())
     about = _About(service)
-    routes = [Route(path, Endpoint(service, *what), methods=["POST"]) for path, what in POSTS.items()]
-    routes += [
-        Route(path, _ForAdmin(Endpoint(service, *what), service.settings.admin_keys), methods=["POST"])
-        for path, what in ADMIN.items()
+    keys = service.settings.admin_keys
+    admins = {path: Endpoint(service, *what, loads=False) for path, what in ADMIN.items()}
+    admins |= {path: request_response(handler) for path, (_, handler) in ADMIN_BY_ADDRESS.items()}
+    routes = [
+        Route(path, Endpoint(service, *what, loads=path not in UNLOADED), methods=["POST"])
+        for path, what in POSTS.items()
     ]
+    routes += [Route(path, _ForAdmin(app, keys), methods=["POST"]) for path, app in admins.items()]
     routes += [
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
@@ -84,6 +94,7 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/ready", about.ready),
         Route("/version", version),
         Route("/metrics", about.metrics),
+        Route("/load", about.load),
         Route("/openapi.json", about.openapi),
         Route("/", about.page),
         *ollama.routes(service),
@@ -132,8 +143,13 @@ class _About:
         text = self._service.metrics.text(self._service.llm.stats())
         return Response(text, media_type=metrics.TYPE)
 
+    async def load(self, request: Request) -> Response:
+        """As vLLM's /load: requests under way that have, or wait for, the devices."""
+        return json_response({"server_load": self._service.load})
+
     async def openapi(self, request: Request) -> Response:
-        return json_response(document({path: model for path, (model, _) in (POSTS | ollama.POSTS | ADMIN).items()}))
+        bodies = {path: model for path, (model, _) in (POSTS | ollama.POSTS | ADMIN).items()}
+        return json_response(document(bodies, {path: model for path, (model, _) in ADMIN_BY_ADDRESS.items()}))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(page(), headers={"content-security-policy": POLICY})

@@ -9,7 +9,7 @@ from shardlm.serve.api.endpoint import Events, events_of
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.progress import Progress, Usage
 from shardlm.serve.api.protocol import CompletionRequest, prompts_of
-from shardlm.serve.api.sampling import sampling_params
+from shardlm.serve.api.sampling import beam_params, sampling_params
 from shardlm.serve.api.service import Call
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
@@ -20,7 +20,9 @@ async def completions(call: Call, request: CompletionRequest) -> dict[str, Any] 
     params = _params(call, request)
     writer = _Writer(call, request, params.n, prompts)
     given = prompts if request.add_special_tokens is not False else await _plain(call, prompts, params)
-    replies = await call.replies(given, params, request.priority or 0, request.cache_salt or "")
+    replies = await call.replies(
+        given, params, request.priority or 0, request.cache_salt or "", beam_params(request, params)
+    )
     if request.stream:
         return Events(events_of(writer.stream(replies)))
     last: dict[int, RequestOutput] = {}

@@ -85,21 +85,24 @@ Handler = Callable[[Call, Any], Awaitable[Mapping[str, Any] | Events]]
 
 
 class Endpoint:
-    """The ASGI application of one path. `handler` takes a parsed `model`."""
+    """The ASGI application of one path. `handler` takes a parsed `model`. `loads`: it counts among what loads the
+    server (Service.load)."""
 
-    def __init__(self, service: Service, model: type[msgspec.Struct], handler: Handler):
-        self.service, self.model, self.handler = service, model, handler
+    def __init__(self, service: Service, model: type[msgspec.Struct], handler: Handler, *, loads: bool = True):
+        self.service, self.model, self.handler, self.loads = service, model, handler, loads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self.service)
         answer = _Answer(scope, receive, send, self.service.settings.write_seconds, call.id)
         self.service.active += 1
+        self.service.load += self.loads
         try:
             await self._answer(call, answer, scope, receive)
         except Gone:
             return
         finally:
             self.service.active -= 1
+            self.service.load -= self.loads
 
     async def _answer(self, call: Call, answer: "_Answer", scope: Scope, receive: Receive) -> None:
         """Raises Gone where nobody takes the answer."""

@@ -61,11 +61,14 @@ _GETS = {
     "/api/tags": "As Ollama's /api/tags.",
     "/api/ps": "As Ollama's /api/ps.",
     "/api/version": "Of the Ollama whose interface this is.",
+    "/load": "How many requests have, or wait for, the devices.",
 }
 
 
-def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
-    """`posts`: {path: the type of its body}."""
+def document(
+    posts: Mapping[str, type[msgspec.Struct]], addressed: Mapping[str, type[msgspec.Struct]]
+) -> dict[str, Any]:
+    """`posts`: {path: the type of its body}. `addressed`: {path: the type of what stands in its address}."""
     schemas, components = msgspec.json.schema_components(
         list(posts.values()), ref_template="#/components/schemas/{name}"
     )
@@ -74,6 +77,8 @@ def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
     for path, schema in zip(posts, schemas, strict=True):
         body = {"required": True, "content": {_JSON: {"schema": schema}}}
         paths[path] = {"post": {**_operation(path, f"As {_whose(path)} {path}."), "requestBody": body}}
+    for path, model in addressed.items():
+        paths[path] = {"post": {**_operation(path, f"As vLLM's {path}."), "parameters": _parameters(model)}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "shardlm", "version": "1"},
@@ -87,6 +92,12 @@ def document(posts: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}, {"x-api-key": []}],
     }
+
+
+def _parameters(model: type[msgspec.Struct]) -> list[dict[str, Any]]:
+    (_, components) = msgspec.json.schema_components([model])
+    fields = components[model.__name__]["properties"]
+    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
 
 
 def _whose(path: str) -> str:

@@ -27,7 +27,7 @@ class StructuredWish(msgspec.Struct, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    structural_tag: str | Json | None = None  # refused: an answer without it is not what was asked for
+    structural_tag: str | Json | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -75,7 +75,8 @@ class Sampled(Common, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    use_beam_search: bool | None = None
+    use_beam_search: bool | None = None  # n beams, of which length_penalty chooses
+    length_penalty: float | None = None
     thinking_token_budget: int | None = None
     structured_outputs: StructuredWish | None = None
     guided_json: str | Json | None = None
@@ -186,11 +187,29 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
 
 
-class EmbeddingsRequest(Common, kw_only=True):
-    input: Prompt
+class PooledRequest(Common, kw_only=True):
+    """What is read for its own sake: `input`, or `messages` as the chat template writes them. As in vLLM no reply is
+    begun after these unless add_generation_prompt says so."""
+
+    input: Prompt | None = None
+    messages: list[Json] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Json | None = None
+    chat_template: str | None = None  # refused, as in a chat
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class EmbeddingsRequest(PooledRequest, kw_only=True):
+    """use_activation, or normalize as vLLM called it: false leaves vectors as long as they are."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
 
 
 class ScoreRequest(Common, kw_only=True):
@@ -236,6 +255,14 @@ class UpdateWeightsRequest(Common, kw_only=True):
     path: str | None = None
     draft: str | None = None
     model_path: str | None = None
+
+
+class ResetPrefixCache(msgspec.Struct, kw_only=True):
+    """In the address, as vLLM's. reset_running_requests: what runs is computed anew; without it nothing happens while
+    anything does. reset_external: of caches outside of the engine, which are not here."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
 
 
 class LoadAdapterRequest(Common, kw_only=True):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardlm.serve.api.embeddings import vectors_of
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.pooled import vectors_of
 from shardlm.serve.api.protocol import RerankRequest, ScoreRequest
 from shardlm.serve.api.service import Call
 
@@ -68,9 +68,10 @@ def _text_of(document: str | dict[str, Any], number: int) -> str:
     return text
 
 
-def _cosines(ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> list[float]:
-    """Of vectors of length 1: each with its other, or one with all."""
-    return (np.asarray(ones) * np.asarray(others)).sum(axis=-1).tolist()
+def _cosines(ones: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[float]:
+    """Of vectors [D]: each with its other, or one with all."""
+    left, right = (np.stack(some) / np.linalg.norm(np.stack(some), axis=-1, keepdims=True) for some in (ones, others))
+    return (left * right).sum(axis=-1).tolist()
 
 
 def _usage(tokens: int) -> dict[str, int]:

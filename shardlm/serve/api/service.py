@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.serve import beam_search
 from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.api.errors import ApiError, no_model
 from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.api.settings import Settings
+from shardlm.serve.beam_search import BeamSearchParams
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.request import check_prompt
@@ -38,6 +40,7 @@ class Service(Serving):
         self.root = llm.model_name  # where the weights are from
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
+        self.load = 0  # requests under way that have, or wait for, the devices
         self.unanswered = 0  # prompts in the engine that have had no output yet
         self.long_texts = LongTexts()
         self._left_out: set[str] = set()  # what the log says of kinds of tools, or of options, that are
@@ -97,10 +100,16 @@ class Call:
         self.adapter: LoRARequest | None = None
 
     async def replies(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int = 0, salt: str = ""
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: str = "",
+        beams: BeamSearchParams | None = None,
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, its replies so far), as they come. Returns when the first is there, so that what the
-        engine refuses can still be answered with a status. `priority` and `salt`: as AsyncLLM's.
+        engine refuses can still be answered with a status. `priority` and `salt`: as AsyncLLM's. `beams`: replies are
+        the best of a search, which come all at the end.
 
         Raises: ApiError, ShardlmError, EngineError.
         """
@@ -109,7 +118,7 @@ class Call:
         self.service.unanswered += len(waiting)
         self.stack.callback(lambda: self._forget(waiting))
         options = {"priority": priority, "salt": salt, "lora_request": self.adapter}
-        streams = [self._one(i, prompt, params, options, waiting) for i, prompt in enumerate(prompts)]
+        streams = [self._one(i, prompt, params, beams, options, waiting) for i, prompt in enumerate(prompts)]
         outputs = _merged(streams)
         self.stack.push_async_callback(outputs.aclose)
         return _chained(await anext(outputs), outputs)
@@ -127,11 +136,23 @@ class Call:
             prompt = await asyncio.to_thread(decode, prompt, skip_special=False)
         return bounded(reasoning, params, lambda own: own.of_text(prompt))
 
-    async def _one(self, i: int, prompt, params: SamplingParams, options: dict[str, Any], waiting: set[int]) -> Outputs:
+    async def _one(
+        self,
+        i: int,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        beams: BeamSearchParams | None,
+        options: dict[str, Any],
+        waiting: set[int],
+    ) -> Outputs:
         clock = Clock(self.service.metrics, time.perf_counter(), params.max_tokens)
         reason = "abort"
         params = await self._bounded(prompt, params)
-        stream = self.service.llm.generate(prompt, params, request_id=f"{self.id}-{i}", **options)
+        llm, id = self.service.llm, f"{self.id}-{i}"
+        if beams:
+            stream = beam_search.replies(llm, prompt, params, beams, id, **options)
+        else:
+            stream = llm.generate(prompt, params, request_id=id, **options)
         try:
             async with contextlib.aclosing(stream):
                 async for output in stream:

@@ -7,7 +7,7 @@ from typing import Literal
 from shardlm.errors import ShardlmError
 
 ToolStyle = Literal[
-    "auto", "hermes", "llama", "qwen3_coder", "glm45", "minimax_m2", "mistral", "deepseek_v3", "kimi_k2"
+    "auto", "hermes", "llama", "qwen3_coder", "glm45", "minimax_m2", "mistral", "deepseek_v3", "kimi_k2", "lfm2"
 ]
 
 

@@ -10,7 +10,7 @@ from shardlm.serve.api.protocol import ChatRequest
 from shardlm.serve.api.reasoning.choose import HARMONY, Reasoning, Thinking, bounded
 from shardlm.serve.api.reasoning.marks import Thought
 from shardlm.serve.api.reasoning.tokens import Said, ThoughtTokens
-from shardlm.serve.api.sampling import sampling_params
+from shardlm.serve.api.sampling import beam_params, sampling_params
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.choose import PlainParser, Tools, choose, style_of
 from shardlm.serve.api.tools.reader import CallDelta
@@ -129,7 +129,9 @@ async def begin(
         thinking = service.reasoning.of(text, begun, names)
         params = _with_thoughts(params, thinking, service.reasoning)
     tokens = await _encoded(call, request, text, params.truncate_prompt_tokens is not None)
-    replies = await call.replies([[*before, *tokens]], params, request.priority or 0, request.cache_salt or "")
+    beams = beam_params(request, params)
+    whole = [*before, *tokens]
+    replies = await call.replies([whole], params, request.priority or 0, request.cache_salt or "", beams)
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
     return asked, (output async for _, output in replies)

@@ -89,7 +89,7 @@ def open_draft_model(
             f"the draft model {config.model} was made for {longest} positions, and max_model_len={length}: lower that "
             f"to {longest}, or choose another draft model"
         )
-    if drafting.memories and not shape.memories:
+    if drafting.memories and not shape.remembers:
         raise ShardlmError(
             f"the draft model {config.model} has {len(drafting.memories)} layers of linear attention, whose memory is "
             "kept where that of the model's is, which has none; choose another, or method 'ngram'"
@@ -97,6 +97,7 @@ def open_draft_model(
     draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
     of_draft = draft.model.config
     lacking = {
+        "have Mamba 2 beside attention": of_draft.both,
         "read others' keys and values": of_draft.reads,
         "keep entries of several tokens": of_draft.compressed,
         "look up n-grams": of_draft.ngrams,
@@ -141,6 +142,7 @@ def layouts_for(
     if beside is None:  # layers that draft see farther than any of the model's
         layout = PageLayout.whole(len(set(sources)), 0, shape.memories).reading(sources)
         beside = layout.beside(drafting)
+    layout = dataclasses.replace(layout, both=shape.both)
     layouts = (layout,) if drafting is None else (layout, beside)
     return tuple(dataclasses.replace(one, unsure=1 + drafts if drafts and one.memories else 0) for one in layouts)
 

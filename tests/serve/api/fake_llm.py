@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import pathlib
 
+import numpy as np
+
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
@@ -19,6 +21,7 @@ from shardlm.serve.outputs import (
     Stats,
     TokenLogprob,
 )
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.reply_form import FormCompiler
 from shardlm.serve.request import PromptTooLong, check_prompt
 from shardlm.tokenizer import train_bpe
@@ -46,6 +49,7 @@ class FakeLLM:
     ready: bool = True
     template_name: str = "qwen25"
     facts: ModelFacts = ModelFacts("qwen2", 494_032_768, 988_065_536, "BF16", "safetensors", True, 896, 24, 151_936)
+    pooling: Pooling = Pooling(4)
 
     def __post_init__(self):
         self.tokenizer = tokenizer()
@@ -53,11 +57,13 @@ class FakeLLM:
         self.template = ChatTemplate(source) if source else None
         self.seen = []  # (prompt as text, params, priority) of each request
         self.salts, self.adapted = [], []
+        self.pooled = []  # (text, priority, salt) of each prompt that is read for its own sake
         self.running = set()
         self.aborted = []
         self.died = ""
         self._counts = [0, 0]
         self._end = self.tokenizer.end_of_document_id
+        self.stop_ids = (self._end,)
         self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
 
     async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
@@ -138,12 +144,17 @@ class FakeLLM:
     def _text(self, token):
         return self.tokenizer.decode([token], skip_special=False)
 
-    async def embed(self, token_ids, lora_request=None):
+    async def pool(self, token_ids, lora_request=None, *, priority=0, salt=""):
         await asyncio.sleep(0)
-        return [float(len(token_ids)), 0.5, -1.25]
+        self.pooled.append((self.tokenizer.decode(token_ids, skip_special=False), priority, salt))
+        return np.array([3.0 * len(token_ids), 0.0, -4.0 * len(token_ids), 0.0], np.float32)
 
     async def update_weights(self, weights, draft=None):
         raise ShardlmError(f"there is no folder {weights}")
+
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        self.check_health()
+        return reset_running_requests or not self.running
 
     async def load_adapter(self, request):
         raise ShardlmError(f"there is no folder {request.lora_path}")

@@ -4,11 +4,15 @@ import array
 import base64
 import dataclasses
 
+import numpy as np
 import pytest
 from client import Client, error
 from fake_llm import FakeLLM, tokenizer
+from pytest import approx
 
+from shardlm.errors import ShardlmError
 from shardlm.serve.outputs import CompletionOutput
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 IDS = tokenizer().encode("the lazy dog")
@@ -151,20 +155,20 @@ def test_scores_and_ranks_are_cosines_of_embeddings():
     client = Client()
     vectors = {"a": (1.0, 0.0), "b": (0.6, 0.8), "c": (0.0, 1.0)}
 
-    async def embed(ids, lora_request=None):
-        return vectors[client.llm.tokenizer.decode(ids)]
+    async def pool(ids, lora_request=None, **options):
+        return np.array(vectors[client.llm.tokenizer.decode(ids)]) * 7
 
-    client.llm.embed = embed
+    client.llm.pool = pool
     for path, left, right in (("/score", "text_1", "text_2"), ("/v1/score", "queries", "documents")):
         body = client.post(path, {left: "a", right: ["b", "c"]}).json()
-        assert [one["score"] for one in body["data"]] == [0.6, 0.0] and body["usage"]["total_tokens"] == 3
+        assert [one["score"] for one in body["data"]] == approx([0.6, 0.0]) and body["usage"]["total_tokens"] == 3
         assert body["id"].startswith("score-") and [one["index"] for one in body["data"]] == [0, 1]
         each = client.post(path, {left: ["a", "c"], right: ["b", "b"]}).json()["data"]
-        assert [one["score"] for one in each] == [0.6, 0.8]
+        assert [one["score"] for one in each] == approx([0.6, 0.8])
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         body = client.post(path, {"query": "c", "documents": ["a", {"text": "b"}, "c"], "top_n": 2}).json()
         shown = [(one["index"], one["relevance_score"], one["document"]["text"]) for one in body["results"]]
-        assert shown == [(2, 1.0, "c"), (1, 0.8, "b")] and body["usage"]["total_tokens"] == 4
+        assert shown == [(2, approx(1), "c"), (1, approx(0.8), "b")] and body["usage"]["total_tokens"] == 4
     bare = client.post("/rerank", {"query": "c", "documents": ["a"], "return_documents": False}).json()["results"]
     assert bare == [{"index": 0, "relevance_score": 0.0}]
     for path, wrong, message in (
@@ -180,18 +184,57 @@ def test_scores_and_ranks_are_cosines_of_embeddings():
 
 
 def test_embeddings():
-    client = Client()
-    body = client.post("/v1/embeddings", {"input": ["the lazy dog", "the"], "model": "fake"}).json()
-    assert [one["embedding"] for one in body["data"]] == [[3.0, 0.5, -1.25], [1.0, 0.5, -1.25]]
+    client, path = Client(), "/v1/embeddings"
+    vectors = lambda **body: [one["embedding"] for one in client.post(path, body).json()["data"]]  # noqa: E731
+    body = client.post(path, {"input": ["the lazy dog", "the"], "model": "fake"}).json()
+    assert [one["embedding"] for one in body["data"]] == [approx([0.6, 0, -0.8, 0])] * 2
     assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4} and body["data"][1]["index"] == 1
-    coded = client.post("/v1/embeddings", {"input": IDS, "encoding_format": "base64"}).json()["data"][0]["embedding"]
-    assert list(array.array("f", base64.b64decode(coded))) == [3.0, 0.5, -1.25]
-    for wrong, param in {
-        "dimensions": (2, "dimensions"),
-        "input": ([1, 10**6], None),
-        "encoding_format": ("x",) * 2,
-    }.items():
-        assert error(client.post("/v1/embeddings", {"input": "a", wrong: param[0]}), 400)
+    [coded] = vectors(input=IDS, encoding_format="base64")
+    assert list(array.array("f", base64.b64decode(coded))) == approx([0.6, 0, -0.8, 0])
+    for name in ("normalize", "use_activation"):
+        assert vectors(input=[IDS, IDS[:1]], **{name: False}) == [[9, 0, -12, 0], [3, 0, -4, 0]]
+    assert vectors(input="a", dimensions=4) == vectors(input="a")  # which are its own
+    for wrong, value, param in (
+        ("dimensions", 2, "dimensions"),
+        ("input", [1, 10**6], None),
+        ("encoding_format", "x", "encoding_format"),
+        ("input", None, "input"),
+        ("messages", [{"role": "user", "content": "hi"}], "input"),
+        ("cache_salt", "", "cache_salt"),
+        ("priority", 2**40, "priority"),
+    ):
+        assert error(client.post(path, {"input": "a", wrong: value}), 400)["param"] == param
+    assert (
+        "differ; give one"
+        in error(client.post(path, {"input": "a", "normalize": True, "use_activation": False}), 400)["message"]
+    )
+
+
+def test_embeddings_of_models_that_were_trained_to_be_cut():
+    client = Client(FakeLLM(pooling=Pooling.of(4, {"is_matryoshka": True})))
+    cut = lambda size: client.post("/v1/embeddings", {"input": "a", "dimensions": size})  # noqa: E731
+    assert [cut(n).json()["data"][0]["embedding"] for n in (1, 3)] == [[1.0], approx([0.6, 0, -0.8])]
+    for size in (0, 5):
+        assert f"dimensions={size} must be from 1 to the model's 4" in error(cut(size), 400)["message"]
+    client.llm.pooling = Pooling.of(4, {"matryoshka_dimensions": [2]})
+    assert cut(2).json()["data"][0]["embedding"] == [1.0, 0.0] and cut(4).is_success
+    assert error(cut(3), 400)["message"].endswith("[2]")
+    for sizes in (4, [0], [5], ["2"]):
+        with pytest.raises(ShardlmError, match="sizes from 1 to the model's 4"):
+            Pooling.of(4, {"matryoshka_dimensions": sizes})
+
+
+def test_embeddings_of_chats():
+    client, chat = Client(), [{"role": "user", "content": "the fox"}]
+    order = {"priority": 3, "cache_salt": "mine"}
+    body = client.post("/v1/embeddings", {"messages": chat, **order}).json()
+    [(text, *rest)] = client.llm.pooled
+    assert text.endswith("<|im_start|>user\nthe fox<|im_end|>\n") and rest == [3, "mine"]
+    assert body["usage"]["prompt_tokens"] == len(client.llm.tokenizer.encode(text)) and len(body["data"]) == 1
+    client.post("/v1/embeddings", {"messages": chat, "add_generation_prompt": True})
+    assert client.llm.pooled[-1][0] == f"{text}<|im_start|>assistant\n"
+    refused = error(client.post("/v1/embeddings", {"messages": chat, "chat_template": "{{ messages }}"}), 400)
+    assert refused["param"] == "chat_template" and client.service.metrics.ignored_fields == 0
 
 
 def test_the_end_that_a_checkpoint_names_is_told():

@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 
+import numpy as np
 import pytest
 from client import Client, error
 from fake_llm import FakeLLM
@@ -287,12 +288,12 @@ def test_a_full_queue():
         assert error(await client.send("POST", PATH, '{"prompt": "a", "n": 5}'), 400)["param"] == "n"
         over, seen = asyncio.Event(), []
 
-        async def embed(token_ids, *adapter):
+        async def pool(token_ids, *adapter, **options):
             seen.append(client.service.unanswered)
             await over.wait()
-            return [1.0]
+            return np.ones(4)
 
-        client.llm.embed = embed
+        client.llm.pool = pool
         vectors = asyncio.create_task(client.send("POST", "/v1/embeddings", '{"input": ["a", "b", "c"]}'))
         await come(lambda: len(seen) == 3)
         assert seen == [3, 3, 3]

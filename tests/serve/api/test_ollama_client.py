@@ -7,6 +7,7 @@ from sockets import listens, until
 
 from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.api import endpoint
+from shardlm.serve.pooling import Pooling
 
 ollama = pytest.importorskip("ollama", reason="needs ollama, of the extra test")
 
@@ -181,14 +182,17 @@ def test_too_long_is_refused_unless_it_is_to_be_cut(served):
 
 
 def test_embeddings(served):
-    _, client, _, made = served
+    llm, client, _, made = served
     found = client.embed("fake", ["the lazy", "the"])
-    assert found.embeddings == [[2, 0.5, -1.25], [1, 0.5, -1.25]] and found.prompt_eval_count == 3
-    assert client.embed("fake", "the", dimensions=2).embeddings[0] == pytest.approx([1 / 1.25**0.5, 0.5 / 1.25**0.5])
+    unit = pytest.approx([0.6, 0, -0.8, 0])
+    assert list(found.embeddings) == [unit, unit] and found.prompt_eval_count == 3
+    llm.pooling = Pooling(4, ())
+    assert client.embed("fake", "the", dimensions=2).embeddings == [[1, 0]]
+    llm.pooling = Pooling(4)
     assert client.embed("fake", "").embeddings == [] == client.embeddings("fake", "").embedding
-    assert client.embeddings("poet", "the lazy").embedding == [2, 0.5, -1.25]
+    assert client.embeddings("poet", "the lazy").embedding == unit
     assert client.embed("fake", "a quiz " * 1000, truncate=True).prompt_eval_count == 1000
-    for wish in ({"input": ["a", ""]}, {"input": "a", "dimensions": -1}, {"input": ["a", 3]}):
+    for wish in ({"input": ["a", ""]}, {"input": "a", "dimensions": 2}, {"input": ["a", 3]}):
         response = made.post("/api/embed", {"model": "fake", **wish}, headers={"authorization": "Bearer secret"})
         assert response.status_code == 400 and isinstance(response.json()["error"], str)
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_calls import DEEPSEEK_CALLS, GLM, KIMI_CALLS, MINIMAX, MISTRAL, QWEN, qwen
+from written_calls import DEEPSEEK_CALLS, GLM, KIMI_CALLS, LFM2, MINIMAX, MISTRAL, QWEN, qwen
 
 from shardlm.serve.api.chat import joined
 from shardlm.serve.api.errors import ApiError
@@ -16,6 +16,7 @@ from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
 from shardlm.serve.api.tools.marked import STYLES, MarkedParser
 from shardlm.serve.api.tools.mistral import BEGIN, MistralParser
+from shardlm.serve.api.tools.pythonic import PythonParser
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.api.tools.sections import DEEPSEEK, KIMI, SectionParser
 from shardlm.serve.api.tools.values import kinds, typed
@@ -86,6 +87,7 @@ for name, cases in (("qwen3_coder", QWEN), ("glm45", GLM), ("minimax_m2", MINIMA
     PARSERS[name] = (lambda marks=STYLES[name]: MarkedParser(marks, SCHEMAS), cases)
 for name, section, cases in (("deepseek_v3", DEEPSEEK, DEEPSEEK_CALLS), ("kimi_k2", KIMI, KIMI_CALLS)):
     PARSERS[name] = (lambda section=section: SectionParser(section), cases)
+PARSERS["lfm2"] = (lambda: PythonParser(SCHEMAS), LFM2)
 PARSERS["mistral"] = (MistralParser, MISTRAL)
 CASES = [(style, text) for style, (_, cases) in PARSERS.items() for text in cases]
 

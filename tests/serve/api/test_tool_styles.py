@@ -78,6 +78,13 @@ STYLES = {
         end="<｜tool▁calls▁end｜>",
         written=f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>edit<｜tool▁sep｜>{TEXT}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
+    "lfm2": Style(
+        begin="<|tool_call_start|>[",
+        call="{{ f.name }}({% for key, value in f.arguments.items() %}{{ ', ' if not loop.first }}{{ key }}="
+        "{{ value | tojson }}{% endfor %})",
+        end="]<|tool_call_end|>",
+        written='<|tool_call_start|>[edit(path="a \\"é\\" <b>\\n", lines=12, edits=[{"x": null}])]<|tool_call_end|>',
+    ),
     "kimi_k2": Style(
         begin="<|tool_calls_section_begin|>",
         call="<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
@@ -146,7 +153,8 @@ def test_chats(style):
         check(chat.ChatCompletionChunk, event)
     deltas = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
     parts = [delta["function"]["arguments"] for delta in deltas]
-    assert "".join(parts) == call["function"]["arguments"] and len(parts) > 6
+    assert "".join(parts) == call["function"]["arguments"]
+    assert len(parts) > 6 or style == "lfm2"  # whose calls come when they are whole
 
 
 @pytest.mark.parametrize("style", STYLES)

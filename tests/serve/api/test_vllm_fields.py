@@ -1,5 +1,6 @@
 """Fields that vLLM has beside OpenAI's: ids of tokens, usage in each chunk, what is echoed, salts, documents."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -145,11 +146,82 @@ def test_sagemaker_asks_for_all_at_one_path():
     assert error(client.post("/invocations", {"prompt": "a", "model": "x"}), 404)["param"] == "model"
 
 
+def test_the_prefix_cache_is_reset_by_the_administrator_and_the_load_is_told():
+    client, key = Client(FakeLLM(delay=60), admin_keys=("admin",)), {"authorization": "Bearer admin"}
+    path = "/reset_prefix_cache"
+    assert client.post(path, headers=key).json()["success"] and client.post("/flush_cache", headers=key).is_success
+    assert error(client.post(path), 401)["code"] == "invalid_api_key"
+    assert error(Client().post(path, headers=key), 403)["code"] == "no_admin_key"
+    assert "give true or false" in error(client.post(f"{path}?reset_running_requests=7", headers=key), 400)["message"]
+    assert error(client.post(f"{path}?reset_external=true", headers=key), 400)["param"] == "reset_external"
+
+    async def while_one_runs():
+        running = asyncio.create_task(client.send("POST", TEXT, '{"prompt": "a"}'))
+        while not client.llm.running:
+            await asyncio.sleep(0)
+        refused = error(await client.send("POST", path, None, key), 409)
+        assert refused["code"] == "requests_running" and "?reset_running_requests=true" in refused["message"]
+        assert (await client.send("POST", f"{path}?reset_running_requests=true", None, key)).is_success
+        assert (await client.send("GET", "/load", None)).json() == {"server_load": 1}
+        client.llm.delay = 0
+        assert (await running).is_success
+
+    asyncio.run(while_one_runs())
+    assert client.get("/load").json() == {"server_load": 0}
+    client.llm.died = "the device is lost"
+    assert error(client.post(path, headers=key), 500)["code"] == "engine_error"
+
+
+def test_structural_tags_in_both_of_their_forms():
+    client, tag = Client(), {"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}
+    old = {"type": "structural_tag", "structures": [tag], "triggers": ["<f>"]}
+    new = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a/b|the) quick.*"}}
+    for form in (old, new):
+        for path, body in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "a"})):
+            for wish in ({"response_format": form}, {"structured_outputs": {"structural_tag": form}}):
+                assert client.post(path, {**body, **wish}).is_success
+                assert client.llm.seen[-1][1].structured_outputs.structural_tag == form
+    wrong = {"prompt": "a", "response_format": {**old, "triggers": ["<g>"]}}
+    assert "begins with '<f>' has none of the triggers" in error(client.post(TEXT, wrong), 400)["message"]
+    assert client.service.metrics.ignored_fields == 0
+
+
+@pytest.mark.parametrize("path", (CHAT, TEXT))
+def test_beams_are_searched_as_many_as_replies_are_asked_for(path):
+    client = Client()
+    named = {"messages": USER} if path == CHAT else {"prompt": ["a", "b"]}
+    body = {**named, "use_beam_search": True, "n": 3, "max_tokens": 4, "temperature": 0.7, "return_token_ids": True}
+    answer = client.post(path, body).json()
+    count = 3 * (1 + (path == TEXT))
+    assert [one["index"] for one in answer["choices"]] == list(range(count))
+    tokens = [tuple(one["token_ids"]) for one in answer["choices"][:3]]
+    assert len(set(tokens)) == 3 and {len(one) for one in tokens} == {4}
+    assert {one["finish_reason"] for one in answer["choices"]} == {"length"}
+    assert answer["usage"]["completion_tokens"] == 4 * count
+    asked = client.llm.seen[0][1]
+    assert (asked.max_tokens, asked.logprobs, asked.temperature) == (1, 6, 0)
+    told = client.post(path, {**body, "logprobs": 2} if path == TEXT else {**body, "logprobs": True, "top_logprobs": 2})
+    found = told.json()["choices"][0]["logprobs"]
+    each = found["top_logprobs"] if path == TEXT else [place["top_logprobs"] for place in found["content"]]
+    assert len(each) == 4 and all(len(place) in (2, 3) for place in each)
+    texts = [one["text"] if path == TEXT else one["message"]["content"] for one in answer["choices"]]
+    streamed = [""] * count
+    for event in client.events(path, body):
+        for one in event["choices"]:
+            streamed[one["index"]] += one.get("text") or one.get("delta", {}).get("content") or ""
+    assert streamed == texts and client.service.metrics.ignored_fields == 0 and not client.llm.running
+    assert client.post(path, {**body, "stop": [], "repetition_penalty": 1, "length_penalty": 0}).is_success
+    for name, value in (
+        *(("stop", "x"), ("repetition_penalty", 1.1), ("guided_regex", "a"), ("n", 11), ("max_tokens", 0)),
+        *(("prompt_logprobs", 0), ("response_format", {"type": "json_object"}), ("seed", "x")),
+    ):
+        assert error(client.post(path, {**body, name: value}), 400)["param"] == name
+    assert error(client.post(TEXT, {**body, "prompt": "a", "echo": True, "logprobs": 1}), 400)["param"] == "echo"
+
+
 def test_what_would_change_the_answer_is_refused():
-    for name, value in (("use_beam_search", True), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
+    for name, value in (("length_penalty", 1.0), ("cache_salt", ""), ("cache_salt", "a" * 10**6)):
         assert error(Client().post(TEXT, {"prompt": "a", name: value}), 400)["param"] == name
-    told = error(Client().post(TEXT, {"prompt": "a", "structured_outputs": {"structural_tag": "{}"}}), 400)
-    assert "structural_tag is not supported: json, regex or grammar" in told["message"]
     client = Client()
     wishes = {"use_beam_search": False, "spaces_between_special_tokens": True, "mm_processor_kwargs": {}}
     assert client.post(TEXT, {"prompt": "a", **wishes}).status_code == 200

@@ -117,3 +117,35 @@ MISTRAL = {
     "[TOOL_CALLS] so[TOOL_CALLS]f{}": ("[TOOL_CALLS] so", [("f", "{}")]),
     "a [TOOL": ("a [TOOL", []),
 }
+LFM2 = {
+    "a<|tool_call_start|>[get_weather(city='Pa\\'ris', ok=True), functions.f-g(n=-3, o={'a': [null, (1, 2)]})]"
+    "<|tool_call_end|>\nb": (
+        "ab",
+        [
+            ("get_weather", '{"city": "Pa\'ris", "ok": true}'),
+            ("functions.f-g", '{"n": -3, "o": {"a": [null, [1, 2]]}}'),
+        ],
+    ),
+    "<|tool_call_start|>f()\nf(2, x=0.5)<|tool_call_end|>": ("", [("f", "{}"), ("f", '{"n": 2, "x": 0.5}')]),
+    '<|tool_call_start|>[get_weather(city="a\n)] <|tool_call_end|> (\'")]<|tool_call_end|>': (
+        "",
+        [("get_weather", '{"city": "a\\n)] <|tool_call_end|> (\'"}')],
+    ),
+    '<|tool_call_start|>[{"name": "f", "arguments": {"n": 1}}, {"name": "g"}]<|tool_call_end|>': (
+        "",
+        [("f", '{"n": 1}'), ("g", "{}")],
+    ),
+    # The mark behind them left out, and cut off.
+    "<|tool_call_start|>[f(n=1)]": ("", [("f", '{"n": 1}')]),
+    "<|tool_call_start|>[f(n=": ("<|tool_call_start|>[f(n=", []),
+    "so <|tool_call_st": ("so <|tool_call_st", []),
+    # No calls.
+    "<|tool_call_start|>[f(n=open(1))]<|tool_call_end|> so": (
+        "<|tool_call_start|>[f(n=open(1))]<|tool_call_end|> so",
+        [],
+    ),
+    "<|tool_call_start|>f(1, 2, 3, 4)<|tool_call_end|>": ("<|tool_call_start|>f(1, 2, 3, 4)<|tool_call_end|>", []),
+    "<|tool_call_start|>it's<|tool_call_end|>.": ("<|tool_call_start|>it's<|tool_call_end|>.", []),
+    "<|tool_call_start|>1<|tool_call_end|>.": ("<|tool_call_start|>1<|tool_call_end|>.", []),
+    '<|tool_call_start|>{"a": 1}<|tool_call_end|>.': ('<|tool_call_start|>{"a": 1}<|tool_call_end|>.', []),
+}

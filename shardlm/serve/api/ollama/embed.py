@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from shardlm.serve.api import conversation
-from shardlm.serve.api.embeddings import vectors_of
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.ollama import options
 from shardlm.serve.api.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from shardlm.serve.api.pooled import vectors_of
 from shardlm.serve.api.protocol import Json
 from shardlm.serve.api.service import Call
 
@@ -21,10 +20,12 @@ async def embed(call: Call, request: OllamaEmbedRequest) -> Json:
     texts = [] if texts == [""] else texts  # to have the model loaded, as it is
     if not all(texts):
         raise ApiError("input has an empty text; give texts of one token or more", param="input")
+    pooling, dimensions = call.service.llm.pooling, request.dimensions or None  # which Go's clients leave at 0
+    pooling.check(dimensions)
     vectors, total = await _vectors(call, texts, bool(request.truncate))
     return {
         "model": request.model,
-        "embeddings": [_cut(vector, request.dimensions) for vector in vectors],
+        "embeddings": [pooling.vector(vector, dimensions) for vector in vectors],
         "total_duration": round((time.perf_counter() - call.began) * 1_000_000_000),
         "load_duration": 0,
         "prompt_eval_count": total,
@@ -34,14 +35,14 @@ async def embed(call: Call, request: OllamaEmbedRequest) -> Json:
 async def embeddings(call: Call, request: OllamaEmbeddingsRequest) -> Json:
     _tell(call, request)
     vectors, _ = await _vectors(call, [request.prompt] if request.prompt else [], False)
-    return {"embedding": list(vectors[0]) if vectors else []}
+    return {"embedding": call.service.llm.pooling.vector(vectors[0]) if vectors else []}
 
 
 def _tell(call: Call, request: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> None:
     options.tell(call.service, {**(request.options or {}), "keep_alive": request.keep_alive})
 
 
-async def _vectors(call: Call, texts: Sequence[str], truncate: bool) -> tuple[Sequence[Sequence[float]], int]:
+async def _vectors(call: Call, texts: Sequence[str], truncate: bool) -> tuple[Sequence[np.ndarray], int]:
     """`truncate`: of a text that is too long the beginning is read, as Ollama has it."""
     if not texts:
         return [], 0
@@ -51,13 +52,3 @@ async def _vectors(call: Call, texts: Sequence[str], truncate: bool) -> tuple[Se
     encode = service.llm.tokenizer.encode_prompt
     ids = [(await conversation.tokens(service, text, encode, True))[:most] for text in texts]
     return await vectors_of(call, ids, None)
-
-
-def _cut(vector: Sequence[float], dimensions: int | None) -> list[float]:
-    """The first so many numbers, of length 1 again; none are too many. Raises ApiError for less than 1."""
-    if dimensions is None or dimensions >= len(vector):
-        return list(vector)
-    if dimensions < 0:
-        raise ApiError(f"dimensions={dimensions} must be at least 1, or 0 for all", param="dimensions")
-    first: Any = np.asarray(vector[: dimensions or len(vector)], np.float32)
-    return (first / max(float(np.linalg.norm(first)), 1e-12)).tolist()

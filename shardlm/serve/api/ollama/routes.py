@@ -29,6 +29,7 @@ POSTS = {
     "/api/show": (OllamaShowRequest, show),
     "/api/pull": (OllamaPullRequest, pull),
 }
+_UNLOADED = ("/api/show", "/api/pull")  # of POSTS, those that leave the devices alone
 _REFUSED = ("/api/create", "/api/copy", "/api/push", "/api/delete", "/api/blobs/{digest:path}")
 
 
@@ -51,9 +52,9 @@ class OllamaEndpoint(Endpoint):
 
 def routes(service: Service) -> list[BaseRoute]:
     models = Models(service)
-    posts = [Route(path, OllamaEndpoint(service, *what), methods=["POST"]) for path, what in POSTS.items()]
+    posts = {path: OllamaEndpoint(service, *what, loads=path not in _UNLOADED) for path, what in POSTS.items()}
     return [
-        *posts,
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
         Route("/api/tags", models.tags),
         Route("/api/ps", models.ps),
         Route("/api/version", version),

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.settings import ToolStyle
-from shardlm.serve.api.tools import hermes, llama, marked, mistral, sections
+from shardlm.serve.api.tools import hermes, llama, marked, mistral, pythonic, sections
 from shardlm.serve.api.tools.forced import ArgumentsParser, ListParser, any_schema, one_schema
 from shardlm.serve.api.tools.hermes import HermesParser
 from shardlm.serve.api.tools.llama import LlamaParser
 from shardlm.serve.api.tools.marked import MarkedParser
 from shardlm.serve.api.tools.mistral import MistralParser
+from shardlm.serve.api.tools.pythonic import PythonParser
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.api.tools.sections import SectionParser
 from shardlm.serve.sampling_params import StructuredOutputs
@@ -26,6 +27,8 @@ TOLD: tuple[tuple[str, ToolStyle], ...] = (
     (sections.DEEPSEEK.call, "deepseek_v3"),
     (sections.KIMI.call, "kimi_k2"),
     (mistral.BEGIN, "mistral"),
+    (pythonic.BEGIN, "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
 )
 
 
@@ -111,8 +114,11 @@ def _free(functions: Sequence[Mapping[str, Any]], style: ToolStyle) -> Tools:
     names = {function["name"] for function in functions}
     if style == "llama":
         return Tools(parser=lambda: LlamaParser(names), begins=llama.begins(names))
+    schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+    if style == "lfm2":
+        return _marked(lambda: PythonParser(schemas), pythonic.BEGIN, pythonic.END)
     if style in marked.STYLES:
-        marks, schemas = marked.STYLES[style], {one["name"]: one.get("parameters") or {} for one in functions}
+        marks = marked.STYLES[style]
         return _marked(lambda: MarkedParser(marks, schemas), marks.begin, marks.end, marks.key, marks.valued)
     if style in sections.STYLES:
         section = sections.STYLES[style]

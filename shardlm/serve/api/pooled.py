@@ -1,0 +1,80 @@
+"""What is read for its own sake: the prompts of a request, as texts, token ids or a chat, and what the model makes of
+the last token of each."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardlm.serve.api import conversation
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.protocol import PooledRequest, prompts_of
+from shardlm.serve.api.sampling import check_order
+from shardlm.serve.api.service import Call, Service
+from shardlm.serve.request import check_prompt
+
+
+async def pooled(call: Call, request: PooledRequest) -> tuple[list[np.ndarray], int]:
+    """As `vectors_of`, of what a request gives. Raises ApiError, ShardlmError, EngineError."""
+    check_order(request)
+    if (request.input is None) == (request.messages is None):
+        raise ApiError("give input, or messages for the chat template, and not both", param="input")
+    options = {"priority": request.priority or 0, "salt": request.cache_salt or ""}
+    if request.messages is None:
+        prompts, special = prompts_of(request.input, "input"), request.add_special_tokens is not False
+    else:
+        prompts, special = [await _chat(call, request)], bool(request.add_special_tokens)
+    return await vectors_of(call, prompts, request.truncate_prompt_tokens, special, **options)
+
+
+async def _chat(call: Call, request: PooledRequest) -> str:
+    if request.chat_template is not None:
+        raise ApiError("chat_template is not supported; the model's own is used", param="chat_template")
+    form = conversation.form_of(request) | {"add_generation_prompt": bool(request.add_generation_prompt)}
+    return await conversation.prompt(
+        call.service.llm, request.messages, None, options=request.chat_template_kwargs, **form
+    )
+
+
+async def vectors_of(
+    call: Call,
+    prompts: Sequence[str | Sequence[int]],
+    truncate: int | None,
+    special: bool = True,
+    priority: int = 0,
+    salt: str = "",
+) -> tuple[list[np.ndarray], int]:
+    """(what the model makes of each prompt, float32 [D]; their tokens together). `truncate`: the last so many tokens of
+    each, -1 for as many as the model has room for. `special`: texts get what stands at the ends of documents. Raises
+    ApiError, ShardlmError, EngineError."""
+    service, llm = call.service, call.service.llm
+    service.admit(len(prompts), 1)
+    service.unanswered += len(prompts)
+    call.stack.callback(lambda: _answered(service, len(prompts)))
+    keep = _kept(truncate, llm.max_model_len)
+    encode = llm.tokenizer.encode_prompt if special else llm.tokenizer.encode
+    read = [
+        await conversation.tokens(service, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts
+    ]
+    ids = [one[-keep:] for one in read]
+    for one in ids:
+        check_prompt(one, llm.tokenizer.vocab_size)
+    tasks = [asyncio.ensure_future(llm.pool(one, call.adapter, priority=priority, salt=salt)) for one in ids]
+    try:
+        vectors = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return vectors, sum(map(len, ids))
+
+
+def _answered(service: Service, prompts: int) -> None:
+    service.unanswered -= prompts
+
+
+def _kept(wish: int | None, max_model_len: int) -> int:
+    """The last so many tokens of an input; 0 for all. Raises ApiError."""
+    if wish is not None and wish != -1 and wish < 1:
+        message = f"truncate_prompt_tokens={wish} must be at least 1, or -1 for the model's length"
+        raise ApiError(message, param="truncate_prompt_tokens")
+    return max_model_len if wish == -1 else wish or 0
