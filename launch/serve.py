@@ -10,8 +10,9 @@ or with
 
 Process 0 has the port.
 
-Clients: OpenAI(base_url="http://localhost:8000/v1", api_key="none"). A page to chat with the model is at /. A key is
-better given as SHARDLM_API_KEY than on the command line, which others on the machine can read.
+Clients: OpenAI(base_url="http://localhost:8000/v1", api_key="none"), and Ollama's with OLLAMA_HOST=localhost:8000. A
+page to chat with the model is at /. A key is better given as SHARDLM_API_KEY than on the command line, which others on
+the machine can read.
 """
 
 import math

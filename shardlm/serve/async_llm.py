@@ -4,6 +4,7 @@ of one event loop."""
 import asyncio
 import copy
 import dataclasses
+import functools
 import logging
 import numbers
 import os
@@ -21,8 +22,9 @@ from shardlm.mesh import MeshSpec
 from shardlm.opened import describe
 from shardlm.serve import adapters
 from shardlm.serve.adapter_table import Adapter, LoRARequest
-from shardlm.serve.build import build
+from shardlm.serve.build import build, facts_of
 from shardlm.serve.engine import Engine
+from shardlm.serve.facts import ModelFacts
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.option_types import check_model
@@ -172,6 +174,10 @@ class AsyncLLM:
             return now.num_running + now.num_waiting  # which all wait, to be computed anew
 
         return await self._run_there(swap)
+
+    @functools.cached_property
+    def facts(self) -> ModelFacts:
+        return facts_of(self._engine)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Between two batches, as Engine.reset_prefix_cache. Raises EngineError where the engine died."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -13,10 +14,14 @@ from absl import logging
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_quantised import supported
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
+from shardlm.models.transformer import TransformerConfig
 from shardlm.opened import Opened, describe, load
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
+from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable
 from shardlm.serve.adapters import check, ready, refuse_own, with_room
 from shardlm.serve.alike import asked
@@ -26,6 +31,7 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.entries import fitted
+from shardlm.serve.facts import ModelFacts
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
@@ -42,7 +48,10 @@ from shardlm.serve.staged_deterministic import StagedDeterministicRunner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import cut, repeated
 from shardlm.serve.submeshes import of_replica, of_stage, submeshes
+from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
+
+_SHORT = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
 
 def build(
@@ -153,6 +162,30 @@ def assemble(
         compile_all(runners, progress)
     engines = [Engine(*pair, tokenizer, stop_ids, adapters) for pair in zip(runners, schedulers, strict=True)]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
+
+
+def facts_of(engine: Engine | EngineGroup) -> ModelFacts:
+    """What is served, of one replica. Nothing is computed: shapes are."""
+    model, source = engine.runner.model, engine.adapters.base
+    shape: TransformerConfig = source.transformer()
+    with jax.sharding.use_abstract_mesh(MeshSpec().abstract()):
+        whole = ModelDef.make(shape, Execution(Rules.make("replicated", MeshSpec())))
+    options = source.options if isinstance(source, Pretrained) else {}
+    method, weights = supported(options), model.execution.weights
+    held = _SHORT.get(name := jnp.dtype(model.execution.dtype).name, name)
+    if weights != "dtype":
+        held = weights if isinstance(weights, str) else method
+    return ModelFacts(
+        family=options.get("model_type") or type(source).__name__.removesuffix("Config").lower(),
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(whole.shapes)),
+        nbytes=sum(array.nbytes for array in jax.tree.leaves(engine.runner.params)),
+        held_in=held.upper(),
+        format=method if method == "gguf" else "safetensors",
+        on_gpu=engine.runner.platform == "gpu",
+        embed_dim=shape.embed_dim,
+        layers=shape.num_layers,
+        vocab_size=shape.vocab_size,
+    )
 
 
 def described(engine: Engine | EngineGroup, name: str) -> str:

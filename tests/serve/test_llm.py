@@ -11,6 +11,7 @@ import pathlib
 import random
 import threading
 
+import jax
 import numpy as np
 import pytest
 from engines import TOKENIZER, folder_of
@@ -339,6 +340,9 @@ def test_streams_of_a_folder(llm, monkeypatch):
     monkeypatch.setattr(async_llm, "build", lambda model, config: (llm.engine, None))
     served = AsyncLLM.from_model(llm.folder, block_size=4)
     assert served.template.render([{"role": "user", "content": "a"}]) == "user: a\n"
+    facts, arrays = served.facts, jax.tree.leaves(llm.engine.runner.params)
+    assert (facts.family, facts.held_in, facts.format, facts.on_gpu) == ("llama", "F32", "safetensors", False)
+    assert facts.parameters == sum(array.size for array in arrays) and facts.nbytes == 4 * facts.parameters
 
     async def outputs(prompt):
         return [one async for one in served.generate(prompt, GREEDY, "one")]

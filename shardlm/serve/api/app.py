@@ -20,6 +20,7 @@ from shardlm.serve.api.http import application, bears, json_response, version
 from shardlm.serve.api.invocations import Invocations
 from shardlm.serve.api.messages import count_tokens, messages
 from shardlm.serve.api.models import listed, told
+from shardlm.serve.api.ollama import routes as ollama
 from shardlm.serve.api.openapi import document
 from shardlm.serve.api.page import POLICY, page
 from shardlm.serve.api.prefix_cache import reset_prefix_cache
@@ -101,6 +102,7 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/load", about.load),
         Route("/openapi.json", about.openapi),
         Route("/", about.page),
+        *ollama.routes(service),
     ]
     return application(service, routes, service.settings, OPEN)
 
@@ -151,7 +153,7 @@ class _About:
         return json_response({"server_load": self._service.load})
 
     async def openapi(self, request: Request) -> Response:
-        bodies = {path: model for path, (model, _) in (POSTS | ADMIN).items()}
+        bodies = {path: model for path, (model, _) in (POSTS | ollama.POSTS | ADMIN).items()}
         return json_response(document(bodies, {path: model for path, (model, _) in ADMIN_BY_ADDRESS.items()}))
 
     async def page(self, request: Request) -> Response:

@@ -3,11 +3,13 @@ responses and the content of messages have in common."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from shardlm.serve.api.reasoning.marks import Thought
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.api.turns import Piece
+from shardlm.serve.messages import read_arguments
+from shardlm.serve.past_calls import INVALID_JSON
 
 Kind = Literal["text", "thought", "call"]
 
@@ -29,6 +31,12 @@ class Step:
     what: Literal["begins", "grows", "ends"]
     block: Block
     new: str = ""
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Of a call, which may have been cut off, or be no object."""
+    found = read_arguments(text or "{}")
+    return found if isinstance(found, dict) else {INVALID_JSON: text}
 
 
 class Blocks:

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shardlm.serve.adapter_table import LoRARequest
 from shardlm.serve.api import anthropic_errors
 from shardlm.serve.api.errors import ApiError, as_api_error, unforeseen
 from shardlm.serve.api.http import (
@@ -24,21 +25,19 @@ from shardlm.serve.api.http import (
     send_within,
     until_gone,
 )
+from shardlm.serve.api.ollama import errors as ollama_errors
 from shardlm.serve.api.protocol import parse
 from shardlm.serve.api.service import Call, Service
 
-_EVENTS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_EVENTS = b"text/event-stream; charset=utf-8"
 
 
 PING_SECONDS = 15.0  # between signs of life: proxies end an answer of which nothing comes for 60 seconds (nginx)
 
 
 class Events:
-    """An answer in server-sent events. `chunks` are whole events."""
+    """An answer in server-sent events, or below Ollama's paths in lines of JSON. `chunks` are whole ones."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None]):
         self.chunks = chunks
@@ -63,9 +62,18 @@ def last_words(path: str, error: ApiError, id: str) -> bytes:
     """What ends the stream of the request `id` where an error does, in the form of this path's events."""
     if path.startswith(anthropic_errors.MESSAGES):
         return named(anthropic_errors.body(error, id))
+    if ollama_errors.is_ollamas(path):
+        return encode(ollama_errors.body(error)) + b"\n"
     if path.startswith("/v1/responses"):
         return named({"type": "error", **about(error)})
     return data(error.body()) + DONE
+
+
+def _ping(path: str) -> bytes:
+    """The sign of life of this path's streams."""
+    if ollama_errors.is_ollamas(path):
+        return ollama_errors.PING
+    return NAMED_PING if path.startswith(anthropic_errors.MESSAGES) else PING  # named by type as its events are
 
 
 def about(error: ApiError) -> dict[str, Any]:
@@ -101,7 +109,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(self.service.settings.request_seconds), call.stack:
                 request = await self._request(scope, receive)
-                call.adapter = self.service.adapter_of(request.model)
+                call.adapter = self.adapter_of(request)
                 await until_gone(receive, self._respond(call, request, answer))
         except Gone:
             raise
@@ -121,6 +129,10 @@ class Endpoint:
     def parse(self, body: bytes) -> tuple[msgspec.Struct, int]:
         """As protocol.parse."""
         return parse(body, self.model)
+
+    def adapter_of(self, request: msgspec.Struct) -> LoRARequest | None:
+        """As Service.adapter_of, of what the request calls the model."""
+        return self.service.adapter_of(request.model)
 
     async def _respond(self, call: Call, request: msgspec.Struct, answer: "_Answer") -> None:
         async with answer.pings() if getattr(request, "stream", False) else contextlib.nullcontext():
@@ -165,7 +177,9 @@ class _Answer:
 
     async def _begin(self) -> None:
         if not self._sent:
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS]})
+            kind = ollama_errors.NDJSON if ollama_errors.is_ollamas(self._scope["path"]) else _EVENTS
+            headers = [(b"content-type", kind), *_STREAM]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _more(self, body: bytes, last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
@@ -176,9 +190,7 @@ class _Answer:
         long prompt. It begins the answer, and what is wrong is told by an event from there on."""
 
         async def send_them() -> None:
-            named_by_type = self._scope["path"].startswith(anthropic_errors.MESSAGES)  # as its events are
-            ping = NAMED_PING if named_by_type else PING
-            before = -1
+            ping, before = _ping(self._scope["path"]), -1
             with contextlib.suppress(Gone):  # of which the next event tells
                 while True:
                     if self._sent == before:

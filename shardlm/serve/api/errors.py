@@ -1,8 +1,8 @@
 """Errors as OpenAI's clients read them: a status, and {"error": {"message", "type", "param", "code"}}. Anthropic's
-have another form (anthropic_errors)."""
+and Ollama's have other forms (anthropic_errors, ollama/errors)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardlm.errors import ShardlmError
@@ -10,6 +10,7 @@ from shardlm.serve.outputs import EngineError
 from shardlm.serve.request import PromptTooLong
 
 INVALID = "invalid_request_error"
+NO_MODEL = "model_not_found"  # a code
 _PARAM = re.compile(r"(\w+)(?:=|\[| has )")  # how messages about one value begin: "top_p=7 must be ..."
 
 
@@ -63,6 +64,11 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         error.param = names[name] + end + rest
         error.message = error.message.replace(name, names[name], 1)
     return error
+
+
+def no_model(name: str | None, here: Iterable[str]) -> ApiError:
+    message = f"the model {name!r:.200} is not here; here is {', '.join(here)}"
+    return ApiError(message, 404, param="model", code=NO_MODEL)
 
 
 def unforeseen() -> ApiError:

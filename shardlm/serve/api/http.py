@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import shardlm
 from shardlm.serve.api import anthropic_errors
 from shardlm.serve.api.errors import ApiError, unavailable, unforeseen
+from shardlm.serve.api.ollama import errors as ollama_errors
 from shardlm.serve.api.settings import HttpSettings
 
 encode = msgspec.json.Encoder().encode
@@ -30,7 +31,7 @@ NAMED_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 def only_pings(data: bytes) -> bool:
-    return bool(data) and not data.replace(NAMED_PING, b"").replace(PING, b"")
+    return bool(data) and not data.replace(NAMED_PING, b"").replace(PING, b"").strip(ollama_errors.PING)
 
 
 class Gone(Exception):
@@ -134,6 +135,8 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def error_response(error: ApiError, scope: Scope, id: str | None = None) -> Response:
     """In the form that who asked reads. `id`: of the request, where it has one that its answer tells anyway."""
+    if ollama_errors.is_ollamas(scope["path"]):
+        return json_response(ollama_errors.body(error), error.status, error.headers)
     if not anthropic_errors.is_anthropics(scope):
         return json_response(error.body(), error.status, error.headers)
     own = id or uuid.uuid4().hex

@@ -7,7 +7,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.serve.api import conversation
 from shardlm.serve.api import message_items as items
-from shardlm.serve.api.blocks import Block, Blocks, Kind, Step
+from shardlm.serve.api.blocks import Block, Blocks, Kind, Step, arguments_of
 from shardlm.serve.api.endpoint import Events, named
 from shardlm.serve.api.errors import ApiError, as_api_error, renamed
 from shardlm.serve.api.http import encode
@@ -16,9 +16,7 @@ from shardlm.serve.api.progress import Usage
 from shardlm.serve.api.protocol import ChatRequest, CountTokensRequest, MessagesRequest
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.turns import Asked, Turn, begin, prompt_length
-from shardlm.serve.messages import read_arguments
 from shardlm.serve.outputs import CompletionOutput, RequestOutput
-from shardlm.serve.past_calls import INVALID_JSON
 
 Event = dict[str, Any]
 _PING: Event = {"type": "ping"}
@@ -142,7 +140,7 @@ class _Writer:
             return {"type": "text", "text": block.text}
         if block.kind == "thought":
             return {"type": "thinking", "thinking": block.text, "signature": _SIGNATURE}
-        return self._begun(block) | {"input": _input(block.text)}
+        return self._begun(block) | {"input": arguments_of(block.text)}
 
     def _ending(self, reply: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
         reason, sequence = _REASONS[finish_reason], None
@@ -171,9 +169,3 @@ def _delta(kind: Kind, new: str) -> dict[str, Any]:
     if kind == "thought":
         return {"type": "thinking_delta", "thinking": new}
     return {"type": "input_json_delta", "partial_json": new}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Of a call, which may have been cut off."""
-    found = read_arguments(arguments or "{}")
-    return found if isinstance(found, dict) else {INVALID_JSON: arguments}

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from shardlm.serve.api.anthropic_errors import MESSAGES
+from shardlm.serve.api.ollama.errors import is_ollamas
 
 _JSON = "application/json"
 _TOLD = {
@@ -32,6 +33,7 @@ _ANTHROPICS = {
     },
     "required": ["type", "error", "request_id"],
 }
+_OLLAMAS = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 _STATUSES = {
     400: "The request cannot be served as it is",
     401: "No key that this server knows",
@@ -56,6 +58,9 @@ _GETS = {
     "/ready": "200 while requests are taken.",
     "/version": "Of the server.",
     "/metrics": "Counts and times, for Prometheus.",
+    "/api/tags": "As Ollama's /api/tags.",
+    "/api/ps": "As Ollama's /api/ps.",
+    "/api/version": "Of the Ollama whose interface this is.",
     "/load": "How many requests have, or wait for, the devices.",
 }
 
@@ -79,7 +84,7 @@ def document(
         "info": {"title": "shardlm", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR, "AnthropicError": _ANTHROPICS},
+            "schemas": {**components, "Error": _ERROR, "AnthropicError": _ANTHROPICS, "OllamaError": _OLLAMAS},
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -96,12 +101,20 @@ def _parameters(model: type[msgspec.Struct]) -> list[dict[str, Any]]:
 
 
 def _whose(path: str) -> str:
+    if is_ollamas(path):
+        return "Ollama's"
     return "Anthropic's" if path.startswith(MESSAGES) else "OpenAI's or vLLM's"
 
 
+def _error_of(path: str) -> str:
+    """The name of the form of its errors."""
+    if is_ollamas(path):
+        return "OllamaError"
+    return "AnthropicError" if path.startswith(MESSAGES) else "Error"
+
+
 def _operation(path: str, summary: str) -> dict[str, Any]:
-    form = "AnthropicError" if path.startswith(MESSAGES) else "Error"
-    body = {_JSON: {"schema": {"$ref": f"#/components/schemas/{form}"}}}
+    body = {_JSON: {"schema": {"$ref": f"#/components/schemas/{_error_of(path)}"}}}
     errors = {str(status): {"description": meaning, "content": body} for status, meaning in _STATUSES.items()}
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "OK"}, **errors}}
     if "{model}" in path:

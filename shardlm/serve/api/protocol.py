@@ -316,6 +316,11 @@ def parse(body: bytes, model: type[T]) -> tuple[T, int]:
         raise ApiError(f"the body is not JSON in UTF-8: {why}") from None
     if not isinstance(found, dict):
         raise ApiError(f"the body is a JSON {type(found).__name__}; it must be an object")
+    return converted(found, model)
+
+
+def converted(found: Json, model: type[T], where: str = "") -> tuple[T, int]:
+    """As `parse`, of an object. `where`: what comes before the names of its fields, in messages."""
     try:
         return msgspec.convert(_with_integers(found, model), model), len(found.keys() - set(model.__struct_fields__))
     except (msgspec.ValidationError, RecursionError) as error:
@@ -323,6 +328,7 @@ def parse(body: bytes, model: type[T]) -> tuple[T, int]:
         param = re.sub(r"^\$\.?", "", path.rstrip("`")) or None
         if missing := re.search(r"required field `(\w+)`", message):
             param = missing[1]
+        param = param and where + param
         raise ApiError(f"{param or 'the body'}: {message}", param=param) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.serve import beam_search
 from shardlm.serve.adapter_table import Adapter, LoRARequest
-from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.errors import ApiError, no_model
 from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
 from shardlm.serve.api.reasoning.choose import bounded, choose
@@ -23,6 +23,7 @@ from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
 
 KINDS = 32
+_TOOLS = "tools of type %.50r are not run here, and models are not told of them"
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
 
 
@@ -42,7 +43,7 @@ class Service(Serving):
         self.load = 0  # requests under way that have, or wait for, the devices
         self.unanswered = 0  # prompts in the engine that have had no output yet
         self.long_texts = LongTexts()
-        self._left_out: set[str] = set()  # kinds of tools of which the log says that they are
+        self._left_out: set[str] = set()  # what the log says of kinds of tools, or of options, that are
         self.shows_later_system: bool | None = None  # of the chat template; None: not looked at yet
         self.updating: asyncio.Future | None = None  # the last reading of other weights
 
@@ -62,21 +63,16 @@ class Service(Serving):
             return None
         if name in self.adapters:
             return LoRARequest(name)
-        raise ApiError(
-            f"the model {name!r:.200} is not here; here is {', '.join([*self.names, *self.adapters])}",
-            404,
-            param="model",
-            code="model_not_found",
-        )
+        raise no_model(name, [*self.names, *self.adapters])
 
-    def leave_out(self, kinds: Sequence[str]) -> None:
-        """Tools of these kinds were offered and the model is not told of them: they are counted, and the log names each
-        kind once, up to KINDS of what any client may make up."""
+    def leave_out(self, kinds: Sequence[str], said: str = _TOOLS) -> None:
+        """Tools of these kinds were offered and the model is not told of them, or what `said` says of such a kind: they
+        are counted, and the log names each once, up to KINDS of what any client may make up."""
         self.metrics.ignored_fields += len(kinds)
-        for kind in dict.fromkeys(kinds):
-            if kind not in self._left_out and len(self._left_out) < KINDS:
-                self._left_out.add(kind)
-                logging.warning("tools of type %.50r are not run here, and models are not told of them", kind)
+        for line in dict.fromkeys(said % kind for kind in kinds):
+            if line not in self._left_out and len(self._left_out) < KINDS:
+                self._left_out.add(line)
+                logging.warning("%s", line)
 
     def admit(self, prompts: int, n: int) -> None:
         """Raises ApiError where a request asks for too much, or too many wait."""
@@ -99,7 +95,7 @@ class Call:
     def __init__(self, service: Service):
         self.service = service
         self.id = uuid.uuid4().hex
-        self.created = int(time.time())
+        self.created, self.began = int(time.time()), time.perf_counter()
         self.stack = contextlib.AsyncExitStack()
         self.adapter: LoRARequest | None = None
 

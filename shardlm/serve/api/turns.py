@@ -111,8 +111,11 @@ class Turn:
         ]
 
 
-async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[RequestOutput]]:
-    """(what the replies mean, the replies as they come). Raises ApiError, ShardlmError, EngineError."""
+async def begin(
+    call: Call, request: ChatRequest, before: Sequence[int] = ()
+) -> tuple[Asked, AsyncIterator[RequestOutput]]:
+    """(what the replies mean, the replies as they come). `before`: tokens that the conversation follows. Raises
+    ApiError, ShardlmError, EngineError."""
     _check(request)
     service, llm, tools = call.service, call.service.llm, _tools(call, request)
     params = _params(call, request, tools)
@@ -126,9 +129,9 @@ async def begin(call: Call, request: ChatRequest) -> tuple[Asked, AsyncIterator[
         thinking = service.reasoning.of(text, begun, names)
         params = _with_thoughts(params, thinking, service.reasoning)
     tokens = await _encoded(call, request, text, params.truncate_prompt_tokens is not None)
-    replies = await call.replies(
-        [tokens], params, request.priority or 0, request.cache_salt or "", beam_params(request, params)
-    )
+    beams = beam_params(request, params)
+    whole = [*before, *tokens]
+    replies = await call.replies([whole], params, request.priority or 0, request.cache_salt or "", beams)
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
     return asked, (output async for _, output in replies)

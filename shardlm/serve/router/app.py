@@ -15,6 +15,7 @@ from shardlm.serve.api import metrics
 from shardlm.serve.api.errors import ApiError, unavailable
 from shardlm.serve.api.http import application, bears, json_response, read_body, version
 from shardlm.serve.api.models import listed
+from shardlm.serve.api.ollama import errors as ollama_errors
 from shardlm.serve.router.fleet import Replica
 from shardlm.serve.router.proxy import Proxy
 from shardlm.serve.router.service import Router
@@ -28,7 +29,7 @@ _OF_REPLICAS = (
     *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 # Without a client's key; an administrator's is another.
-OPEN = ("/health", "/ping", "/ready", "/version", "/metrics", *_ADMIN)
+OPEN = ("/", "/health", "/ping", "/ready", "/version", "/metrics", *_ADMIN)
 
 
 def make_app(settings: RouterSettings) -> Starlette:
@@ -41,13 +42,15 @@ def make_app(settings: RouterSettings) -> Starlette:
         Route("/ready", own.ready),
         Route("/version", version),
         Route("/metrics", own.metrics),
+        Route("/", own.health),  # which Ollama's clients look at first
         Route("/v1/models", own.models),
+        *(Route(path, own.ollamas_models) for path in ("/api/tags", "/api/ps")),
         Route("/admin/replicas", admin.list, methods=["GET"]),
         Route("/admin/replicas", admin.add, methods=["POST"]),
         Route("/admin/replicas", admin.remove, methods=["DELETE"]),
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/undrain", admin.undrain, methods=["POST"]),
-        Route("/v1/{path:path}", proxy, methods=_METHODS),
+        *(Route(f"/{root}/{{path:path}}", proxy, methods=_METHODS) for root in ("v1", "api")),
         *(Route(path, proxy, methods=_METHODS) for path in _OF_REPLICAS),
     ]
     return application(router, routes, settings, OPEN, lifespan=router.running)
@@ -73,17 +76,28 @@ class _Own:
         return Response(text, media_type=metrics.TYPE)
 
     async def models(self, request: Request) -> Response:
-        """Each model once, as the replicas tell it to whoever asks, with the caller's own key."""
+        status, told = await self._told(request)
+        if status != 200:
+            return json_response(told[0], status)
+        models = {model["id"]: model for body in reversed(told) for model in body.get("data", ())}
+        return json_response(listed([models[name] for name in sorted(models)]))
+
+    async def ollamas_models(self, request: Request) -> Response:
+        status, told = await self._told(request)
+        if status != 200:
+            return json_response(told[0], status)
+        models = {model["name"]: model for body in reversed(told) for model in body.get("models", ())}
+        return json_response({"models": [models[name] for name in sorted(models)]})
+
+    async def _told(self, request: Request) -> tuple[int, list[dict]]:
+        """(status, what the replicas tell of their models to whoever asks, with the caller's own key, or what the first
+        one says is wrong). Raises ApiError where there is none."""
         replicas = self._router.fleet.taking()
         if not replicas:
             raise unavailable("no replica takes requests now; try again later")
         answers = await asyncio.gather(*(self._models_of(replica, request) for replica in replicas))
         told = [body for status, body in answers if status == 200]
-        if not told:
-            status, body = answers[0]
-            return json_response(body, status)
-        models = {model["id"]: model for body in reversed(told) for model in body.get("data", ())}
-        return json_response(listed([models[name] for name in sorted(models)]))
+        return (200, told) if told else (answers[0][0], [answers[0][1]])
 
     async def _models_of(self, replica: Replica, request: Request) -> tuple[int, dict]:
         """Status and body."""
@@ -91,12 +105,13 @@ class _Own:
         timeout = aiohttp.ClientTimeout(total=self._router.settings.timeout_seconds)
         client = self._router.client
         try:
-            async with client.get(f"{replica.url}/v1/models", headers=headers, timeout=timeout) as response:
+            async with client.get(f"{replica.url}{request.url.path}", headers=headers, timeout=timeout) as response:
                 return response.status, msgspec.json.decode(await response.read(), type=dict)
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             logging.warning("replica %s did not tell its models: %s", replica.url, error)
             self._router.fleet.wake.set()
-            return 503, unavailable("a replica did not tell its models; try again").body()
+            wrong = unavailable("a replica did not tell its models; try again")
+            return 503, ollama_errors.body(wrong) if ollama_errors.is_ollamas(request.url.path) else wrong.body()
 
 
 class _Named(msgspec.Struct):

@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Collection, Iterator, Sequence
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.api.errors import ApiError, unavailable
+from shardlm.serve.api.errors import ApiError, no_model, unavailable
 from shardlm.serve.router.policy import Choice, Policy
 from shardlm.serve.router.prompt import Hints
 
@@ -129,12 +129,7 @@ class Fleet:
         those that have it take nothing now."""
         having = [replica for replica in self.replicas.values() if replica.serves(hints.model)]
         if self.replicas and not having:
-            raise ApiError(
-                f"the model {hints.model!r} is not here; here is {', '.join(self.models())}",
-                404,
-                param="model",
-                code="model_not_found",
-            )
+            raise no_model(hints.model, self.models())
         loads = {replica.url: replica.load for replica in having if replica.takes and replica not in tried}
         if not loads:
             raise unavailable(f"no replica takes requests now: {self._why(having)}; try again later")

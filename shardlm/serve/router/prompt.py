@@ -17,14 +17,15 @@ MOST_BLOCKS = 256  # of one prompt; where 64k characters are equal, the rest dec
 
 
 class _Body(msgspec.Struct):
-    """Fields of /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages, of any type: the replicas check
-    them."""
+    """Fields of /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and Ollama's /api/chat and
+    /api/generate, of any type: the replicas check them."""
 
     model: Any = None
     tools: Any = None
     system: Any = None
     messages: Any = None
     prompt: Any = None
+    context: Any = None
     instructions: Any = None
     input: Any = None
 
@@ -67,6 +68,8 @@ def _blocks(body: _Body) -> Iterator[bytes]:
 
 def _pieces(body: _Body) -> Iterator[str]:
     """The text in the order in which chat templates write it: tools and instructions, then the messages."""
+    if isinstance(body.context, list):  # the conversation so far
+        yield " ".join(map(str, body.context[: BLOCK * MOST_BLOCKS]))
     if body.tools:
         yield _ENCODE(body.tools).decode()
     if isinstance(body.system, str | list):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 import uuid
@@ -14,6 +15,8 @@ from shardlm.serve.api import anthropic_errors
 from shardlm.serve.api.endpoint import last_words
 from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
 from shardlm.serve.api.http import Gone, error_response, read_body, send_within, until_gone
+from shardlm.serve.api.ollama import errors as ollama_errors
+from shardlm.serve.api.ollama.names import known_as
 from shardlm.serve.router.fleet import SILENT, Replica
 from shardlm.serve.router.prompt import Hints, hints
 from shardlm.serve.router.service import Router
@@ -29,9 +32,9 @@ class _Error(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """An error in OpenAI's form or Anthropic's."""
+    """An error in OpenAI's form, Anthropic's or Ollama's."""
 
-    error: _Error
+    error: _Error | str
 
 
 class Proxy:
@@ -49,6 +52,9 @@ class Proxy:
             body = await read_body(scope, receive, settings.max_body, settings.read_seconds)
             asked = Asked(scope["method"], _target(scope), scope["headers"], body)
             wish = hints(body) if body else Hints(_model_of(scope["path"]))
+            if wish.model is not None and ollama_errors.is_ollamas(scope["path"]):
+                known = known_as(wish.model, router.fleet.models())
+                wish = dataclasses.replace(wish, model=known or wish.model)
             await until_gone(receive, passage.run(asked, wish))
         except Gone:
             return
@@ -162,7 +168,7 @@ class _Passage:
             logging.warning("replica %s broke off an answer: %s", replica.url, error)
             self._router.metrics.broken[replica.url] += 1
             self._router.fleet.wake.set()
-            if not answer.events or not self._last.endswith(b"\n\n"):
+            if not answer.is_between_events(self._last):
                 return  # the server closes a connection whose answer has no end
             lost = ApiError("the replica was lost; ask again", 502, type="server_error", code="replica_lost")
             await self.end(asked.target, lost)
@@ -194,7 +200,8 @@ async def _little(answer: Answer) -> bytes:
 def _as_error(status: int, body: bytes) -> ApiError:
     """What a replica's answer says is wrong."""
     try:
-        told = msgspec.json.decode(body, type=_Told).error.message
+        error = msgspec.json.decode(body, type=_Told).error
+        told = error if isinstance(error, str) else error.message
     except (msgspec.MsgspecError, UnicodeError):
         told = f"the replica answered with status {status}"
     return ApiError(told, status)

@@ -25,6 +25,7 @@ _OF_THE_CONNECTION = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
     *(b"trailer", b"transfer-encoding", b"upgrade"),
 }
+_ENDS = {"text/event-stream": b"\n\n", "application/x-ndjson": b"\n"}  # of an event, or a line
 _NOT_HANDED_ON = _OF_THE_CONNECTION | {b"date"}
 _SET_BY_US = _OF_THE_CONNECTION | {b"host", b"content-length", b"expect"}
 
@@ -60,9 +61,10 @@ class Answer:
     first: bytes
     _response: aiohttp.ClientResponse
 
-    @property
-    def events(self) -> bool:
-        return self._response.content_type == "text/event-stream"
+    def is_between_events(self, last: bytes) -> bool:
+        """Whether an event may follow these bytes of it."""
+        end = _ENDS.get(self._response.content_type)
+        return end is not None and (last.endswith(end) or only_pings(last))
 
     async def rest(self) -> AsyncIterator[bytes]:
         """Raises Broken."""

@@ -11,6 +11,7 @@ import numpy as np
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
+from shardlm.serve.facts import ModelFacts
 from shardlm.serve.outputs import (
     CompletionOutput,
     EngineError,
@@ -47,6 +48,7 @@ class FakeLLM:
     max_model_len: int = 4096
     ready: bool = True
     template_name: str = "qwen25"
+    facts: ModelFacts = ModelFacts("qwen2", 494_032_768, 988_065_536, "BF16", "safetensors", True, 896, 24, 151_936)
     pooling: Pooling = Pooling(4)
 
     def __post_init__(self):

@@ -35,6 +35,19 @@ def test_thoughts_are_shown_apart_and_not_said_again(tmp_path):
     assert "the fox" in llm.seen[-1][0] and "I look." not in llm.seen[-1][0]
 
 
+def test_a_model_without_a_chat_template_goes_on_with_the_text(tmp_path):
+    llm = FakeLLM(reply=" the fox", template_name="")
+    with serving(llm) as address, chromium.browser(BROWSER, tmp_path) as page:
+        page.open(address)
+        for count, words in enumerate(("the lazy dog,", " and then"), 1):
+            page.type("text", words)
+            page.press_enter()
+            page.until(f"document.querySelectorAll('.user').length == {count} && {LAST}.textContent == ' the fox'")
+            page.until("document.getElementById('send').textContent == 'Send'")
+        assert page.errors == []
+    assert [text for text, _, _ in llm.seen] == ["the lazy dog,", "the lazy dog, the fox and then"]
+
+
 def test_an_adapter_is_chosen_as_a_model(tmp_path):
     llm = FakeLLM(adapters=(Adapter("poet", "folder", 1, 1),))
     with serving(llm) as address, chromium.browser(BROWSER, tmp_path) as page:

@@ -60,9 +60,8 @@ def test_openais_client(pair):
     for path in ("/v1/completions/", "/tokenize/"):  # no redirect, which would name the replica's own address
         assert routed.ask(path, {"prompt": "a", "max_tokens": 2})[0] == 200
     assert json.loads(routed.ask("/tokenizer_info")[2])["eos_token"]  # that the LM Evaluation Harness asks for
-    for path in ("/nowhere", "/"):
-        status, _, body = routed.ask(path)
-        assert status == 404 and path in json.loads(body)["error"]["message"]
+    status, _, body = routed.ask("/nowhere")
+    assert status == 404 and "/nowhere" in json.loads(body)["error"]["message"]
     assert routed.ask("/v1/nowhere")[0] == 404 and routed.ask("/v1/completions")[0] == 405
 
 
@@ -77,6 +76,23 @@ def test_anthropics_client(pair):
         with pytest.raises(anthropic.NotFoundError, match="the model 'other' is not here; here is fake") as info:
             client.messages.create(max_tokens=9, **{**ask, "model": "other"})
         assert info.value.type == "not_found_error" and info.value.request_id == info.value.body["request_id"]
+
+
+def test_ollamas_client(pair):
+    ollama = pytest.importorskip("ollama", reason="needs ollama, of the extra test")
+    routed, _ = pair
+    client = ollama.Client(routed.address)
+    assert [model.model for model in client.list().models] == ["fake:latest"] == [m.name for m in client.ps().models]
+    stream = client.chat("Fake:latest", USER, stream=True)
+    assert "".join(part.message.content for part in stream) == "the quick brown fox"
+    assert client.generate("fake", "hi").response == "the quick brown fox" and client.show("fake").modelinfo
+    with pytest.raises(ollama.ResponseError, match="model 'other' not found; here is fake") as info:
+        client.chat("other", USER)
+    assert info.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="temperature=-1"):
+        client.chat("fake", USER, options={"temperature": -1})
+    assert routed.ask("/", method="HEAD")[0] == routed.ask("/")[0] == 200  # which `ollama` asks first
+    assert json.loads(routed.ask("/api/nowhere")[2])["error"]
 
 
 def test_a_conversation_stays_where_its_beginning_is(pair):

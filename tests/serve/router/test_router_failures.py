@@ -118,6 +118,12 @@ def test_an_answer_that_breaks_off():
             event = event[:20]
         if path == "/v1/embeddings":
             writer.write(whole(200, b'{"data": [1, 2, 3]}')[:-3])
+        elif path == "/api/chat":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n")
+            for part in (b" ", b'{"done": false}\n', b" "):
+                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+                await writer.drain()
+                await asyncio.sleep(0.01)
         else:
             await cut_after_head(head, body, writer)
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
@@ -136,8 +142,10 @@ def test_an_answer_that_breaks_off():
             assert json.loads(last)["error"] == {"type": "api_error", "message": "the replica was lost; ask again"}
             with pytest.raises(openai.APIConnectionError):
                 client.embeddings.create(model="fake", input="a")
+        lines = routed.ask("/api/chat", {})[2].splitlines()
+        assert [json.loads(line) for line in lines] == [{"done": False}, {"error": "the replica was lost; ask again"}]
         found = metrics_of(routed)
-        assert sum(value for (name, *_), value in found.items() if name == "broken_total") == 5
+        assert sum(value for (name, *_), value in found.items() if name == "broken_total") == 6
         assert sum(value for (name, *_), value in found.items() if name == "retries_total") == 0
 
 
