@@ -11,6 +11,7 @@ from engines import TOKENIZER
 from shardlm.errors import ShardlmError
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.outputs import CompletionOutput, EngineError, RequestOutput, Stats
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.sampling_params import SamplingParams
 
 WAIT = 60  # seconds after which what should end hangs
@@ -20,7 +21,7 @@ MANY = 1000  # steps, of which no test takes so many
 class Engine:
     """A token for each request and step; a step takes one of `may_go`, and before says so by one of `waits`."""
 
-    tokenizer, max_model_len, runner = TOKENIZER, 64, None
+    tokenizer, max_model_len, runner, stop_ids, pooling = TOKENIZER, 64, None, (), Pooling(4)
 
     def __init__(self):
         self.may_go, self.waits, self.error = threading.Semaphore(0), threading.Semaphore(0), None
