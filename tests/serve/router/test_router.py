@@ -47,8 +47,8 @@ def test_openais_client(pair):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "the quick brown fox"
         assert client.completions.create(model="fake", prompt="a", max_tokens=2).choices[0].text == "the quick"
         assert client.responses.create(model="fake", input="hi").output_text == "the quick brown fox"
-        embedded = client.embeddings.create(model="fake", input=["the lazy dog"]).data[0].embedding
-        assert list(embedded) == pytest.approx([0.6, 0, -0.8, 0])
+        vector = client.embeddings.create(model="fake", input=["the lazy dog"]).data[0].embedding
+        assert list(vector) == pytest.approx([0.6, 0, -0.8, 0])
         with pytest.raises(openai.BadRequestError, match="temperature=-1") as info:
             client.chat.completions.create(model="fake", messages=USER, temperature=-1)
         assert info.value.param == "temperature"
