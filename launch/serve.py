@@ -193,9 +193,9 @@ def serve_model(processes: int, held: socket.socket | None) -> int:
     folder = describe(_MODEL.value).folder
     template = ChatTemplate.find(folder)
     sampling = recommended(read_generation(folder)) if _GENERATION_CONFIG.value == "auto" else {}
-    engine, opened = build(_MODEL.value, config, compiling())
+    engine, _ = build(_MODEL.value, config, compiling())
     print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
-    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template, options=opened.options)
+    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template)
     serve(llm, sampling, held)
     return 0
 

@@ -95,6 +95,7 @@ class Found:
     folder    tokenizer and templates are here
     run       its files, where it is a run of shardlm
     adapters  their folder, where it is adapters of PEFT
+    beside    tensors of a checkpoint that are no decoder's, and left alone: its classifier's
     """
 
     source: Any
@@ -102,6 +103,7 @@ class Found:
     folder: pathlib.Path
     run: RunFiles | None = None
     adapters: pathlib.Path | None = None
+    beside: frozenset[str] = frozenset()
 
     @property
     def longest(self) -> int:
@@ -126,10 +128,13 @@ def _stretched(source: Pretrained) -> bool:
     return any(a.rope and a.rope.kind in STRETCHED for a in source.transformer().attention_kinds)
 
 
-def describe(path: str | os.PathLike, length: int = 0, base: Any = None) -> Found:
+def describe(path: str | os.PathLike | Found, length: int = 0, base: Any = None) -> Found:
     """What a path names: a Hugging Face folder or name, adapters of PEFT with the checkpoint that they stand on, or a
-    run or one of its checkpoints. `length` as in `load`; `base`: of adapters of PEFT, what they stand on where the
-    folder that they name is not here. Raises ShardlmError where it is none of them."""
+    run or one of its checkpoints; or a checkpoint that was found, for another length. `length` as in `load`; `base`: of
+    adapters of PEFT, what they stand on where the folder that they name is not here. Raises ShardlmError where it is
+    none of them."""
+    if isinstance(path, Found):
+        return dataclasses.replace(path, source=dataclasses.replace(path.source, length=length))
     folder = find(path)
     if is_hf(folder):
         return Found(Pretrained(str(folder), length).pinned(), LoraConfig(), folder)
@@ -152,7 +157,7 @@ def rank_of(path: str | os.PathLike) -> int:
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Found,
     *,
     mesh: MeshSpec | None = None,
     rules: Preset = "zero3",
@@ -192,7 +197,7 @@ def load(
 
 
 def prepare(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Found,
     *,
     mesh: MeshSpec | None = None,
     rules: Preset = "zero3",
@@ -354,7 +359,9 @@ def is_run(folder: pathlib.Path) -> bool:
 
 def _from_folder(found: Found, model: ModelDef, shapes: Any) -> Any:
     with bytes_bar("reading weights", jax.process_index() == 0) as progress:
-        return weights.load(model, Folder.open(found.source.folder), shapes, progress)
+        folder = Folder.open(found.source.folder)
+        own = {name: stored for name, stored in folder.tensors.items() if name not in found.beside}
+        return weights.load(model, dataclasses.replace(folder, tensors=own), shapes, progress)
 
 
 def _published(found: Found, mesh: Mesh) -> str:

@@ -106,6 +106,10 @@ class Tokenizer:
         # The library's `encode` holds Python's lock, and a server's event loop with it: 52 s for 30 MB.
         return _encoded(self._backend, [text], True)[0].ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, one behind the other, with what the tokenizer puts around such."""
+        return self._backend.encode(first, second).ids
+
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
         """`encode` of many texts, on all cores unless TOKENIZERS_PARALLELISM=false."""
         backend = self._backend if parse_special else self._plain

@@ -12,7 +12,6 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,24 +67,16 @@ class AsyncLLM:
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
         template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs
-        engine, opened = build(model, config)
-        return cls(engine, model_name=str(model), template=template, options=opened.options)
+        engine, _ = build(model, config)
+        return cls(engine, model_name=str(model), template=template)
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        model_name: str,
-        template: ChatTemplate | None,
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ):
-        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it.
-        `options`: config.json of the checkpoint, which says what its vectors are good for (pooling.py)."""
+    def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
+        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
         self._engine = engine
         engine.keep_pace()
         self.model_name, self.template = model_name, template
         self.max_model_len = engine.max_model_len
-        self.pooling = Pooling.of(engine.runner.model.config.embed_dim, options)
+        self.pooling: Pooling = engine.pooling
         self.tokenizer: Tokenizer = engine.tokenizer
         self.stop_ids = engine.stop_ids
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()

@@ -25,6 +25,7 @@ from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable
 from shardlm.serve.adapters import check, ready, refuse_own, with_room
 from shardlm.serve.alike import asked
+from shardlm.serve.classifier_files import apart
 from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
@@ -38,6 +39,7 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
 from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner
@@ -64,7 +66,8 @@ def build(
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
     submeshes(config.mesh)  # says where devices are too few
     room = config.room
-    found, mesh = describe(path), of_replica(config.mesh)
+    mesh = of_replica(config.mesh)
+    found, classifier = apart(describe(path))
     longest = found.longest
     length = config.max_model_len or longest
     if longest and length > longest:
@@ -88,10 +91,13 @@ def build(
     draft = open_draft_model(speculative, shape, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     cache = functools.partial(check_cache, config=config, length=length)
-    opened = load(path, mesh=mesh, decoding=True, length=length, check=cache, **options)
+    opened = load(found if classifier else path, mesh=mesh, decoding=True, length=length, check=cache, **options)
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
+    pooling = Pooling.of(shape.embed_dim, opened.options, classifier)
+    for one in (engine, *(engine.engines if isinstance(engine, EngineGroup) else ())):
+        one.pooling = pooling
     for name, adapter in config.lora_modules.items():
         engine.load_adapter(name, str(adapter), ready(adapter, engine))
     if jax.process_count() > 1:

@@ -21,6 +21,7 @@ from shardlm.serve.adapters import Ready, load
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, RequestTimes, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
+from shardlm.serve.pooling import Pooling
 from shardlm.serve.probe import probe
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
@@ -52,6 +53,7 @@ class Engine:
         """`adapters`: those of all replicas."""
         self.adapters = adapters or AdapterTable(Room())
         self.runner, self.scheduler, self.tokenizer, self.stop_ids = runner, scheduler, tokenizer, tuple(stop_ids)
+        self.pooling = Pooling(runner.model.config.embed_dim)
         self._vocab = runner.model.config.vocab_size
         self._forms = FormCompiler(tokenizer, self._vocab, self.stop_ids)
         self._groups: dict[str, Group] = {}
@@ -96,6 +98,8 @@ class Engine:
         for what cannot be served; nothing is added then. Raises EngineError where the engine ended."""
         if self.ended is not None:
             raise self.ended
+        if not embed:
+            self.pooling.check_writes()
         check_prompt(prompt, self._vocab)
         params.check_vocabulary(self._vocab)
         if id in self._groups:

@@ -30,7 +30,6 @@ from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
 from shardlm.serve.other_names import CALLS, METHODS, refuse
 from shardlm.serve.outputs import EngineError, RequestOutput, whole
-from shardlm.serve.pooling import Pooling
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
@@ -73,8 +72,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
-        self.engine, opened = build(model, config)
-        self._pooling = Pooling.of(self.engine.runner.model.config.embed_dim, opened.options)
+        self.engine, _ = build(model, config)
         self._ids = itertools.count()
         self._turn = threading.Lock()
         self._interrupted = False
@@ -203,9 +201,17 @@ class LLM:
     ) -> list[list[float]]:
         """A vector for each prompt, what the model makes of its last token: of length 1 unless `normalize` is False,
         and its first `dimensions` alone where the model was trained for them (pooling.py). Raises as `score`."""
-        self._pooling.check(dimensions)
+        pooling = self.engine.pooling
+        pooling.check(dimensions)
         outputs = self.generate(prompts, SamplingParams(max_tokens=0), lora_request=lora_request, _embed=True)
-        return [self._pooling.vector(output.hidden, dimensions, normalize) for output in whole(outputs)]
+        return [pooling.vector(output.hidden, dimensions, normalize) for output in whole(outputs)]
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool = True) -> list[list[float]]:
+        """Of each prompt the probabilities of the classes of a model that classifies, or with use_activation=False
+        their logits. Raises as `score`, and ShardlmError for a model without a head for that."""
+        classifier = self.engine.pooling.need_classifier()
+        outputs = self.generate(prompts, SamplingParams(max_tokens=0), _embed=True)
+        return [classifier.classes(output.hidden, use_activation) for output in whole(outputs)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""

@@ -80,8 +80,7 @@ CALLS = {
 # Of the class LLM, which has no such attributes.
 METHODS = {
     "encode": "embed gives a vector for each prompt",
-    "classify": "heads that classify are not here",
-    "reward": "heads that classify are not here",
+    "reward": "classify(prompts, use_activation=False) has the numbers of a head that a checkpoint has as score.weight",
     "llm_engine": "it is called engine",
     "get_metrics": "engine.stats() counts, and each RequestOutput has metrics, its times",
     "collective_rpc": "the model's parameters are engine.runner.params; update_weights gives it others",

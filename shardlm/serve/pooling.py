@@ -9,26 +9,46 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.classifier import Classifier
 
 IS, SIZES = "is_matryoshka", "matryoshka_dimensions"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """width: numbers of a vector. cuts: the sizes that it may be cut to; (): any; None: none is known to do."""
+    """width: numbers of a vector. cuts: the sizes that it may be cut to; (): any; None: none is known to do.
+    classifier: what makes classes of it, in models that classify and write nothing."""
 
     width: int
     cuts: tuple[int, ...] | None = None
+    classifier: Classifier | None = None
 
     @classmethod
-    def of(cls, width: int, options: Mapping[str, Any]) -> "Pooling":
+    def of(cls, width: int, options: Mapping[str, Any], classifier: Classifier | None = None) -> "Pooling":
         """Of a model with this config.json. Raises ShardlmError for sizes that are none."""
         sizes = options.get(SIZES)
         if sizes is None:
-            return cls(width, () if options.get(IS) else None)
+            return cls(width, () if options.get(IS) else None, classifier)
         if not isinstance(sizes, list) or not all(type(size) is int and 0 < size <= width for size in sizes):
             raise ShardlmError(f"config.json has {SIZES}={sizes!r}; they are sizes from 1 to the model's {width}")
-        return cls(width, tuple(sizes))
+        return cls(width, tuple(sizes), classifier)
+
+    def need_classifier(self) -> Classifier:
+        """Raises ShardlmError for a model without."""
+        if self.classifier is None:
+            raise ShardlmError(
+                "this model has no head that classifies; serve a checkpoint with score.weight "
+                "(...ForSequenceClassification), or one whose config.json has classifier_from_token"
+            )
+        return self.classifier
+
+    def check_writes(self) -> None:
+        """Raises ShardlmError for a model that classifies."""
+        if self.classifier is not None:
+            raise ShardlmError(
+                "this model classifies texts and writes none: ask LLM.classify or embed, or over HTTP /classify, "
+                "/score, /rerank, /pooling or /v1/embeddings"
+            )
 
     def check(self, dimensions: int | None) -> None:
         """Raises ShardlmError for a size that vectors cannot be cut to. The one that they have can always be asked

@@ -61,6 +61,7 @@ class EngineGroup:
         first = self.engines[0]
         self.scheduler, self.adapters = first.scheduler, first.adapters
         self.tokenizer, self.stop_ids, self.max_model_len = first.tokenizer, first.stop_ids, first.max_model_len
+        self.pooling = first.pooling
         self._places: dict[str, _Place] = {}
         self._weights = [0] * len(self.engines)
         self._out: dict[int, _Out] = {}
@@ -74,10 +75,6 @@ class EngineGroup:
     def runner(self) -> Runner:
         """Of one of them: `update_weights` takes the form of its parameters."""
         return self.engines[(self._up or [0])[0]].runner
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self.engines[0].stop_ids
 
     @property
     def has_unfinished(self) -> bool:

@@ -62,6 +62,7 @@ ASKED = {
     "n": (1, 2),
     "embed": (False, True),
     "new_weights": (False, True),
+    "reset": (False, True),  # of the prefix cache, while requests run
 }
 # Two that begin alike get in together and grow, so that one loses its pages: more than pairs have to meet for that.
 CROWDED = {name: values[0] for name, values in (HELD | ASKED).items()} | {"few_pages": True}
@@ -249,7 +250,11 @@ def test_every_pair_of_features_gives_what_the_oracle_says(small_snapshots):
                 of["first"] = of["again"] = adapted.of(new)
             engine.add("first", PROMPT, params, embed=case["embed"], **has)
             engine.add("beside", BESIDE, greedy)
-            done = run(engine)
+            done = {}
+            if case["reset"]:
+                done = {output.request_id: output for _ in range(3) for output in engine.step() if output.finished}
+                assert engine.reset_prefix_cache(reset_running_requests=True)
+            done |= run(engine)
             before = engine.stats().prefix_hits
             engine.add("again", PROMPT, params, embed=case["embed"], **has)
             done |= run(engine)

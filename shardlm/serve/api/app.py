@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shardlm.serve.api import metrics
 from shardlm.serve.api.adapters import load_adapter, unload_adapter
 from shardlm.serve.api.chat import chat
+from shardlm.serve.api.classify import classify, pooling
 from shardlm.serve.api.completions import completions
 from shardlm.serve.api.embeddings import embeddings
 from shardlm.serve.api.endpoint import Endpoint
@@ -25,12 +26,14 @@ from shardlm.serve.api.page import POLICY, page
 from shardlm.serve.api.prefix_cache import reset_prefix_cache
 from shardlm.serve.api.protocol import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     LoadAdapterRequest,
     MessagesRequest,
+    PoolingRequest,
     RerankRequest,
     ResetPrefixCache,
     ResponsesRequest,
@@ -54,6 +57,8 @@ POSTS = {
     "/v1/messages": (MessagesRequest, messages),
     "/v1/messages/count_tokens": (CountTokensRequest, count_tokens),
     "/v1/embeddings": (EmbeddingsRequest, embeddings),
+    "/pooling": (PoolingRequest, pooling),
+    "/classify": (ClassifyRequest, classify),
     **dict.fromkeys(("/score", "/v1/score"), (ScoreRequest, score)),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankRequest, rerank)),
     "/tokenize": (TokenizeRequest, tokenize),

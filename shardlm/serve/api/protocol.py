@@ -212,6 +212,19 @@ class EmbeddingsRequest(PooledRequest, kw_only=True):
     normalize: bool | None = None
 
 
+class ClassifyRequest(PooledRequest, kw_only=True):
+    """use_activation, or activation as vLLM called it: false gives logits."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+class PoolingRequest(EmbeddingsRequest, kw_only=True):
+    """task: embed or classify; without it what the model is made for."""
+
+    task: str | None = None
+
+
 class ScoreRequest(Common, kw_only=True):
     """vLLM's, under each of the names that it has had: one text is compared with every other, or each with its own."""
 
@@ -222,6 +235,7 @@ class ScoreRequest(Common, kw_only=True):
     data_1: str | list[str] | None = None
     data_2: str | list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
 
 
 class RerankRequest(Common, kw_only=True):
@@ -232,6 +246,7 @@ class RerankRequest(Common, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
 
 
 class TokenizeRequest(Common, kw_only=True):

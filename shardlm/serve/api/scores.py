@@ -1,5 +1,5 @@
-"""/score and /rerank: how alike texts are, which is the cosine of their embeddings, as vLLM has it of models that
-embed. Models that read both texts at once to judge them are not served here."""
+"""/score and /rerank: how alike texts are, as vLLM has it: the cosine of their embeddings or, of models that classify
+by one number, what they say of both texts, one behind the other."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,8 +21,7 @@ async def score(call: Call, request: ScoreRequest) -> dict[str, Any]:
             f"{first} has {len(left)} texts and {second} {len(right)}; give one for all of {second}, or one for each",
             param=first,
         )
-    vectors, total = await vectors_of(call, [*left, *right], request.truncate_prompt_tokens)
-    scores = await asyncio.to_thread(_cosines, vectors[: len(left)], vectors[len(left) :])
+    scores, total = await _scores(call, left, right, request)
     data = [{"index": i, "object": "score", "score": found} for i, found in enumerate(scores)]
     about = {"id": f"score-{call.id}", "object": "list", "created": call.created}
     return {**about, "model": request.model or call.service.names[0], "data": data, "usage": _usage(total)}
@@ -34,14 +33,31 @@ async def rerank(call: Call, request: RerankRequest) -> dict[str, Any]:
     if request.top_n is not None and request.top_n < 0:
         raise ApiError(f"top_n={request.top_n} must be at least 0 (0: all documents)", param="top_n")
     query = _filled([request.query], "query")
-    vectors, total = await vectors_of(call, [*query, *texts], request.truncate_prompt_tokens)
-    scores = await asyncio.to_thread(_cosines, vectors[:1], vectors[1:])
+    scores, total = await _scores(call, query, texts, request)
     order = sorted(range(len(texts)), key=lambda i: -scores[i])[: request.top_n or None]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
     if request.return_documents is not False:
         results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
     about = {"id": f"rerank-{call.id}", "model": request.model or call.service.names[0]}
     return {**about, "usage": _usage(total), "results": results}
+
+
+async def _scores(
+    call: Call, left: Sequence[str], right: Sequence[str], request: ScoreRequest | RerankRequest
+) -> tuple[list[float], int]:
+    """(one of each pair, tokens of all that was read); `left` has one text for all, or one for each."""
+    classifier, truncate = call.service.llm.pooling.classifier, request.truncate_prompt_tokens
+    if classifier is None:
+        vectors, total = await vectors_of(call, [*left, *right], truncate)
+        return await asyncio.to_thread(_cosines, vectors[: len(left)], vectors[len(left) :]), total
+    if len(classifier.labels) != 1:
+        count = len(classifier.labels)
+        raise ApiError(f"this model tells {count} classes of a text, and a score is one number; ask /classify")
+    encode = call.service.llm.tokenizer.encode_pair
+    pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
+    ids = [await asyncio.to_thread(encode, *pair) for pair in pairs]
+    vectors, total = await vectors_of(call, ids, truncate)
+    return [classifier.classes(vector, request.use_activation is not False)[0] for vector in vectors], total
 
 
 def _given(request: ScoreRequest, *names: str) -> tuple[Sequence[str], str]:

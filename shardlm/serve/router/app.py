@@ -24,7 +24,10 @@ from shardlm.serve.router.settings import RouterSettings
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _ADMIN = ("/admin/replicas", "/admin/drain", "/admin/undrain")
 # Beside /v1/...
-_OF_REPLICAS = ("/invocations", "/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info")
+_OF_REPLICAS = (
+    *("/invocations", "/score", "/rerank", "/v2/rerank", "/pooling", "/classify"),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
+)
 # Without a client's key; an administrator's is another.
 OPEN = ("/", "/health", "/ping", "/ready", "/version", "/metrics", *_ADMIN)
 

@@ -11,6 +11,7 @@ from fake_llm import FakeLLM, tokenizer
 from pytest import approx
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.classifier import Classifier
 from shardlm.serve.outputs import CompletionOutput
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -181,6 +182,22 @@ def test_scores_and_ranks_are_cosines_of_embeddings():
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n=-1 must be at least 0"),
     ):
         assert message in error(client.post(path, wrong), 400)["message"]
+
+
+def test_scores_of_a_model_that_reads_both_texts():
+    head = Classifier(np.array([[1, 0, 0, 0]], np.float32), np.zeros(1, np.float32), ("LABEL_0",), "sigmoid")
+    client = Client(FakeLLM(pooling=Pooling(4, None, head)))
+    body = client.post("/score", {"queries": "the", "documents": ["lazy dog", "fox"]}).json()
+    assert [text for text, *_ in client.llm.pooled] == ["thelazy dog", "thefox"]
+    counts = [len(tokenizer().encode(text)) for text in ("the", "lazy dog", "fox")]
+    sizes = [counts[0] + n for n in counts[1:]]
+    assert [one["score"] for one in body["data"]] == approx([1 / (1 + np.exp(-3 * n)) for n in sizes])
+    assert body["usage"]["prompt_tokens"] == sum(sizes)
+    raw = {"query": "the", "documents": ["lazy dog", "fox"], "use_activation": False}
+    ranked = client.post("/rerank", raw).json()["results"]
+    assert sorted(one["relevance_score"] for one in ranked) == sorted(3.0 * n for n in sizes)
+    assert error(Client().post("/classify", {"input": "a"}), 400)["message"].startswith("this model has no head")
+    assert Client().post("/pooling", {"input": "a"}).json()["data"][0]["data"] == approx([0.6, 0, -0.8, 0])
 
 
 def test_embeddings():
