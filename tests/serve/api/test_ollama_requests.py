@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from client import Client
 from fake_llm import FakeLLM
 
 from shardlm.serve.api.ollama.names import known_as, tagged
+from shardlm.serve.classifier import Classifier
+from shardlm.serve.pooling import Pooling
 
 USER = [{"role": "user", "content": "hi"}]
 TEXT = "the quick brown fox"
@@ -26,6 +29,19 @@ def test_a_model_without_a_template_goes_on():
     ):
         response = made.post(f"/api/{path}", {**ask, **wish})
         assert response.status_code == 400 and words in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("template", "pooling", "told"),
+    [
+        ("qwen3", Pooling(4), ["completion", "tools", "thinking"]),
+        ("", Pooling(4), ["completion"]),
+        ("", Pooling(4, classifier=Classifier(np.ones((1, 4)), np.zeros(1), ("yes",), "sigmoid")), ["embedding"]),
+    ],
+)
+def test_what_a_model_can_do(template, pooling, told):
+    made = Client(FakeLLM(template_name=template, pooling=pooling))
+    assert made.post("/api/show", {"name": "fake"}).json()["capabilities"] == told
 
 
 def test_names_as_ollama_matches_them():

@@ -119,6 +119,9 @@ def test_beginnings_of_requests():
     assert of(prompt=list(range(500))).blocks[:3] == of(prompt=[[*range(500), 7]]).blocks[:3] != ()
     assert of(instructions=text, input="x").blocks == of(instructions=text, input=[first[1]]).blocks[:3]
     assert len(of(prompt="a" * 10**6).blocks) == MOST_BLOCKS
+    # Ollama's conversations in tokens.
+    so_far = of(context=[*range(500)], prompt=text).blocks
+    assert of(context=[*range(600)], prompt="b").blocks[:7] == so_far[:7] != of(prompt=text).blocks[:7]
 
 
 def test_beginnings_of_anthropics_requests():
@@ -141,5 +144,5 @@ def test_bodies_that_make_no_sense_have_no_beginning():
     for body in (b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 10**5):
         assert hints(body) == hints(b"{}")
     for wrong in (5, [None], [["x"], 5], {"a": 1}, [[[[]]]]):
-        for field in ("prompt", "messages", "input", "instructions", "tools", "system"):
+        for field in ("prompt", "messages", "input", "instructions", "tools", "system", "context"):
             assert of(**{field: wrong, "model": wrong}).model is None

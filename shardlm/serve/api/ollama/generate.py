@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.api import conversation
 from shardlm.serve.api.endpoint import Events
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.ollama import options
@@ -68,12 +69,13 @@ async def _plain(
 ) -> tuple[Asked, AsyncIterator[RequestOutput]]:
     """As /v1/completions has it: what is written is the reply, thoughts and calls too."""
     options.thinking(call.service, request)  # refused where there are none
-    llm, asked = call.service.llm, CompletionRequest(prompt=request.prompt, **wishes)
-    limits = {"max_tokens": asked.max_tokens, "logprobs": top}
-    params = sampling_params(asked, llm.max_model_len, call.service.settings.sampling, **limits)
+    llm, wish = call.service.llm, CompletionRequest(prompt=request.prompt, **wishes)
+    limits = {"max_tokens": wish.max_tokens, "logprobs": top}
+    params = sampling_params(wish, llm.max_model_len, call.service.settings.sampling, **limits)
     prompt: str | list[int] = request.prompt
     if request.context:
-        prompt = [*request.context, *llm.tokenizer.encode(request.prompt)]
+        encode, truncates = llm.tokenizer.encode, bool(request.truncate)
+        prompt = [*request.context, *await conversation.tokens(call.service, request.prompt, encode, truncates)]
     replies = await call.replies([prompt], params)
     asked = Asked(Tools(), None, llm.tokenizer, params.skip_special_tokens, request.prompt)
     return asked, (output async for _, output in replies)

@@ -64,7 +64,7 @@ async def show(call: Call, request: OllamaShowRequest) -> Json:
         "template": template,
         "details": _details(service, request.model, facts),
         "model_info": _info(facts, service.llm.max_model_len),
-        "capabilities": ["completion", *_abilities(service, template)],
+        "capabilities": _abilities(service, template),
         "modified_at": _time(service.created),
     }
 
@@ -133,8 +133,10 @@ def _info(facts: ModelFacts, max_model_len: int) -> dict[str, Any]:
 
 
 def _abilities(service: Service, template: str) -> list[str]:
+    if service.llm.pooling.classifier is not None:  # which writes nothing
+        return ["embedding"]
     tools = service.llm.template is not None and ("tools" in template or bool(service.llm.template.tool_source))
-    return ["tools"] * tools + ["thinking"] * (service.reasoning is not None)
+    return ["completion"] + ["tools"] * tools + ["thinking"] * (service.reasoning is not None)
 
 
 def _parameters(service: Service) -> str:
