@@ -216,7 +216,6 @@ PICKED = {  # what chance left out
     "groups-none": _summed({"fsdp": 2}, 2, "none"),
     "groups-deep-none": _summed({"fsdp": 2}, 2, "none", layers=16),
     "groups-experts": _summed({"fsdp": 2}, 2, **_GRANITE_EXPERTS),
-    "groups-experts-tensor": _summed({"expert": 2, "tensor": 2}, 2, **_GRANITE_EXPERTS),
     "groups-experts-deep": _summed({"expert": 2, "fsdp": 2}, 4, layers=16, **_GRANITE_EXPERTS),
     "summed-fsdp": _summed({"fsdp": 2}, 2, pattern=2 * DENSE),
     "summed-tensor": _summed({"fsdp": 2, "tensor": 2}, 4, pattern=2 * DENSE),
