@@ -17,7 +17,8 @@ The convention, for one training step (a multiply and an add are two FLOPs):
 - Linear attention by the gated delta rule (ops/gated_delta.py): for each token a head's state [qk_dim, v_dim] is read
   by the key, changed by key and new value, and read by the query: ``3 x 2 x heads x qk_dim x v_dim`` forward a layer,
   and three times that with the backward, however long the text is. That is the rule as it is written for one token;
-  what chunks of tokens multiply besides is how it is executed, and the convolution before it is elementwise.
+  what chunks of tokens multiply besides is how it is executed, and the convolution before it is elementwise. Mamba 2
+  (ops/summed_states.py) does not read by the key: two products.
 - Padding tokens are not counted. Recomputation (rematerialisation, flash attention's second q . k) is not
   counted: the ratio to the peak is model FLOP utilisation (MFU), not hardware FLOP utilisation (HFU).
 
@@ -45,9 +46,10 @@ def attention_width(heads: int, qk_dim: int, v_dim: int | None = None) -> int:
     return heads * (qk_dim + (qk_dim if v_dim is None else v_dim))
 
 
-def memory_width(heads: int, qk_dim: int, v_dim: int) -> int:
-    """Multiply-adds of one layer of linear attention for one token: of `heads` heads of values."""
-    return 3 * heads * qk_dim * v_dim
+def memory_width(heads: int, qk_dim: int, v_dim: int, takes_back: bool = True) -> int:
+    """Multiply-adds of one layer of linear attention for one token: of `heads` heads of values. `takes_back`: the delta
+    rule, not Mamba 2."""
+    return (3 if takes_back else 2) * heads * qk_dim * v_dim
 
 
 def forward_flops(matmul_params: int, tokens: float, attention_macs: float = 0) -> float:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardlm.flops import memory_width
 from shardlm.layers.attention import kv_heads_name
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig, log_uniform
 from shardlm.layers.param import Execution, Params, constant, drawn, gathered, in_use, normal, project
@@ -48,6 +49,10 @@ class MambaConfig(DeltaNetConfig):
         """Weights of the projections, each used once for a token."""
         of_keys, of_values = self.num_kv_heads * self.head_dim, self.num_heads * self.value_dim
         return embed_dim * (2 * of_keys + 3 * of_values + self.num_heads)
+
+    def macs_per_token(self) -> int:
+        """Of the states (flops.py)."""
+        return memory_width(self.num_heads, self.head_dim, self.value_dim, takes_back=False)
 
 
 class Mamba(DeltaNet):

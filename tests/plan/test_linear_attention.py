@@ -58,6 +58,7 @@ def test_model_flops_by_hand():
     assert once == 3 * 32 * 128 * 128
     assert shape.attention_macs(0, 1000) == 24 * 1000 * once
     assert shape.attention_macs(500, 0) == 500 * shape.attention_width() == 500 * 8 * 16 * 2 * 256
+    assert MambaConfig(128, 8, 128, 64, 4).macs_per_token() == 2 * 128 * 128 * 64  # which reads by the query alone
 
 
 @pytest.mark.parametrize("kind", ["by head", "by channel", "takes nothing back"])
