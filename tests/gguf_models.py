@@ -103,6 +103,8 @@ def converted(
             continue
         if arch in PERMUTED and (part := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
             a = permuted(a, heads if part[1] == "q" else keys)
+        if "conv.conv" in name:  # LFM2's
+            a = a.squeeze(1)
         if arch in LINEAR:
             name, a = _of_memory(name, a, config, tiled=arch != "qwen3next")
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -116,6 +118,8 @@ def converted(
         where = name
         if arch == "llama":
             where = re.sub(r"model\.layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", name)
+        if arch == "lfm2moe":
+            where = name.removeprefix("model.")
         yield _mapped(names, f"{where}.weight"), stacked
 
 
@@ -155,6 +159,8 @@ def permuted(a: np.ndarray, heads: int) -> np.ndarray:
 def _mapped(names: Any, name: str) -> str:
     if name.startswith(("rope_", "blk.")):
         return name
+    if name.endswith(".expert_bias"):
+        name += ".bias"
     found = names.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
     assert found, name
     return found
@@ -229,6 +235,7 @@ AS_TOLD: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": ["sliding_attention"] * 3},
     "starcoder2": {"sliding_window": None},
     "dots1": {"sliding_window": None, "layer_types": None},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
 }
 DENSE = {"qwen2_moe": (0, 1), "qwen3_next": (1, 0)}
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "hunyuan_v1_dense": "hunyuan-dense",
     "olmo3": "olmo2",
+    "lfm2_moe": "lfm2moe",
 }
 LINEAR = ("qwen3next", "qwen35", "qwen35moe")
 WINDOWED = ("olmo2", "exaone4", "cohere2")
@@ -48,7 +49,7 @@ def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         "attention.head_count_kv": 1 if latent else get("num_key_value_heads"),
         "rope.freq_base": None if arch in ("gemma", "gemma2", "gpt2") else of_all.get("rope_theta"),
         "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
-        "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": get("rms_norm_eps") or get("norm_eps"),
         "attention.layer_norm_epsilon": get("layer_norm_eps") or get("layer_norm_epsilon") or get("norm_epsilon"),
         "expert_count": experts,
         "expert_used_count": get("num_experts_per_tok"),
@@ -156,10 +157,27 @@ def _of_experts(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -
             "expert_shared_count": config["moe_num_shared_experts"],
             "expert_shared_feed_forward_length": config["intermediate_size"] // config["num_key_value_heads"],
         }
+    if arch in ("lfm2", "lfm2moe"):
+        found |= _convolving(config)
     if arch == "gpt-oss":
         found["attention.sliding_window"] = config["sliding_window"]
         found["expert_feed_forward_length"] = config["intermediate_size"]
     return found
+
+
+def _convolving(config: Mapping[str, Any]) -> dict[str, Any]:
+    """LFM2Model's and LFM2MoeModel's."""
+    keys = config["num_key_value_heads"]
+    found: dict[str, Any] = {
+        "attention.head_count_kv": [0 if kind == "conv" else keys for kind in config["layer_types"]],
+        "vocab_size": config["vocab_size"],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if config["model_type"] == "lfm2_moe":
+        return found | {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+    width, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    width = -(-int(config["block_ffn_dim_multiplier"] * width) // multiple) * multiple
+    return found | {"feed_forward_length": width}
 
 
 def _linear(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,4 +262,6 @@ READERS: dict[str, Callable[[Told, Gguf], tuple[str, dict[str, Any]]]] = {
     "deepseek": mixtures.deepseek,
     "deepseek2": mixtures.deepseek2,
     "gpt-oss": mixtures.gpt_oss,
+    "lfm2": hybrids.lfm2,
+    "lfm2moe": hybrids.lfm2_moe,
 }

@@ -9,12 +9,16 @@ from shardlm.gguf_files.header import Gguf
 from shardlm.gguf_files.rotation import rotation
 from shardlm.gguf_files.told import Told
 
+KEYS = "attention.head_count_kv"
+
 
 def heads(metadata: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(of queries, of keys and values, size of each)."""
+    """(of queries, of keys and values, size of each). Layers that do not attend have none of keys."""
     told = Told(metadata, metadata["general.architecture"])
+    if of_layers := told.list(KEYS):
+        told.values[KEYS] = [count for count in of_layers if count] or of_layers
     queries = told.count("attention.head_count")
-    keys = told.count("attention.head_count_kv", queries)
+    keys = told.count(KEYS, queries)
     return queries, keys, told.count("attention.key_length", told.count("embedding_length") // queries)
 
 
@@ -28,8 +32,7 @@ def decoder(told: Told, gguf: Gguf, model_type: str, theta: float = 10_000.0, ep
     """What nearly all of them have; `eps` is what config.json calls that of norms, rms_norm_eps or one of layer norms.
     Layers that predict further tokens are not counted."""
     queries, keys, size = heads(gguf.metadata)
-    for name in ("attention.head_count", "attention.head_count_kv", "attention.key_length"):
-        told(name, None)
+    told.asked |= {"attention.head_count", KEYS, "attention.key_length"}
     told.only("attention.value_length", size)
     told.only("attention.causal", True)
     own, other = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"

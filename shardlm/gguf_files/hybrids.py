@@ -1,5 +1,5 @@
-"""config.json of GGUF files whose models have layers of linear attention: Qwen3-Next and Qwen 3.5. Where their tensors
-are is linear_attention.py's."""
+"""config.json of GGUF files whose models have layers that do not attend: linear attention of Qwen3-Next and Qwen 3.5,
+whose tensors are linear_attention.py's, and short convolutions of LFM2."""
 
 from typing import Any
 
@@ -59,3 +59,36 @@ def _kinds(told: Told, layers: int) -> list[str]:
     every, linear = told.count("full_attention_interval", 4), told.list("attention.recurrent_layers")
     linear = linear or [(layer + 1) % every != 0 for layer in range(layers)]
     return ["linear_attention" if each else "full_attention" for each in linear[:layers]]
+
+
+def lfm2(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
+    no_experts(told)
+    return "Lfm2ForCausalLM", _convolving(told, gguf, "lfm2") | {"block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe(told: Told, gguf: Gguf) -> tuple[str, dict[str, Any]]:
+    """Scores are sigmoids, those that are chosen are made to sum to 1, and llama.cpp has no factor."""
+    told.only("expert_gating_func", 2)
+    told.only("expert_weights_norm", True)
+    told.only("expert_weights_scale", 1.0, 0.0)
+    return "Lfm2MoeForCausalLM", _convolving(told, gguf, "lfm2_moe") | {
+        "num_dense_layers": told.count("leading_dense_block_count", 0),
+        "num_experts": told.count("expert_count"),
+        "num_experts_per_tok": told.count("expert_used_count"),
+        "moe_intermediate_size": told.count("expert_feed_forward_length"),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in gguf.tensors),
+        "norm_topk_prob": True,
+    }
+
+
+def _convolving(told: Told, gguf: Gguf, model_type: str) -> dict[str, Any]:
+    """Which layers convolve is told by their tensors."""
+    found = decoder(told, gguf, model_type)
+    del found["hidden_act"], found["head_dim"]
+    convolve = [f"blk.{layer}.shortconv.conv.weight" in gguf.tensors for layer in range(found["num_hidden_layers"])]
+    eps = found.pop("rms_norm_eps")
+    return found | {
+        "norm_eps": eps,
+        "conv_L_cache": told.count("shortconv.l_cache"),
+        "layer_types": ["conv" if each else "full_attention" for each in convolve],
+    }

@@ -50,6 +50,19 @@ _NUMBERED = {"ffn_gate_inp": "block_sparse_moe.gate"} | {
 }
 _GATED_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 _GATED_SHARED |= {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_CONVOLVING = {
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+    **{f"ffn_{part}": f"feed_forward.{theirs}" for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
+_ITS_EXPERTS = {"ffn_gate_inp": "feed_forward.gate"} | {
+    f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{theirs}"
+    for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
 _AFTER = {"post_attention_norm": "post_attention_layernorm"}
 OWN: dict[str, dict[str, str]] = {
     "llama": _NUMBERED,
@@ -91,14 +104,18 @@ OWN: dict[str, dict[str, str]] = {
     "deepseek": EXPERTS | _SHARED,
     "deepseek2": EXPERTS | _SHARED | _LATENT,
     "gpt-oss": _AFTER | {"ffn_gate_inp": "mlp.router"},
+    "lfm2": _CONVOLVING,
+    "lfm2moe": _CONVOLVING | _ITS_EXPERTS,
 }
 WHOLE = {"attn_sinks.weight": "self_attn.sinks"}
 BIASES = {  # of routers
     "minimax-m2": "block_sparse_moe.e_score_correction_bias",
     "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
+    "lfm2moe": "feed_forward.expert_bias",
 }
 # Hugging Face's have one row, and the converter leaves out dimensions of one, in some versions.
 ONE_ROW = ("mlp.moe_statics.e_score_correction_bias", "mlp.shared_expert_gate")
+ONE_CHANNEL = "conv.conv"  # and of convolutions the dimension of one in the middle
 
 
 def places(gguf: Gguf) -> dict[str, Place]:
@@ -172,6 +189,8 @@ def _one(
 
 
 def _as_row(theirs: str, block: Block) -> Block:
+    if theirs == ONE_CHANNEL:
+        return dataclasses.replace(block, shape=(block.shape[0], 1, block.shape[-1]))
     return dataclasses.replace(block, shape=(1, *block.shape[-1:])) if theirs in ONE_ROW else block
 
 
