@@ -9,7 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf_parameters import ARCHITECTURES, LINEAR, PERMUTED, parameters
+from gguf_parameters import ARCHITECTURES, LINEAR, MAMBA, PERMUTED, parameters
 
 from shardlm.gguf_files.config import READERS
 from shardlm.hf_files import Folder, Planned, write_folder
@@ -24,6 +24,8 @@ def convert(folder: pathlib.Path, file: pathlib.Path, kinds: Kinds | str = "F32"
     opened = Folder.open(folder)
     config = dict(opened.config)
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    if architecture == "nemotron_h_moe" and "moe" not in config["layers_block_type"]:
+        architecture = "nemotron_h"
     tensors = {
         name: stored.read(...).astype(np.float32) for name, stored in dequantised(opened.tensors, config).items()
     }
@@ -91,7 +93,7 @@ def converted(
     tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], arch: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """modify_tensors of the architectures."""
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, layers)
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -105,6 +107,8 @@ def converted(
             a = permuted(a, heads if part[1] == "q" else keys)
         if "conv.conv" in name:  # LFM2's
             a = a.squeeze(1)
+        if arch in MAMBA:
+            name, a = _of_mamba(name, a, config)
         if arch in LINEAR:
             name, a = _of_memory(name, a, config, tiled=arch != "qwen3next")
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -120,6 +124,8 @@ def converted(
             where = re.sub(r"model\.layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", name)
         if arch == "lfm2moe":
             where = name.removeprefix("model.")
+        if arch == "nemotron_h_moe":
+            where = re.sub(r"backbone\.layers\.(\d+)\.mixer", r"model.layers.\1.mlp", name)
         yield _mapped(names, f"{where}.weight"), stacked
 
 
@@ -148,6 +154,22 @@ def _of_memory(name: str, a: np.ndarray, config: Mapping[str, Any], tiled: bool)
         a = a.squeeze()
     elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         a = a + 1
+    return name, a
+
+
+def _of_mamba(name: str, a: np.ndarray, config: Mapping[str, Any]) -> tuple[str, np.ndarray]:
+    """Mamba2Model's."""
+    groups = config.get("mamba_n_groups") or config.get("n_groups")
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        a = a.reshape(groups, -1)
+    elif name.endswith(".conv1d.weight"):
+        a = a.squeeze(1)
+    elif name.endswith(".D"):
+        a = a[:, None]
+    elif name.endswith(".A_log"):
+        a = -np.exp(a)[:, None]
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
     return name, a
 
 
@@ -185,6 +207,11 @@ def _split(name: str, a: np.ndarray, config: Mapping[str, Any]) -> Iterator[tupl
         layer = name.split(".")[2]
         for part, half in zip(("gate", "up"), np.split(a, 2, axis=1), strict=True):
             yield f"blk.{layer}.ffn_{part}_exps.weight", half
+    elif "shared_mlp." in name:
+        layer, kind = name.split(".")[2], "_shexp" if config["num_local_experts"] else ""
+        parts = {"gate": a[: len(a) // 2], "up": a[len(a) // 2 :]} if "input_linear" in name else {"down": a}
+        for part, own in parts.items():
+            yield f"blk.{layer}.ffn_{part}{kind}.weight", own
     elif name.endswith("sinks"):
         yield f"{name}.weight", a
     elif ".experts.gate_up_proj" in name:
@@ -236,6 +263,7 @@ AS_TOLD: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "dots1": {"sliding_window": None, "layer_types": None},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "granitemoehybrid_moe": {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
 }
 DENSE = {"qwen2_moe": (0, 1), "qwen3_next": (1, 0)}
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"

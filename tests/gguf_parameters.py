@@ -24,10 +24,13 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "olmo3": "olmo2",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
 }
 LINEAR = ("qwen3next", "qwen35", "qwen35moe")
 WINDOWED = ("olmo2", "exaone4", "cohere2")
-PERMUTED = ("llama", "arcee", "mistral3", "granite", "granitemoe", "smollm3", "deepseek")
+MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+PERMUTED = ("llama", "arcee", "mistral3", "granite", "granitemoe", "smollm3", "deepseek", *MAMBA)
 
 
 def parameters(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
@@ -157,11 +160,55 @@ def _of_experts(config: Mapping[str, Any], arch: str, rope: Mapping[str, Any]) -
             "expert_shared_count": config["moe_num_shared_experts"],
             "expert_shared_feed_forward_length": config["intermediate_size"] // config["num_key_value_heads"],
         }
+    if arch in MAMBA:
+        found |= _granite_hybrid(config) if arch == "granitehybrid" else _nemotron(config)
     if arch in ("lfm2", "lfm2moe"):
         found |= _convolving(config)
     if arch == "gpt-oss":
         found["attention.sliding_window"] = config["sliding_window"]
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    return found
+
+
+def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """GraniteHybridModel's."""
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    return _own(config, "granite", {}) | {
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "attention.head_count_kv": [config["num_key_value_heads"] if each else 0 for each in attends],
+        "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+        "context_length": 1 << 20,
+    }
+
+
+def _nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
+    """NemotronHModel's."""
+    kinds, routed = config["layers_block_type"], "moe" in config["layers_block_type"]
+    width = config["moe_intermediate_size"] if routed else config["intermediate_size"]
+    found: dict[str, Any] = {
+        "block_count": len(kinds),
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": [width * (kind in ("mlp", "moe")) for kind in kinds],
+        "rope.scaling.finetuned": False,
+        "context_length": 1 << 20,
+    }
+    if routed:
+        found |= {
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "moe_latent_size": config["moe_latent_size"],
+        }
     return found
 
 

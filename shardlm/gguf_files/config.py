@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.gguf_files import hybrids, mixtures
+from shardlm.gguf_files import hybrids, mamba, mixtures
 from shardlm.gguf_files.decoder import biases, decoder, no_experts, rows, usual_routing, windows
 from shardlm.gguf_files.header import Gguf
 from shardlm.gguf_files.told import Told
@@ -262,6 +262,9 @@ READERS: dict[str, Callable[[Told, Gguf], tuple[str, dict[str, Any]]]] = {
     "deepseek": mixtures.deepseek,
     "deepseek2": mixtures.deepseek2,
     "gpt-oss": mixtures.gpt_oss,
+    "granitehybrid": mamba.granite_hybrid,
+    "nemotron_h": mamba.nemotron,
+    "nemotron_h_moe": mamba.nemotron,
     "lfm2": hybrids.lfm2,
     "lfm2moe": hybrids.lfm2_moe,
 }

@@ -15,11 +15,16 @@ KEYS = "attention.head_count_kv"
 def heads(metadata: Mapping[str, Any]) -> tuple[int, int, int]:
     """(of queries, of keys and values, size of each). Layers that do not attend have none of keys."""
     told = Told(metadata, metadata["general.architecture"])
-    if of_layers := told.list(KEYS):
-        told.values[KEYS] = [count for count in of_layers if count] or of_layers
+    of_some_layers(told, KEYS)
     queries = told.count("attention.head_count")
     keys = told.count(KEYS, queries)
     return queries, keys, told.count("attention.key_length", told.count("embedding_length") // queries)
+
+
+def of_some_layers(told: Told, name: str) -> None:
+    """Of a list with 0 for the layers that have none of it, the others count."""
+    if of_layers := told.list(name):
+        told.values[name] = [count for count in of_layers if count] or of_layers
 
 
 def rows(gguf: Gguf, name: str) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from shardlm.gguf_files import linear_attention
+from shardlm.gguf_files import linear_attention, mamba
 from shardlm.gguf_files.config import check_architecture
 from shardlm.gguf_files.decoder import heads
 from shardlm.gguf_files.forms import Place, halves
@@ -13,9 +13,20 @@ from shardlm.gguf_files.header import Block, Gguf
 from shardlm.gguf_files.rotation import FREQUENCIES, LONG, SHORT
 
 LAYER = "model.layers."
+LAYERS = {"gpt2": "transformer.h.", **dict.fromkeys(mamba.NEMOTRON, "backbone.layers.")}
 LESS_ONE = ("gemma", *linear_attention.ARCHITECTURES)
 LEFT = (FREQUENCIES, LONG, SHORT)  # the configuration has them
-PERMUTED = ("llama", "arcee", "mistral3", "granite", "granitemoe", "smollm3", "deepseek")
+PERMUTED = (
+    "llama",
+    "arcee",
+    "mistral3",
+    "granite",
+    "granitemoe",
+    "smollm3",
+    "deepseek",
+    *mamba.GRANITE,
+    *mamba.NEMOTRON,
+)
 COMMON = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -50,6 +61,7 @@ _NUMBERED = {"ffn_gate_inp": "block_sparse_moe.gate"} | {
 }
 _GATED_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 _GATED_SHARED |= {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_GRANITE_ROUTER = {"ffn_gate_inp": "block_sparse_moe.router.layer"}
 _CONVOLVING = {
     "token_embd_norm": "model.embedding_norm",
     "attn_norm": "operator_norm",
@@ -73,7 +85,9 @@ OWN: dict[str, dict[str, str]] = {
     "qwen35": _AFTER,
     "qwen35moe": EXPERTS | _GATED_SHARED | _AFTER,
     "olmoe": EXPERTS,
-    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+    "granitemoe": _GRANITE_ROUTER,
+    "granitehybrid": _GRANITE_ROUTER,
+    **dict.fromkeys(mamba.NEMOTRON, mamba.NEMOTRON_NAMES),
     "glm4moe": EXPERTS | _SHARED | _AFTER,
     "dots1": EXPERTS | _SHARED,
     "ernie4_5-moe": EXPERTS | _SHARED,
@@ -112,6 +126,7 @@ BIASES = {  # of routers
     "minimax-m2": "block_sparse_moe.e_score_correction_bias",
     "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
     "lfm2moe": "feed_forward.expert_bias",
+    "nemotron_h_moe": "mixer.gate.e_score_correction_bias",
 }
 # Hugging Face's have one row, and the converter leaves out dimensions of one, in some versions.
 ONE_ROW = ("mlp.moe_statics.e_score_correction_bias", "mlp.shared_expert_gate")
@@ -125,13 +140,15 @@ def places(gguf: Gguf) -> dict[str, Place]:
     names = COMMON | OWN.get(architecture, {})
     found: dict[str, Place] = {}
     for layer, own in _by_layer(_split(gguf, architecture, names)).items():
-        before = "" if layer is None else f"{'transformer.h.' if architecture == 'gpt2' else LAYER}{layer}."
+        before = "" if layer is None else f"{LAYERS.get(architecture, LAYER)}{layer}."
         if architecture == "gpt-oss":
             found |= {before + name: place for name, place in _fused_experts(own)}
-        if architecture == "granitemoe":
+        if architecture in ("granitemoe", *mamba.GRANITE):
             found |= {before + name: place for name, place in _granite_experts(own)}
         if architecture in linear_attention.ARCHITECTURES:
             found |= {before + name: place for name, place in linear_attention.memory(gguf, architecture, own)}
+        if architecture in mamba.ARCHITECTURES:
+            found |= {before + name: place for name, place in mamba.places(architecture, own)}
         if architecture == "deepseek2" and {"attn_k_b.weight", "attn_v_b.weight"} <= own.keys():
             parts = own.pop("attn_k_b.weight"), own.pop("attn_v_b.weight")
             found[f"{before}self_attn.kv_b_proj.weight"] = Place("kv_b", parts)
@@ -245,6 +262,7 @@ def _last_layers(found: dict[str, Place], gguf: Gguf) -> dict[str, Place]:
     if not further:
         return found
     layers = gguf.metadata[f"{architecture}.block_count"]
-    left = tuple(f"{LAYER}{layer}." for layer in range(layers - further, layers))
+    first = LAYERS.get(architecture, LAYER)
+    left = tuple(f"{first}{layer}." for layer in range(layers - further, layers))
     left += tuple(f"blk.{layer}." for layer in range(layers - further, layers))
     return {name: place for name, place in found.items() if not name.startswith(left)}

@@ -3,6 +3,7 @@ architecture, and kinds of blocks against llama.cpp's own package."""
 
 import dataclasses
 import itertools
+import re
 import sys
 
 import few_bits
@@ -20,7 +21,7 @@ from shardlm import opened
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files.forms import Order, Place, halves
 from shardlm.gguf_files.header import BLOCKS, Block
-from shardlm.hf_files import Folder
+from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.hf_quantised.codes import FP4
 from shardlm.hf_quantised.gguf import Blocks, _opened
 from shardlm.hf_quantised.gguf_kinds import KINDS
@@ -73,6 +74,19 @@ def test_an_architecture_is_what_it_was_made_from(name, tmp_path):
         assert found[name].shape == shape and np.allclose(found[name].read(part), whole[part], rtol=0, atol=off), name
         none = (slice(1, 1), *(slice(None),) * (len(shape) - 1))
         assert found[name].read(none).shape == whole[none].shape
+
+
+def test_nemotron_without_experts_is_of_another_name(tmp_path):
+    whole = Folder.open(gguf_models.as_told("nemotron_h", tmp_path / "whole"))
+    kept = {name: stored.read(...) for name, stored in whole.tensors.items() if ".layers.4." not in name}
+    of_experts = re.compile("expert|moe|n_group$|topk|scaling")
+    config = {name: value for name, value in whole.config.items() if not of_experts.search(name)}
+    config["layers_block_type"] = config["layers_block_type"][:4]
+    planned = [Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in kept.items()]
+    write_folder(tmp_path / "dense", planned, config)
+    file = gguf_models.convert(tmp_path / "dense", tmp_path / "dense.gguf")
+    ours, theirs = (opened.describe(path).source.transformer() for path in (file, tmp_path / "dense"))
+    assert ours == theirs and own_tensors(Folder.open(opened.find(file))).keys() == kept.keys()
 
 
 def test_linear_attention_is_where_files_without_a_list_of_layers_have_it(tmp_path):
