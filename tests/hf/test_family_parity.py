@@ -57,14 +57,13 @@ COSTLY = {  # 16 to 46 s of a core
     "kimi_linear",  # decays of each number of a key
 }
 EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
-# And blocks without a feed-forward layer, experts that read a latent.
-WIDE = [(family, LONG) for family in [*sorted(COSTLY), "falcon_h1_norm"]]
+# And blocks without a feed-forward layer, experts that read a latent, a group of queries and keys that devices share.
+WIDE = [(family, LONG) for family in [*sorted(COSTLY), "falcon_h1_norm", "granitemoehybrid"]]
 WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS)]
 CASES = [
     ("qwen3_moe", EXPERTS),
     ("gemma3", LONG),
     ("lfm2", LONG),  # short convolutions over rows that are split
-    ("granitemoehybrid", LONG),  # a group of queries and keys that devices share
     ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
 ]
 

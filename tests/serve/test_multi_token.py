@@ -98,6 +98,7 @@ def replies_to(engine, prompts) -> tuple[list[list[int]], SpeculationStats]:
     return replies, engine.stats().speculation.since(before)
 
 
+@pytest.mark.wide
 def test_drafts_are_those_of_modules_run_over_the_whole_row(weights, drafting):
     """Of modules that are right now and then: a draft is the one by hand where all places before it are."""
     rng = np.random.default_rng(0)

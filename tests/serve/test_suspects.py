@@ -30,7 +30,7 @@ class FakeRunner:
     and whether it does so at its start. `lost`: numbers of batches that fail whoever is in them."""
 
     proposer = None
-    model = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=VOCAB))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=VOCAB, embed_dim=8))
     config = types.SimpleNamespace(layout=types.SimpleNamespace(windows=(0,)))
 
     def __init__(self, rows: int, pages: int, poison: dict[str, tuple[int, bool]], lost=()):
