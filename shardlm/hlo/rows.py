@@ -38,7 +38,8 @@ def exposed(row: str) -> str:
 # A file, below the folder of the package, of a kind. What is not listed says nothing (param.py, stack.py, step.py), so
 # that the next frame outwards decides.
 _FILES = {
-    "linear attention": r"layers/delta_net|ops/(gated_delta|\w*delta_\w+|states_kernel|unit_inverse|short_conv)",
+    "linear attention": r"layers/(delta_net|mamba|short_conv)|"
+    r"ops/(gated_delta|\w*delta_\w+|states_kernel|summed_\w+|unit_inverse|short_conv)",
     "attention": r"layers/(attention|mla|context|\w*indexer)|"
     r"ops/(attention|attention_pair|\w+_attention|\w+_choice|ulysses|rope)",
     "mlp": r"layers/mlp|ops/swiglu",
@@ -51,7 +52,7 @@ _KNOWN = [(re.compile(rf"(^|/)shardlm/({files})\.py$"), kind) for kind, files in
 _KNOWN.append((re.compile(r"/optax/"), "optimizer"))
 # Functions of files that hold several kinds.
 _FUNCTIONS = {
-    r"\b(Packed|Paged)\.recur\b": "linear attention",
+    r"\b(Packed|Paged)\.(recur|convolve_heads)\b": "linear attention",
     r"Transformer\.embed\b": "embedding",
     r"Transformer\.logits\b|\btoken_losses\b": "head",
     r"make_train_step.*\.(update|keep_finite)\b": "optimizer",

@@ -164,6 +164,9 @@ def test_profiles_and_plans_have_one_name_for_such_layers():
     assert layer_of(frames(("ops/ulysses", "by_heads"), recurring)) == "attention"  # a collective's, told by its kind
     assert layer_of(frames(recurring, ("layers/delta_net", "DeltaNet.__call__"))) == "linear attention"
     assert layer_of(frames(("layers/context", "Packed.attend"))) == "attention"
+    for place in (("ops/summed_rows", "_backward"), ("layers/mamba", "Mamba._gated"), ("layers/short_conv", "f")):
+        assert layer_of(frames(place)) == "linear attention"
+    assert layer_of(frames(("layers/packed", "Packed.convolve_heads.<locals>.local"))) == "linear attention"
 
 
 def served(**engine) -> ServingCase:
