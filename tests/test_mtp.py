@@ -76,6 +76,7 @@ def loss_and_gradients(spec, preset, one_f_one_b=False, accumulation=1, remat="f
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 
 
+@pytest.mark.wide
 def test_any_mesh_gives_the_numbers_of_one_device():
     """float32: only the order of sums differs, as in test_parallel_hybrid (measured: up to 2.4e-6)."""
     grads, losses = loss_and_gradients(MeshSpec(), "replicated", remat="none")
