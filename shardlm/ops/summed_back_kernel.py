@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shardlm.ops.summed_kernel import ROWS, Rates, Tile, carried, rows_of
-
-HEADS = 16  # that share keys and are summed by a program, at most
+from shardlm.ops.summed_kernel import Rates, Tile, carried, rows_of
+from shardlm.ops.summed_sizes import ROWS, parts_of
 
 
 class Gradients(NamedTuple):
@@ -169,7 +168,7 @@ def _sums(rates: Rates) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _parts(group: int) -> tuple[int, int]:
     """(programs that share the heads of a group, heads of each)."""
-    parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= HEADS)
+    parts = parts_of(group)
     return parts, group // parts
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-ROWS = 64  # tokens whose outputs a program makes, and that it looks at together
+from shardlm.ops.summed_sizes import ROWS, has_kernels
+
 COLUMNS = 32  # of a state, which do not need each other
 
 
@@ -42,12 +43,12 @@ class Rates(NamedTuple):
 
 
 def fits(q: jax.Array, v: jax.Array, chunk: int) -> bool:
-    """Whether there are kernels for q [B, T, K, H] and v [B, T, N, V] in chunks of so many tokens: of 16 bits, whole
-    tiles, and counted in 32 bits."""
+    """Whether there are kernels for q [B, T, K, H] and v [B, T, N, V] in chunks of so many tokens: by their sizes, and
+    counted in 32 bits."""
     (B, T, _, H), (N, V) = q.shape, v.shape[2:]
-    tiles = H in (16, 32, 64, 128, 256) and V in (32, 64, 128) and chunk % ROWS == 0
     states = B * N * H * V * -(-T // chunk)
-    return v.dtype.itemsize == 2 and q.dtype == v.dtype and tiles and max(states, v.size, q.size) < 2**31
+    whole = has_kernels(chunk, H, V, v.dtype.itemsize) and q.dtype == v.dtype
+    return whole and max(states, v.size, q.size) < 2**31
 
 
 def outputs(q, k, v, rates: Rates, state, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +107,7 @@ def _outputs(chunk, group, steps, rest, h, e, beta, left, text, q, k, v, states,
     head, piece, b = (pl.program_id(axis) for axis in range(3))
     tile = Tile(chunk, b, (steps, rest, text))
     queries, keys_of = q[b, rows_of(piece), head // group, :], head // group
-    carried = triton.dot(queries, states[b, tile.chunk_of(piece), head, :, :])
+    held = triton.dot(queries, states[b, tile.chunk_of(piece), head, :, :])
 
     def keys(other, made):
         here = rows_of(other)
@@ -114,7 +115,7 @@ def _outputs(chunk, group, steps, rest, h, e, beta, left, text, q, k, v, states,
         seen *= tile.decays(head, piece, other) * beta[b, head, here][None]
         return made + triton.dot(seen.astype(v.dtype), v[b, here, head, :])
 
-    made = h[b, head, rows_of(piece)][:, None] * carried
+    made = h[b, head, rows_of(piece)][:, None] * held
     made = jax.lax.fori_loop(tile.first(piece), piece + 1, keys, made)
     out[b, rows_of(piece), head, :] = made.astype(out.dtype)
 

@@ -55,32 +55,10 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "adapters and muon were not compared with entries that stand for several tokens": (
             shape.compressed and (config.lora.rank > 0 or config.optim.name == "muon")
         ),
-        "linear attention was compared in dense models that are trained whole, without 1f1b": _unlike(sketch),
-        "linear attention with decays by channel needed 4% less to 5% more (9 programs, none with remat=dots)": (
-            _by_channel(sketch)
-        ),
-        "Mamba 2 over tensor or context alone needed up to 11% less (2 of 8 compiled programs)": (
-            any(_summed(sketch)) and (sketch.mesh.tensor > 1) != (sketch.mesh.context > 1)
-        ),
-        "Mamba 2 beside experts that see the tokens of all devices needed 10% less to 3% more (2 compiled programs)": (
-            any(_summed(sketch)) and sketch.mesh.tensor == 1 and "gather" in exchanges(sketch)
-        ),
-        "Mamba 2 beside experts over several hosts needed 32% more (1 compiled program)": (
-            any(_summed(sketch)) and bool(exchanges(sketch)) and sketch.num_gpus > sketch.gpus_per_host
-        ),
-        "Mamba 2 with remat=none needed 6% less to 3% more (3 compiled programs)": (
-            any(_summed(sketch)) and config.remat == "none"
-        ),
-        "Mamba 2 that XLA computes, not kernels, was not compared": not all(rule.kernels for rule in _summed(sketch)),
+        **_of_linear_attention(sketch),
         "chosen tokens with remat=dots, in stages or shared by layers were not compared": (
             any(chosen_bytes(block.attention, sketch) for block in shape.kinds)
             and (config.remat == "dots" or sketch.mesh.pipeline > 1 or shape.shared_choice)
-        ),
-        "linear attention over several hosts needed 10% less (1 compiled program)": (
-            bool(shape.memories) and sketch.num_gpus > sketch.gpus_per_host
-        ),
-        "linear attention with remat=none in two repeats of a pattern needed 5% less (1 compiled program)": (
-            bool(shape.memories) and config.remat == "none" and max(one.repeats for one in shape.segments) < 3
         ),
         "inputs of each layer's own were compared with remat=full, fsdp, tensor and one microbatch alone": (
             shape.inputs is not None
@@ -93,6 +71,36 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _of_linear_attention(sketch: Sketch) -> dict[str, bool]:
+    """{reason: whether it holds} of layers that remember, Mamba 2 among them."""
+    config, shape, mamba = sketch.config, sketch.shape, _summed(sketch)
+    return {
+        "linear attention was compared in dense models that are trained whole, without 1f1b": _unlike(sketch),
+        "linear attention with decays by channel needed 4% less to 5% more (9 programs, none with remat=dots)": (
+            _by_channel(sketch)
+        ),
+        "Mamba 2 over tensor or context alone needed up to 11% less (2 of 8 compiled programs)": (
+            bool(mamba) and (sketch.mesh.tensor > 1) != (sketch.mesh.context > 1)
+        ),
+        "Mamba 2 beside experts that see the tokens of all devices needed 10% less to 3% more (2 compiled programs)": (
+            bool(mamba) and sketch.mesh.tensor == 1 and "gather" in exchanges(sketch)
+        ),
+        "Mamba 2 beside experts over several hosts needed 32% more (1 compiled program)": (
+            bool(mamba) and bool(exchanges(sketch)) and sketch.num_gpus > sketch.gpus_per_host
+        ),
+        "Mamba 2 with remat=none needed 6% less to 3% more (3 compiled programs)": (
+            bool(mamba) and config.remat == "none"
+        ),
+        "Mamba 2 that XLA computes, not kernels, was not compared": not all(rule.kernels for rule in mamba),
+        "linear attention over several hosts needed 10% less (1 compiled program)": (
+            bool(shape.memories) and sketch.num_gpus > sketch.gpus_per_host
+        ),
+        "linear attention with remat=none in two repeats of a pattern needed 5% less (1 compiled program)": (
+            bool(shape.memories) and config.remat == "none" and max(one.repeats for one in shape.segments) < 3
+        ),
+    }
 
 
 def _between(sketch: Sketch) -> bool:

@@ -11,6 +11,7 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.ops.channel_delta_chunks import BLOCK
 from shardlm.ops.gated_delta import CHUNK, SUMMED
+from shardlm.ops.summed_sizes import has_kernels
 from shardlm.ops.unit_inverse import WHOLE
 from shardlm.plan import summed_states
 from shardlm.plan.constants import GAP
@@ -75,7 +76,7 @@ class Rule:
     def kernels(self) -> bool:
         """Whether kernels of ours compute it, of what takes nothing back."""
         sizes = self.C, self.H, self.V, self.itemsize
-        return self.summed and not self.on_cpu and summed_states.has_kernels(*sizes)
+        return self.summed and not self.on_cpu and has_kernels(*sizes)
 
     @property
     def square(self) -> float:

@@ -5,11 +5,10 @@ besides is read from programs compiled for H100s (jax 0.10.2)."""
 import functools
 from collections.abc import Callable, Iterator
 
-from shardlm.hlo.mamba_flops import ROWS
+from shardlm.ops.summed_sizes import ROWS, parts_of
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 
-HEADS = 16  # that share keys and are summed by a program, at most (ops/summed_back_kernel.py)
 WIDE = 4  # bytes of a float32
 # Of bytes of values, and of keys and queries, how often they are moved, and in how many kernels (6 layers of 32 heads
 # of [128, 64] in 1 and in 8 groups, 2,048 tokens: 123 and 226 MiB of a layer forward, 336 and 467 for gradients).
@@ -18,11 +17,6 @@ KERNELS, KERNELS_BACK = 17, 37
 # Arrays of all that goes through convolutions, while layers are done backwards (of the same, and of 16 layers); and of
 # values and of keys and queries, that are kept without recomputation.
 AT_WORK, HELD = 10.5, (22.7, 7)
-
-
-def has_kernels(C: int, H: int, V: int, itemsize: int) -> bool:
-    """As ops/summed_kernel.fits has it, without Pallas, which takes a while to import."""
-    return itemsize == 2 and H in (16, 32, 64, 128, 256) and V in (32, 64, 128) and C % ROWS == 0
 
 
 def by_xla(rule, op: Callable[..., Op]) -> Iterator[Op]:
@@ -41,8 +35,7 @@ def by_kernels(rule) -> Iterator[Op]:
     tokens, keys = rule.C * rule.squares, rule.C * rule.of_keys  # of each head
     size, rates = rule.itemsize, WIDE * tokens
     own = functools.partial(_op, rule)
-    group = round(rule.squares / rule.of_keys)
-    parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= HEADS)
+    parts = parts_of(round(rule.squares / rule.of_keys))
     of_keys, of_values = size * keys * H, size * tokens * V
     yield own("states", tokens * H * V, of_keys + of_values + rates + rule.states, gradients=2, anew=False)
     forward = tokens * (H * V + pairs * (H + V))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlm.ops import summed_back_kernel, summed_kernel
+from shardlm.ops import summed_kernel, summed_sizes
 from shardlm.ops.gated_delta import SUMMED, gated_delta, reference
 from shardlm.ops.short_conv import texts
 from shardlm.ops.summed_rows import gradients_by_kernel, outputs_by_kernel
@@ -15,7 +15,7 @@ B, T, K, N, H, V = 2, SUMMED + 70, 2, 8, 16, 32  # the last chunk is not full
 def test_the_kernels_for_gpus_are_the_rule(monkeypatch):
     """A row that goes on from its state and one in which texts begin, of heads that two programs sum. With factors of
     16 bits, against float32: no further from it than XLA's products."""
-    monkeypatch.setattr(summed_back_kernel, "HEADS", 2)
+    monkeypatch.setattr(summed_sizes, "HEADS", 2)
     rng = np.random.default_rng(0)
     new = jnp.zeros((B, T), bool).at[1, jnp.array([20, SUMMED - 3, SUMMED + 66])].set(True)
     near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
