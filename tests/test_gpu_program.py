@@ -52,9 +52,15 @@ class Compiled:
         return {match[1]: match[2].splitlines() for match in found}
 
     def layer_loops(self) -> list[list[str]]:
-        """Bodies of the loops over layers, forward and backward: those with attention in them."""
-        bodies = [self.computations[name] for name in re.findall(r"body=%?([\w.\-]+)", self.text)]
-        return [body for body in bodies if any("__cudnn$fmha" in line for line in body)]
+        """Bodies of the loops over layers, forward and backward: those with attention in them, or in what they choose
+        from."""
+        attends = {name for name, lines in self.computations.items() if any("__cudnn$fmha" in line for line in lines)}
+        bodies = {name: self.computations[name] for name in re.findall(r"body=%?([\w.\-]+)", self.text)}
+        chosen = re.compile(r"(?:branch_computations=\{|true_computation=)%?([\w.\-]+)")
+        named = {name: attends & {name, *(m for line in lines for m in chosen.findall(line))} for name, lines in bodies.items()}
+        found = [bodies[name] for name, some in named.items() if some]
+        assert found
+        return found
 
     def shapes(self) -> set[tuple[int, ...]]:
         """Of all arrays, whatever their type."""

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from shardlm.errors import ShardlmError
@@ -85,11 +86,13 @@ class Stack(nnx.Module):
         pages: Pages | None,
         first_layer: int,
         execution: Execution,
+        scan: "Scan | None" = None,
     ) -> tuple[jax.Array, Pages | None, Aux]:
-        """x [B, T, D] through all layers of the segment; auxiliary values are stacked, [layers that have them, ...]."""
+        """x [B, T, D] through all layers of the segment, by `scan`, else scan_blocks; auxiliary values are stacked,
+        [layers that have them, ...]."""
         graph, stacked = nnx.split(self.blocks)
         if not (self.pipelined and execution.rules.act.axes("microbatches")):
-            return scan_blocks(graph, stacked, x, positions, ctx, pages, first_layer, execution)
+            return (scan or scan_blocks)(graph, stacked, x, positions, ctx, pages, first_layer, execution)
         inside = dataclasses.replace(execution, rules=stage_rules(execution.rules))
 
         def stage(held, masters, first, x, rows, full):
@@ -137,6 +140,25 @@ def scan_blocks(graph, stacked, x, positions, ctx: Context, pages: Pages | None,
     (x, pages, selection), aux = jax.lax.scan(body, start, (jnp.arange(repeats), stacked), unroll=unroll)
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     return x, pages, aux if selection is None else aux | {SELECTION: selection}
+
+
+Scan = Callable[..., tuple[jax.Array, Pages | None, Aux]]
+"""As scan_blocks."""
+
+
+def traced_once() -> Scan:
+    """scan_blocks for segments of which many are alike, as where each layer is one: those are traced once. Of Llama 3
+    8B's 32 layers Python takes XXX s for a program, and XXX so (measured, one core); XLA has the same operations."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def scan(graph, execution, shares, *rest):
+        return scan_blocks(graph, *rest, dataclasses.replace(execution, shares=shares))
+
+    def of_segment(graph, stacked, x, positions, ctx, pages, first_layer, execution):
+        plain = dataclasses.replace(execution, shares=None)
+        return scan(graph, plain, execution.shares, stacked, x, positions, ctx, pages, np.int32(first_layer))
+
+    return of_segment
 
 
 def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Context, execution: Execution):

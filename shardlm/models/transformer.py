@@ -27,7 +27,7 @@ from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.ngrams import TOKENS, NgramsConfig, rows_of, tables
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import MADE_FIRST, Execution, Params, in_use, normal
-from shardlm.layers.stack import Segment, Stack
+from shardlm.layers.stack import Segment, Stack, traced_once
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
 
@@ -349,9 +349,10 @@ class Transformer(nnx.Module):
             execution = dataclasses.replace(execution, shares=own)
         if count := self.config.shared_choice:
             ctx = dataclasses.replace(ctx, selection=ctx.unselected(positions, pages, count))
+        scan = None if pages is None else traced_once()
         first_layers = itertools.accumulate((s.num_layers for s in self.config.segments), initial=0)
         for stack, first_layer in list(zip(self.segments, first_layers, strict=False))[which]:
-            x, pages, aux = stack(x, positions, ctx, pages, first_layer, execution)
+            x, pages, aux = stack(x, positions, ctx, pages, first_layer, execution, scan)
             if SELECTION in aux:
                 ctx = dataclasses.replace(ctx, selection=aux.pop(SELECTION))
             if kept := {name: aux.pop(name) for name in list(aux) if name.startswith(KEPT)}:

@@ -200,7 +200,7 @@ def _dot(letters, a, b):
 
 def _cudnn_forward(pair: Pair, q, k, v, queries: Side, keys: Side):
     def run(bias):
-        out, lse = cudnn_attention.forward(q, k, v, bias, pair.scale, pair.diagonal)
+        out, lse = cudnn_attention.forward(q, k, v, bias, scale=pair.scale, causal=pair.diagonal)
         return out.astype(jnp.float32), lse.transpose(0, 2, 1)
 
     return _biased_where_needed(pair, run, q.dtype, queries, keys)
@@ -209,7 +209,7 @@ def _cudnn_forward(pair: Pair, q, k, v, queries: Side, keys: Side):
 def _cudnn_backward(pair: Pair, q, k, v, queries: Side, keys: Side, out, lse, d_out):
     def run(bias):
         whole = (out, lse.transpose(0, 2, 1), d_out)
-        gradients = cudnn_attention.backward(q, k, v, bias, *whole, pair.scale, pair.diagonal)
+        gradients = cudnn_attention.backward(q, k, v, bias, *whole, scale=pair.scale, causal=pair.diagonal)
         return tuple(a.astype(jnp.float32) for a in gradients)
 
     return _biased_where_needed(pair, run, q.dtype, queries, keys)

@@ -1,5 +1,5 @@
 """Attention over a paged KV cache: write this step's keys and values into pages, then attend to all of a row's
-pages. The reference gathers all pages; page 0 is scrap and takes the writes of padding. Implementations are chosen by
+pages. The reference gathers all pages; page 0 is scrap, which nothing is written to. Implementations are chosen by
 platform: a block of gathered pages at a time, and a kernel that reads them where they lie (paged_kernel.py)."""
 
 import dataclasses
@@ -72,14 +72,18 @@ def write_pages(
     """Stores new [B, T, K, H] at `positions` int32 [B, T] of each row.
 
     pool [pages, page_size, K, H], its dimensions in the `order` of kv_format.order_of, holds the pages of all layers,
-    this layer's from `first_page` on; page_table int32 [B, pages_per_row] counts from there. Rows of `valid` bool [B,
-    T] that are False go to the scrap page.
+    this layer's from `first_page` on; page_table int32 [B, pages_per_row] counts from there. What `valid` bool [B, T]
+    is False of, and what belongs into the scrap page, is written nowhere: each has a place beyond the pool of its own,
+    so that no two places are equal, and XLA need not write by compare-and-swap. On an H200 384 tokens of padding that
+    all went to one place took 3.3 ms, twice a layer: 214 of the 227 ms of a prompt of 128 tokens (Llama 3 8B, measured).
     """
-    page_size = pool.shape[order.index("s")]
+    page_size, beyond = pool.shape[order.index("s")], pool.shape[order.index("p")]
     page = jnp.take_along_axis(page_table, positions // page_size, axis=1)  # [B, T]
-    page = first_page + jnp.where(valid, page, 0)
+    nowhere = beyond + jnp.arange(page.size, dtype=jnp.int32).reshape(page.shape)
+    page = jnp.where(valid & (page > 0), first_page + page, nowhere)
     at = {"p": page, "s": positions % page_size}
-    return pool.at[tuple(at.get(letter, slice(None)) for letter in order)].set(new.astype(pool.dtype))
+    index = tuple(at.get(letter, slice(None)) for letter in order)
+    return pool.at[index].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
 
 
 def reference(

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """`mixed`: one step of decodes (first) and chunks under the token budget. `decode`: `steps` steps of decodes only;
-    a row that has its `samples` idles for the rest, writing to the scrap page.
+    a row that has its `samples` idles for the rest, writing nowhere.
 
     Batches must run on the device in the order of `number`: then pages and slots are given on at once. Within a batch
     a layer writes the keys and values of all rows before any row attends: a row may share a page with a row before it

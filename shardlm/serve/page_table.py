@@ -6,7 +6,7 @@ to `scheduler` when to ask, and whom to turn out when there is nothing left.
 A page holds `page_size` consecutive tokens of one sequence. A full page is known by the hash of its tokens, chained to
 the hash of the page before it, so that equal hashes mean equal prefixes (vLLM's automatic prefix caching,
 docs.vllm.ai/en/stable/design/prefix_caching). Only full pages are shared and nobody writes into a full page, so that
-there is no copy on write. Page 0 is scrap: padded rows write there, and it is never given away.
+there is no copy on write. Page 0 is scrap: what padded rows have, and never given away.
 
 Layers come in groups (layers/page_layout.py), and an owner has pages in each. In a group with a window it gives back
 those that no token to come can see. In a group with a stride a page holds entries that stand for several tokens each:

@@ -126,13 +126,17 @@ def test_a_row_does_not_depend_on_the_others(name):
         assert np.array_equal(run(q[:2], k, v, table[:2], longer[:2], first), beside[:2])
 
 
-def test_padding_is_written_to_the_scrap_page():
+def test_padding_is_written_nowhere():
+    """Nor is what belongs into scrap, page 0, which several rows may have; all other places are told to be unlike."""
     pool = jnp.zeros((6, PAGE, 1, 2))
-    table, positions = np.array([[2, 1]], np.int32), np.array([[3, 4, 5]], np.int32)
-    new = np.arange(1, 7, dtype=np.float32).reshape(1, 3, 1, 2)
-    written = np.asarray(write_pages(pool, new, table, positions, np.array([[True, True, False]]), jnp.int32(0)))
+    table, positions = np.array([[2, 1], [0, 3]], np.int32), np.array([[3, 4, 5], [0, 4, 5]], np.int32)
+    new = np.arange(1, 13, dtype=np.float32).reshape(2, 3, 1, 2)
+    valid = np.array([[True, True, False], [True, True, True]])
+    written = np.asarray(write_pages(pool, new, table, positions, valid, jnp.int32(0)))
     assert written[2, 3, 0].tolist() == [1, 2] and written[1, 0, 0].tolist() == [3, 4]
-    assert written[0, 1, 0].tolist() == [5, 6] and np.count_nonzero(written) == 6
+    assert written[3, :2, 0].tolist() == [[9, 10], [11, 12]] and np.count_nonzero(written) == 8
+    text = jax.jit(write_pages).lower(pool, new, table, positions, valid, jnp.int32(0)).as_text()
+    assert text.count("unique_indices = true") == text.count('"stablehlo.scatter"') == 1
 
 
 @pytest.mark.parametrize("how", ["int8", "fp8"])

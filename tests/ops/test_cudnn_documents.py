@@ -1,0 +1,123 @@
+"""Documents of packed rows as sequences of cuDNN's kernel, which a CPU has not: in its place stands what jax says of its
+arguments, and how jax itself makes of them what cuDNN takes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from shardlm.ops import cudnn_documents
+from shardlm.ops.attention import reference
+from shardlm.ops.cudnn_attention import cudnn
+from shardlm.ops.cudnn_documents import Documents, by_document, levels, most_documents, of_rows
+
+B, T, N, K, H, SCALE = 2, 24, 4, 2, 8, 0.3
+ROWS = {
+    "one each": [[1] * 24, [5] * 24],
+    "few": [[1] * 7 + [2] * 17, [3] * 24],
+    "padding": [[1] * 3 + [2] * 2 + [3] * 10 + [0] * 9, [4] * 20 + [0] * 4],
+    "as many as fit": [[*range(1, 7), *[7] * 18], [1] * 12 + [2] * 12],
+    "too many": [list(range(24)), [1] * 24],
+}
+
+
+def test_where_documents_lie():
+    ids = jnp.asarray(ROWS["padding"], jnp.int32)
+    where = Documents.of(ids, 5)
+    assert where.lengths.tolist() == [[3, 2, 10, 9, -1], [20, 4, -1, -1, -1]]
+    assert where.starts.tolist() == [[0, 3, 5, 15, -1, -1], [0, 20, -1, -1, -1, -1]]
+    assert where.number[0].tolist() == [0] * 3 + [1] * 2 + [2] * 10 + [3] * 9
+    assert where.number[1].tolist() == [4] * 20 + [5] * 4
+    assert where.place[0].tolist() == [0, 1, 2, 0, 1, *range(10), *range(9)]
+    assert [int(most_documents(jnp.asarray(ids, jnp.int32))) for ids in ROWS.values()] == [1, 2, 4, 7, 24]
+
+
+def test_what_documents_have_and_what_tokens_have():
+    where = Documents.of(jnp.asarray(ROWS["padding"], jnp.int32), 5)
+    of_tokens = jnp.asarray(np.random.default_rng(0).normal(size=(B, N, T)), jnp.float32)
+    apart = by_document(of_tokens, where)
+    assert apart.shape == (10, N, T) and np.array_equal(of_rows(apart, where), of_tokens)
+    assert np.array_equal(apart[2, :, :10], of_tokens[0, :, 5:15])
+    assert np.array_equal(apart[5, :, :4], of_tokens[1, :, 20:])
+
+
+def sequences(q, k, lengths, starts):
+    """(the sequence of each token of all rows, its place there), as cuDNN is told them by jax."""
+    lengths, _, starts, _ = fused._fix_seqlen_offsets(lengths, lengths, starts, starts, q, k)
+    lengths, starts = lengths.reshape(-1), starts.reshape(-1)[: lengths.size] // (N * H)
+    token = jnp.arange(B * T)
+    inside = (starts[:, None] <= token) & (token < starts[:, None] + lengths[:, None])
+    number = jnp.argmax(inside, axis=0)
+    return number, token - starts[number]
+
+
+def kernel(calls, q, k, v, bias, mask, *placed, scale, mask_type, return_residual, **_):
+    """The forward call: what it gives of each sequence, and of all rows where there are none."""
+    calls.append((mask_type, bias is not None))
+    shape, (q, k, v) = q.shape, (q, *(jnp.repeat(a, N // K, axis=2) for a in (k, v)))
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * scale
+    seen = jnp.tril(jnp.ones((T, T), bool))[None]
+    if placed:
+        assert placed[0] is placed[1] and placed[2] is placed[3]
+        number, place = sequences(q, k[:, :, :K], placed[0], placed[2])
+        rows = number.reshape(B, T)
+        seen = seen & (rows[:, :, None] == rows[:, None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf) + (0 if bias is None else bias)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bnqk,bknh->bqnh", jnp.exp(scores - lse[..., None]), v).reshape(shape)
+    if placed:
+        flat = lse.transpose(0, 2, 1).reshape(B * T, N)
+        lse = jnp.full((placed[0].size, N, T), jnp.nan).at[number, :, place].set(flat)
+    return (out, lse) if return_residual else out
+
+
+def back(calls, scale, *settings):
+    """The backward call: under the log-partition that it is given."""
+    kind, (q, k, v, bias, *placed, lse, _), d_out = settings[3], settings[-2], settings[-1]
+    calls.append((kind, bias.size > 0))
+    if kind == fused.MaskType.PADDING_CAUSAL:
+        number, place = sequences(q, k, placed[0], placed[2])
+        lse = lse[number, :, place].reshape(B, T, N).transpose(0, 2, 1)
+    seen = jnp.tril(jnp.ones((T, T), bool))[None]
+    if kind == fused.MaskType.PADDING_CAUSAL:
+        rows = number.reshape(B, T)
+        seen = seen & (rows[:, :, None] == rows[:, None])
+
+    def out(q, k, v):
+        k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
+        scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * scale + (bias if bias.size else 0)
+        own = jax.nn.logsumexp(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1, keepdims=True)
+        weights = jnp.where(seen[:, None], jnp.exp(scores - own), 0)
+        return jnp.einsum("bnqk,bknh->bqnh", weights, v), own[..., 0]
+
+    (_, own), pull = jax.vjp(out, q, k, v)
+    wrong = jnp.abs(own - lse).max() > 1e-4  # of any token: NaN, and so all gradients
+    return *jax.tree.map(lambda a: jnp.where(wrong, jnp.nan, a), pull((d_out, jnp.zeros_like(own)))), None
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_documents_are_kept_apart(name, monkeypatch):
+    """By the way that their number asks for, of which one runs; gradients by the same."""
+    calls: list = []
+    monkeypatch.setattr(fused, "dot_product_attention", functools.partial(kernel, calls))
+    monkeypatch.setattr(fused, "_dot_product_attention_bwd_rule", functools.partial(back, calls))
+    monkeypatch.setattr(fused, "check_compute_capability", lambda wanted: True)
+    monkeypatch.setattr(fused, "get_large_negative_number", lambda dtype: jnp.asarray(-1e30, dtype))
+    monkeypatch.setattr(cudnn_documents, "LEAST_TOKENS", T)
+    monkeypatch.setattr(cudnn_documents, "TOKENS_EACH", (6, 3))
+    assert levels(T, H, H, 0) == (4, 8) and levels(T, H, H, 5) == levels(T, H, 4, 0) == levels(T - 1, H, H, 0) == ()
+    rng = np.random.default_rng(1)
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K, N))
+    ids = jnp.asarray(ROWS[name], jnp.int32)
+    found, pull = jax.vjp(lambda *a: cudnn(*a, ids, SCALE), q, k, v)
+    expected, wanted = jax.vjp(lambda *a: reference(*a, ids, SCALE), q, k, v)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(cudnn(q, k, v, ids, SCALE), expected, atol=1e-5)
+    for a, b in zip(pull(d_out), wanted(d_out), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    kinds = fused.MaskType
+    ways = {(kinds.CAUSAL, False), (kinds.PADDING_CAUSAL, False), (kinds.CAUSAL, True)}
+    assert set(calls) == ways and len(calls) == 3 * 4  # four branches, forward, backward and without gradients
