@@ -72,20 +72,20 @@ def _apart(run: Callable[..., Result], segment_ids, chosen, window: int, q, k, v
     if segment_ids is None:
         return run(q, k, v, None, *rest)
     most = levels(q.shape[1], q.shape[3], v.shape[3], window)
+    where = Documents.of(segment_ids, most[-1]) if most else None
 
-    def one(ids, *rows):
+    def one(ids, where, *rows):
         return run(*rows[:3], None, *rows[3:])
 
-    def some(most, ids, *rows):
-        return run(*rows[:3], None, *rows[3:], where=Documents.of(ids, most))
+    def some(count, ids, where, *rows):
+        return run(*rows[:3], None, *rows[3:], where=where.few(count))
 
-    def many(ids, *rows):
+    def many(ids, where, *rows):
         return run(*rows[:3], bias_of(ids[:, :, None] == ids[:, None, :], q.dtype), *rows[3:])
 
-    ways = [one, *(functools.partial(some, count) for count in most), many]
-    found = most_documents(segment_ids)
+    ways, found = [one, *(functools.partial(some, count) for count in most), many], most_documents(segment_ids)
     way = sum((found > limit).astype(jnp.int32) for limit in (1, *most))  # a constant array is more than remat counts
-    return jax.lax.switch(way, ways, segment_ids, q, k, v, *rest)
+    return jax.lax.switch(way, ways, segment_ids, where, q, k, v, *rest)
 
 
 def bias_of(seen: jax.Array, dtype) -> jax.Array:

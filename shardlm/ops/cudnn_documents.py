@@ -11,41 +11,50 @@ LEAST_TOKENS = 1024  # of a row: a bias of fewer is small
 TOKENS_EACH = (512, 128)  # of a row's tokens for each document that there may be: prose, and chats
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
     """Where at most `most` documents a row lie, of B rows of T tokens. The kernel counts documents through all rows.
 
     lengths  int32 [B, most], -1 where a row has fewer
-    starts   int32 [B, most + 1], in their rows; -1 where a row has fewer, and at the end
+    starts   int32 [B, most], in their rows; -1 where a row has fewer
+    first    int32 [B * most], the first token of each document among those of all rows; beyond them where it is none
     number   int32 [B, T], of each token's document, through all rows
     place    int32 [B, T], of each token in its document
     """
 
     lengths: jax.Array
     starts: jax.Array
+    first: jax.Array
     number: jax.Array
     place: jax.Array
 
-    @property
-    def placed(self) -> tuple[jax.Array, ...]:
-        """As jax takes them, of queries and of keys."""
-        return self.lengths, self.lengths, self.starts, self.starts
-
     @classmethod
     def of(cls, segment_ids: jax.Array, most: int) -> "Documents":
-        """segment_ids int32 [B, T]; a run of equal ones is a document, padding too. No row has more than `most`."""
+        """segment_ids int32 [B, T]; a run of equal ones is a document, padding too. What is said of a row that has more
+        than `most` is wrong."""
         (B, T), begins = segment_ids.shape, _begins(segment_ids)
         in_row = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
         index = jnp.arange(most, dtype=jnp.int32)[None, :, None]
         starts = jnp.sum(in_row[:, None] < index, axis=2, dtype=jnp.int32)  # [B, most]: T where there are fewer
         lengths = jnp.diff(starts, axis=1, append=T)
         there = index[..., 0] <= in_row[:, -1:]
-        lengths, starts = jnp.where(there, lengths, -1), jnp.where(there, starts, -1)
         counts = in_row[:, -1] + 1
         number = in_row + (jnp.cumsum(counts) - counts)[:, None]
-        place = jnp.arange(T) - jax.lax.cummax(jnp.where(begins, jnp.arange(T), 0), axis=1)
-        none = jnp.full((B, 1), -1, jnp.int32)
-        return cls(lengths, jnp.concatenate([starts, none], axis=1), number, place.astype(jnp.int32))
+        first = jnp.sum(number.reshape(1, -1) < jnp.arange(B * most)[:, None], axis=1, dtype=jnp.int32)
+        place = jnp.arange(T, dtype=jnp.int32) - jax.lax.cummax(jnp.where(begins, jnp.arange(T, dtype=jnp.int32), 0), 1)
+        return cls(jnp.where(there, lengths, -1), jnp.where(there, starts, -1), first, number, place)
+
+    def few(self, most: int) -> "Documents":
+        """The same where no row has more than so many."""
+        own = self.lengths[:, :most], self.starts[:, :most], self.first[: len(self.lengths) * most]
+        return Documents(*own, self.number, self.place)
+
+    @property
+    def placed(self) -> tuple[jax.Array, ...]:
+        """As jax takes them, of queries and of keys."""
+        starts = jnp.pad(self.starts, [(0, 0), (0, 1)], constant_values=-1)
+        return self.lengths, self.lengths, starts, starts
 
 
 def _begins(segment_ids: jax.Array) -> jax.Array:
@@ -79,7 +88,5 @@ def of_rows(by_document: jax.Array, where: Documents) -> jax.Array:
 def by_document(of_tokens: jax.Array, where: Documents) -> jax.Array:
     """The inverse: [B, N, T] -> [B * most, N, T], with some other token's at places that a document does not have."""
     B, N, T = of_tokens.shape
-    each = jnp.arange(where.lengths.size, dtype=jnp.int32)
-    first = jnp.sum(where.number.reshape(1, -1) < each[:, None], axis=1)  # of all rows' tokens
-    token = jnp.minimum(first[:, None] + jnp.arange(T), B * T - 1)  # [documents, T]
+    token = jnp.minimum(where.first[:, None] + jnp.arange(T, dtype=jnp.int32), B * T - 1)  # [documents, T]
     return of_tokens.transpose(1, 0, 2).reshape(N, B * T)[:, token].transpose(1, 0, 2)

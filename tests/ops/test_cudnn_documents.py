@@ -28,7 +28,10 @@ def test_where_documents_lie():
     ids = jnp.asarray(ROWS["padding"], jnp.int32)
     where = Documents.of(ids, 5)
     assert where.lengths.tolist() == [[3, 2, 10, 9, -1], [20, 4, -1, -1, -1]]
-    assert where.starts.tolist() == [[0, 3, 5, 15, -1, -1], [0, 20, -1, -1, -1, -1]]
+    assert where.starts.tolist() == [[0, 3, 5, 15, -1], [0, 20, -1, -1, -1]]
+    assert where.first.tolist() == [0, 3, 5, 15, 24, 44, 48, 48, 48, 48]
+    fewer = where.few(4)
+    assert jax.tree.all(jax.tree.map(np.array_equal, fewer, Documents.of(ids, 4)))
     assert where.number[0].tolist() == [0] * 3 + [1] * 2 + [2] * 10 + [3] * 9
     assert where.number[1].tolist() == [4] * 20 + [5] * 4
     assert where.place[0].tolist() == [0, 1, 2, 0, 1, *range(10), *range(9)]
