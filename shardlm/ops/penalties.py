@@ -47,7 +47,7 @@ def count_tokens(counts: TokenCounts, tokens: jax.Array, active: jax.Array) -> T
     at = (jnp.arange(tokens.shape[0]), tokens)
     now = counts.reply[at]
     more = jnp.where(active & (now < _MOST), now + jnp.int16(1), now)
-    return dataclasses.replace(counts, reply=counts.reply.at[at].set(more))
+    return dataclasses.replace(counts, reply=counts.reply.at[at].set(more, unique_indices=True))
 
 
 def unpack_bits(words: jax.Array, vocab: int) -> jax.Array:

@@ -22,7 +22,7 @@ MAX_BANNED = 32  # stop tokens of a request that are held back, by min_tokens
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Of each slot and, last, of one that takes what padding writes: S + 1 rows.
+    """Of each slot and, last, of one that padding has: S + 1 rows.
 
     last      int32 [S + 1], the token that was sampled last
     position  int32 [S + 1], its position, which the host does not know while drafts are verified
@@ -82,6 +82,12 @@ def take(tree: Any, rows: jax.Array) -> Any:
 
 
 def put(tree: Any, rows: jax.Array, new: Any) -> Any:
-    """Every array with these rows replaced; all of them are there."""
-    replace = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
-    return jax.tree.map(lambda a, b: a.at[rows].set(b, **replace), tree, new)
+    """Every array with these rows int32 [R] replaced, no two of them the same but for the last row, which padding has
+    and which stays as it is: XLA writes 16-bit numbers to rows that may be the same by compare-and-swap."""
+
+    def replaced(a: jax.Array, b: jax.Array) -> jax.Array:
+        nowhere = len(a) + jnp.arange(len(rows), dtype=rows.dtype)
+        at = jnp.where(rows < len(a) - 1, rows, nowhere)
+        return a.at[at].set(b, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+    return jax.tree.map(replaced, tree, new)
