@@ -57,7 +57,10 @@ class Compiled:
         attends = {name for name, lines in self.computations.items() if any("__cudnn$fmha" in line for line in lines)}
         bodies = {name: self.computations[name] for name in re.findall(r"body=%?([\w.\-]+)", self.text)}
         chosen = re.compile(r"(?:branch_computations=\{|true_computation=)%?([\w.\-]+)")
-        named = {name: attends & {name, *(m for line in lines for m in chosen.findall(line))} for name, lines in bodies.items()}
+        named = {
+            name: attends & {name, *(m for line in lines for m in chosen.findall(line))}
+            for name, lines in bodies.items()
+        }
         found = [bodies[name] for name, some in named.items() if some]
         assert found
         return found

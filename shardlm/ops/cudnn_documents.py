@@ -1,5 +1,5 @@
-"""cuDNN's flash attention to documents that lie side by side in rows: each is a sequence of its own to the kernel, which
-reads where it begins and how long it is, and computes nothing between two of them."""
+"""cuDNN's flash attention to documents that lie side by side in rows: each is a sequence of its own to the kernel,
+which reads where it begins and how long it is, and computes nothing between two of them."""
 
 import dataclasses
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 
 def compile_all(runners: Sequence[Any], progress: Callable[[int, int], None]) -> None:
     """Compiles the programs of runners of one model, several at a time: traced once, and compiled for the devices of

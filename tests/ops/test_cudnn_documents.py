@@ -1,5 +1,5 @@
-"""Documents of packed rows as sequences of cuDNN's kernel, which a CPU has not: in its place stands what jax says of its
-arguments, and how jax itself makes of them what cuDNN takes."""
+"""Documents of packed rows as sequences of cuDNN's kernel, which a CPU has not: in its place stands what jax says of
+its arguments, and how jax itself makes of them what cuDNN takes."""
 
 import functools
 
