@@ -9,6 +9,7 @@ from gpu_programs import MARKS
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
+from shardlm.models.llama import LlamaConfig
 from shardlm.ops.attention import cudnn
 from shardlm.ops.cudnn_heads import traced_for
 from shardlm.plan.sketch import Sketch
@@ -37,6 +38,19 @@ def test_heads_of_192_with_values_of_128(gpu, kernels):
     assert Sketch.of(CONFIG, GPUS[gpu]).execution.attention == ("cudnn" if kernels else "xla")
     if kernels:
         assert compiled_attention(devices[0]).count("__cudnn$fmhaScaleBiasSoftmax") == 2
+
+
+@pytest.mark.parametrize(("gpu", "ways"), [("a100", 2), ("h100", 4)])
+@pytest.mark.parametrize(("remat", "passes"), [("dots", 1), ("full", 2)])
+def test_packed_documents_are_told_to_the_kernel(gpu, ways, remat, passes):
+    """One a row, two numbers of them on Hopper, and by a bias; remat=dots keeps what the kernel gave."""
+    model = LlamaConfig(256, 128, 2, 2, 1, 64, 128)
+    train = TrainConfig(global_batch=1, seq_len=1024)
+    config = RunConfig(model, train=train, mesh=MeshSpec(fsdp=1), remat=remat)
+    text = Program.make(config, config.mesh.build(topology(gpu, 1, 1))).lower_step().as_text()
+    count = lambda name, back: text.count(f"@__cudnn$fmha{name}{'Backward' * back}(")  # noqa: E731
+    assert [count("Softmax", True), count("ScaleBiasSoftmax", True)] == [ways - 1, 1]
+    assert [count("Softmax", False), count("ScaleBiasSoftmax", False)] == [passes * (ways - 1), passes]
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100"])

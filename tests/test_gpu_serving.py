@@ -36,6 +36,7 @@ from shardlm.ops.weight_format import WeightFormat
 from shardlm.rules import Rules
 from shardlm.serve import programs
 from shardlm.serve.carry import lowered, of_both
+from shardlm.serve.compiling import options_of
 from shardlm.serve.layers import apart
 from shardlm.serve.memory_copies import COPIES, copy_memories
 from shardlm.serve.prefill import choose as choose_prefill
@@ -348,7 +349,8 @@ def test_blocks_and_ngrams_are_read_where_they_lie():
 
 @pytest.mark.parametrize("window,sinks", [(0, False), (1024, True)])
 def test_a_whole_prompt_attends_by_cudnn(window, sinks):
-    """8,192 tokens in one chunk: a kernel of cuDNN's a layer and none of ours, and pages are written where they lie."""
+    """8,192 tokens in one chunk: a kernel of cuDNN's a layer and none of ours, pages are written where they lie, and no
+    weights are put together."""
     mesh = MeshSpec().build(topology("h100", 1, 1))
     with jax.set_mesh(mesh):
         rules = Rules.make("zero3", MeshSpec()).for_decoding()
@@ -368,8 +370,8 @@ def test_a_whole_prompt_attends_by_cudnn(window, sinks):
         rest = (RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8))
         rows = programs.ChunkRows(np.zeros((1, 6 + 512 + 1), np.int32), tokens, tokens, *rest)
         function = functools.partial(programs.chunk, model, layout, whole=choose_prefill("auto", model, False))
-        lowered = jax.jit(function, donate_argnums=1).lower(model.held_at_rest(mesh), state, jax.tree.map(here, rows))
-        compiled = lowered.compile()
+        jitted = jax.jit(function, donate_argnums=1, compiler_options=options_of("gpu", ("whole", tokens.shape)))
+        compiled = jitted.lower(model.held_at_rest(mesh), state, jax.tree.map(here, rows)).compile()
     text = compiled.as_text()
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == LAYERS
     assert 'custom_call_target="__gpu$xla.gpu.triton"' not in text
@@ -378,6 +380,8 @@ def test_a_whole_prompt_attends_by_cudnn(window, sinks):
     page = LLAMA.num_kv_heads, LLAMA.head_dim
     made = set(re.findall(rf" = bf16\[[\d,]+,16,{page[0]},{page[1]}\]\S* ([\w-]+)\(", text))
     assert "scatter" in made and made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, made
+    together = LLAMA.num_heads + 2 * LLAMA.num_kv_heads
+    assert f"bf16[{LLAMA.embed_dim},{together * LLAMA.head_dim}]" not in text  # weights that are copied into one
 
 
 @pytest.mark.parametrize(

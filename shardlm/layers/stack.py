@@ -22,6 +22,7 @@ from shardlm.layers.param import Execution, Params
 from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
 from shardlm.layers.stage_weights import layer_of
+from shardlm.ops.cudnn_attention import HEADS
 
 Aux = dict[str, jax.Array]
 Remat = Literal["none", "full", "dots", "names", "offload"]
@@ -29,7 +30,8 @@ Remat = Literal["none", "full", "dots", "names", "offload"]
 
 none     everything but weights as layers use them, which are cast and gathered again; most memory
 full     only each block's input; the block runs again (https://arxiv.org/abs/1604.06174)
-dots     the outputs of weight matmuls; norms, activations and attention run again
+dots     the outputs of weight matmuls, and of attention where cuDNN computes whole rows of it; norms and activations
+         run again, and other attention
 names    the block's input and the outputs of attention and MLP
 offload  the block's input, in pinned host memory
 """
@@ -212,7 +214,8 @@ def kept(remat: Remat, stacked):
             return policies.save_only_these_names("block_input")
         return policies.nothing_saveable  # the input of what is recomputed is kept anyway
     if remat == "dots":
-        return policies.save_from_both_policies(_products(stacked), is_own_product)
+        products = policies.save_from_both_policies(_products(stacked), is_own_product)
+        return policies.save_from_both_policies(products, policies.save_only_these_names(HEADS))
     if remat == "names":
         return policies.save_only_these_names("block_input", "attention_out", "mlp_out")
     if remat == "offload":

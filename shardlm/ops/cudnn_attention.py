@@ -11,11 +11,13 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlm.ops.cudnn_documents import Documents, by_document, levels, most_documents, of_rows
 from shardlm.ops.sinks import gradient_of_sinks, with_sinks
 
 Result = TypeVar("Result")
+HEADS = "attention_heads"  # what the kernel gives, by which a policy of jax.checkpoint keeps it
 
 
 def cudnn(
@@ -47,7 +49,8 @@ def _attend(q, k, v, segment_ids, chosen, sinks, scale, window):
 
 def _forward(q, k, v, segment_ids, chosen, sinks, scale, window):
     run = functools.partial(forward, scale=scale, causal=True, window=window)
-    out, lse = _apart(run, segment_ids, chosen, window, q, k, v)
+    found = _apart(run, segment_ids, chosen, window, q, k, v)
+    out, lse = (checkpoint_name(a, HEADS) for a in found)
     if sinks is not None:
         out, rows = with_sinks(out, lse.transpose(0, 2, 1), sinks)
         lse = rows.transpose(0, 2, 1)

@@ -15,6 +15,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
 from shardlm.plan import compressed_attention, linear_attention
+from shardlm.plan.attention import heads_given, keeps_heads
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.sparse_attention import chosen_bytes
 
@@ -45,6 +46,7 @@ class Layer:
     gate     of attention's output
     rule     of linear attention, at its fullest; rule_kept: what of it, of scores or of choices, is kept without
              recomputation
+    heads    what remat=dots keeps of attention's kernel
     one      of several streams, which `stream` has side by side; 0: there is one
     """
 
@@ -66,6 +68,7 @@ class Layer:
     gate: float = 0.0
     rule: float = 0.0
     rule_kept: float = 0.0
+    heads: float = 0.0
     one: float = 0.0
     products: int = 2
 
@@ -121,7 +124,8 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
         return {"rule_kept": SCORE_KEPT * compressed_attention.Blocks.of(attention, sketch).scores}
     if not isinstance(attention, DeltaNetConfig):
         gates = attention.gates if isinstance(attention, AttentionConfig) else 0
-        return {"gate": each * gates} if gates else {"rule_kept": chosen_bytes(attention, sketch)}
+        found = {"gate": each * gates} if gates else {"rule_kept": chosen_bytes(attention, sketch)}
+        return found | ({"heads": heads_given(sketch, attention)} if keeps_heads(sketch) else {})
     rule, narrow = linear_attention.Rule.of(attention, sketch), linear_attention.convolved_bytes(attention, sketch)
     return {
         "gate": each * attention.num_heads * attention.value_dim,
@@ -203,7 +207,7 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     if remat == "names":  # its input and the attention's part; the MLP's is not needed, but where streams are several
         return {"streams kept": one.stream + 2 * one.one if one.one else 2 * one.stream}
     if remat == "dots":
-        products = projections - one.rotated
+        products = projections - one.rotated + one.heads
         return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": one.products * one.hidden}
     if one.one:  # streams in float32 too: normed, summed and mixed, around both parts
         return {

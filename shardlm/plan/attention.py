@@ -23,9 +23,23 @@ def operations(sketch: Sketch, attention: AttentionConfig | MlaConfig, matmul, o
     for what, n, k in _projections(attention, sketch.shape.embed_dim, sketch.mesh.tensor):
         yield matmul("attention", what, sketch.tokens, n, k)
     scores = _scores(sketch, attention)
-    yield changed(scores, seen=_seen(sketch)) if ours else scores
+    yield changed(scores, seen=_seen(sketch), anew=not keeps_heads(sketch)) if ours else scores
     if ours and (turned := _turned(sketch, attention)):
         yield Op("attention", "heads turned", "memory", 0, turned, 1, gradient_bytes=turned)
+
+
+def keeps_heads(sketch: Sketch) -> bool:
+    """Whether remat=dots keeps what cuDNN's attention gives (layers/stack.py); a ring gives it block by block."""
+    ring = sketch.mesh.context > 1 and sketch.execution.context_attention == "ring"
+    return sketch.config.remat == "dots" and sketch.execution.attention == "cudnn" and not ring
+
+
+def heads_given(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> float:
+    """Bytes of that on one device: values, which are as wide as keys where cuDNN has no kernel for their own width, and
+    a log-partition of each query."""
+    H, V = attention.head_dim, attention.value_dim
+    width = V if H == V or (H, V) == LATENT else H
+    return sketch.tokens * attention.num_heads / sketch.mesh.tensor * (sketch.itemsize * width + 4)
 
 
 def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:

@@ -22,7 +22,7 @@ from shardlm.serve import programs
 from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.chunk_programs import dealt
-from shardlm.serve.compiling import compile_all
+from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import COPIES, NO_COPIES, copier
@@ -201,7 +201,7 @@ class Runner:
 
     def lower(self, key: Any, function: Callable, arguments: tuple) -> jax.stages.Lowered:
         """The program of a key of `_shapes`, not compiled yet."""
-        jitted = self._jitted.setdefault(key, self._jit(function))
+        jitted = self._jitted.setdefault(key, self._jit(function, self._options | options_of(self.platform, key)))
         with jax.set_mesh(self._mesh_of(key)), jax.default_matmul_precision(self._precision):
             return jitted.lower(*arguments)
 
@@ -209,8 +209,8 @@ class Runner:
         """Of the devices that a program is for."""
         return self.mesh
 
-    def _jit(self, function: Callable) -> Any:
-        return jax.jit(function, donate_argnums=1, compiler_options=self._options)
+    def _jit(self, function: Callable, options: dict[str, Any]) -> Any:
+        return jax.jit(function, donate_argnums=1, compiler_options=options)
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
