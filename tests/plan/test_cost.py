@@ -111,9 +111,11 @@ def test_stages_of_one_f_one_b_hide_more_and_sums_in_every_tick_are_hidden_by_th
 def test_remat_repeats_the_forward_pass_but_its_last_product():
     repeated = {remat: cost(dataclasses.replace(LLAMA, remat=remat)) for remat in ("none", "dots", "names", "full")}
     assert repeated["none"].repeated_seconds == 0
-    seconds = [found.step_seconds for found in repeated.values()]
-    assert seconds == sorted(seconds)
+    seconds = {remat: found.step_seconds for remat, found in repeated.items()}
+    assert max(seconds["none"], seconds["dots"]) < seconds["names"] < seconds["full"]
+    assert seconds["dots"] == pytest.approx(seconds["none"], rel=0.01)  # attention is kept; norms are soon made
     full = repeated["full"]
+    assert repeated["dots"].repeated_seconds < 0.1 * full.repeated_seconds
     assert 0.15 < full.repeated_seconds / full.compute_seconds < 0.25
     forward = {remat: one.timeline[0].compute for remat, one in repeated.items()}
     assert forward["full"] < forward["names"] < forward["none"], "what is kept is written into all layers'"
