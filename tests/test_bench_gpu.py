@@ -168,7 +168,7 @@ def test_what_matters_most_comes_first():
         assert len(mine) == len(set(mine)) and set(mine) == set(cases_of(part, FULL))
     alone = [cases for _, cases in order if any("torch" in case or "fp8" in case or "int8" in case for case in cases)]
     assert all(len(cases) == 1 for cases in alone)
-    assert [part for part, _ in jobs(("tests", "plan"), FULL)] == ["plan", "tests", "plan"]
+    assert [part for part, _ in jobs(("tests", "plan"), FULL)] == ["plan", "tests", "plan", "plan"]
     assert list(jobs(("plan",), TINY)) == [("plan", ("profile", *TINY.plan))]
 
 

@@ -4,7 +4,7 @@ measures them is imported in their own processes: where it lacks a package, the 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlm.bench.sizes import Sizes, is_slow
+from shardlm.bench.sizes import Sizes, is_apart
 from shardlm.train.config import RunConfig
 
 TORCH = "torch, "  # before the name of the case of training that it is beside
@@ -40,8 +40,8 @@ def _by_worth(sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...]]]:
     compiled side by side. Engines need all memory and have variables of their own, and PyTorch needs the memory that a
     process of ours holds: these are alone."""
     served, *others = sizes.served
-    trained, slow = _by_pace(sizes.train)
-    planned, slow_plans = _by_pace(sizes.plan)
+    trained, trained_apart = _parted(sizes.train)
+    planned, planned_apart = _parted(sizes.plan)
     peers = [name for name in _trained(sizes) if name.startswith(TORCH)]
     families = tuple(sizes.kernels)
     yield "decode", (served,)
@@ -52,15 +52,15 @@ def _by_worth(sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "tests", cases_of("tests", sizes)
     yield from (("decode", (name,)) for name in (*others, TRANSFORMERS))
     yield "train", trained[MODELS:]
-    yield from (("train", (name,)) for name in (*peers[MODELS:], *slow))
-    yield from (("plan", (name,)) for name in slow_plans)
+    yield from (("train", (name,)) for name in (*peers[MODELS:], *trained_apart))
+    yield from (("plan", (name,)) for name in planned_apart)
     yield "code", cases_of("code", sizes)
 
 
-def _by_pace(steps: Mapping[str, RunConfig]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(those that compile in seconds, those that nothing should wait for)."""
-    slow = tuple(name for name, config in steps.items() if is_slow(config))
-    return tuple(name for name in steps if name not in slow), slow
+def _parted(steps: Mapping[str, RunConfig]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(those that are compiled side by side, those that are apart)."""
+    apart = tuple(name for name, config in steps.items() if is_apart(config))
+    return tuple(name for name in steps if name not in apart), apart
 
 
 def _trained(sizes: Sizes) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from shardlm.bench.sizes import named
 from shardlm.hardware import Gpu
 from shardlm.mesh import MeshSpec
 
-ROUNDS = 5
+ROUNDS = 3
 MOST = 400  # runs in a loop, and calls in a round
 FEW = 3  # runs in a loop where no roofline is known
 OF_REFERENCE = 2  # some take a thousand times what their kernel does
-PATIENCE = 10  # rounds that one call may take before it is the only one
+PATIENCE = 3  # rounds that one call may take before it is the only one
 
 
 def programs(cases: Sequence[str], given: Given) -> dict[tuple[str, str, str], Lowering]:

@@ -13,7 +13,7 @@ from shardlm import hardware
 from shardlm.bench.ahead import Lowering, Made
 from shardlm.bench.case import Given, missing, said
 from shardlm.bench.cases import TORCH, torch_shape
-from shardlm.bench.sizes import Sizes, is_slow, named
+from shardlm.bench.sizes import Sizes, is_apart, named
 from shardlm.train.bench import CompiledStep, bench_training
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
@@ -31,9 +31,9 @@ def programs(cases: Sequence[str], given: Given) -> dict[str, Lowering]:
 
 
 def steps_of(cases: Sequence[str], configs: Mapping[str, RunConfig]) -> dict[str, Lowering]:
-    """(program, its step) of those cases that are steps and compile in seconds."""
+    """(program, its step) of those cases that are steps and not apart."""
     steps = {name: configs[name] for name in cases if name in configs}
-    return {name: functools.partial(_lowered, config) for name, config in steps.items() if not is_slow(config)}
+    return {name: functools.partial(_lowered, config) for name, config in steps.items() if not is_apart(config)}
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
@@ -54,7 +54,8 @@ def trained(config: RunConfig, sizes: Sizes, made: Made | None) -> dict[str, Any
     program, step = made.get() if made else (_program(config), None)
     compiled = CompiledStep(step, made.seconds) if made else None
     before = _peak_bytes(device)
-    result = bench_training(program, warmup=sizes.warmup, steps=sizes.steps, compiled=compiled)
+    bounds = {"warmup": sizes.warmup, "steps": sizes.steps, "seconds": sizes.step_seconds}
+    result = bench_training(program, **bounds, compiled=compiled)
     if before is not None and _peak_bytes(device) == before:  # the most of this process was another's
         result["peak_memory_bytes"]["measured_on_device"] = None
     gpu, found = hardware.lookup(device.device_kind), {name: result[name] for name in KEPT}
