@@ -68,10 +68,13 @@ def run_all(
         own = sizes.served[todo[0]].environment if part == "decode" and todo[0] in sizes.served else {}
         had = {case: results.kept(found, part, case) for case in todo}
         rows.unlink(missing_ok=True)
+        started = time.monotonic()
         for case, one in measured(part, todo, command, limit, rows, own, had, whole=limit == most):
             results.put(found, part, case, one, output)
             left += [f"{part}: {case}"] if one["unfinished"] else []
             say(f"{part}: {case}: {one['seconds']:.0f} s, {_word(one)}")
+        if len(todo) > 1:
+            say(f"{part}: {len(todo)} cases in {time.monotonic() - started:.0f} s, with what was compiled ahead of them")
         rows.unlink(missing_ok=True)
     return found, left
 
