@@ -74,7 +74,7 @@ def run_all(
             left += [f"{part}: {case}"] if one["unfinished"] else []
             say(f"{part}: {case}: {one['seconds']:.0f} s, {_word(one)}")
         if len(todo) > 1:
-            say(f"{part}: {len(todo)} cases in {time.monotonic() - started:.0f} s, with what was compiled ahead of them")
+            say(f"{part}: {len(todo)} cases in {time.monotonic() - started:.0f} s, with what was compiled ahead")
         rows.unlink(missing_ok=True)
     return found, left
 
