@@ -15,7 +15,7 @@ from shardlm.files import write_atomically
 OUTPUT = "benchmarks/results/gpu.json"
 
 _PARTS = flags.DEFINE_list(
-    "parts", [], "gpu: of train, decode, kernels, plan, tests, code, the first cases of each in this order; empty: all."
+    "parts", [], "gpu: of train, decode, kernels, plan, tests, code, what matters most first; empty: all."
 )
 _SIZES = flags.DEFINE_string(
     "sizes", "full", "gpu: full, for a GPU of 80 GB or more; tiny, to see that all of it runs."
@@ -25,7 +25,9 @@ _LIMIT = flags.DEFINE_float("limit_seconds", math.inf, "gpu: end after so long; 
 _TORCH = flags.DEFINE_string(
     "torch_python", sys.executable, "gpu: a Python with torch and transformers to compare with."
 )
-_CASES = flags.DEFINE_multi_string("case", [], "gpu: measure this case of one part in this process, rows to --output.")
+_CASES = flags.DEFINE_multi_string(
+    "case", [], "gpu: measure these cases of one part in this process, with rows to --output."
+)
 _HAVE = flags.DEFINE_multi_string("have", [], "gpu: with --case, rows (CASE: NAME) that it need not measure again.")
 
 
@@ -64,7 +66,7 @@ def main(benchmark: str) -> int:
 
 
 def _measure(parts: Sequence[str], output: pathlib.Path) -> int:
-    """In the process of a case."""
+    """In a process that measures."""
     from shardlm.bench.run import write_rows
 
     if len(parts) != 1:

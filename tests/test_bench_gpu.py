@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shardlm.bench import pytest_rows, results, run
+from shardlm.bench import ahead, kernel_timing, pytest_rows, results, run
 from shardlm.bench.case import PARTS, Given, chosen_parts, errors
 from shardlm.bench.cases import cases_of, jobs
 from shardlm.bench.code_table import OWN
@@ -44,8 +44,13 @@ def test_every_part_runs(measured):
     assert list(found["parts"]) == list(PARTS) and found["sizes"] == "tiny"
     rows = {part: [row for case in cases.values() for row in case["rows"]] for part, cases in found["parts"].items()}
     assert rows["train"][0]["tokens_per_second"] > 0 and "no/such" in rows["train"][1]["not_compared"]
-    assert [row["name"] for row in rows["decode"]] == ["engine", "decode 1", "decode 2", "prefill", "transformers"]
-    one, two = rows["decode"][1:3]
+    served = ["engine", "decode 1", "decode 2", "short prompt", "prefill", "trace 1", "trace 2", "transformers"]
+    assert [row["name"] for row in rows["decode"]] == served
+    one, two, short, _, trace = rows["decode"][1:6]
+    assert short["seconds"] > 0 and trace["steps"] == 8 and 0 < trace["of_longest"] <= 1
+    assert trace["busy_seconds"] * 8 == pytest.approx(
+        sum(k["seconds"] for k in trace["longest"]) * 8 / trace["of_longest"]
+    )
     assert one["bytes_per_step"] < two["bytes_per_step"] < 2 * one["bytes_per_step"]  # weights are read once for both
     kernels = {name for family in TINY.kernels.values() for name in family}
     assert {row["name"] for row in rows["kernels"]} == kernels
@@ -60,7 +65,7 @@ def test_every_part_runs(measured):
     assert output.with_suffix(".profile.json").exists()
     table = output.with_suffix(".md").read_text()
     assert table in done.stdout and all(f"## {part}" in table for part in PARTS)
-    assert "rank_correlation" in table and "| 4 x 64 in 2 |" in table
+    assert "rank_correlation" in table and "| 4 x 64 in 2 |" in table and "| trace 2 |" in table
 
 
 def fake(code: str):
@@ -83,7 +88,7 @@ WRITE = "print(json.dumps({'case': sys.argv[2], 'row': {'name': 'one'}}), file=o
     [
         (fake(WRITE + "print('a word'); sys.exit(3)"), 600, "a word\nended with status 3"),
         (fake(WRITE + "os.kill(os.getpid(), 9)"), 600, "ended with status -9"),
-        (begun, 1, "begun\nended after 1 s, the limit of a case"),
+        (begun, 1, "begun\nended after 1 s, the limit of its cases"),
         (
             fake(
                 WRITE + "print(json.dumps({'case': sys.argv[2], 'error': 'it says why'}), file=open(sys.argv[1], 'a'))"
@@ -139,19 +144,77 @@ def test_failures_are_measured_again_and_others_wait_for_time(tmp_path, monkeypa
         go(WRITE)
 
 
-def test_time_that_ends_leaves_some_of_every_part():
-    """The first case of each part comes before the second of any; a part that has no more is left out."""
-    order = list(jobs(("kernels", "tests", "plan"), FULL))
-    first, *others = FULL.kernels
-    steps = list(FULL.plan)
-    assert order[:5] == [
-        ("kernels", (first,)),
-        ("tests", ("pytest",)),
-        ("plan", ("profile",)),
-        ("kernels", (others[0],)),
-        ("plan", (steps[0],)),
+def test_what_matters_most_comes_first():
+    """Every case once; those of one process are compiled side by side, but none that takes long, and no engine or
+    PyTorch has a GPU's memory to share."""
+    order = list(jobs(tuple(PARTS), FULL))
+    assert order[0] == ("decode", ("bf16",)) and order[-1] == ("code", cases_of("code", FULL))
+    assert [part for part, _ in order[:8]] == [
+        "decode",
+        "plan",
+        "train",
+        "train",
+        "train",
+        "kernels",
+        "kernels",
+        "tests",
     ]
-    assert len(order) == len(FULL.kernels) + 1 + 1 + len(steps)
+    assert order[2:5] == [
+        ("train", names) for names in (("1B", "8B, 8 layers"), ("torch, 1B",), ("torch, 8B, 8 layers",))
+    ]
+    assert order[1][1][-1] == "profile" and len(order[1][1]) > 9 and "4 x 4k, fp8" not in order[1][1]
+    for part in PARTS:
+        mine = [case for own, cases in order if own == part for case in cases]
+        assert len(mine) == len(set(mine)) and set(mine) == set(cases_of(part, FULL))
+    alone = [cases for _, cases in order if any("torch" in case or "fp8" in case or "int8" in case for case in cases)]
+    assert all(len(cases) == 1 for cases in alone)
+    assert [part for part, _ in jobs(("tests", "plan"), FULL)] == ["plan", "tests", "plan", "plan"]
+    assert list(jobs(("plan",), TINY)) == [("plan", ("profile", *TINY.plan))]
+
+
+def test_what_does_not_compile_is_its_own_cases_error():
+    def refused():
+        raise ValueError("no such kernel")
+
+    made = ahead.compile_all({"a": lambda: lambda: 1, "b": refused, "c": lambda: refused, "d": lambda: lambda: 2})
+    assert {key: one.program for key, one in made.items()} == {"a": 1, "b": None, "c": None, "d": 2}
+    assert made["a"].get() == 1 and made["a"].seconds >= 0
+    for key in "bc":
+        with pytest.raises(ValueError, match="no such kernel"):
+            made[key].get()
+    program = ahead.Made(error=made["b"].error)
+    family, shapes = next(iter(TINY.kernels.items()))
+    broken = dict.fromkeys(((family, shape, use) for shape in shapes for use in kernel_timing.PROGRAMS), program)
+    rows = list(kernel_timing.measure(family, Given("tiny", "", pathlib.Path(), ahead=broken)))
+    assert [(row["name"], row["error"]) for row in rows] == [(shape, "ValueError: no such kernel") for shape in shapes]
+
+
+def test_cases_of_a_process_that_died_are_tried_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "devices", lambda sizes: [{"platform": "cpu", "kind": "cpu"}])
+    families = {name: {} for name in ("a", "b", "c")}
+    monkeypatch.setattr(run, "named", lambda name: TINY.__class__(**vars(TINY) | {"kernels": families}))
+    ended = "f = open(sys.argv[1], 'a')\nfor case in sys.argv[2:]:\n"
+    ended += "    if case == 'b': os.kill(os.getpid(), 9)\n"
+    ended += "    print(json.dumps({'case': case, 'ended': True, 'seconds': 2.5}), file=f, flush=True)\n"
+    asked = []
+
+    def command(part, cases, rows, have):
+        asked.append(tuple(cases))
+        return fake(ended)(part, cases, rows, have)
+
+    def go():
+        return run.run_all(
+            ["kernels"], "tiny", tmp_path / "it.json", command, resume=True, seconds=900, say=asked.append
+        )
+
+    found, left = go()
+    cases = found["parts"]["kernels"]
+    assert not left and cases["a"]["error"] is None and cases["a"]["seconds"] == 2.5
+    assert cases["b"]["error"] == cases["c"]["error"] == "no message\nended with status -9"
+    asked.clear()
+    found, _ = go()
+    assert [one for one in asked if isinstance(one, tuple)] == [("b",), ("c",)]
+    assert results.done(found, "kernels", "c") and results.failed(found, "kernels", "b")
 
 
 def test_a_case_that_time_ended_for_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -195,24 +258,29 @@ def test_a_part_whose_package_is_missing_says_so(tmp_path, monkeypatch):
     assert done.returncode == 0 and not loaded & {"starlette", "llguidance", "tokamax", "grain"}, done.stderr
 
 
-def test_tests_that_ended_are_known_of_a_run_that_died(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tests_that_ended_are_known_of_a_run_that_died(workers, tmp_path):
+    """Or whose worker did: each is told once."""
     test = "import os, pytest\ndef test_a(): pass\n@pytest.mark.skip(reason='no GPU')\ndef test_b(): pass\n"
     (tmp_path / "test_it.py").write_text(f"{test}def test_c(): assert 1 == 2\ndef test_d(): os._exit(9)\n")
     rows = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", pytest_rows.__name__, "-p", "no:cacheprovider", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-p", pytest_rows.__name__, "-p", "no:cacheprovider", f"-n{workers}"]
     environment = os.environ | {pytest_rows.ROWS: str(rows), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert done.returncode == 9 and [row["name"] for row in found] == ["test_a", "test_b", "test_c"]
-    assert [row["outcome"] for row in found] == ["passed", "skipped", "failure"]
+    died = ["error"] * bool(workers)
+    assert done.returncode == (1 if workers else 9), done.stdout
+    assert [row["outcome"] for row in found] == ["passed", "skipped", "failure", *died]
+    assert [row["name"] for row in found][:3] == ["test_a", "test_b", "test_c"]
     assert "no GPU" in found[1]["reason"] and "assert 1 == 2" in found[2]["error"]
+    assert not died or "crashed" in found[3]["error"]
 
 
 def test_what_is_refused():
     with pytest.raises(ShardlmError, match="no part 'trian'; there are train, decode, kernels, plan, tests, code"):
         chosen_parts(["trian"])
     assert chosen_parts(["plan", "train", "plan"]) == ("plan", "train")
-    assert cases_of("train", FULL)[len(FULL.train) :] == ("torch, 0.5B", "torch, 1B", "torch, 8B, 8 layers")
+    assert cases_of("train", FULL)[len(FULL.train) :] == ("torch, 1B", "torch, 8B, 8 layers", "torch, 0.5B")
     with pytest.raises(ShardlmError, match="--sizes=huge: choose from full, tiny"):
         named("huge")
     with pytest.raises(ShardlmError, match="--sizes=full needs an NVIDIA GPU, and jax has cpu here; --sizes=tiny"):
@@ -221,9 +289,14 @@ def test_what_is_refused():
 
 def test_the_planner_is_held_to_what_was_measured():
     rows = [
-        {"predicted_seconds": p, "measured_seconds": m, "predicted_bytes": 9.0, "compiled_bytes": 10.0}
-        for p, m in ((1.0, 2.0), (2.0, 3.0), (3.0, 2.5))
+        {"name": name, "predicted_seconds": p, "measured_seconds": m, "predicted_bytes": 9.0, "compiled_bytes": 10.0}
+        for name, p, m in (("a", 1.0, 2.0), ("b", 2.0, 3.0), ("c", 3.0, 2.5))
     ]
-    found = summary([*rows, {"error": "too large"}])
+    rows = [*(row | {"profiled": False} for row in rows), {"error": "too large"}]
+    found = summary(rows)
     assert found["steps"] == 3 and found["rank_correlation"] == pytest.approx(0.5)
     assert found["median_ratio, time"] == pytest.approx(2 / 3) and found["median_ratio, compiled memory"] == 0.9
+    assert "rank_correlation by profile" not in found
+    measured = summary([*rows, {"name": "profile", "seconds_by_profile": {"a": 2.0, "b": 6.0, "c": 3.0}}])
+    assert measured["rank_correlation by profile"] == pytest.approx(1.0)
+    assert measured["rank_correlation"] == found["rank_correlation"]

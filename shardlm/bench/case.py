@@ -1,5 +1,6 @@
-"""Parts and cases of `launch.bench gpu`. A case is measured by a process of its own, which yields rows; a part is a
-module of this folder with `measure(name, given)`, of the cases that cases.py names. Imports no jax."""
+"""Parts and cases of `launch.bench gpu`. A case yields rows; a part is a module of this folder with
+`measure(name, given)`, of the cases that cases.py names, and with `programs(cases, given)` where those of the cases of
+one process are compiled ahead of them all (ahead.py). Imports no jax."""
 
 import dataclasses
 import pathlib
@@ -7,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from shardlm.bench.ahead import Made
 from shardlm.errors import ShardlmError
 
 PARTS = {
@@ -17,7 +19,7 @@ PARTS = {
     "tests": "pytest -m gpu",
     "code": "registers, spills and instructions of the kernels written here, as compiled: known without a GPU too",
 }
-CONTINUED = ("kernels", "code")
+CONTINUED = ("decode", "kernels", "code")  # row by row
 T = TypeVar("T")
 LAST_LINES = 12  # of what a process that failed has said
 
@@ -28,14 +30,16 @@ class Given:
 
     sizes         "full" or "tiny" (sizes.py)
     torch_python  a Python that may have torch and transformers
-    profile       file of the machine's profile, which the first case of `plan` writes
+    profile       file of the machine's profile, which a case of `plan` writes
     have          rows that were measured before, of those parts that need not measure them again (CONTINUED)
+    ahead         what became of the programs that the part's module has named, by its keys
     """
 
     sizes: str
     torch_python: str
     profile: pathlib.Path
     have: tuple[str, ...] = ()
+    ahead: Mapping[Any, Made] = dataclasses.field(default_factory=dict)
 
     def left(self, case: str, shapes: Mapping[str, T]) -> Iterator[tuple[str, T]]:
         """Those of a case that are still to be measured."""

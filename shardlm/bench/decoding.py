@@ -1,9 +1,12 @@
 """The part `decode`: an engine of random weights in this process, decoding at several batches and reading prompts,
-against what the memory's bandwidth and the peak allow; and transformers' generate of the same shape."""
+against what the memory's bandwidth and the peak allow; what its kernels take in a step; and transformers' generate of
+the same shape."""
 
+import functools
 import itertools
 import json
 import pathlib
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ import jax
 from shardlm import hardware
 from shardlm.bench.case import Given, missing, said
 from shardlm.bench.cases import TRANSFORMERS
+from shardlm.bench.decode_trace import traced
 from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, forward_flops
@@ -32,11 +36,13 @@ from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.sampling_params import SamplingParams
 
 PEER = pathlib.Path(__file__).parents[2] / "benchmarks/peers/transformers_generate.py"
+SHORT, PROMPTS = 128, 5  # tokens of a short prompt, and how many of them are timed
 TARGETS = {1: 0.7, 64: 0.6}  # share of the bandwidth bound to be reached by 16-bit weights and cache, by batch
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
-    """A row for the engine, one for each batch, one for the prompts."""
+    """A row for the engine, one for each batch, two for prompts, and one for the kernels of the smallest and of the
+    largest batch; of these rows those that are still to be measured."""
     sizes = named(given.sizes)
     if name == TRANSFORMERS:
         yield from against_transformers(sizes, given)
@@ -44,13 +50,19 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     served = sizes.served[name]
     engine = random_engine(served.model.transformer(), served.engine)
     gpu = hardware.lookup(engine.runner.mesh.devices.flat[0].device_kind)
-    yield {"name": "engine", **_described(engine)}
+    rows = {"engine": lambda: _described(engine)}
+    rows |= {f"decode {n}": functools.partial(_against_target, engine, served, n, gpu) for n in served.batches}
+    rows |= {"short prompt": lambda: short_prompt(engine, served), "prefill": lambda: prefill(engine, served, gpu)}
+    traces = dict.fromkeys((served.batches[0], served.batches[-1]))
+    rows |= {f"trace {n}": functools.partial(traced, engine, served, n) for n in traces}
+    for row, measured in given.left(name, rows):
+        yield {"name": row, "side": "shardlm", **measured()}
+
+
+def _against_target(engine: Engine, served: Served, batch: int, gpu: Gpu | None) -> dict[str, Any]:
     plain = served.engine.quantization is None and served.engine.kv_cache_dtype == "auto"
-    for batch in served.batches:
-        row = decoding(engine, served, batch, gpu)
-        target = TARGETS.get(batch) if plain and gpu else None
-        yield {"name": f"decode {batch}", "side": "shardlm", **row, **({"target": target} if target else {})}
-    yield {"name": "prefill", "side": "shardlm", **prefill(engine, served, gpu)}
+    target = TARGETS.get(batch) if plain and gpu else None
+    return decoding(engine, served, batch, gpu) | ({"target": target} if target else {})
 
 
 def _described(engine: Engine) -> dict[str, Any]:
@@ -117,6 +129,15 @@ def _looks(engine: Engine, batch: int, length: int, params: SamplingParams, seed
             counts[output.request_id] = len(output.outputs[0].token_ids)
         found.append((time.perf_counter() - started, dict(counts)))
     return found
+
+
+def short_prompt(engine: Engine, served: Served) -> dict[str, Any]:
+    """From a request, alone in the engine, to its first token: the median of several, after one that is not timed."""
+    length, params = min(SHORT, served.prompt_len), SamplingParams(temperature=0, max_tokens=1)
+    first, *seconds = (_looks(engine, 1, length, params, 20 + seed)[-1][0] for seed in range(1 + PROMPTS))
+    seconds_to_token = statistics.median(seconds)
+    rate = length / seconds_to_token
+    return {"prompt_len": length, "seconds": seconds_to_token, "first_seconds": first, "tokens_per_second": rate}
 
 
 def prefill(engine: Engine, served: Served, gpu: Gpu | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlm.bench import recurrent_kernels
+from shardlm.bench.attention_in_turns import in_turns
 from shardlm.bench.kernel_cases import (
     PAGE,
     EightBit,
@@ -151,7 +152,8 @@ def _whole(s: Whole, on_gpu: bool) -> Kernel:
     wide, narrow = (s.rows, s.length, s.heads, s.width), (s.rows, s.length, s.kv_heads, s.width)
 
     def inputs(key: jax.Array) -> Arrays:
-        segments = 1 + jnp.arange(s.length, dtype=jnp.int32) // (s.length // s.documents)
+        each = s.length // s.documents
+        segments = 1 + jnp.minimum(jnp.arange(s.length, dtype=jnp.int32) // each, s.documents - 1)
         arrays = normal(key, wide, narrow, narrow, *[wide] * s.back)
         return *arrays, jnp.broadcast_to(segments, (s.rows, s.length))
 
@@ -161,16 +163,18 @@ def _whole(s: Whole, on_gpu: bool) -> Kernel:
     def run(q, k, v, segments):
         return attention.packed_attention(q, k, v, segments, implementation=chosen, sinks=sinks(), **options)
 
-    def reference(q, k, v, segments):
-        return attention.reference(q, k, v, segments, options["scale"], s.window, sinks=sinks())
+    def reference(q, k, v, segments, sinks):
+        return attention.reference(q, k, v, segments, options["scale"], s.window, sinks=sinks if s.sinks else None)
 
-    pairs = s.rows * attention_pairs([s.length // s.documents] * s.documents, s.window or None)
+    lengths = [s.length // s.documents] * s.documents
+    lengths[-1] += s.length % s.documents
+    pairs = s.rows * attention_pairs(lengths, s.window or None)
     each = nbytes_of((wide, "bfloat16"), (narrow, "bfloat16"))
     return Kernel(
         what=chosen,
         inputs=inputs,
         run=with_back(run, 3) if s.back else run,
-        reference=with_back(reference, 3) if s.back else reference,
+        reference=in_turns(s, with_back(reference, 3) if s.back else reference, sinks),
         flops=4 * s.heads * s.width * pairs * (3 if s.back else 1),
         nbytes=each * (4 if s.back else 2),
         peak="bf16",
@@ -375,7 +379,9 @@ def _recurrent(s: Recurrent, on_gpu: bool) -> Kernel:
         flops=flops,
         nbytes=nbytes,
         peak="bf16",
-        allowed=ROUNDED if s.served else ROUNDED_BACK,  # chunks round states too
+        # States are sums of keys and values that a convolution has made and that are rounded to bfloat16: off by 0.0111
+        # after 3 tokens (CPU) and after 16 (H200, measured). Chunks round states too.
+        allowed=ROUNDED_BACK,
     )
 
 

@@ -2,12 +2,20 @@
 
 import json
 import os
+import sys
 
 ROWS = "SHARDLM_TEST_ROWS"  # the file
 
 
+def pytest_configure(config):
+    """In workers of pytest-xdist nothing is written: the process that started them hears of all tests."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.unregister(sys.modules[__name__])
+
+
 def pytest_runtest_logreport(report):
-    """Of a test itself, or of what it needs where that failed or said that it is skipped."""
+    """Of a test itself, or of what it needs where that failed or said that it is skipped; of one that its worker died
+    of, `when` is "???"."""
     if report.when != "call" and report.passed:
         return
     row = {"name": report.nodeid.split("::", 1)[-1], "seconds": report.duration, "outcome": report.outcome}

@@ -33,9 +33,13 @@ TRAIN: tuple[Column, ...] = (
 DECODE: tuple[Column, ...] = (
     ("engine", lambda r: r["case"]),
     ("what", lambda r: r["name"]),
-    ("tokens/s", lambda r: number(r["tokens_per_second"], ",.0f")),
+    ("tokens/s", lambda r: number(r.get("tokens_per_second"), ",.0f")),
+    ("ms", lambda r: number(r.get("seconds"), ".2f", 1e-3)),
     ("ms/step", lambda r: number(r.get("seconds_per_step"), ".2f", 1e-3)),
     ("predicted ms", lambda r: number(r.get("predicted_seconds"), ".2f", 1e-3)),
+    ("busy ms/step", lambda r: number(r.get("busy_seconds"), ".2f", 1e-3)),
+    ("kernels/step", lambda r: number(r.get("kernels"), ".0f")),
+    ("of the 12 longest", lambda r: percent(r.get("of_longest"))),
     ("of the bound", lambda r: percent(r.get("of_bound"))),
     ("target", lambda r: percent(r.get("target"))),
 )
@@ -67,7 +71,6 @@ CODE: tuple[Column, ...] = (
 PLAN: tuple[Column, ...] = (
     ("step", lambda r: r["name"]),
     ("predicted s", lambda r: number(r.get("predicted_seconds"))),
-    ("by table s", lambda r: number(r.get("by_table_seconds"))),
     ("measured s", lambda r: number(r["measured_seconds"])),
     ("ratio", lambda r: number(_ratio(r, "predicted_seconds", "measured_seconds"), ".2f")),
     ("predicted GiB", lambda r: number(r.get("predicted_bytes"), ".2f", GIB)),
@@ -82,13 +85,13 @@ TESTS: tuple[Column, ...] = (
     ("why", lambda r: (r.get("reason") or "").splitlines()[0] if r.get("reason") else ""),
 )
 COLUMNS = {"train": TRAIN, "decode": DECODE, "kernels": KERNELS, "code": CODE, "plan": PLAN, "tests": TESTS}
-NEEDED = {  # what a row has that belongs into its part's table
-    "train": "tokens_per_second",
-    "decode": "tokens_per_second",
-    "kernels": "largest_error",
-    "code": "kernel",
-    "plan": "measured_seconds",
-    "tests": "outcome",
+NEEDED = {  # what a row has one of that belongs into its part's table
+    "train": {"tokens_per_second"},
+    "decode": {"tokens_per_second", "busy_seconds"},
+    "kernels": {"largest_error"},
+    "code": {"kernel"},
+    "plan": {"measured_seconds"},
+    "tests": {"outcome"},
 }
 
 
@@ -111,7 +114,7 @@ def markdown(results: Mapping[str, Any], summaries: Mapping[str, Mapping[str, An
     """The whole: the setting, then the parts. `summaries` are sentences' numbers by part."""
     lines = [f"# GPU benchmark, sizes {results['sizes']}", "", _setting(results["machine"]), ""]
     for part, cases in results["parts"].items():
-        rows = [row for row in rows_of(cases) if NEEDED[part] in row]
+        rows = [row for row in rows_of(cases) if NEEDED[part] & row.keys()]
         lines += [f"## {part}", "", *(_table(COLUMNS[part], rows) if rows else ["nothing was measured"]), ""]
         said = [f"{name} {value:.3g}" for name, value in summaries.get(part, {}).items()]
         lines += [f"{', '.join(said)}.", ""] if said else []

@@ -43,6 +43,11 @@ def done(results: Results, part: str, case: str) -> bool:
     return found is not None and not found.get("unfinished") and not errors(found)
 
 
+def failed(results: Results, part: str, case: str) -> bool:
+    """Whether a case did not end, and not for want of time."""
+    return bool(results["parts"].get(part, {}).get(case, {}).get("error"))
+
+
 def kept(results: Results, part: str, case: str) -> list[dict[str, Any]]:
     """The rows of a case that need not be measured again."""
     found = results["parts"].get(part, {}).get(case, {"rows": []})

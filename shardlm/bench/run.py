@@ -1,7 +1,9 @@
-"""Runs the cases of `launch.bench gpu` in processes of their own, one after another, each with a limit, and keeps what
-they yield. A case that fails, hangs or dies is recorded with what it said last, and the next goes on; one that time
-ends for is left with the rows that it has."""
+"""Runs the cases of `launch.bench gpu` in processes, one after another, each with a limit, and keeps what they yield. A
+case that fails, hangs or dies is recorded with what it said last, and the next goes on; one that time ends for is left
+with the rows that it has."""
 
+import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -14,7 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardlm.bench import machine, results
-from shardlm.bench.case import errors, of_case, said
+from shardlm.bench.ahead import compile_all
+from shardlm.bench.case import Given, errors, of_case, said
 from shardlm.bench.cases import jobs
 from shardlm.bench.sizes import Sizes, named
 from shardlm.errors import ShardlmError
@@ -28,7 +31,7 @@ MODULES = {
     "tests": "testing",
 }
 LEAST = 60.0  # seconds that are worth beginning a case in
-LIMIT = "the limit of a case"
+LIMIT = "the limit of its cases"
 START = 300.0  # that jax may take to say what devices it has
 Command = Callable[[str, Sequence[str], pathlib.Path, Sequence[str]], list[str]]
 """(part, cases, file for rows, names of rows that there are)."""
@@ -55,22 +58,35 @@ def run_all(
     if resume:
         _take_up(found, parts, output)
     left = []
-    for part, cases in jobs(parts, sizes):
-        todo = [case for case in cases if not results.done(found, part, case)]
+    for part, todo in _todo(found, parts, sizes):
         room = ends - time.monotonic()
-        if not todo or room < LEAST:
+        if room < LEAST:
             left += [f"{part}: {case}" for case in todo]
             continue
-        limit, rows = min(sizes.seconds, room), _rows_of(part, output)
+        most = sizes.seconds * len(todo)
+        limit, rows = min(most, room), _rows_of(part, output)
         own = sizes.served[todo[0]].environment if part == "decode" and todo[0] in sizes.served else {}
         had = {case: results.kept(found, part, case) for case in todo}
         rows.unlink(missing_ok=True)
-        for case, one in measured(part, todo, command, limit, rows, own, had, whole=limit == sizes.seconds):
+        started = time.monotonic()
+        for case, one in measured(part, todo, command, limit, rows, own, had, whole=limit == most):
             results.put(found, part, case, one, output)
             left += [f"{part}: {case}"] if one["unfinished"] else []
             say(f"{part}: {case}: {one['seconds']:.0f} s, {_word(one)}")
+        if len(todo) > 1:
+            say(f"{part}: {len(todo)} cases in {time.monotonic() - started:.0f} s, with what was compiled ahead")
         rows.unlink(missing_ok=True)
     return found, left
+
+
+def _todo(found: results.Results, parts: Sequence[str], sizes: Sizes) -> Iterator[tuple[str, list[str]]]:
+    """(part, cases of one process) that are not done. Those that failed before are alone this time: it may have been
+    another that their process died of."""
+    for part, cases in jobs(parts, sizes):
+        todo = [case for case in cases if not results.done(found, part, case)]
+        failed = [case for case in todo if results.failed(found, part, case)]
+        together = [case for case in todo if case not in failed]
+        yield from ((part, some) for some in (together, *([case] for case in failed)) if some)
 
 
 def _word(case: Mapping[str, Any]) -> str:
@@ -152,7 +168,7 @@ def measured(
     whole: bool = True,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(case, what is kept of it) of one process, with variables of its own. `had`: rows of before. `whole`: the limit
-    is that of a case, and one that reaches it has failed; else it is unfinished."""
+    is that of its cases, and one that reaches it has failed; else it is unfinished."""
     started = time.monotonic()
     have = [of_case(case, row["name"]) for case in cases for row in had.get(case, ())]
     log = rows.with_suffix(".log")
@@ -165,7 +181,8 @@ def measured(
         said_last = next((line["error"] for line in told if "error" in line), error)
         wrong = None if any(line.get("ended") for line in told) else said_last
         unfinished = not whole and wrong is not None and wrong == error and error.endswith(LIMIT)
-        yield case, _case(found, None if unfinished else wrong, unfinished, seconds)
+        own_seconds = next((line["seconds"] for line in told if "seconds" in line), seconds)
+        yield case, _case(found, None if unfinished else wrong, unfinished, own_seconds)
 
 
 def _run(command: list[str], log: pathlib.Path, limit: float, env: dict[str, str]) -> str:
@@ -184,18 +201,35 @@ def _run(command: list[str], log: pathlib.Path, limit: float, env: dict[str, str
     return f"{said(log.read_text(errors='replace'))}\nended with status {status}"
 
 
-def write_rows(part: str, cases: Sequence[str], given, file: pathlib.Path) -> int:
-    """In the process that measures: each row as it comes, then that the case ended or what it raised. 1 if one did."""
+def write_rows(part: str, cases: Sequence[str], given: Given, file: pathlib.Path) -> int:
+    """In the process that measures, after the programs of all cases are compiled: each row as it comes, then that the
+    case ended or what it raised. 1 if one did."""
     status = 0
     with open(file, "a") as out:
+
+        def tell(case: str, **what: Any) -> None:
+            print(json.dumps({"case": case, **what}), file=out, flush=True)
+
+        try:
+            module = importlib.import_module(f"shardlm.bench.{MODULES[part]}")
+            if hasattr(module, "programs"):
+                given = dataclasses.replace(given, ahead=compile_all(module.programs(cases, given)))
+        except Exception as error:
+            for case in cases:
+                tell(case, error=_told(error))
+            return 1
         for case in cases:
+            started = time.monotonic()
             try:
-                module = importlib.import_module(f"shardlm.bench.{MODULES[part]}")
                 for row in module.measure(case, given):
-                    print(json.dumps({"case": case, "row": row}), file=out, flush=True)
-                print(json.dumps({"case": case, "ended": True}), file=out, flush=True)
+                    tell(case, row=row)
+                tell(case, ended=True, seconds=time.monotonic() - started)
             except Exception as error:  # recorded: the other cases of this process go on
-                text = str(error) if isinstance(error, ShardlmError) else f"{type(error).__name__}: {error}"
-                print(json.dumps({"case": case, "error": text[:4000]}), file=out, flush=True)
+                tell(case, error=_told(error), seconds=time.monotonic() - started)
                 status = 1
+            gc.collect()  # the frames of what was raised may hold arrays that the next has no room beside
     return status
+
+
+def _told(error: Exception) -> str:
+    return (str(error) if isinstance(error, ShardlmError) else f"{type(error).__name__}: {error}")[:4000]

@@ -25,8 +25,10 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
         raise ShardlmError(
             f"{FOLDER} is not there: the tests need the source tree (git clone, pip install -e '.[test]')"
         )
-    own = {"JAX_PLATFORMS": "cuda,cpu"} if named(given.sizes).gpu else {}
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-p", pytest_rows.__name__, str(FOLDER)]
+    sizes = named(given.sizes)
+    own = {"JAX_PLATFORMS": "cuda,cpu"} if sizes.gpu else {}
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", pytest_rows.__name__, str(FOLDER)]
+    command += ["-n", str(sizes.workers), "--dist=load"]  # each test compiles for 10 s and more
     with tempfile.TemporaryDirectory() as folder:
         rows, log = pathlib.Path(folder, "rows.jsonl"), pathlib.Path(folder, "log")
         rows.touch()

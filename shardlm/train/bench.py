@@ -1,6 +1,7 @@
 """Times the training step of a configuration on made-up tokens: what `launch.bench train` reports. The step is the one
 that training compiles; data loading and logging are left out. What PyTorch does on the same shape is benchmarks/'s."""
 
+import dataclasses
 import datetime
 import math
 import os
@@ -39,32 +40,47 @@ def random_batch(program: Program, seed: int = 0) -> dict[str, jax.Array]:
     return to_devices({name: a[list(rows)] for name, a in batch.items()}, rows, sharding, program.slots)
 
 
-def bench_training(program: Program, *, warmup: int, steps: int, seconds: float = math.inf) -> dict[str, Any]:
-    """Compiles, runs `warmup` steps, then times `steps` more, starting none after `seconds`; each step is waited for.
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A program's step, and the seconds that compiling took (not tracing, if others were compiled beside it)."""
+
+    run: jax.stages.Compiled
+    seconds: float
+
+
+def compile_step(program: Program) -> CompiledStep:
+    """As training compiles it."""
+    started = time.perf_counter()
+    compiled = program.lower_step().compile(dict(program.xla_options().options))
+    return CompiledStep(compiled, time.perf_counter() - started)
+
+
+def bench_training(
+    program: Program, *, warmup: int, steps: int, seconds: float = math.inf, compiled: CompiledStep | None = None
+) -> dict[str, Any]:
+    """Compiles, unless the step is `compiled`, runs `warmup` steps, then times `steps` more, starting none after
+    `seconds`; each step is waited for.
 
     Rates are those of the median step. Memory and FLOPs say whether they were measured or compiled. Every process of
     a job calls this; each reports its own clock and memory.
     """
-    options = program.xla_options()
-    started = time.perf_counter()
-    compiled = program.lower_step().compile(dict(options.options))
-    compile_seconds = time.perf_counter() - started
+    options, compiled = program.xla_options(), compiled or compile_step(program)
     losses, times = [], []
     with jax.set_mesh(program.mesh):
         state, batch = program.init(), random_batch(program)
         while len(times) < steps and sum(times) < seconds:
             started = time.perf_counter()
-            state, metrics = compiled(state, batch)
+            state, metrics = compiled.run(state, batch)
             losses.append(float(metrics["loss"]))  # waits for the step
             if len(losses) > warmup:
                 times.append(time.perf_counter() - started)
     return {
         "benchmark": "train",
         **_speed(program, times, float(metrics["attention_pairs"])),
-        "compile_seconds": compile_seconds,
+        "compile_seconds": compiled.seconds,
         "compilation_cache": jax.config.jax_compilation_cache_dir is not None,  # where compile_seconds may be a read
-        **_memory(compiled),
-        "communication": _communication(program, compiled),
+        **_memory(compiled.run),
+        "communication": _communication(program, compiled.run),
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "steps": len(times),

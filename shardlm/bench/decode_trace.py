@@ -1,0 +1,88 @@
+"""What the kernels of a decode step take, by name, from a trace of the profiler: for the part `decode`."""
+
+import collections
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+
+from shardlm.bench.sizes import Served
+from shardlm.profile import trace
+from shardlm.serve.bench.workload import prompts
+from shardlm.serve.engine import Engine
+from shardlm.serve.outputs import whole
+from shardlm.serve.sampling_params import SamplingParams
+
+LONGEST = 12
+NAME = 80  # letters of a kernel's name that are kept
+
+
+def traced(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
+    """Of one decode step of `batch` requests, from those that the engine starts before it waits for the first (16 by
+    default: a trace of 25 steps of one row was 37 MB). What the profiler raises is the row's `error`, and the engine is
+    left without requests."""
+    params = SamplingParams(temperature=0, max_tokens=served.output_len, ignore_eos=True)
+    names = [f"traced-{i}" for i in range(batch)]
+    vocab, length = engine.runner.model.config.vocab_size, served.prompt_len
+    for name, prompt in zip(names, prompts(batch, length, 0, vocab, batch), strict=True):
+        engine.add(name, prompt, params)
+    try:
+        said: dict[str, int] = {}
+        while len(said) < batch:
+            said |= _said(engine.step())
+        while engine.waits:  # nothing is under way when the trace begins
+            said |= _said(engine.collect())
+        with tempfile.TemporaryDirectory() as folder:
+            after = _in_trace(engine, pathlib.Path(folder))
+            events = trace.read(jax.profiler.ProfileData.from_file(str(trace.find(pathlib.Path(folder)))))
+        return {"batch": batch, **_summed(events, after[names[0]] - said[names[0]])}
+    except Exception as error:  # the other rows are still wanted, and are there
+        return {"batch": batch, "error": f"{type(error).__name__}: {error}"[:2000]}
+    finally:
+        for name in names:
+            engine.abort(name)
+        while engine.has_unfinished:
+            engine.step()
+
+
+def _in_trace(engine: Engine, folder: pathlib.Path) -> dict[str, int]:
+    """Tokens of each request after what the engine starts at once has ended. Of the host only jax's own calls are in
+    the trace, and no Python."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    said: dict[str, int] = {}
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        engine.dispatch()
+        while engine.waits:
+            said |= _said(engine.collect())
+    return said
+
+
+def _said(outputs) -> dict[str, int]:
+    """Tokens so far of those requests that moved on."""
+    return {output.request_id: len(output.outputs[0].token_ids) for output in whole(outputs)}
+
+
+def _summed(events: list[trace.Event], steps: int) -> dict[str, Any]:
+    """Of one step. `busy_seconds`: all kernels and copies, one after the other; on a CPU loops and what is in them."""
+    nanoseconds: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for event in events:
+        nanoseconds[event.name[:NAME]] += event.end - event.start
+        counts[event.name[:NAME]] += 1
+    busy, first = sum(nanoseconds.values()), min((event.start for event in events), default=0)
+    longest = nanoseconds.most_common(LONGEST)
+    each = [
+        {"kernel": name, "seconds": ns / 1e9 / steps, "count": counts[name] / steps, "share": ns / busy}
+        for name, ns in longest
+        if busy
+    ]
+    return {
+        "steps": steps,
+        "window_seconds": (max((event.end for event in events), default=0) - first) / 1e9 / steps,
+        "busy_seconds": busy / 1e9 / steps,
+        "kernels": len(events) / steps,
+        "of_longest": sum(ns for _, ns in longest) / busy if busy else None,
+        "longest": each,
+    }
