@@ -114,10 +114,10 @@ def forward(
     """(out [B, T, N, Hv], log-partition float32 [B, N, T], None where nothing is `trained`), of the documents `where`
     there are several. Not by jax.nn.dot_product_attention, which rounds the log-partition to q's type: by up to 0.03 in
     bfloat16 from 8 on, and so the weights of a pair of blocks by 3%."""
-    placed = where.placed if where else ()
+    placed = where.named if where else {}
     options = {"scale": scale, "mask_type": _mask_type(causal, where), "return_residual": trained}
     sliding = {"sliding_window_length": window} if window else {}
-    found = fused_attention_stablehlo.dot_product_attention(q, k, v, bias, None, *placed, **options, **sliding)
+    found = fused_attention_stablehlo.dot_product_attention(q, k, v, bias, **placed, **options, **sliding)
     if not trained:
         return found, None
     out, lse = found
@@ -146,7 +146,7 @@ def backward(
     changes = "score_mod" in inspect.signature(rule).parameters
     kind = _mask_type(causal, where)
     settings = (scale, 42, 0.0, (bias_in, bias_gradient), kind, 0, window, *[None] * changes, True, False)
-    placed, lse = (where.placed, by_document(lse, where)) if where else ([no_index] * 4, lse)
+    placed, lse = (where.named.values(), by_document(lse, where)) if where else ([no_index] * 4, lse)
     kept = (q, k, v, bias if bias_in else none, *placed, no_index, no_index, *[()] * changes, lse, out.astype(q.dtype))
     return rule(*settings, kept, d_out.astype(q.dtype))[:3]
 

@@ -51,10 +51,11 @@ class Documents:
         return Documents(*own, self.number, self.place)
 
     @property
-    def placed(self) -> tuple[jax.Array, ...]:
-        """As jax takes them, of queries and of keys."""
+    def named(self) -> dict[str, jax.Array]:
+        """As jax takes them, in the order of its arguments."""
         starts = jnp.pad(self.starts, [(0, 0), (0, 1)], constant_values=-1)
-        return self.lengths, self.lengths, starts, starts
+        lengths = self.lengths
+        return {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": starts, "kv_offsets": starts}
 
 
 def _begins(segment_ids: jax.Array) -> jax.Array:

@@ -57,15 +57,16 @@ def sequences(q, k, lengths, starts):
     return number, token - starts[number]
 
 
-def kernel(calls, q, k, v, bias, mask, *placed, scale, mask_type, return_residual, **_):
+def kernel(calls, q, k, v, bias, *, scale, mask_type, return_residual, **placed):
     """The forward call: what it gives of each sequence, and of all rows where there are none."""
     calls.append((mask_type, bias is not None))
     shape, (q, k, v) = q.shape, (q, *(jnp.repeat(a, N // K, axis=2) for a in (k, v)))
     scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * scale
     seen = jnp.tril(jnp.ones((T, T), bool))[None]
     if placed:
-        assert placed[0] is placed[1] and placed[2] is placed[3]
-        number, place = sequences(q, k[:, :, :K], placed[0], placed[2])
+        assert list(placed) == ["q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"]
+        assert placed["q_seqlen"] is placed["kv_seqlen"] and placed["q_offsets"] is placed["kv_offsets"]
+        number, place = sequences(q, k[:, :, :K], placed["q_seqlen"], placed["q_offsets"])
         rows = number.reshape(B, T)
         seen = seen & (rows[:, :, None] == rows[:, None])
     scores = jnp.where(seen[:, None], scores, -jnp.inf) + (0 if bias is None else bias)
@@ -73,7 +74,7 @@ def kernel(calls, q, k, v, bias, mask, *placed, scale, mask_type, return_residua
     out = jnp.einsum("bnqk,bknh->bqnh", jnp.exp(scores - lse[..., None]), v).reshape(shape)
     if placed:
         flat = lse.transpose(0, 2, 1).reshape(B * T, N)
-        lse = jnp.full((placed[0].size, N, T), jnp.nan).at[number, :, place].set(flat)
+        lse = jnp.full((placed["q_seqlen"].size, N, T), jnp.nan).at[number, :, place].set(flat)
     return (out, lse) if return_residual else out
 
 
