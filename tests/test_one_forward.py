@@ -14,12 +14,14 @@ from small_short_conv import CONV
 
 from shardlm.errors import ShardlmError
 from shardlm.generate import PAGE_SIZE, Sampling, generate, make_pages
+from shardlm.layers import stack
 from shardlm.layers.packed import Packed
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged import Paged
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.rules import Rules
+from shardlm.serve.layers import apart
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
 
@@ -51,6 +53,19 @@ def paged_logits(model, params, pages, table, tokens, start, layout):
     ctx = Paged.make(table, jnp.ones(tokens.shape, bool), layout, model.execution, slot=slot)
     hidden, pages, _ = lm(tokens, positions, ctx, pages)
     return lm.logits(hidden), pages
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch):
+    """Where each is a segment of its own, as in serving."""
+    traced, plain = [], stack.run_repeat
+    monkeypatch.setattr(stack, "run_repeat", lambda *args: traced.append(args) or plain(*args))
+    layout = PageLayout.whole(LLAMA.num_layers, 4)
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        model = ModelDef.make(apart(LLAMA.transformer()), Execution(Rules.make("zero3", MeshSpec()).for_decoding()))
+        params, pages = init(model), jax.eval_shape(lambda: make_pages(model, layout))
+        table, tokens = jnp.ones((1, 1), jnp.int32), jnp.zeros((1, 5), jnp.int32)
+        jax.eval_shape(lambda pages: paged_logits(model, params, pages, table, tokens, 0, layout), pages)
+    assert len(model.config.segments) == LLAMA.num_layers > 1 and len(traced) == 1
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())

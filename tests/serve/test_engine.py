@@ -18,6 +18,7 @@ from shardlm.errors import ShardlmError
 from shardlm.generate import Sampling, generate
 from shardlm.layers.packed import Packed
 from shardlm.mesh import MeshSpec
+from shardlm.serve import state
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.bench.engine import bench_serving, serve_to
@@ -320,3 +321,16 @@ def test_the_benchmark_offline_and_over_http(served, tmp_path):
     pages = served[0].scheduler.pages
     stats = served[0].stats()
     assert (stats.num_pages, stats.page_size) == (pages.num_pages - 1, pages.page_size)  # the first is scrap
+
+
+def test_rows_of_slots_are_replaced_but_not_that_of_padding():
+    """Several may have that one; all others are told to be unlike."""
+    held = {"counts": np.arange(12, dtype=np.int16).reshape(4, 3), "last": np.arange(4, dtype=np.int32)}
+    new = {"counts": -np.ones((3, 3), np.int16), "last": np.full(3, -1, np.int32)}
+    put = jax.jit(state.put)
+    given = jax.tree.map(jnp.asarray, held), jnp.array([2, 3, 3], jnp.int32), new
+    found = put(*given)
+    expected = {name: np.where((np.arange(4) == 2).reshape(-1, *[1] * (a.ndim - 1)), -1, a) for name, a in held.items()}
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    text = put.lower(*given).as_text()
+    assert text.count("unique_indices = true") == text.count('"stablehlo.scatter"') == 2
