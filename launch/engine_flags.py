@@ -35,6 +35,12 @@ _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of 
 _PREFILL = flags.DEFINE_enum(
     "prefill_attention", "auto", ["auto", "pages"], "Of prompts without a cached beginning; auto: cuDNN where it can."
 )
+_FUSED = flags.DEFINE_enum(
+    "fused_products",
+    "auto",
+    ["auto", "on", "off"],
+    "Projections of few tokens by kernels of ours, with norm and gate; auto: where the GPU is seen to be quicker so.",
+)
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same bits whatever else runs; slower.")
 _SPECULATIVE = flags.DEFINE_string(
     "speculative_config",
@@ -74,6 +80,7 @@ def engine_options() -> dict[str, Any]:
         "max_num_batched_tokens": _MAX_TOKENS.value,
         "enable_prefix_caching": _PREFIX.value,
         "prefill_attention": _PREFILL.value,
+        "fused_products": _FUSED.value,
         "deterministic": _DETERMINISTIC.value,
         "enable_lora": _ENABLE_LORA.value,
         "max_loras": _MAX_LORAS.value,

@@ -10,6 +10,7 @@ from flax import nnx
 from shardlm.errors import ShardlmError
 from shardlm.layers.block_indexer import BlockIndexer, BlockIndexerConfig
 from shardlm.layers.context import INDEX, KEPT, Context, Pages
+from shardlm.layers.fused import Late, over, project_back, project_each, taken
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.norm import rms_norm
@@ -119,6 +120,8 @@ class Attention(nnx.Module):
     "bq" (N, H), "bk" (K, H), "bv" (K, V), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a
     gate "wg" (D, N, V) or, of a head, (D, N, 1); "indexer" where blocks of tokens are chosen."""
 
+    takes_late = True
+
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.config, V = config, config.value_dim
@@ -159,8 +162,8 @@ class Attention(nnx.Module):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, the
         keys and values that later layers read)."""
         config, rules = self.config, execution.rules
-        x = jax.reshard(x, rules.act.spec("batch", "whole_seq", "embed"))
-        made = self._projected(x, execution)
+        x = over(x, rules.act.spec("batch", "whole_seq", "embed"))
+        made = self.projected(x, execution)
         v = made.pop("v", made.get("k"))
         made = {name: self._turned(a, name, positions, execution) for name, a in made.items()}
         q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
@@ -180,22 +183,22 @@ class Attention(nnx.Module):
             "kv_heads": config.num_kv_heads,
         }
         if config.indexer:
-            index = self.indexer(x, positions, execution)
+            index = self.indexer(taken(x), positions, execution)
             options["selection"], pages = ctx.select(index, positions, pages, layer)
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         if config.gate:
             opened = jax.nn.softplus if config.gate_softplus else jax.nn.sigmoid
-            out = out * opened(project("btd,dnh->btnh", x, self, "wg", execution))
-        stream = rules.act.spec("batch", "seq", "embed")
+            out = out * opened(project("btd,dnh->btnh", taken(x), self, "wg", execution))
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
-        out = project("btnv,nvd->btd", out, self, "wo", execution, stream)
+        out = project_back("btnv,nvd->btd", out, self, "wo", execution)
         kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
         return out + in_use(self.bo, execution) if config.out_bias else out, pages, kept
 
-    def _projected(self, x: jax.Array, execution: Execution) -> dict[str, jax.Array]:
+    def projected(self, x: "jax.Array | Late", execution: Execution) -> dict[str, jax.Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H], those that it makes."""
         letters = {"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"}
-        made = {name: project(letters[name], x, self, f"w{name}", execution) for name in self.config.made}
+        each = {f"w{name}": letters[name] for name in self.config.made}
+        made = {name[1:]: a for name, a in project_each(x, self, each, execution).items()}
         if self.config.bias:
             made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}
         if clip := self.config.clip:

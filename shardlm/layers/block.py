@@ -11,6 +11,7 @@ from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.compressed_attention import CompressedAttention, CompressedConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
+from shardlm.layers.fused import Late, norm_of, taken
 from shardlm.layers.gated_streams import GatedStreams, GatedStreamsConfig
 from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
@@ -109,15 +110,17 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "block_input")
         if self.config.streams:
             return self._of_streams(x, positions, ctx, pages, layer, execution)
-        first = self._before(x, "attention", execution)
+        first = self.before(x, "attention", execution)
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         if self.config.memory:
-            remembered, pages, _ = self.memory(first, positions, ctx, pages, layer, execution)
+            remembered, pages, _ = self.memory(taken(first), positions, ctx, pages, layer, execution)
             h = h + remembered
         x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
         aux = {}
         if self.config.mlp.there:
-            h, aux = self.mlp(first if self.config.parallel else self._before(x, "mlp", execution), ctx, execution, x)
+            if not self.config.parallel:
+                first = self.before(x, "mlp", execution)
+            h, aux = self.mlp(first if _takes_late(self.mlp) else taken(first), ctx, execution, x)
             x = x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out")
         if self.config.inputs:
             own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
@@ -134,17 +137,25 @@ class Block(nnx.Module):
         around_attention, around_mlp = (getattr(self, f"{name}_{end}") for name in ("attention", "mlp"))
         read, weights = around_attention.before(x, execution)
         h, pages, kept = self.attention(
-            self._before(read, "attention", execution), positions, ctx, pages, layer, execution
+            self.before(read, "attention", execution), positions, ctx, pages, layer, execution
         )
         x = around_attention.after(x, checkpoint_name(h, "attention_out"), weights)
         read, weights = around_mlp.before(x, execution)
-        h, aux = self.mlp(self._before(read, "mlp", execution), ctx, execution, read)
+        h, aux = self.mlp(self.before(read, "mlp", execution), ctx, execution, read)
         return around_mlp.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
 
-    def _before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array:
-        return x if self.config.norms in ("post", "none") else getattr(self, f"{layer}_norm")(x, execution)
+    def before(self, x: jax.Array, layer: str, execution: Execution) -> "jax.Array | Late":
+        if self.config.norms in ("post", "none"):
+            return x
+        norm = getattr(self, f"{layer}_norm")
+        return norm_of(x, norm, execution) if _takes_late(getattr(self, layer)) else norm(x, execution)
 
     def _after(self, h: jax.Array, layer: str, execution: Execution) -> jax.Array:
         if self.config.norms in ("post", "both"):
             h = getattr(self, f"{layer}_post_norm")(h, execution)
         return h if self.config.residual_scale == 1 else h * self.config.residual_scale
+
+
+def _takes_late(layer: nnx.Module) -> bool:
+    """Whether a layer takes the norm of what it reads itself."""
+    return getattr(layer, "takes_late", False)

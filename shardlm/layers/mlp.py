@@ -8,6 +8,7 @@ from flax import nnx
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
+from shardlm.layers.fused import Late, over, project_back, project_gated, taken
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.swiglu import Activation, activate, gated, xielu
 
@@ -67,6 +68,8 @@ class Mlp(nnx.Module):
     biases "gate_bias" and "up_bias" (F,), "down_bias" (D,); of xielu (ops/swiglu.py) "rise" and "bend" (1,), and the
     numbers "slope" and "top", which are not trained."""
 
+    takes_late = True
+
     def __init__(self, config: MlpConfig, embed_dim: int, out_scale: float, params: Params):
         D, F = embed_dim, config.mlp_dim
         self.config = config
@@ -84,25 +87,32 @@ class Mlp(nnx.Module):
                 )
 
     def __call__(
-        self, x: jax.Array, ctx: Context, execution: Execution, stream: jax.Array | None = None
+        self, x: "jax.Array | Late", ctx: Context, execution: Execution, stream: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks; returns (x's shape and split, no auxiliary values)."""
         del ctx, stream
         act = execution.rules.act
-        x = jax.reshard(x, act.spec("batch", "whole_seq", "embed"))
+        x = over(x, act.spec("batch", "whole_seq", "embed"))
+        hidden = self._hidden(x, execution)
+        out = project_back("btf,fd->btd", hidden, self, "down", execution)
+        out = out + in_use(self.down_bias, execution) if self.config.bias else out
+        return out if self.config.out_scale == 1 else out * self.config.out_scale, {}
+
+    def _hidden(self, x: "jax.Array | Late", execution: Execution) -> jax.Array:
+        """[B, T, F]."""
+        plain = self.config.gated and not self.config.bias and not self.config.limit and self.config.gate_scale == 1
+        if plain and (made := project_gated(x, self, self.config.activation, execution)) is not None:
+            return made
+        x = taken(x)
         up = self._into(x, "up", execution)
         if self.config.gated:
             gate = self._into(x, "gate", execution)
             gate = gate if self.config.gate_scale == 1 else gate * self.config.gate_scale
-            hidden = gated(gate, up, self.config.activation, self.config.limit)
-        elif self.config.activation == "xielu":
+            return gated(gate, up, self.config.activation, self.config.limit)
+        if self.config.activation == "xielu":
             own = {name: in_use(getattr(self, name), execution) for name in XIELU}
-            hidden = xielu(up, **{name: a if name in TRAINED else jax.lax.stop_gradient(a) for name, a in own.items()})
-        else:
-            hidden = activate(up, self.config.activation)
-        out = project("btf,fd->btd", hidden, self, "down", execution, act.spec("batch", "seq", "embed"))
-        out = out + in_use(self.down_bias, execution) if self.config.bias else out
-        return out if self.config.out_scale == 1 else out * self.config.out_scale, {}
+            return xielu(up, **{name: a if name in TRAINED else jax.lax.stop_gradient(a) for name, a in own.items()})
+        return activate(up, self.config.activation)
 
     def _into(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
         hidden = project("btd,df->btf", x, self, name, execution)

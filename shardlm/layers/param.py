@@ -63,6 +63,7 @@ class Execution:
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
     few_bits   implementation of products with weights in few bits, resolved: "dequantised" or "pallas"
                (ops/grouped_weights.py)
+    fused_rows tokens up to which projections are kernels with norm and gate (layers/fused.py); 0: none
     """
 
     rules: Rules
@@ -83,6 +84,7 @@ class Execution:
     kv_cache: KvFormat = "auto"
     made_first: bool = False
     few_bits: GroupedProducts = "dequantised"
+    fused_rows: int = 0
 
 
 def normal(std: float) -> Initializer:

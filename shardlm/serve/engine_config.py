@@ -12,7 +12,7 @@ from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.serve.adapter_table import Room
 from shardlm.serve.adapters import settled_rank
-from shardlm.serve.option_types import check_types
+from shardlm.serve.option_types import Fused, check_types
 from shardlm.serve.prefill import Wanted
 from shardlm.serve.scheduler_config import most_decoded
 from shardlm.serve.speculation.config import SpeculativeConfig
@@ -41,6 +41,8 @@ class EngineConfig:
     enable_prefix_caching   equal beginnings of prompts are computed once
     prefill_attention       of prompts without a cached beginning: "auto" (cuDNN on GPUs where it can, prefill.py) or
                             "pages", so that a hit and a miss of the prefix cache run the same kernel
+    fused_products          kernels of ours for projections of few tokens, with norm and gate: "on", "off", or "auto",
+                            where the GPU is seen to be quicker so (try_out.py)
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
     speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
     enable_lora             room for adapters beside the weights, of which each request has one or none (adapters.py)
@@ -62,6 +64,7 @@ class EngineConfig:
     decode_steps: int = 8
     enable_prefix_caching: bool = True
     prefill_attention: Wanted = "auto"
+    fused_products: Fused = "auto"
     deterministic: bool = False
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     enable_lora: bool = False
@@ -89,6 +92,8 @@ class EngineConfig:
             raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(choices)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
+        if self.fused_products not in get_args(Fused):
+            raise ShardlmError(f"fused_products={self.fused_products!r}; choose from auto, on, off")
         if self.prefill_attention not in get_args(Wanted):
             raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from auto, pages")
         if not PROGRAMS < self.gpu_memory_utilization <= 1:

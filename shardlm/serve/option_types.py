@@ -4,13 +4,15 @@ another type would end in a traceback minutes later, or mean what nobody meant (
 import numbers
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from shardlm.errors import ShardlmError
 
+Fused = Literal["auto", "on", "off"]
+"""Whether projections of few tokens are kernels of ours (try_out.py)."""
 _COUNTS = ("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "decode_steps")
 _COUNTS += ("max_loras", "max_lora_rank")
-_TEXTS = ("dtype", "quantization", "kv_cache_dtype", "prefill_attention")
+_TEXTS = ("dtype", "quantization", "kv_cache_dtype", "prefill_attention", "fused_products")
 _SWITCHES = ("enable_prefix_caching", "deterministic", "enable_lora")
 _OPTIONAL = {"dtype", "quantization", "max_model_len", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"}
 _OPTIONAL |= {"max_lora_rank"}  # None is their default

@@ -1,0 +1,142 @@
+"""Whether projections of few tokens are kernels with norm and gate (layers/fused.py): a GPU says which way is quicker,
+once the weights are there and before programs are compiled."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import Block
+from shardlm.layers.fused import project_back
+from shardlm.layers.mlp import Mlp
+from shardlm.layers.param import Execution
+from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.ops import few_rows
+from shardlm.serve.option_types import Fused
+from shardlm.state import ModelDef
+
+log = logging.getLogger(__name__)
+
+TRIED = (few_rows.TILE, few_rows.MOST)  # tokens: kernels are made for either
+LAYERS = 4  # so many that their weights are more than what a GPU keeps of them (50 MB of an H200)
+CALLS, ROUNDS = 20, 3
+
+
+def settled(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) -> ModelDef:
+    """The model with the tokens up to which its projections are such kernels. Says in the log how many, and why; call
+    under the mesh of the parameters."""
+    rows, why = chosen(wanted, model, params, deterministic)
+    log.info("projections of up to %d tokens have norm and gate in them: %s", rows, why)
+    return dataclasses.replace(model, execution=dataclasses.replace(model.execution, fused_rows=rows))
+
+
+def chosen(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) -> tuple[int, str]:
+    """(tokens, why); 0: none."""
+    execution, mesh = model.execution, jax.sharding.get_mesh()
+    platform = _platform(mesh)
+    reasons = {
+        "fused_products=off": wanted == "off",
+        f"the platform is {platform}": platform == "cpu",
+        "the deterministic mode has one program for all tokens": deterministic,
+        f"the dtype is {jnp.dtype(execution.dtype).name}": jnp.dtype(execution.dtype).itemsize != 2,
+        "weights are in few bits": execution.weights != "dtype",
+        "projections have adapters": bool(execution.lora.rank),
+        "no layer is attention and a feed-forward network": not _fit(model.config),
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    if why:
+        return 0, why[0]
+    if wanted == "on":
+        return few_rows.MOST, "fused_products=on"
+    if mesh.shape.get("pipeline", 1) > 1 or jax.process_count() > 1:
+        return 0, "stages and several processes do not try out which is quicker; fused_products=on has it"
+    return quickest(seconds(model, params))
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
+
+
+def quickest(measured: dict[tuple[int, bool], float]) -> tuple[int, str]:
+    """(tokens, why) from seconds by tokens and whether projections were fused: the most for which they were quicker, as
+    for all fewer."""
+    quicker = [measured[rows, True] < measured[rows, False] for rows in TRIED]
+    found = [rows for rows, _ in itertools.takewhile(lambda pair: pair[1], zip(TRIED, quicker, strict=True))]
+    said = (
+        f"{rows} tokens {measured[rows, True] * 1e6:.0f} us, apart {measured[rows, False] * 1e6:.0f}" for rows in TRIED
+    )
+    return max(found, default=0), f"measured of a layer: {'; '.join(said)}"
+
+
+def seconds(model: ModelDef, params: Any) -> dict[tuple[int, bool], float]:
+    """Measured, of the projections of a layer, by tokens and whether they are fused."""
+    execution, mesh = model.execution, jax.sharding.get_mesh()
+    cases = list(itertools.product(TRIED, (False, True)))
+    lowered = []
+    for rows, fused in cases:
+        own = dataclasses.replace(model, execution=dataclasses.replace(execution, fused_rows=rows * fused))
+        spec = execution.rules.act.spec("batch", "seq", "embed")
+        shape = (rows, 1, model.config.embed_dim)
+        x = jax.ShapeDtypeStruct(shape, execution.dtype, sharding=NamedSharding(mesh, spec))
+        lowered.append(jax.jit(functools.partial(_projections, own)).lower(params, x))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        compiled = list(pool.map(lambda one: one.compile(), lowered))
+    return {case: _timed(run, params, case[0], model) for case, run in zip(cases, compiled, strict=True)}
+
+
+def _timed(run, params: Any, rows: int, model: ModelDef) -> float:
+    """Of the quickest round, by layer."""
+    spec = model.execution.rules.act.spec("batch", "seq", "embed")
+    x = jnp.ones((rows, 1, model.config.embed_dim), model.execution.dtype, out_sharding=spec)
+    jax.block_until_ready(run(params, x))
+    found = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            last = run(params, x)
+        jax.block_until_ready(last)
+        found.append((time.perf_counter() - started) / CALLS)
+    return min(found) / len(_fit(model.config))
+
+
+def _projections(model: ModelDef, params: Any, x: jax.Array) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
+    """x [B, 1, D] through the projections of some layers, without what mixes tokens; and what each attention reads."""
+    read = []
+    for block in _blocks(model.model(params)):
+        x, made = _of_block(block, x, model.execution)
+        read.append(made)
+    return x, read
+
+
+def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
+    made = block.attention.projected(block.before(x, "attention", execution), execution)
+    attended = made["q"][..., : block.attention.config.value_dim]
+    x = x + project_back("btnv,nvd->btd", attended, block.attention, "wo", execution)
+    if isinstance(getattr(block, "mlp", None), Mlp):
+        x = x + block.mlp(block.before(x, "mlp", execution), None, execution)[0]
+    return x, made
+
+
+def _fit(config: TransformerConfig) -> list[int]:
+    """The first layers that attend to tokens and have one stream."""
+    blocks = enumerate(config.blocks())
+    fit = (i for i, block in blocks if isinstance(block.attention, AttentionConfig) and not block.streams)
+    return list(itertools.islice(fit, LAYERS))
+
+
+def _blocks(model: Transformer) -> Iterator[Block]:
+    """Those of a model whose layers are apart."""
+    for i in _fit(model.config):
+        graph, state = nnx.split(model.segments[i].blocks)
+        yield from nnx.merge(graph, jax.tree.map(lambda a: a[0], state))

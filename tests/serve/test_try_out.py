@@ -1,0 +1,106 @@
+"""Which projections of few tokens are kernels with norm and gate: what is measured decides, and who cannot have them is
+told why. Served so, replies are the same."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from engines import CONFIG, TOKENIZER, finished, of_model
+from oracle import opened_of
+from small import mesh_of
+
+from shardlm.errors import ShardlmError
+from shardlm.layers import fused
+from shardlm.layers.lora import LoraConfig
+from shardlm.mesh import MeshSpec
+from shardlm.ops import few_rows
+from shardlm.serve import try_out
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.layers import taken_apart
+from shardlm.serve.sampling_params import SamplingParams
+
+SPEC = MeshSpec(tensor=2)  # of which weights lie as on GPUs (ops/cpu_einsum.py)
+
+
+@pytest.fixture(scope="module")
+def served():
+    shape = dataclasses.replace(CONFIG, num_layers=2).transformer()
+    opened = opened_of(shape, SPEC)
+    with jax.set_mesh(opened.mesh):
+        return (*taken_apart(opened.model, opened.params), opened.mesh)
+
+
+def test_replies_are_the_same(served, monkeypatch):
+    model, params, _ = served
+    kernels = {name: getattr(few_rows, name) for name in ("products", "gated")}
+    for name, kernel in kernels.items():
+        run = lambda *args, kernel=kernel, interpret=True: kernel(*args, interpret=interpret)  # noqa: E731
+        monkeypatch.setattr(fused.few_rows, name, run)
+    said = []
+    for rows in (0, 2):
+        own = dataclasses.replace(model, execution=dataclasses.replace(model.execution, fused_rows=rows))
+        engine = of_model(own, params, mesh_of(SPEC), tokens=32, length=32, pages=40)
+        for n, prompt in enumerate((TOKENIZER.encode("some text"), TOKENIZER.encode("other"), [1, 2, 3])):
+            sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+            engine.add(str(n), prompt, sampling)
+        done = finished(engine)
+        said.append({id: one.outputs[0] for id, one in done.items()})
+    plain, kernel = said
+    for id, reply in plain.items():
+        assert kernel[id].token_ids == reply.token_ids
+        one, other = ([entry.chosen.logprob for entry in each.logprobs] for each in (kernel[id], reply))
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_the_quicker_way_up_to_the_tokens_for_which_it_is():
+    def of(few: float, most: float) -> int:
+        measured = {(16, True): few, (16, False): 1.0, (64, True): most, (64, False): 1.0}
+        return try_out.quickest(measured)[0]
+
+    assert [of(0.9, 0.9), of(0.9, 1.1), of(1.1, 0.9), of(1.1, 1.1)] == [64, 16, 0, 0]
+    why = try_out.quickest({(16, True): 4e-5, (16, False): 5e-5, (64, True): 8e-5, (64, False): 7e-5})[1]
+    assert why == "measured of a layer: 16 tokens 40 us, apart 50; 64 tokens 80 us, apart 70"
+
+
+def test_each_way_is_run_and_timed(served, monkeypatch):
+    """Interpreted, so that a CPU can: every case, with its own program."""
+    model, params, mesh = served
+    ran = []
+    for name in ("products", "gated"):
+        kernel = getattr(few_rows, name)
+        run = lambda *args, kernel=kernel, interpret=True: ran.append(1) or kernel(*args, interpret=interpret)  # noqa: E731
+        monkeypatch.setattr(fused.few_rows, name, run)
+    monkeypatch.setattr(try_out, "CALLS", 1)
+    monkeypatch.setattr(try_out, "ROUNDS", 1)
+    monkeypatch.setattr(try_out, "TRIED", (2, 4))
+    with jax.set_mesh(mesh):
+        found = try_out.seconds(model, params)
+    assert set(found) == {(2, False), (2, True), (4, False), (4, True)} and min(found.values()) > 0
+    assert len(ran) >= 2 * 2 * 4  # cases and layers, and what each has of products
+
+
+def test_who_cannot_have_them_is_told(served, monkeypatch):
+    model, params, mesh = served
+
+    def chosen(wanted="auto", deterministic=False, gpu=True, **execution):
+        own = dataclasses.replace(model, execution=dataclasses.replace(model.execution, **execution))
+        monkeypatch.setattr(try_out, "_platform", lambda mesh: "gpu" if gpu else "cpu")
+        monkeypatch.setattr(try_out, "seconds", lambda *args: dict.fromkeys(measured, 1.0) | {(16, True): 0.5})
+        with jax.set_mesh(mesh):
+            return try_out.chosen(wanted, own, params, deterministic)
+
+    measured = [(rows, how) for rows in try_out.TRIED for how in (False, True)]
+    half = {"dtype": "bfloat16"}
+    assert chosen(gpu=False) == (0, "the platform is cpu")
+    assert chosen() == (0, "the dtype is float32")
+    assert chosen("off", **half) == (0, "fused_products=off")
+    assert chosen("on", **half) == (64, "fused_products=on")
+    assert chosen("on", deterministic=True, **half)[0] == 0
+    assert chosen(weights="int4", **half) == (0, "weights are in few bits")
+    assert chosen(lora=LoraConfig(4), **half) == (0, "projections have adapters")
+    assert chosen(**half)[0] == 16
+    monkeypatch.setattr(try_out.jax, "process_count", lambda: 2)
+    assert chosen(**half)[0] == 0 and chosen("on", **half)[0] == 64
+    with pytest.raises(ShardlmError, match="fused_products='always'; choose from auto, on, off"):
+        EngineConfig(fused_products="always")
