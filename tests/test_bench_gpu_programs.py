@@ -32,6 +32,7 @@ def loop_of(family: str, name: str) -> tuple[str, str]:
         ("paged attention", "chunk 4 x 512 of 4k, latents", "__gpu$xla.gpu.triton"),
         ("attention", "backward, 4 x 8k, heads of 128, 30 documents", " conditional("),  # of the ways by cuDNN
         ("ring attention", "earlier block, back", "__cudnn$fmhaSoftmaxBackward"),
+        ("products of a layer", "2 rows", "__gpu$xla.gpu.triton"),
         ("weights in few bits", "int4, 128 experts, 128 rows each", "__gpu$xla.gpu.triton"),
     ],
 )

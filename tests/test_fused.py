@@ -2,7 +2,6 @@
 every mesh what they say without, and who has no such kernel is left as it was."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +100,10 @@ def test_a_block_says_the_same(interpreted, name, spec):
         assert not interpreted
 
 
-@pytest.mark.parametrize("how", [{"lora": LoraConfig(4).of_model(False)}, {"weights": "int8"}, {"made_first": True}], ids=str)
+OTHERS = {"adapters": {"lora": LoraConfig(4).of_model(False)}, "int8": {"weights": "int8"}, "cpu": {"made_first": True}}
+
+
+@pytest.mark.parametrize("how", OTHERS.values(), ids=OTHERS)
 def test_weights_with_more_to_them_are_left_to_others(interpreted, how):
     rules = Rules.make("zero3", MeshSpec()).for_serving()
     with jax.set_mesh(mesh_of(MeshSpec())):

@@ -66,6 +66,39 @@ CASES = {
 }
 
 
+PAIR_OF_WEIGHTS = 2 * 64 * 32 * 2  # of 64 numbers that are summed up, 32 columns of gate and up in 16 bits
+LAYER = {
+    # By kernel in their order: queries, keys and values; what goes back to the stream; gate and up; again back. Bytes
+    # that a block reads in a turn, and instructions for each of them (H200: 0.22 at the memory's full rate), at most.
+    2: (
+        (PAIR_OF_WEIGHTS // 2, 0.08),
+        (PAIR_OF_WEIGHTS // 2, 0.065),
+        (PAIR_OF_WEIGHTS, 0.07),
+        (PAIR_OF_WEIGHTS // 2, 0.065),
+    ),
+    64: ((PAIR_OF_WEIGHTS, 0.07), (PAIR_OF_WEIGHTS, 0.05), (2 * PAIR_OF_WEIGHTS, 0.08), (PAIR_OF_WEIGHTS, 0.05)),
+}
+
+
+@pytest.mark.parametrize(("rows", "gpu"), [(2, "h200"), (64, "h200"), (2, "a100")])
+def test_products_of_a_layer(rows, gpu):
+    """One kernel for each product or pair of them, which reads ahead and keeps its sums in registers; on an H200 all of
+    its blocks run at the same time. An A100 has less shared memory, and a quarter of the pairs' blocks wait."""
+    kernel = kernel_of(FULL["products of a layer"][f"{rows} rows"], True)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
+    ours = [code for code in found if code.name.startswith("few_rows")]
+    assert [code.name.split("__")[0] for code in ours] == ["few_rows", "few_rows", "few_rows_gated", "few_rows"]
+    assert len(found) <= 4 + 4  # sums of parts, each with what follows it
+    for code, (nbytes, most) in zip(ours, LAYER[rows], strict=True):
+        assert code.spilled in (0, None)
+        assert code.loop["tensor cores"] and code.loop["read 16 bytes, ahead"] and not code.loop.get("read fewer")
+        assert code.blocks(gpu) is None or code.filled(gpu) <= code.blocks(gpu) * (1.5 if gpu == "a100" else 1)
+        assert code.filled(gpu) > 1.4 and (
+            code.source != "sass" or code.per_byte(nbytes) < most * (1 + (gpu == "a100"))
+        )
+
+
 @pytest.mark.parametrize(
     ("case", "gpu"),
     [

@@ -73,6 +73,7 @@ def decoding(
     weights: WeightFormat = "dtype",
     rows: int = ROWS,
     adapters: int = 0,
+    fused_rows: int = 0,
 ):
     """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
     by a module of the model's, or with adapters of rank 16; its state's shapes)."""
@@ -89,6 +90,7 @@ def decoding(
             few_bits=grouped_weights.choose("gpu"),
             lora=LoraConfig(16 * adapters),
             adapters=adapters,
+            fused_rows=fused_rows,
         )
         if drafts == "mtp":
             shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
@@ -122,11 +124,14 @@ def decoding(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "drafts", "adapters"),
-    [(1, "", 0), (4, "", 0), (1, "draft_model", 0), (1, "mtp", 0), (1, "ngram", 0), (1, "", 4), (4, "", 4)],
+    ("tensor", "drafts", "adapters", "fused"),
+    [
+        *((1, "", 0, 0), (4, "", 0, 0), (1, "draft_model", 0, 0), (1, "mtp", 0, 0), (1, "ngram", 0, 0)),
+        *((1, "", 4, 0), (4, "", 4, 0), (1, "", 0, ROWS), (4, "", 0, ROWS)),
+    ],
 )
-def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters):
-    compiled, state = decoding(tensor, drafts=drafts, adapters=adapters)
+def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters, fused):
+    compiled, state = decoding(tensor, drafts=drafts, adapters=adapters, fused_rows=fused)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pools = jax.tree.leaves((state.pages, state.drafts))
     pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in pools) // tensor
@@ -139,19 +144,20 @@ def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters):
     assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1) if tensor > 1 else [])
 
 
-@pytest.mark.parametrize("rows", [2, ROWS])
-def test_a_step_is_few_kernels_and_few_waits(rows):
+@pytest.mark.parametrize(("rows", "fused", "each"), [(2, 0, 15), (ROWS, 0, 15), (2, ROWS, 11), (ROWS, ROWS, 11)])
+def test_a_step_is_few_kernels_and_few_waits(rows, fused, each):
     """Of one row XLA makes 20 kernels a layer, so that engines run two at least (serve/pool_size.py). At a conditional
     a GPU waits until the host has read which branch runs."""
-    module = parse(decoding(1, rows=rows)[0].as_text())
+    module = parse(decoding(1, rows=rows, fused_rows=fused)[0].as_text())
     (loop,) = (at for at in module.computations[module.entry].instructions if at.opcode == "while")
     step = module.computations[loop.called("body")[0]]
     assert [at.opcode for at in step.instructions].count("conditional") == 3
     kernels = [at.opcode for at in step.instructions if kernel(module, step, at)]
-    attention = [i for i, opcode in enumerate(kernels) if opcode == "custom-call"]  # two kernels a layer
-    assert len(attention) == 2 * LAYERS
-    assert np.diff(attention[::2]).max() <= 15
-    assert len(kernels) - 15 * LAYERS <= 32  # the beginning, the head and sampling
+    own = [i for i, opcode in enumerate(kernels) if opcode == "custom-call"]  # two of attention, four of products
+    of_layer = 6 if fused else 2
+    assert len(own) == of_layer * LAYERS
+    assert np.diff(own[::of_layer]).max() <= each
+    assert len(kernels) - each * LAYERS <= 32  # the beginning, the head and sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from shardlm.train.config import RunConfig
 TORCH = "torch, "  # before the name of the case of training that it is beside
 TRANSFORMERS = "transformers"
 PROFILE = "profile"
-FAMILIES = ("paged attention", "weights in few bits")  # of kernels that are written here
+FAMILIES = ("paged attention", "products of a layer", "weights in few bits")  # of kernels that are written here
 MODELS = 2  # of training, that are measured before the kernels
 TOGETHER = 4  # families of kernels in a process
 

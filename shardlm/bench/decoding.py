@@ -73,6 +73,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "weight_bytes": weight_bytes(engine),
         "pages": runner.config.layout.num_pages,
         "paged_attention": runner.model.execution.paged_attention,
+        "fused_rows": runner.model.execution.fused_rows,
         "bytes_in_use": stats.get("bytes_in_use"),
         "peak_bytes_in_use": stats.get("peak_bytes_in_use"),
     }

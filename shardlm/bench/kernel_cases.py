@@ -82,6 +82,19 @@ class EightBit:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerProducts:
+    """The projections of a layer, norms and gate for few tokens, as decoding has them; `fused`: by the kernels that
+    have norms and gate in them, else by XLA."""
+
+    rows: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    fused: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class FewBits:
     """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does; `kernel`: by Pallas,
     else made anew before."""
@@ -139,7 +152,7 @@ class Recurrent:
         return self.value_width or self.width
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | FewBits | FewBitsExperts | Held8 | Recurrent
+Shape = Paged | Whole | Meeting | Grouped | EightBit | LayerProducts | FewBits | FewBitsExperts | Held8 | Recurrent
 KernelCases = Mapping[str, Shape]
 
 FORMS: Mapping[str, Groups] = MappingProxyType(
@@ -168,6 +181,11 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "decode 64 x 4k, latents": Paged(64, 1, 4096, 128, 1, 576, value_dim=512),
             "chunk 1 x 2k of 8k": Paged(1, 2048, 8192, 32, 8, 128),
             "chunk 4 x 512 of 4k, latents": Paged(4, 512, 4096, 16, 1, 576, value_dim=512),
+        },
+        "products of a layer": {
+            f"{rows} rows{'' if fused else ', apart'}": LayerProducts(rows, 4096, 32, 8, 14_336, fused)
+            for rows in (2, 16, 64)
+            for fused in (True, False)
         },
         "attention": {
             **{
@@ -223,6 +241,10 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "paged attention": {
             "decode, int8, window, softcap": Paged(2, 1, 32, 4, 2, 16, how="int8", window=8, softcap=5.0),
             "chunk, latents, fp8": Paged(1, 8, 32, 4, 1, 24, value_dim=16, how="fp8"),
+        },
+        "products of a layer": {
+            "3 rows": LayerProducts(3, 64, 4, 2, 96),
+            "apart": LayerProducts(3, 64, 4, 2, 96, False),
         },
         "attention": {"backward, sinks": Whole(2, 64, 4, 2, 16, documents=3, back=True, sinks=True)},
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},

@@ -2,17 +2,26 @@
 the kernels that it has stand in: Pallas interpreted, XLA's attention, blocked matmuls."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.bench import recurrent_kernels
+from shardlm.bench import recurrent_kernels, weight_kernels
 from shardlm.bench.attention_in_turns import in_turns
+from shardlm.bench.kernel import (
+    EIGHT_BITS,
+    ROUNDED,
+    ROUNDED_BACK,
+    Arrays,
+    Kernel,
+    local,
+    named,
+    nbytes_of,
+    normal,
+    with_back,
+)
 from shardlm.bench.kernel_cases import (
     PAGE,
     EightBit,
@@ -20,6 +29,7 @@ from shardlm.bench.kernel_cases import (
     FewBitsExperts,
     Grouped,
     Held8,
+    LayerProducts,
     Meeting,
     Paged,
     Recurrent,
@@ -27,80 +37,18 @@ from shardlm.bench.kernel_cases import (
     Whole,
 )
 from shardlm.flops import attention_pairs
-from shardlm.mesh import MeshSpec, shard_map
-from shardlm.ops import attention, attention_pair, grouped_kernel, grouped_matmul, grouped_weights, paged_attention
+from shardlm.mesh import MeshSpec
+from shardlm.ops import attention, attention_pair, grouped_matmul, paged_attention
 from shardlm.ops.attention_pair import Pair, Side
-from shardlm.ops.dynamic_matmul import dynamic_einsum, stored
-from shardlm.ops.grouped_weights import GROUP, Groups, dequantised, packed_shape, scale_shape
 from shardlm.ops.kv_format import packed, unpacked
 from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.quantized_matmul import quantized_einsum
-from shardlm.ops.weight_format import grouped
 from shardlm.rules import Rules
-
-Arrays = tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """All functions are called under a mesh of one device.
-
-    what       the implementation that is timed
-    inputs     key -> arguments, the first an array of a floating type
-    run        arguments -> results
-    reference  the same, plainly; it is given floating-point arguments in float32
-    flops, nbytes  that the mathematics asks for, and that have to be read and written at least
-    peak       type whose peak rate it is held to
-    allowed    largest error, as a share of the largest number of the result
-    in_loop    whether many runs are timed as one program: not where XLA lays the arguments of a loop out anew (8-bit
-               products: two copies of 180 MB a run, compiled), which a call of a millisecond does not need
-    """
-
-    what: str
-    inputs: Callable[[jax.Array], Arrays]
-    run: Callable[..., Any]
-    reference: Callable[..., Any]
-    flops: float
-    nbytes: float
-    peak: str
-    allowed: float
-    in_loop: bool = True
-
-
-# bfloat16 has 8 bits: results are rounded to 2**-9 of their size, weights of softmax and gradients on the way too.
-ROUNDED, ROUNDED_BACK = 0.01, 0.03
-# One 8-bit product of two numbers is off by up to 2**-4 (e4m3) or 2**-8 of the largest (int8); sums even that out.
-EIGHT_BITS = {"fp8": 0.08, "int8": 0.03}
 
 
 def kernel_of(shape: Shape, on_gpu: bool) -> Kernel:
     """What is measured at a shape."""
     return _MAKERS[type(shape)](shape, on_gpu)
-
-
-def normal(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Numbers of size 1 in bfloat16."""
-    keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
-
-
-def with_back(f: Callable, operands: int) -> Callable:
-    """(operands, cotangent of the result, rest) -> the gradients of f(operands, rest)."""
-
-    def run(*args):
-        some, d_out, rest = args[:operands], args[operands], args[operands + 1 :]
-        return jax.vjp(lambda *a: f(*a, *rest), *some)[1](d_out)
-
-    return run
-
-
-def local(f: Callable) -> Callable:
-    """f on the arrays of a device, as inside of a model."""
-    return shard_map(f, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-
-
-def nbytes_of(*arrays) -> int:
-    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
 
 
 def _paged(s: Paged, on_gpu: bool) -> Kernel:
@@ -265,114 +213,11 @@ def _eight_bit(s: EightBit, on_gpu: bool) -> Kernel:
     )
 
 
-def _held_8(s: Held8, on_gpu: bool) -> Kernel:
-    held, number = (s.hidden, s.width), stored(s.how)
-
-    def inputs(key: jax.Array) -> Arrays:
-        (x,) = normal(key, (s.rows, s.width))
-        if number.kind == "i":
-            numbers = jax.random.randint(key, held, -127, 128, jnp.int8)
-        else:
-            numbers = jax.random.uniform(key, held, jnp.float32, -448, 448).astype(number)
-        largest = 127 if number.kind == "i" else 448
-        return x, numbers, jax.random.uniform(key, (s.hidden,), jnp.float32, 0.5, 1.5) * s.width**-0.5 / largest
-
-    def restored(x, numbers, scale):
-        w = numbers.astype(number).astype(jnp.float32) * scale[:, None]
-        return jnp.einsum("nd,fd->nf", x, w.astype(x.dtype))
-
-    return Kernel(
-        what=f"XLA, {s.how}",
-        inputs=inputs,
-        run=lambda x, numbers, scale: dynamic_einsum("nd,fd->nf", x, numbers, scale),
-        reference=restored,
-        flops=2 * s.rows * s.width * s.hidden,
-        nbytes=nbytes_of((held, "int8"), ((s.hidden,), "float32"), ((s.rows, s.width + s.hidden), "bfloat16")),
-        peak=grouped(s.how),
-        allowed=EIGHT_BITS[grouped(s.how)],
-    )
-
-
-def _few_bits(s: FewBits, on_gpu: bool) -> Kernel:
-    shape = (s.width, s.hidden)
-
-    def inputs(key: jax.Array) -> Arrays:
-        return *normal(key, (s.rows, s.width)), *_in_groups(key, shape, 0, s.how)
-
-    def anew(x, *held):
-        return x @ dequantised(_held(s.how, held), 0, s.how, x.dtype)
-
-    def by_kernel(x, *held):
-        return grouped_kernel.pallas(x, grouped_weights.Grouped(*held), s.how, interpret=not on_gpu)
-
-    return Kernel(
-        what=_named(s.kernel, on_gpu),
-        inputs=inputs,
-        run=local(by_kernel) if s.kernel else anew,
-        reference=anew,
-        flops=2 * s.rows * s.width * s.hidden,
-        nbytes=nbytes_of(*_arrays_of(shape, 0, s.how), ((s.rows, s.width + s.hidden), "bfloat16")),
-        peak="bf16",
-        allowed=ROUNDED,
-    )
-
-
-def _arrays_of(shape: tuple[int, ...], axis: int, how: Groups) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of what a weight is held in."""
-    scales = scale_shape(shape, axis, how)
-    return [(packed_shape(shape, axis, how), how.stored.name), (scales, how.scale), *[(scales, how.zero)] * how.zeros]
-
-
-def _in_groups(key: jax.Array, shape: tuple[int, ...], axis: int, how: Groups) -> list[jax.Array]:
-    """Any weight of this shape, as it is held."""
-    (values, _), (scales, dtype), *zeros = _arrays_of(shape, axis, how)
-    if how.stored.kind == "i":
-        numbers = jax.random.randint(key, values, -128, 128, jnp.int8)
-    else:
-        numbers = jax.random.normal(key, values).astype(how.stored)
-    factors = jax.random.uniform(key, scales, jnp.float32, 0.5, 1.5) * GROUP**-0.5
-    return [numbers, factors.astype(dtype), *(jax.random.randint(key, own, -8, 9).astype(kind) for own, kind in zeros)]
-
-
-def _held(how: Groups, arrays: Arrays) -> grouped_weights.Grouped:
-    """A reference is given 8-bit floats in float32."""
-    values, *rest = arrays
-    return grouped_weights.Grouped(values.astype(how.stored), *rest)
-
-
-def _few_bits_experts(s: FewBitsExperts, on_gpu: bool) -> Kernel:
-    shape = (s.experts, s.width, s.hidden)
-    chosen = grouped_matmul.choose("gpu" if on_gpu else "cpu")
-
-    def inputs(key: jax.Array) -> Arrays:
-        (x,) = normal(key, (s.experts * s.rows, s.width))
-        return x, jnp.full(s.experts, s.rows, jnp.int32), *_in_groups(key, shape, 1, s.how)
-
-    def anew(multiply, x, sizes, *held):
-        return multiply(x, dequantised(_held(s.how, held), 1, s.how, x.dtype), sizes)
-
-    def by_kernel(x, sizes, *held):
-        return grouped_kernel.of_experts(x, grouped_weights.Grouped(*held), sizes, s.how, interpret=not on_gpu)
-
-    by_xla = functools.partial(anew, functools.partial(grouped_matmul.grouped_matmul, implementation=chosen))
-    rows = s.experts * s.rows
-    return Kernel(
-        what=_named(s.kernel, on_gpu, chosen),
-        inputs=inputs,
-        run=local(by_kernel if s.kernel else by_xla),
-        reference=functools.partial(anew, grouped_matmul.reference),
-        flops=2 * rows * s.width * s.hidden,
-        nbytes=nbytes_of(*_arrays_of(shape, 1, s.how), ((rows, s.width + s.hidden), "bfloat16")),
-        peak="bf16",
-        allowed=ROUNDED,
-    )
-
-
 def _recurrent(s: Recurrent, on_gpu: bool) -> Kernel:
     run, reference = recurrent_kernels.served(s, on_gpu) if s.served else recurrent_kernels.in_chunks(s)
     flops, nbytes = recurrent_kernels.least(s)
     return Kernel(
-        what=_named(s.served, on_gpu, "in chunks"),
+        what=named(s.served, on_gpu, "in chunks"),
         inputs=recurrent_kernels.inputs_of(s),
         run=local(run),
         reference=reference,
@@ -385,18 +230,15 @@ def _recurrent(s: Recurrent, on_gpu: bool) -> Kernel:
     )
 
 
-def _named(kernel: bool, on_gpu: bool, otherwise: str = "XLA") -> str:
-    return ("pallas" if on_gpu else "pallas, interpreted") if kernel else otherwise
-
-
 _MAKERS = {
     Paged: _paged,
     Whole: _whole,
     Meeting: _meeting,
     Grouped: _grouped,
     EightBit: _eight_bit,
-    FewBits: _few_bits,
-    FewBitsExperts: _few_bits_experts,
-    Held8: _held_8,
+    LayerProducts: weight_kernels.products_of_layer,
+    FewBits: weight_kernels.few_bits,
+    FewBitsExperts: weight_kernels.few_bits_experts,
+    Held8: weight_kernels.held_8,
     Recurrent: _recurrent,
 }

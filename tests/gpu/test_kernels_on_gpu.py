@@ -15,6 +15,7 @@ from shardlm.bench.kernel_cases import (
     FewBitsExperts,
     Grouped,
     Held8,
+    LayerProducts,
     Meeting,
     Paged,
     Recurrent,
@@ -43,6 +44,11 @@ SHAPES = {
         f"{place}{', back' if back else ''}": Meeting(1, 512, 8, 2, 128, diagonal=place == "own block", back=back)
         for place in ("own block", "earlier block")
         for back in (False, True)
+    },
+    "products of a layer": {  # gated by one kernel, and by a step of its own
+        "5 rows": LayerProducts(5, 512, 8, 2, 6176),
+        "33 rows": LayerProducts(33, 1024, 16, 4, 1120),
+        "64 rows": LayerProducts(64, 512, 8, 2, 12_320),
     },
     "linear attention": {
         "decode": Recurrent(5, 7, 6, 2, 64, served=True),
