@@ -16,6 +16,7 @@ FLOORS = [
     # Host code that knows nothing of models; no jax.
     {
         "errors",
+        "compiled_together",
         "config",
         "config_tree",
         "config_json",

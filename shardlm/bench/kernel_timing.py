@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from shardlm import hardware
-from shardlm.bench.ahead import Lowering, Made
+from shardlm.bench.ahead import Made
 from shardlm.bench.case import Given, of_roofline
 from shardlm.bench.kernel import Arrays, Kernel
 from shardlm.bench.kernels import kernel_of
 from shardlm.bench.sizes import named
+from shardlm.compiled_together import Lowering
 from shardlm.hardware import Gpu
 from shardlm.mesh import MeshSpec
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from shardlm import hardware
-from shardlm.bench.ahead import Lowering
 from shardlm.bench.case import Given
 from shardlm.bench.cases import PROFILE
 from shardlm.bench.sizes import named
 from shardlm.bench.training import steps_of, trained
+from shardlm.compiled_together import Lowering
 from shardlm.network.profile import load_profile, save_profile
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.local import cluster_of_profile, measure_here

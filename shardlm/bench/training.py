@@ -10,10 +10,11 @@ from typing import Any
 import jax
 
 from shardlm import hardware
-from shardlm.bench.ahead import Lowering, Made
+from shardlm.bench.ahead import Made
 from shardlm.bench.case import Given, missing, said
 from shardlm.bench.cases import TORCH, torch_shape
 from shardlm.bench.sizes import Sizes, is_apart, named
+from shardlm.compiled_together import Lowering
 from shardlm.train.bench import CompiledStep, bench_training
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program

@@ -1,21 +1,20 @@
 """Whether projections of few tokens are kernels with norm and gate (layers/fused.py): a GPU says which way is quicker,
 once the weights are there and before programs are compiled."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import logging
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from shardlm.compiled_together import compiled_together
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import Block
 from shardlm.layers.fused import project_back
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 TRIED = (few_rows.TILE, few_rows.MOST)  # tokens: kernels are made for either
 LAYERS = 4  # so many that their weights are more than what a GPU keeps of them (50 MB of an H200)
-CALLS, ROUNDS = 20, 3
+CALLS, ROUNDS = 50, 3
 
 
 def settled(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) -> ModelDef:
@@ -81,42 +80,46 @@ def quickest(measured: dict[tuple[int, bool], float]) -> tuple[int, str]:
 
 def seconds(model: ModelDef, params: Any) -> dict[tuple[int, bool], float]:
     """Measured, of the projections of a layer, by tokens and whether they are fused."""
-    execution, mesh = model.execution, jax.sharding.get_mesh()
-    cases = list(itertools.product(TRIED, (False, True)))
-    lowered = []
-    for rows, fused in cases:
-        own = dataclasses.replace(model, execution=dataclasses.replace(execution, fused_rows=rows * fused))
-        spec = execution.rules.act.spec("batch", "seq", "embed")
-        shape = (rows, 1, model.config.embed_dim)
-        x = jax.ShapeDtypeStruct(shape, execution.dtype, sharding=NamedSharding(mesh, spec))
-        lowered.append(jax.jit(functools.partial(_projections, own)).lower(params, x))
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        compiled = list(pool.map(lambda one: one.compile(), lowered))
-    return {case: _timed(run, params, case[0], model) for case, run in zip(cases, compiled, strict=True)}
-
-
-def _timed(run, params: Any, rows: int, model: ModelDef) -> float:
-    """Of the quickest round, by layer."""
     spec = model.execution.rules.act.spec("batch", "seq", "embed")
-    x = jnp.ones((rows, 1, model.config.embed_dim), model.execution.dtype, out_sharding=spec)
-    jax.block_until_ready(run(params, x))
+
+    def x_of(rows: int) -> jax.Array:
+        return jnp.ones((rows, 1, model.config.embed_dim), model.execution.dtype, out_sharding=spec)
+
+    def lower(rows: int, fused: bool) -> Callable[[], Any]:
+        own = dataclasses.replace(model.execution, fused_rows=rows * fused)
+        run = functools.partial(_projections, dataclasses.replace(model, execution=own))
+        return jax.jit(run).lower(params, x_of(rows)).compile
+
+    cases = itertools.product(TRIED, (False, True))
+    found = compiled_together((case, functools.partial(lower, *case)) for case in cases)
+    programs = {case: future.result() for case, future in found}  # nothing is timed while others compile
+    layers = CALLS * len(_fit(model.config))
+    return {case: _timed(run, params, x_of(case[0])) / layers for case, run in programs.items()}
+
+
+def _timed(run: Callable[..., Any], *args: Any) -> float:
+    """The quickest of some calls, after one."""
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(1 + ROUNDS):
         started = time.perf_counter()
-        for _ in range(CALLS):
-            last = run(params, x)
-        jax.block_until_ready(last)
-        found.append((time.perf_counter() - started) / CALLS)
-    return min(found) / len(_fit(model.config))
+        jax.block_until_ready(run(*args))
+        found.append(time.perf_counter() - started)
+    return min(found[1:])
 
 
-def _projections(model: ModelDef, params: Any, x: jax.Array) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
-    """x [B, 1, D] through the projections of some layers, without what mixes tokens; and what each attention reads."""
-    read = []
-    for block in _blocks(model.model(params)):
-        x, made = _of_block(block, x, model.execution)
-        read.append(made)
-    return x, read
+def _projections(model: ModelDef, params: Any, x: jax.Array) -> Any:
+    """x [B, 1, D] so many times through the projections of some layers, without what mixes tokens, and what each
+    attention would read. In a loop, of which the host starts one program: it takes longer to than a layer."""
+    blocks = list(_blocks(model.model(params)))
+
+    def once(x: jax.Array) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
+        read = []
+        for block in blocks:
+            x, made = _of_block(block, x, model.execution)
+            read.append(made)
+        return x, read
+
+    return jax.lax.fori_loop(1, CALLS, lambda _, carry: once(carry[0]), once(x))
 
 
 def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
