@@ -107,6 +107,7 @@ FULL = Sizes(
         {
             "1B": trained(_1B, 8, 4096, remat="dots"),
             "8B, 8 layers": trained(_SLICE, 4, 8192, remat="dots"),
+            "1B, without a loop": trained(_1B, 8, 4096, remat="dots", unroll=0),
             "0.5B": trained(_HALF_B, 8, 4096, remat="none"),
             "8B, 8 layers, remat full": trained(_SLICE, 4, 8192),
             "8B, 8 layers, fp8": trained(_SLICE, 4, 8192, matmul="fp8"),
