@@ -39,8 +39,9 @@ class EngineConfig:
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
     decode_steps            tokens that a request decodes between two looks of the host, at most (pace.py)
     enable_prefix_caching   equal beginnings of prompts are computed once
-    prefill_attention       of prompts without a cached beginning: "auto" (cuDNN on GPUs where it can, prefill.py) or
-                            "pages", so that a hit and a miss of the prefix cache run the same kernel
+    prefill_attention       of chunks of many tokens: "auto" (cuDNN on GPUs where it can, prefill.py), "whole" (of these
+                            only those that begin a prompt) or "pages", so that a hit and a miss of the prefix cache
+                            run the same kernel
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
     speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
     enable_lora             room for adapters beside the weights, of which each request has one or none (adapters.py)
@@ -90,7 +91,7 @@ class EngineConfig:
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.prefill_attention not in get_args(Wanted):
-            raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from auto, pages")
+            raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from {', '.join(get_args(Wanted))}")
         if not PROGRAMS < self.gpu_memory_utilization <= 1:
             raise ShardlmError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above {PROGRAMS} (of programs), at "

@@ -17,6 +17,7 @@ from small import mesh_of
 from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
+from shardlm.ops import chunk_attention
 from shardlm.serve import runner_config
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
@@ -55,12 +56,20 @@ def said(engine) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("spec", "window", "drafts"),
-    [(MeshSpec(), 6, None), (MeshSpec(tensor=2), 0, SpeculativeConfig(2, "ngram", None, 3, 2))],
+    ("spec", "window", "drafts", "in_parts"),
+    [
+        (MeshSpec(), 6, None, False),
+        (MeshSpec(tensor=2), 0, NGRAM, False),
+        (MeshSpec(), 6, None, True),
+        (MeshSpec(tensor=2), 0, NGRAM, True),
+        (MeshSpec(pipeline=2), 0, None, True),
+    ],
 )
-def test_beginnings_of_prompts_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts):
-    monkeypatch.setattr(runner_config, "WHOLE_LEAST", 16)
-    whole = engine_of(spec, window, prefill="xla", speculative=drafts)
+def test_chunks_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts, in_parts):
+    """And, in parts, to what pages hold before them: of the prompts' beginnings, and of the prefix cache's."""
+    monkeypatch.setattr(runner_config, "WHOLE_LEAST", 16 if not in_parts else 1)
+    monkeypatch.setattr(chunk_attention, "BLOCK_KEYS", 8)
+    whole = engine_of(spec, window, prefill="xla", in_parts=in_parts, speculative=drafts)
     ran, run = collections.Counter(), whole.runner._run
     monkeypatch.setattr(whole.runner, "_run", lambda key, *rest: (ran.update([key[0]]), run(key, *rest))[1])
     found, wanted = said(whole), said(engine_of(spec, window, speculative=drafts))
@@ -77,10 +86,13 @@ def test_the_choice_is_said_with_its_reason(caplog):
         own = dataclasses.replace(model, execution=dataclasses.replace(model.execution, **execution))
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            return choose(wanted, own, deterministic), caplog.text
+            found = choose(wanted, own, deterministic)
+            return (found.whole, found.in_parts), caplog.text
 
     gpu = {"attention": "cudnn", "dtype": jnp.bfloat16}
-    assert chosen(**gpu)[0] == "cudnn" and "attend by cuDNN" in chosen(**gpu)[1]
+    assert chosen(**gpu)[0] == ("cudnn", True) and "chunks of many tokens attend by cuDNN" in chosen(**gpu)[1]
+    first = chosen("whole", **gpu)
+    assert first[0] == ("cudnn", False) and "that begin at position 0 attend by cuDNN" in first[1]
     for options, reason in (
         (gpu | {"wanted": "pages"}, "prefill_attention=pages"),
         (gpu | {"deterministic": True}, "one program for all tokens"),
@@ -88,6 +100,6 @@ def test_the_choice_is_said_with_its_reason(caplog):
         ({}, "attention is xla"),
     ):
         how, why = chosen(**options)
-        assert how == "pages" and reason in why
-    with pytest.raises(ShardlmError, match="prefill_attention='cudnn'; choose from auto, pages"):
+        assert how == ("pages", False) and reason in why
+    with pytest.raises(ShardlmError, match="prefill_attention='cudnn'; choose from auto, whole, pages"):
         EngineConfig(prefill_attention="cudnn")

@@ -26,7 +26,7 @@ from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import apart
 from shardlm.serve.memories import refuse, request_bytes
 from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
-from shardlm.serve.prefill import chosen
+from shardlm.serve.prefill import Prefill, chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.build import layouts_for
@@ -177,7 +177,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     memories[-1] += request_bytes(drafter.model, beside[0]) if drafter else 0
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
-    sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)
+    prefill = _prefill(case, model)
+    sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts, few_bits=few_bits)
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, one // devices, i == len(runs) - 1)
@@ -211,8 +212,8 @@ def _page_bytes(case: ServingCase, model: ModelDef, layout: PageLayout, runs: li
     return [page_bytes(own, part, engine.block_size) for own, part in zip(models, parts, strict=True)]
 
 
-def _prefill(case: ServingCase, model: ModelDef) -> str:
-    """How prompts attend that nothing stands before (serve/prefill.py), on the cluster's GPUs."""
+def _prefill(case: ServingCase, model: ModelDef) -> Prefill:
+    """How prompts attend, on the cluster's GPUs."""
     layers = list(case.model.shape.attentions())
     heads, capped = {(one.head_dim, one.value_dim) for one in layers}, any(one.softcap for one in layers)
     device = Described.of(case.cluster.gpu)
