@@ -46,10 +46,11 @@ class Paged:
     [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
     is for models without soft caps and latents; "": to pages. `parts`: any row may, and attends by this one to k and v
-    and to what pages hold before them (ops/chunk_attention.py), in layers without windows and chunks. adapter int32 [B]: which of several each row has
-    (layers/lora.py); None where the model has not several. slot int32 [B]: where layers without pages remember each
-    row's text; None where the model has none. `rows`: how these take tokens in (ops/delta_rows.py). sure int32 [B]:
-    where in each row's text the tokens begin that may turn out wrong; None: with the row.
+    and to what pages hold before them (ops/chunk_attention.py), in layers without windows and chunks. adapter int32
+    [B]: which of several each row has (layers/lora.py); None where the model has not several. slot int32 [B]: where
+    layers without pages remember each row's text; None where the model has none. `rows`: how these take tokens in
+    (ops/delta_rows.py). sure int32 [B]: where in each row's text the tokens begin that may turn out wrong; None: with
+    the row.
     """
 
     absorbs: ClassVar[bool] = True

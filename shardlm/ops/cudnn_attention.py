@@ -115,8 +115,9 @@ def forward(
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(out [B, T, N, Hv], log-partition float32 [B, N, T], None where nothing is `trained`), of the documents `where`
-    there are several. `lengths` int32 [B], at least 1 each and not causal: only so many keys of a row are seen. Not by jax.nn.dot_product_attention, which rounds the log-partition to q's type: by up to 0.03 in
-    bfloat16 from 8 on, and so the weights of a pair of blocks by 3%."""
+    there are several. `lengths` int32 [B], at least 1 each and not causal: only so many keys of a row are seen. Not by
+    jax.nn.dot_product_attention, which rounds the log-partition to q's type: by up to 0.03 in bfloat16 from 8 on, and
+    so the weights of a pair of blocks by 3%."""
     placed, mask = where.named if where else {}, _mask_type(causal, where)
     if lengths is not None:
         assert not causal and where is None, "its causal mask begins at the first key"

@@ -91,7 +91,9 @@ class EngineConfig:
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.prefill_attention not in get_args(Wanted):
-            raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from {', '.join(get_args(Wanted))}")
+            raise ShardlmError(
+                f"prefill_attention={self.prefill_attention!r}; choose from {', '.join(get_args(Wanted))}"
+            )
         if not PROGRAMS < self.gpu_memory_utilization <= 1:
             raise ShardlmError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above {PROGRAMS} (of programs), at "

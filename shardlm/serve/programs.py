@@ -137,7 +137,8 @@ def chunk(
 ):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
     Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D]).
-    `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole); `parts`: they may (Paged.parts)."""
+    `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole);
+    `parts`: they may (Paged.parts)."""
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)

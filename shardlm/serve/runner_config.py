@@ -16,8 +16,9 @@ WHOLE_LEAST = 512
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
     how chunks attend that begin at position 0, resolved (prefill.py), and `in_parts` says that the others do so too
-    (ops/chunk_attention.py). least_rows: of the smallest decode program. snapshots: slots of memories beside those of requests (snapshots.py). platform, few_bits: what chunks are cut and
-    dealt for, and the weights in few bits among what they read.
+    (ops/chunk_attention.py). least_rows: of the smallest decode program. snapshots: slots of memories beside those of
+    requests (snapshots.py). platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among
+    what they read.
     """
 
     layout: PageLayout
