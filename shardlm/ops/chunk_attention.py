@@ -64,6 +64,8 @@ def in_parts(
 
     def with_block(i: jax.Array | int, found):
         some = jax.lax.dynamic_slice_in_dim(table, i * count, count, axis=1)
+        there = (i * count + jnp.arange(count)) * page_size < start[:, None]
+        some = jnp.where(there, some, 0)  # scrap, of zeros: what texts before left in others may be no finite numbers
         lengths = jnp.clip(start - i * count * page_size, 0, count * page_size)
         kv = gathered("k", some, k), gathered("v", some, v)
         return merge(found, _before(q, *kv, lengths, scale, implementation))

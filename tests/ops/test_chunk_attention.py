@@ -21,7 +21,7 @@ START, LENGTH = (np.array(each, np.int32) for each in zip(*ROWS, strict=True))
 
 def contract(q, k, v, bias=None, *, scale, mask_type, return_residual, q_seqlen=None, kv_seqlen=None):
     """What cuDNN is asked for, (out, log-partition float32 [B, N, T]), and NaN where that is not said: queries of which
-    no key is seen. Keys that are not there are never multiplied."""
+    no key is seen. Values of keys that are not there are multiplied by 0."""
     assert bias is None and return_residual and q.dtype.itemsize == 2
     (B, T), S = q.shape[:2], k.shape[1]
     if mask_type == fused.MaskType.CAUSAL:
@@ -31,7 +31,6 @@ def contract(q, k, v, bias=None, *, scale, mask_type, return_residual, q_seqlen=
         assert mask_type == fused.MaskType.PADDING and q_seqlen.dtype == kv_seqlen.dtype == jnp.int32
         seen = jnp.broadcast_to((jnp.arange(S) < kv_seqlen[:, None])[:, None], (B, T, S))
         seen &= (jnp.arange(T) < q_seqlen[:, None])[:, :, None]
-        v = jnp.where((jnp.arange(S) < kv_seqlen[:, None])[:, :, None, None], v, 0)
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
@@ -67,6 +66,9 @@ def run(implementation, held_for, dtype, *, kv_heads=K, value_dim=H, sinks=None,
     expected = reference(q.astype(jnp.float32), *exact, table, positions, jnp.int32(first), SCALE, sinks=sinks)[
         ..., :value_dim
     ]
+    read = np.unique(table[np.arange(WIDTH) * PAGE < START[:, None]])  # of all others nothing may be seen
+    others = np.setdiff1d(np.arange(1, first), read) + first
+    written = {name: a.at[others].set(jnp.nan) for name, a in written.items()}
     held = {name: jnp.einsum(f"pskh->{order_of(name, a.dtype, held_for)}", a) for name, a in written.items()}
     options = {"sinks": sinks, "held_for": held_for, "head": None if head is None else jnp.int32(head)}
     start = jnp.asarray(positions[:, 0])
