@@ -33,7 +33,10 @@ _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by def
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
 _PREFILL = flags.DEFINE_enum(
-    "prefill_attention", "auto", ["auto", "pages"], "Of prompts without a cached beginning; auto: cuDNN where it can."
+    "prefill_attention",
+    "auto",
+    ["auto", "whole", "pages"],
+    "Of chunks of many tokens; auto: cuDNN where it can; whole: of these only those that begin a prompt.",
 )
 _FUSED = flags.DEFINE_enum(
     "fused_products",

@@ -31,6 +31,8 @@ def loop_of(family: str, name: str) -> tuple[str, str]:
         ("paged attention", "decode 64 x 4k, int8", "__gpu$xla.gpu.triton"),
         ("paged attention", "chunk 4 x 512 of 4k, latents", "__gpu$xla.gpu.triton"),
         ("attention", "backward, 4 x 8k, heads of 128, 30 documents", " conditional("),  # of the ways by cuDNN
+        ("attention", "chunk 1 x 2k of 8k, in parts", "__cudnn$fmhaSoftmax"),
+        ("attention", "chunk 4 x 512 of 4k, in parts", "%loop_gather_fusion"),
         ("ring attention", "earlier block, back", "__cudnn$fmhaSoftmaxBackward"),
         ("products of a layer", "2 rows", "__gpu$xla.gpu.triton"),
         ("weights in few bits", "int4, 128 experts, 128 rows each", "__gpu$xla.gpu.triton"),

@@ -15,7 +15,8 @@ PAGE = 16
 @dataclasses.dataclass(frozen=True)
 class Paged:
     """Attention over pages: `tokens` queries at the end of each row of `context` positions. With value_dim, values are
-    the first numbers of the keys, as latents'."""
+    the first numbers of the keys, as latents'. `in_parts`: not by the kernel that reads pages, but by cuDNN to each
+    other and to what is gathered before them (ops/chunk_attention.py)."""
 
     rows: int
     tokens: int
@@ -27,6 +28,7 @@ class Paged:
     how: KvFormat = "auto"
     window: int = 0
     softcap: float = 0.0
+    in_parts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,11 @@ FORMS: Mapping[str, Groups] = MappingProxyType(
 )
 """What weights are held in: those made here, and some of published checkpoints (AWQ's, DeepSeek's, GPT-OSS's)."""
 _DECODE = Paged(64, 1, 4096, 32, 8, 128)
+_CHUNKS = {
+    "1 x 2k of 8k": Paged(1, 2048, 8192, 32, 8, 128),
+    "1 x 2k of 26k": Paged(1, 2048, 26_624, 32, 8, 128),  # three blocks before it
+    "4 x 512 of 4k": Paged(4, 512, 4096, 32, 8, 128),
+}
 _PACKED = {"8 x 4k, heads of 64": Whole(8, 4096, 32, 8, 64), "4 x 8k, heads of 128": Whole(4, 8192, 32, 8, 128)}
 _MEETING = Meeting(1, 4096, 32, 8, 128)
 _EXPERTS = Grouped(16_384, 4096, 14_336, 8)
@@ -179,7 +186,7 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "decode 1 x 32k": Paged(1, 1, 32_768, 32, 8, 128),
             "decode 64 x 4k, window 1k, softcap": dataclasses.replace(_DECODE, window=1024, softcap=50.0),
             "decode 64 x 4k, latents": Paged(64, 1, 4096, 128, 1, 576, value_dim=512),
-            "chunk 1 x 2k of 8k": Paged(1, 2048, 8192, 32, 8, 128),
+            **{f"chunk {name}": chunk for name, chunk in _CHUNKS.items()},
             "chunk 4 x 512 of 4k, latents": Paged(4, 512, 4096, 16, 1, 576, value_dim=512),
         },
         "products of a layer": {
@@ -196,6 +203,7 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
                 for documents in (1, 8, 30)  # each has its way (ops/cudnn_attention.py)
                 for back in (False, True)
             },
+            **{f"chunk {name}, in parts": dataclasses.replace(own, in_parts=True) for name, own in _CHUNKS.items()},
             "backward, heads of 64, window 128, sinks": Whole(2, 4096, 64, 8, 64, window=128, back=True, sinks=True),
         },
         "ring attention": {
@@ -246,7 +254,10 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "3 rows": LayerProducts(3, 64, 4, 2, 96),
             "apart": LayerProducts(3, 64, 4, 2, 96, False),
         },
-        "attention": {"backward, sinks": Whole(2, 64, 4, 2, 16, documents=3, back=True, sinks=True)},
+        "attention": {
+            "backward, sinks": Whole(2, 64, 4, 2, 16, documents=3, back=True, sinks=True),
+            "chunk, in parts": Paged(2, 16, 64, 4, 2, 16, in_parts=True),
+        },
         "ring attention": {"earlier block, back": Meeting(1, 64, 4, 2, 16, diagonal=False, back=True)},
         "linear attention": {
             "decode, by channel": Recurrent(2, 3, 4, 2, 16, by_channel=True, served=True),

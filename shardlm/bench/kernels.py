@@ -40,6 +40,7 @@ from shardlm.flops import attention_pairs
 from shardlm.mesh import MeshSpec
 from shardlm.ops import attention, attention_pair, grouped_matmul, paged_attention
 from shardlm.ops.attention_pair import Pair, Side
+from shardlm.ops.chunk_attention import in_parts
 from shardlm.ops.kv_format import packed, unpacked
 from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.quantized_matmul import quantized_einsum
@@ -66,14 +67,19 @@ def _paged(s: Paged, on_gpu: bool) -> Kernel:
                 held |= {} if number is None else {f"{name}_scale": number}
         table = 1 + jax.random.permutation(key, pages - 1).reshape(s.rows, -1).astype(jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(s.context - s.tokens, s.context, dtype=jnp.int32), (s.rows, s.tokens))
-        return q, held, table, positions
+        rows = table[:, (s.context - s.tokens) // PAGE :]  # of the chunk alone
+        own = {n: held[n][rows].reshape(s.rows, s.tokens, s.kv_heads, s.width) for n in names} if s.in_parts else {}
+        return q, held, table, positions, own
 
-    def run(q, held, table, positions):
+    def run(q, held, table, positions, own):
+        if s.in_parts:
+            where = (held, table, positions[:, 0], jnp.int32(0))
+            return in_parts(q, own["k"], own["v"], *where, scale, "cudnn" if on_gpu else "xla")
         scales = {name: a for name, a in held.items() if name.endswith("_scale")}
         options = rule | scales | {"value_dim": s.value_dim, "interpret": not on_gpu}
         return pallas(q, held["k"], held.get("v"), table, positions, jnp.int32(0), scale, **options)
 
-    def reference(q, held, table, positions):
+    def reference(q, held, table, positions, own):
         exact = {n: held[n] if s.how == "auto" else unpacked(held[n], held.get(f"{n}_scale"), q.dtype) for n in names}
         k, v = exact["k"], exact.get("v", exact["k"][..., :values])
         return paged_attention.reference(q, k, v, table, positions, jnp.int32(0), scale, **rule)
@@ -83,7 +89,7 @@ def _paged(s: Paged, on_gpu: bool) -> Kernel:
     numbers = s.rows * kept * s.kv_heads * (s.width if s.value_dim else 2 * s.width)
     ends = s.rows * s.tokens * s.heads * (s.width + values) * 2
     return Kernel(
-        what="pallas" if on_gpu else "pallas, interpreted",
+        what="in parts" if s.in_parts else "pallas" if on_gpu else "pallas, interpreted",
         inputs=inputs,
         run=local(run),
         reference=reference,

@@ -28,6 +28,7 @@ from shardlm.mesh import shard_map
 from shardlm.ops import block_choice, paged_attention, paged_choice
 from shardlm.ops.attention import of_rows
 from shardlm.ops.block_choice import BlockIndex
+from shardlm.ops.chunk_attention import in_parts
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
@@ -44,10 +45,12 @@ class Paged:
     page_table int32 [B, groups * W], of each group of layers the pages of a row's tokens, page 0 is scrap; valid bool
     [B, T] is False for padding. A group with a window may have scrap where none of this step's tokens sees. `whole`:
     every row begins at position 0, and attends to k and v themselves by this implementation (ops/attention.py), which
-    is for models without soft caps and latents; "": to pages. adapter int32 [B]: which of several each row has
-    (layers/lora.py); None where the model has not several. slot int32 [B]: where layers without pages remember each
-    row's text; None where the model has none. `rows`: how these take tokens in (ops/delta_rows.py). sure int32 [B]:
-    where in each row's text the tokens begin that may turn out wrong; None: with the row.
+    is for models without soft caps and latents; "": to pages. `parts`: any row may, and attends by this one to k and v
+    and to what pages hold before them (ops/chunk_attention.py), in layers without windows and chunks. adapter int32
+    [B]: which of several each row has (layers/lora.py); None where the model has not several. slot int32 [B]: where
+    layers without pages remember each row's text; None where the model has none. `rows`: how these take tokens in
+    (ops/delta_rows.py). sure int32 [B]: where in each row's text the tokens begin that may turn out wrong; None: with
+    the row.
     """
 
     absorbs: ClassVar[bool] = True
@@ -57,6 +60,7 @@ class Paged:
     rules: Rules = dataclasses.field(metadata={"static": True})
     implementation: str = dataclasses.field(default="blocked", metadata={"static": True})
     whole: str = dataclasses.field(default="", metadata={"static": True})
+    parts: str = dataclasses.field(default="", metadata={"static": True})
     weights: None = None
     adapter: jax.Array | None = None
     slot: jax.Array | None = None
@@ -75,13 +79,14 @@ class Paged:
         layout: PageLayout,
         execution: Execution,
         whole: str = "",
+        parts: str = "",
         adapter: jax.Array | None = None,
         slot: jax.Array | None = None,
         rows: Rows = "known",
         sure: jax.Array | None = None,
     ) -> "Paged":
         """The context of a batch, as a model with this execution runs it."""
-        how = (layout, execution.rules, execution.paged_attention, whole)
+        how = (layout, execution.rules, execution.paged_attention, whole, parts)
         beside = {"adapter": adapter if execution.adapters else None, "slot": slot if layout.memories else None}
         return cls(page_table, valid, *how, **beside, rows=rows, sure=sure)
 
@@ -141,13 +146,20 @@ class Paged:
             where = (page_table, positions, valid, first)
             held, narrow = widened(new, q.shape[3])
             pages = paged_attention.write(pages, held, *where, implementation=self.implementation)
-            if self.whole and (not chunk or q.shape[1] <= chunk):
+            whole = self.whole and (not chunk or q.shape[1] <= chunk)
+            if whole or (self.parts and not window and not chunk):
                 assert not softcap and not value_dim, "checked before (serve/prefill.py)"
+                head = None
                 if kv_name == "kv_heads_whole":
                     head = self._own_head(new["k"].shape[2], q.shape[2])
                     new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
-                pages = {name: a.reshape(shapes[name]) for name, a in pages.items()}
-                return of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks), pages
+                if whole:
+                    out = of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks)
+                else:
+                    before = (pages, page_table, positions[:, 0], first)
+                    options = {"sinks": sinks, "head": head, "held_for": self.implementation}
+                    out = in_parts(q, new["k"], new["v"], *before, scale, self.parts, **options)
+                return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
             head = None
             if kv_name == "kv_heads_whole":
                 head = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])

@@ -146,7 +146,8 @@ def assemble(
     draft = draft.within(first.stages[-1]) if draft else None
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
     sizes, *beside = sizes_of(model, draft, places, length, config)
-    sizes = dataclasses.replace(sizes, prefill=choose(config.prefill_attention, model, config.deterministic))
+    prefill = choose(config.prefill_attention, model, config.deterministic)
+    sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts)
     few_bits = few_bits_of(model.config, model.execution.weights, model.execution.few_bits)
     sizes = dataclasses.replace(sizes, few_bits=few_bits)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes

@@ -39,8 +39,9 @@ class EngineConfig:
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
     decode_steps            tokens that a request decodes between two looks of the host, at most (pace.py)
     enable_prefix_caching   equal beginnings of prompts are computed once
-    prefill_attention       of prompts without a cached beginning: "auto" (cuDNN on GPUs where it can, prefill.py) or
-                            "pages", so that a hit and a miss of the prefix cache run the same kernel
+    prefill_attention       of chunks of many tokens: "auto" (cuDNN on GPUs where it can, prefill.py), "whole" (of these
+                            only those that begin a prompt) or "pages", so that a hit and a miss of the prefix cache
+                            run the same kernel
     fused_products          kernels of ours for projections of few tokens, with norm and gate: "on", "off", or "auto",
                             where the GPU is seen to be quicker so (try_out.py)
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
@@ -95,7 +96,9 @@ class EngineConfig:
         if self.fused_products not in get_args(Fused):
             raise ShardlmError(f"fused_products={self.fused_products!r}; choose from auto, on, off")
         if self.prefill_attention not in get_args(Wanted):
-            raise ShardlmError(f"prefill_attention={self.prefill_attention!r}; choose from auto, pages")
+            raise ShardlmError(
+                f"prefill_attention={self.prefill_attention!r}; choose from {', '.join(get_args(Wanted))}"
+            )
         if not PROGRAMS < self.gpu_memory_utilization <= 1:
             raise ShardlmError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} is a share above {PROGRAMS} (of programs), at "

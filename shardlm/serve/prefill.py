@@ -1,6 +1,7 @@
-"""How chunks that begin at position 0 attend: over the pages that their keys and values are written to, as any chunk,
-or to the keys and values at hand, by cuDNN's flash attention."""
+"""How chunks of many tokens attend: over the pages that their keys and values are written to, as short ones, or by
+cuDNN's flash attention to the keys and values at hand, and in parts to what pages hold before them."""
 
+import dataclasses
 import logging
 from typing import Literal
 
@@ -8,22 +9,31 @@ from shardlm.state import ModelDef, cache_entries
 
 log = logging.getLogger(__name__)
 
-Wanted = Literal["auto", "pages"]
+Wanted = Literal["auto", "whole", "pages"]
 
 
-def choose(wanted: Wanted, model: ModelDef, deterministic: bool) -> str:
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """whole: the implementation (ops/attention.py) for chunks that nothing stands before: "pages", or "cudnn" where
+    pages hold what that reads. in_parts: whether it is that of the others too (ops/chunk_attention.py)."""
+
+    whole: str
+    in_parts: bool
+
+
+def choose(wanted: Wanted, model: ModelDef, deterministic: bool) -> Prefill:
     """As `chosen`. Says in the log which, and why."""
-    implementation, why = chosen(wanted, model, deterministic)
-    if implementation == "pages":
+    found, why = chosen(wanted, model, deterministic)
+    if found.whole == "pages":
         log.info("prompts attend over pages: %s", why)
     else:
-        log.info("chunks of many tokens that begin at position 0 attend by cuDNN: %s", why)
-    return implementation
+        which = "" if found.in_parts else " that begin at position 0"
+        log.info("chunks of many tokens%s attend by cuDNN: %s", which, why)
+    return found
 
 
-def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[str, str]:
-    """(the implementation (ops/attention.py) for chunks that nothing stands before, why): "pages", or "cudnn" where
-    that reads what pages hold."""
+def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[Prefill, str]:
+    """(how prompts attend, why)."""
     execution = model.execution
     latent = "v" not in cache_entries(model)
     reasons = {
@@ -38,4 +48,6 @@ def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[str, s
         ),
     }
     why = [reason for reason, holds in reasons.items() if holds]
-    return ("pages", why[0]) if why else ("cudnn", "a GPU, and pages hold what is computed")
+    if why:
+        return Prefill("pages", False), why[0]
+    return Prefill("cudnn", wanted == "auto"), "a GPU, and pages hold what is computed"

@@ -133,11 +133,13 @@ def chunk(
     rows: ChunkRows,
     also: Callable[[Any, Chunk], Any] = lambda drafts, chunk: drafts,
     whole: str = "",
+    parts: str = "",
 ):
     """Writes the keys and values of chunks, and samples after those that end a prompt. Returns (state, Sampled of [R],
     Scores of [R, C], of zeros where no row wants them, the last token's vector after the last norm, float32 [R, D]).
-    `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole)."""
-    positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole)
+    `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole);
+    `parts`: they may (Paged.parts)."""
+    positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
@@ -147,14 +149,14 @@ def chunk(
 
 
 def chunk_context(
-    model: ModelDef, layout: PageLayout, where: jax.Array, count: int, whole: str = ""
+    model: ModelDef, layout: PageLayout, where: jax.Array, count: int, whole: str = "", parts: str = ""
 ) -> tuple[jax.Array, Paged]:
     """(positions int32 [R, C], what the tokens attend to) of chunks padded to `count` tokens."""
     slot, start, length, table, adapter = where[:, 0], where[:, 1], where[:, 2], where[:, 6:-1], where[:, -1]
     index = jnp.arange(count, dtype=jnp.int32)[None]
     # Padding stands at the row's last position, so that attention goes no farther than the row does.
     positions = start[:, None] + jnp.minimum(index, jnp.maximum(length - 1, 0)[:, None])
-    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole, adapter, slot)
+    return positions, Paged.make(table, index < length[:, None], layout, model.execution, whole, parts, adapter, slot)
 
 
 def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array):

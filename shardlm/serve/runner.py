@@ -155,8 +155,8 @@ class Runner:
             chunk = functools.partial(speculation.chunk, self.model, config.layout, self.proposer)
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
-        for (kind, size), whole in config.chunk_programs.items():
-            work[kind, size] = (functools.partial(chunk, whole=whole), (self._chunk_rows((), size),))
+        for (kind, size), how in config.chunk_programs.items():
+            work[kind, size] = (functools.partial(chunk, **how), (self._chunk_rows((), size),))
         return work
 
     def _edits(self) -> dict[Any, tuple[Callable, tuple]]:

@@ -7,16 +7,18 @@ from typing import Literal
 from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.chunk_programs import Cuts, FewBits, sizes_of
 
-# Tokens of the least chunk that has a program of its own for what begins at position 0: shorter ones attend to little.
+# Tokens of the least chunk that does not attend to its own keys and values over pages, and has a program of its own for
+# what begins at position 0: shorter ones attend to little.
 WHOLE_LEAST = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
-    how chunks attend that begin at position 0, resolved (prefill.py). least_rows: of the smallest decode program.
-    snapshots: slots of memories beside those of requests (snapshots.py). platform, few_bits: what chunks are cut and
-    dealt for, and the weights in few bits among what they read.
+    how chunks attend that begin at position 0, resolved (prefill.py), and `in_parts` says that the others do so too
+    (ops/chunk_attention.py). least_rows: of the smallest decode program. snapshots: slots of memories beside those of
+    requests (snapshots.py). platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among
+    what they read.
     """
 
     layout: PageLayout
@@ -30,6 +32,7 @@ class RunnerConfig:
     snapshots: int = 0
     platform: Literal["cpu", "gpu"] = "gpu"
     few_bits: tuple[FewBits, ...] = ()
+    in_parts: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "layout", self.as_own(self.layout))
@@ -65,7 +68,10 @@ class RunnerConfig:
         return Cuts.of(self.chunk_sizes, self.platform, self.few_bits)
 
     @property
-    def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], str]:
-        """The programs of chunks by kind and size, with how they attend to what begins at position 0."""
-        whole = [size for size in self.chunk_sizes if self.prefill != "pages" and size[1] >= WHOLE_LEAST]
-        return {("chunk", size): "" for size in self.chunk_sizes} | {("whole", size): self.prefill for size in whole}
+    def chunk_programs(self) -> dict[tuple[str, tuple[int, int]], dict[str, str]]:
+        """The programs of chunks by kind and size, with how they attend: layers/paged.py's `whole` and `parts`, {} for
+        over pages."""
+        long = [size for size in self.chunk_sizes if self.prefill != "pages" and size[1] >= WHOLE_LEAST]
+        parts = {("chunk", size): {"parts": self.prefill} for size in long if self.in_parts}
+        whole = {("whole", size): {"whole": self.prefill} for size in long}
+        return {("chunk", size): {} for size in self.chunk_sizes} | parts | whole

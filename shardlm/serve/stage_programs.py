@@ -59,11 +59,18 @@ def last_step(stage: Stage, layout: PageLayout, params, state: tuple, where, ent
 
 
 def chunk(
-    stage: Stage, layout: PageLayout, params, pages: Pages, where: jax.Array, entering: jax.Array, whole: str = ""
+    stage: Stage,
+    layout: PageLayout,
+    params,
+    pages: Pages,
+    where: jax.Array,
+    entering: jax.Array,
+    whole: str = "",
+    parts: str = "",
 ):
     """Chunks (ChunkRows.where) in any stage but the last: (pages, what leaves it [R, C, D]). `entering`: tokens int32
     [R, C] in the first stage, else what left the one before."""
-    positions, ctx = programs.chunk_context(stage.model, layout, where, entering.shape[1], whole)
+    positions, ctx = programs.chunk_context(stage.model, layout, where, entering.shape[1], whole, parts)
     _, x, pages = through(stage, params, pages, entering, positions, ctx)
     return pages, x
 
@@ -76,11 +83,12 @@ def last_chunk(
     rows: ChunkRows,
     entering: jax.Array,
     whole: str = "",
+    parts: str = "",
     proposer: Proposer | None = None,
 ):
     """The same in the last stage, returning as programs.chunk does; with a proposer, parameters are its own too."""
     params, proposers = both(params) if proposer else (params, None)
-    positions, ctx = programs.chunk_context(stage.model, layout, rows.where, rows.tokens.shape[1], whole)
+    positions, ctx = programs.chunk_context(stage.model, layout, rows.where, rows.tokens.shape[1], whole, parts)
     lm, x, pages = through(stage, params, state.pages, entering, positions, ctx)
     hidden, drafts = lm.finish(x), state.drafts
     slots, *found = programs.chunk_end(lm, state.slots, rows, hidden)

@@ -159,8 +159,8 @@ class StagedRunner(Runner):
         work = self._edits_of_last() | self._writers() | self._copiers()
         for rows in self.group_sizes:
             work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
-        for key, whole in self.config.chunk_programs.items():
-            work |= self._chunk_shapes(*key, whole)
+        for key, how in self.config.chunk_programs.items():
+            work |= self._chunk_shapes(*key, how)
         return {key: one for key, one in work.items() if self._here[key[-1]]}
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
@@ -208,7 +208,7 @@ class StagedRunner(Runner):
         work["end", rows, last] = steps.end, ((), kept, where, held[0])
         return work
 
-    def _chunk_shapes(self, kind: str, size: tuple[int, int], whole: str) -> dict[Any, tuple[Callable, tuple]]:
+    def _chunk_shapes(self, kind: str, size: tuple[int, int], how: dict[str, str]) -> dict[Any, tuple[Callable, tuple]]:
         work = {}
         rows = self._chunk_rows((), size)
         for s, stage in enumerate(self.stages):
@@ -218,7 +218,7 @@ class StagedRunner(Runner):
             own, entering = self._shapes_on(s, where), self._entering(s, size)
             if not stage.first:
                 self._fed[(kind, size), s] = (jax.ShapeDtypeStruct(entering.shape, entering.dtype),)
-            function = functools.partial(function, stage, stage.layout(self.config.layout), whole=whole)
+            function = functools.partial(function, stage, stage.layout(self.config.layout), **how)
             work[kind, size, s] = function, (self._own(s), self._state[s], own, entering)
         return work
 

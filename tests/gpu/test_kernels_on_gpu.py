@@ -39,6 +39,9 @@ SHAPES = {
         "backward": Whole(2, 512, 8, 2, 64, documents=2, back=True),
         "window": Whole(1, 512, 8, 8, 128, window=100, back=True),
         "window, sinks": Whole(1, 512, 8, 8, 128, window=100, back=True, sinks=True),
+        "chunks in parts": Paged(2, 512, 1360, 8, 2, 128, in_parts=True),
+        "chunks in parts, nothing before": Paged(2, 64, 64, 8, 2, 128, in_parts=True),
+        "chunks in parts, two blocks": Paged(1, 128, 9344, 8, 2, 64, in_parts=True),
     },
     "ring attention": {
         f"{place}{', back' if back else ''}": Meeting(1, 512, 8, 2, 128, diagonal=place == "own block", back=back)

@@ -30,10 +30,11 @@ def regret(speed: Speed) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "mean"), [(None, 0.003), ("fp8_dynamic", 0.006), ("int8", 0.005), ("fp8", 0.005), ("int4", 0.001)]
+    ("quantization", "mean"), [(None, 0.003), ("fp8_dynamic", 0.007), ("int8", 0.005), ("fp8", 0.005), ("int4", 0.001)]
 )
 def test_prompts_are_cut_nearly_as_well_as_could_be(quantization, mean):
-    """In few bits 7 and 9% were lost where cuts did not know that weights are made anew in 16 bits."""
+    """In few bits 7 and 9% were lost where cuts did not know that weights are made anew in 16 bits. That attention
+    takes longer in short chunks, which read pages, they do not know: 0.1% more where products take least."""
     speed = replica_of(1024, 64, EngineConfig(quantization=quantization)).speed
     found = regret(speed)
     assert np.mean(found) < mean and max(found) < 0.1

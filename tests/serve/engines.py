@@ -50,6 +50,7 @@ def of_model(
     speculative=None,
     draft=None,
     prefill="pages",
+    in_parts=False,
     cuts=None,
     least=2,
     snapshots=0,
@@ -62,7 +63,8 @@ def of_model(
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded, drafts)
     )
-    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, platform="cpu")
+    how = {"platform": "cpu", "in_parts": in_parts}
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, **how)
     beside = [sizes.as_own(layout) for layout in beside]
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)

@@ -5,22 +5,25 @@ cuDNN's branch; test_gpu_serving.py compiles that."""
 import collections
 import dataclasses
 import logging
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import CONFIG, TOKENIZER, finished, of_model
+from engines import CONFIG, END, TOKENIZER, finished, of_model
+from lazy_programs import all_compiled
 from oracle import opened_of
 from small import mesh_of
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
-from shardlm.serve import runner_config
+from shardlm.ops import chunk_attention
+from shardlm.serve import build, runner_config
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
-from shardlm.serve.prefill import choose
+from shardlm.serve.prefill import Prefill, choose
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.speculation.config import SpeculativeConfig
 
@@ -29,16 +32,28 @@ NGRAM = SpeculativeConfig(2, "ngram", None, 3, 2)
 PROMPTS = [TEXT[:11], TEXT[3:30], TEXT[5:9], [*TEXT[3:23], *TEXT[:5]], TEXT[7:37]]  # the fourth begins as the second
 
 
-def engine_of(spec: MeshSpec, window: int, **options):
+def opened_on(spec: MeshSpec, window: int):
     """Two layers, the first with the window, and sinks where there is one, and one kv head."""
     shape = dataclasses.replace(CONFIG, num_layers=2, num_kv_heads=1).transformer()
     [block] = shape.segments[0].pattern
     attention = dataclasses.replace(block.attention, window=window, sinks=bool(window))
     windowed = dataclasses.replace(block, attention=attention)
-    opened = opened_of(dataclasses.replace(shape, segments=(Segment((windowed, block), 1),)), spec)
+    return opened_of(dataclasses.replace(shape, segments=(Segment((windowed, block), 1),)), spec)
+
+
+def engine_of(spec: MeshSpec, window: int, **options):
+    opened = opened_on(spec, window)
     with jax.set_mesh(opened.mesh):
         model, params = taken_apart(opened.model, opened.params)
     return of_model(model, params, mesh_of(spec), tokens=32, length=48, pages=60, least=3, **options)
+
+
+def over_stages(window: int):
+    """As it is built for users, where cuDNN's branch is chosen."""
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 4, "decode_steps": 4}
+    config = EngineConfig(mesh=MeshSpec(pipeline=2), kv_cache_bytes=2**18, **sizes)
+    with all_compiled(), mock.patch.object(build, "choose", lambda *_: Prefill("xla", True)):
+        return build.assemble(opened_on(config.mesh, window), TOKENIZER, [END], 48, config)
 
 
 def said(engine) -> dict:
@@ -55,16 +70,34 @@ def said(engine) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("spec", "window", "drafts"),
-    [(MeshSpec(), 6, None), (MeshSpec(tensor=2), 0, SpeculativeConfig(2, "ngram", None, 3, 2))],
+    ("spec", "window", "drafts", "in_parts"),
+    [
+        (MeshSpec(), 6, None, False),
+        (MeshSpec(tensor=2), 0, NGRAM, False),
+        (MeshSpec(), 6, None, True),
+        (MeshSpec(tensor=2), 0, NGRAM, True),
+    ],
 )
-def test_beginnings_of_prompts_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts):
-    monkeypatch.setattr(runner_config, "WHOLE_LEAST", 16)
-    whole = engine_of(spec, window, prefill="xla", speculative=drafts)
+def test_chunks_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts, in_parts):
+    """And, in parts, to what pages hold before them: of the prompts' beginnings, and of the prefix cache's."""
+    monkeypatch.setattr(runner_config, "WHOLE_LEAST", 16 if not in_parts else 1)
+    monkeypatch.setattr(chunk_attention, "BLOCK_KEYS", 8)
+    whole = engine_of(spec, window, prefill="xla", in_parts=in_parts, speculative=drafts)
+    assert_same(monkeypatch, whole, engine_of(spec, window, speculative=drafts))
+
+
+def test_chunks_attend_in_parts_over_stages(monkeypatch):
+    monkeypatch.setattr(runner_config, "WHOLE_LEAST", 1)
+    monkeypatch.setattr(chunk_attention, "BLOCK_KEYS", 8)
+    assert_same(monkeypatch, over_stages(6), engine_of(MeshSpec(), 6))
+
+
+def assert_same(monkeypatch, whole, over_pages):
+    """Tokens, and log-probabilities to sums in another order."""
     ran, run = collections.Counter(), whole.runner._run
     monkeypatch.setattr(whole.runner, "_run", lambda key, *rest: (ran.update([key[0]]), run(key, *rest))[1])
-    found, wanted = said(whole), said(engine_of(spec, window, speculative=drafts))
-    assert ran["whole"] >= 3 and ran["chunk"] >= 3
+    found, wanted = said(whole), said(over_pages)
+    assert ran["whole"] >= 3 and ran["chunk"] >= 2
     for id, (tokens, logprobs) in wanted.items():
         assert found[id][0] == tokens, id
         np.testing.assert_allclose(found[id][1], logprobs, atol=2e-5)
@@ -77,10 +110,13 @@ def test_the_choice_is_said_with_its_reason(caplog):
         own = dataclasses.replace(model, execution=dataclasses.replace(model.execution, **execution))
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            return choose(wanted, own, deterministic), caplog.text
+            found = choose(wanted, own, deterministic)
+            return (found.whole, found.in_parts), caplog.text
 
     gpu = {"attention": "cudnn", "dtype": jnp.bfloat16}
-    assert chosen(**gpu)[0] == "cudnn" and "attend by cuDNN" in chosen(**gpu)[1]
+    assert chosen(**gpu)[0] == ("cudnn", True) and "chunks of many tokens attend by cuDNN" in chosen(**gpu)[1]
+    first = chosen("whole", **gpu)
+    assert first[0] == ("cudnn", False) and "that begin at position 0 attend by cuDNN" in first[1]
     for options, reason in (
         (gpu | {"wanted": "pages"}, "prefill_attention=pages"),
         (gpu | {"deterministic": True}, "one program for all tokens"),
@@ -88,6 +124,6 @@ def test_the_choice_is_said_with_its_reason(caplog):
         ({}, "attention is xla"),
     ):
         how, why = chosen(**options)
-        assert how == "pages" and reason in why
-    with pytest.raises(ShardlmError, match="prefill_attention='cudnn'; choose from auto, pages"):
+        assert how == ("pages", False) and reason in why
+    with pytest.raises(ShardlmError, match="prefill_attention='cudnn'; choose from auto, whole, pages"):
         EngineConfig(prefill_attention="cudnn")

@@ -9,11 +9,14 @@ from collections import Counter
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
+from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops import attention, grouped_weights
+from shardlm.ops.chunk_attention import block_positions
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
@@ -26,7 +29,7 @@ from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import apart
 from shardlm.serve.memories import refuse, request_bytes
 from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
-from shardlm.serve.prefill import chosen
+from shardlm.serve.prefill import Prefill, chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.build import layouts_for
@@ -46,6 +49,9 @@ SCORED_ARRAYS = (2.0, 3.1)
 # Arrays of queries that a program of prompts holds besides where it attends by cuDNN and not over pages: 3.4 and 2.8
 # (compiled: 2,048 tokens of Llama 3 8B and 70B, tensor 1 and 4).
 WHOLE_ARRAYS = 3
+# And where it attends in parts, beside a block of keys and values and in place of what the MLP makes: 2.8, 1.8, 2.4
+# (compiled: 512, 2,048 and 8,192 tokens of Llama 3 8B with a narrow MLP).
+PARTS_ARRAYS = 2.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +183,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     memories[-1] += request_bytes(drafter.model, beside[0]) if drafter else 0
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
-    sizes = dataclasses.replace(sizes, prefill=_prefill(case, model), few_bits=few_bits)
+    prefill = _prefill(case, model)
+    sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts, few_bits=few_bits)
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, one // devices, i == len(runs) - 1)
@@ -211,8 +218,8 @@ def _page_bytes(case: ServingCase, model: ModelDef, layout: PageLayout, runs: li
     return [page_bytes(own, part, engine.block_size) for own, part in zip(models, parts, strict=True)]
 
 
-def _prefill(case: ServingCase, model: ModelDef) -> str:
-    """How prompts attend that nothing stands before (serve/prefill.py), on the cluster's GPUs."""
+def _prefill(case: ServingCase, model: ModelDef) -> Prefill:
+    """How prompts attend, on the cluster's GPUs."""
     layers = list(case.model.shape.attentions())
     heads, capped = {(one.head_dim, one.value_dim) for one in layers}, any(one.softcap for one in layers)
     device = Described.of(case.cluster.gpu)
@@ -266,6 +273,7 @@ def _stage(
     widest = max(_layer_numbers(block, rules, shape.embed_dim) for block in shape.blocks())
     heads = max(block.attention.num_heads * block.attention.head_dim for block in shape.blocks())
     heads //= rules.mesh.size(*rules.use.axes("heads"))
+    position = itemsize * max((_kept_numbers(one, rules) for one in shape.attentions()), default=0)
     between = 3 * shape.embed_dim * (1 + (shape.streams.count if shape.streams else 0))
 
     mixtures = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
@@ -278,8 +286,13 @@ def _stage(
 
     def needs(kind: str, size: tuple[int, int]) -> float:
         rows, tokens = size
-        more = WHOLE_ARRAYS * heads if kind == "whole" else 0
-        layer = rows * tokens * itemsize * (between + widest + more) + unpacked(rows * tokens)
+        how, each = sizes.chunk_programs[kind, size], rows * tokens * itemsize
+        more = WHOLE_ARRAYS * heads if "whole" in how else 0
+        layer = each * (between + widest + more)
+        if "parts" in how:
+            block = rows * position * min(sizes.max_model_len, block_positions(rows, position))
+            layer = max(layer, each * (between + PARTS_ARRAYS * heads) + block)
+        layer += unpacked(rows * tokens)
         scored = (
             SCORED_ARRAYS[bool(rules.use.axes("vocab"))] * ACTIVATION * rows * math.gcd(tokens, SCORED_AT_ONCE) * V
             if last
@@ -311,6 +324,12 @@ def _stage(
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _kept_numbers(attention: AttentionConfig | MlaConfig, rules: Rules) -> int:
+    """Of a position's keys and values on one device, where these are heads and no latents."""
+    kept = getattr(attention, "num_kv_heads", 0)
+    return max(1, kept // rules.mesh.size(*rules.use.axes("heads"))) * (attention.head_dim + attention.value_dim)
 
 
 def _layer_numbers(block, rules: Rules, D: int) -> float:

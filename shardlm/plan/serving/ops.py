@@ -22,6 +22,7 @@ from shardlm.plan.serving import compressed_attention as compressed
 from shardlm.plan.serving import gated_streams, streams
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
+from shardlm.plan.serving.prompts import OVER_PAGES, How, attends, gathered
 from shardlm.plan.serving.weights import InUse, made_anew
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import BLOCK
@@ -45,6 +46,7 @@ class Pass:
     itemsize  bytes of an activation
     drafts    tokens of each row that are drafts to verify: all its tokens get logits
     sampled   how often the rows are sampled from, one token of each after another
+    prompts   how they attend where they are chunks of prompts (prompts.py); "": as fast as any kernel does
     """
 
     tokens: float
@@ -53,6 +55,7 @@ class Pass:
     itemsize: int
     drafts: int = 0
     sampled: float = 1
+    prompts: How = ""
 
     @property
     def each(self) -> float:
@@ -114,7 +117,11 @@ def layer_work(
     else:
         seen, pairs = attended(block.attention.window, one)
         kv = one.rows * seen * cache_bytes
-        ops.append(_attention(block.attention, rules, one, pairs, kv))
+        how = attends(one.prompts, block.attention)
+        ops.append(_attention(block.attention, rules, one, pairs, kv, OVER_PAGES if how == "pages" else "pages"))
+        if how == "parts":
+            out = block.attention.value_dim * block.attention.num_heads / rules.mesh.size(*rules.use.axes("heads"))
+            ops += gathered(one.tokens, one.rows, one.context, cache_bytes, out)
     for _ in range(2 if block.streams else 0):
         if isinstance(block.streams, GatedStreamsConfig):
             ops += gated_streams.around(block.streams, D, one.tokens, one.itemsize)
@@ -193,7 +200,9 @@ def _in_eight_bits(held: InUse, layer: Layer, others: Sequence[InUse], one: Pass
     yield Op(layer, f"{held.name}: 8 bits", "memory", 0, one.tokens * held.summed * (2 * one.itemsize + 1) / 2, 2)
 
 
-def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, pairs: float, kv: float) -> Op:
+def _attention(
+    attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, pairs: float, kv: float, what: str = "pages"
+) -> Op:
     N = attention.num_heads / rules.mesh.size(*rules.use.axes("heads"))
     if isinstance(attention, MlaConfig):  # in the space of the latents
         width = 2 * attention.kv_latent_dim + attention.rope_dim
@@ -201,7 +210,7 @@ def _attention(attention: AttentionConfig | MlaConfig, rules: Rules, one: Pass, 
         width = attention.head_dim + attention.value_dim
     moved = kv + one.tokens * N * width * one.itemsize
     dims = (one.each, pairs / one.tokens, width / 2)
-    return Op("attention", "pages", "attention", pairs * N * width, moved / 2, 2, dims=dims)
+    return Op("attention", what, "attention", pairs * N * width, moved / 2, 2, dims=dims)
 
 
 def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:

@@ -21,6 +21,7 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
+from shardlm.plan.serving.prompts import OVER_PAGES, how_of
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_replica, of_stage
@@ -165,7 +166,8 @@ class Speed:
     @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
     def chunk(self, tokens: int, before: int, rows: int = 1) -> float:
         """Seconds of a program of so many tokens in all rows, each after those before, through all stages in turn."""
-        one = Pass(tokens, rows, before, self.itemsize)
+        how = how_of(self.memory.sizes, tokens / rows, before)
+        one = Pass(tokens, rows, before, self.itemsize, prompts=how)
         return sum(self._turns(one)) + (self.stages - 1) * self._hop(tokens)
 
     def _hop(self, tokens: float) -> float:
@@ -255,11 +257,16 @@ class Speed:
     def _kernels(self) -> Kernels:
         return Kernels.of(self.case.cluster.gpu)
 
+    @functools.cached_property
+    def _over_pages(self) -> Kernels:
+        return Kernels.of(self.case.cluster.gpu, "triton")
+
     def _timed(self, work: Work) -> Timed:
         cluster, mesh = self.case.cluster, of_replica(self.case.engine.mesh)
         parts: Counter = Counter()
         for op in work.ops:
-            parts[op.layer] += kernel_seconds(op, self._kernels) * op.count
+            kernels = self._over_pages if op.what == OVER_PAGES else self._kernels
+            parts[op.layer] += kernel_seconds(op, kernels) * op.count
         for sent in work.exchanged:
             parts["+".join(sent.axes)] += exchanged_seconds(sent, mesh, cluster)
         return Timed(dict(parts), work.least_bytes / cluster.gpu.hbm_bytes_per_second)

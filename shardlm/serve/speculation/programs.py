@@ -59,10 +59,11 @@ def chunk(
     state: ServeState,
     rows: ChunkRows,
     whole: str = "",
+    parts: str = "",
 ):
     """As programs.chunk, and the proposer reads the same. params: (the model's, the proposer's or None: the same)."""
     own, proposers = both(params)
-    return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers), whole)
+    return programs.chunk(model, layout, own, state, rows, functools.partial(proposer.read, proposers), whole, parts)
 
 
 def both(params: tuple) -> tuple:
