@@ -24,7 +24,6 @@ from shardlm.ops.kv_format import SCALE, numbers_each
 from shardlm.ops.paged_sizes import Piece, Sizes, sizes_of, turns_of
 
 FEW_TOKENS = 8  # of a row: a decode step, or one that verifies guesses
-BRANCH_ROWS = 64  # of a program from which on its comparisons are worth a branch, which takes registers
 LOG2E = math.log2(math.e)
 
 
@@ -138,7 +137,8 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         at = (page + refs["where"][0], offset, head)
         keys, of_keys = tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype, sizes.compiled)
         products = [dot(one, key.T) for one, key in zip(q, keys, strict=True)]
-        scores, to_log2 = _scores(products, of_keys, (i >= clear) & (i < stop_clear), position, index, rule)
+        whole = (i >= clear) & (i < stop_clear) if sizes.branches else None
+        scores, to_log2 = _scores(products, of_keys, whole, position, index, rule)
         new = jnp.maximum(peak, scores.max(axis=1) * to_log2)
         weights = exp2(scores, to_log2, -new[:, None], sizes.compiled)
         keep = exp2(peak, 1.0, -new, sizes.compiled)
@@ -168,7 +168,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
 
 def _scores(products, of_keys, whole, position, index, rule: Rule):
     """(scores [block_rows, block_keys], -inf of what a query does not see, and by what they are to be multiplied to be
-    exponents of two). Where all rows see the `whole` block nothing is compared.
+    exponents of two). Where all rows see the `whole` block nothing is compared; None: always.
 
     That this is a branch matters beyond what it saves: Triton gives a product whose numbers reach another product to
     warps by rows alone, so that 8 warps with 64 rows all make each of them twice on Hopper; it does not look through
@@ -185,8 +185,7 @@ def _scores(products, of_keys, whole, position, index, rule: Rule):
             mask &= distance <= jax.lax.rem(position, rule.chunk)[:, None]
         return jnp.where(mask, summed(*products), -jnp.inf)
 
-    few = position.shape[0] < BRANCH_ROWS
-    scores = masked(*products) if few else jax.lax.cond(whole, summed, masked, *products)
+    scores = masked(*products) if whole is None else jax.lax.cond(whole, summed, masked, *products)
     return scores, (rule.softcap or rule.scale) * LOG2E
 
 

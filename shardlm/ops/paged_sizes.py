@@ -64,6 +64,12 @@ class Sizes:
         """Turns that are worth a part."""
         return SPLIT_KEYS // self.block_keys
 
+    @property
+    def branches(self) -> bool:
+        """Whether blocks that all rows see whole are not compared. With few rows that saves nothing, and of bytes the
+        registers it takes are those of a third program on a multiprocessor."""
+        return self.block_rows >= 64 and self.pack == 1
+
     def spread(self, pieces: tuple[Piece, ...]) -> list[Piece]:
         """The numbers that `tiles` finds in each piece, by the first: every `pack`-th one."""
         return [(self.pack * first + i, size, real) for first, size, real in pieces for i in range(self.pack)]
