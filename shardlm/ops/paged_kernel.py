@@ -236,7 +236,7 @@ def tiles(refs, name: str, at, here, pieces, dtype, compiled: bool):
             found.append(tile.astype(dtype))
             continue
         how = "int8" if name + SCALE in refs else "fp8"
-        for bits in packed_numbers.bytes_of(tile, compiled):
+        for bits in packed_numbers.bytes_of(tile, compiled, how):
             [numbers] = packed_numbers.numbers(bits, how, compiled)
             found.append(numbers.astype(dtype))
     return found, scale
