@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from shardlm import hardware
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.ops.cudnn_heads import traced_for
 from shardlm.topology import CHIPS, topology
 
 REGISTERS = 65_536  # of a multiprocessor, given to warps in 256
@@ -106,7 +107,7 @@ def kernels(run: Callable[..., Any], inputs: Callable[[], Sequence[Any]], gpu: s
     them, under a mesh of that GPU. Raises ShardlmError where nothing can be compiled for it."""
     mesh = MeshSpec().build(topology(gpu, 1, 1))
     whole = NamedSharding(mesh, jax.P())
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh), traced_for(mesh.devices.flat[0]):
         held = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs())
         options = {"xla_dump_to": folder}
         if jax.__version_info__ >= (0, 11):  # which writes PTX for this alone; of ".*" LLVM's text and a trace of the

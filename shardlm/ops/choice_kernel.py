@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from shardlm.ops.kv_format import numbers_each
-from shardlm.ops.paged_kernel import Piece, dot, pieces, tiles
+from shardlm.ops.paged_kernel import dot, tiles
+from shardlm.ops.paged_sizes import Piece, pieces
 
 BLOCK_KEYS, TOKENS = 64, 8  # of one program that scores
 BLOCK_SCORES = 2048  # that one which chooses has at a time

@@ -50,5 +50,10 @@ def traced_for(device: Gpu) -> Iterator[None]:
         module.check_compute_capability, module.is_cuda_compute_capability_equal = least, equal
 
 
+def traced_is(*capabilities: str) -> bool:
+    """Whether the GPU that is traced for has one of these compute capabilities, as "9.0"."""
+    return any(map(fused_attention_stablehlo.is_cuda_compute_capability_equal, capabilities))
+
+
 def _numbers(wanted: str) -> tuple[int, ...]:
     return tuple(map(int, wanted.split(".")))

@@ -102,19 +102,24 @@ MADE: Mapping[Numbers, tuple[Made, ...]] = MappingProxyType(
     {"int8": (_eight(),), "fp8": (_e4m3(),), "int4": (_four(0), _four(4)), "fp4": (_e2m1(0), _e2m1(4))}
 )
 """The numbers of a byte, those in its low bits first."""
+COPY: Mapping[Numbers, int] = MappingProxyType({"int8": 0, "fp8": 1, "int4": 0, "fp4": 0})
+"""Which of a byte's two copies they are made of: the one in the lower (0) or in the upper half of 16 bits."""
 MINUS = "fma.rn.bf16x2 %made, %other, %b, %bits;", 0xBF80BF80
 TIMES = "fma.rn.bf16x2 %made, %other, %bits, %b;", 0x80008000
 
 
-def bytes_of(words: jax.Array, compiled: bool) -> list[Bits]:
-    """The bytes of each element of an array of int8, int16 or int32, the lowest first."""
+def bytes_of(words: jax.Array, compiled: bool, how: Numbers | None = None) -> list[Bits]:
+    """The bytes of each element of an array of int8, int16 or int32, the lowest first. To make numbers of `how`, one of
+    the two bytes of an int16 is not moved: it lies where they are made of, and what is beside it is not looked at."""
     count = words.dtype.itemsize
+    still = COPY[how] if count == 2 and how else None
     if count == 1:
         words = words.astype(jnp.int16)
-    if not compiled:
-        each = [(words >> (8 * i)).astype(jnp.int16) & 0xFF for i in range(count)]
-        return [one | (one << 8) for one in each]
-    return [_ptx(select, jnp.int16, words) for select in selections(count)]
+    if compiled:
+        moved = enumerate(selections(count))
+        return [words if i == still else _ptx(select, jnp.int16, words) for i, select in moved]
+    each = [(words >> (8 * i)).astype(jnp.int16) & 0xFF for i in range(count)]
+    return [words if i == still else one | (one << 8) for i, one in enumerate(each)]
 
 
 def selections(count: int) -> list[str]:

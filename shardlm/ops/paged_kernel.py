@@ -7,9 +7,10 @@ How they are split follows from the row and the sizes of the program, and of a d
 so that a row's bits do not depend on the batch.
 """
 
-import dataclasses
 import functools
 import math
+import operator
+import struct
 from typing import NamedTuple
 
 import jax
@@ -20,10 +21,8 @@ from jax.experimental.pallas import triton
 from shardlm.ops import packed_numbers
 from shardlm.ops.attention import MASKED
 from shardlm.ops.kv_format import SCALE, numbers_each
+from shardlm.ops.paged_sizes import Piece, Sizes, sizes_of, turns_of
 
-PROGRAMS = 128  # that a sequence is split into, about a GPU's multiprocessors
-PART_BYTES = 2**20  # of the parts of one sequence, which are written and read again
-SPLIT_KEYS = 256  # the least that are worth a part
 FEW_TOKENS = 8  # of a row: a decode step, or one that verifies guesses
 LOG2E = math.log2(math.e)
 
@@ -35,68 +34,6 @@ class Rule(NamedTuple):
     window: int
     softcap: float
     chunk: int
-
-
-Piece = tuple[int, int, int]  # of a head's elements: the first, how many, and how many of these are real
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is known when compiling.
-
-    tokens, heads, kv_heads  of the queries, and of the pools that they share
-    pack          numbers in an element of the pools (kv_format.py)
-    key_columns   the pieces that a key's elements are read in
-    value_columns the same of a value; of values inside keys, they are the first of key_columns
-    block_rows, block_keys  of one program and of one turn of its loop
-    splits        of the keys of a sequence
-    compiled      for a GPU, or else interpreted
-    """
-
-    tokens: int
-    heads: int
-    kv_heads: int
-    page_size: int
-    pack: int
-    key_columns: tuple[Piece, ...]
-    value_columns: tuple[Piece, ...]
-    value_dim: int
-    block_rows: int
-    block_keys: int
-    splits: int
-    compiled: bool
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Of a sequence and kv head."""
-        return self.tokens * self.group
-
-    @property
-    def row_blocks(self) -> int:
-        return pl.cdiv(self.rows, self.block_rows)
-
-    @property
-    def least(self) -> int:
-        """Turns that are worth a part."""
-        return SPLIT_KEYS // self.block_keys
-
-    def spread(self, pieces: tuple[Piece, ...]) -> list[Piece]:
-        """The numbers that `tiles` finds in each piece, by the first: every `pack`-th one."""
-        return [(self.pack * first + i, size, real) for first, size, real in pieces for i in range(self.pack)]
-
-
-def pieces(width: int, first: int = 0) -> tuple[Piece, ...]:
-    """Powers of two of at least 16, as Triton wants its matmuls; the last may be padded."""
-    found = []
-    while width > 0:
-        size = max(16, 1 << (width.bit_length() - 1))
-        found.append((first, size, min(size, width)))
-        first, width = first + size, width - size
-    return tuple(found)
 
 
 def pallas(
@@ -122,7 +59,7 @@ def pallas(
     """As `paged_attention.blocked`; the arrays of one device. `alone`: a row's keys are split as if there were no other
     row; None: where it has few tokens. `interpret` runs it anywhere, slowly."""
     values_inside = v_pool is None
-    sizes = _sizes(
+    sizes = sizes_of(
         q.shape,
         q.dtype,
         k_pool,
@@ -141,57 +78,12 @@ def pallas(
         "v_scale": v_scale,
         "table": page_table,
         "positions": positions,
-        "turns": _turns(positions, sizes, window, chunk),
+        "turns": turns_of(positions, sizes, window, chunk),
         "where": jnp.stack([first_page, head if head is not None else jnp.int32(0)]),
         "sinks": sinks,
     }
     inputs = {name: a for name, a in inputs.items() if a is not None}
     return _attended(inputs, sizes, Rule(scale, window, softcap, chunk), interpret)
-
-
-def _sizes(
-    shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int, alone: bool, compiled=True
-) -> Sizes:
-    """For queries of this shape and dtype."""
-    B, T, N, key_dim = shape
-    pack = numbers_each(k_pool)
-    wide = max(key_dim, value_dim) > 256
-    block = (32 if wide else 64) * 2 // dtype.itemsize  # more of float32 does not fit in registers
-    rows = T * N // kv_heads
-    # Of latents, of which 64 rows share what 32 read twice. Bytes have no registers left for it.
-    twice = wide and values_inside and pack == 1 and dtype.itemsize == 2
-    block_rows = min(2 * block if twice else block, max(16, pl.next_power_of_2(rows)))
-    of_value = pieces(value_dim // pack)
-    beyond = pieces((key_dim - value_dim) // pack, value_dim // pack)
-    programs = kv_heads * pl.cdiv(rows, block_rows) * (1 if alone else B)
-    most = min(PART_BYTES // (4 * T * N * value_dim), row_pages * k_pool.shape[1] // SPLIT_KEYS)
-    return Sizes(
-        tokens=T,
-        heads=N,
-        kv_heads=kv_heads,
-        page_size=k_pool.shape[1],
-        pack=pack,
-        key_columns=of_value + beyond if values_inside else pieces(key_dim // pack),
-        value_columns=of_value,
-        value_dim=value_dim,
-        block_rows=block_rows,
-        block_keys=block,
-        splits=max(1, min(pl.cdiv(PROGRAMS, programs), most)),
-        compiled=compiled,
-    )
-
-
-def _turns(positions: jax.Array, sizes: Sizes, window: int, chunk: int = 0) -> jax.Array:
-    """int32 [B, row_blocks, 3]: the first block of keys that a block of rows sees, the one after its last, and its last
-    position."""
-    token = jnp.minimum(jnp.arange(sizes.row_blocks * sizes.block_rows) // sizes.group, sizes.tokens - 1)
-    each = positions[:, token].reshape(-1, sizes.row_blocks, sizes.block_rows)
-    first, last = each.min(axis=2), each.max(axis=2)
-    if chunk:
-        first = first // chunk * chunk
-    else:
-        first = jnp.maximum(first - window + 1, 0) if window else jnp.zeros_like(first)
-    return jnp.stack([first // sizes.block_keys, last // sizes.block_keys + 1, last], axis=2)
 
 
 def _attended(inputs: dict[str, jax.Array], sizes: Sizes, rule: Rule, interpret: bool) -> jax.Array:
@@ -234,24 +126,22 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
     q = [_query(refs["q"], piece, (b, t, n), real, sizes.pack) for piece in sizes.spread(sizes.key_columns)]
     position = triton.load(refs["positions"].at[b, t], mask=real, other=0)
     head = kv + refs["where"][1]
+    clear, stop_clear = refs["turns"][b, row_block, 3], refs["turns"][b, row_block, 4]
 
     def turn(i, carry):
         peak, total, sums = carry
         index = i * sizes.block_keys + jnp.arange(sizes.block_keys)
         here = index <= last
-        page = triton.load(refs["table"].at[b, jax.lax.div(index, sizes.page_size)], mask=here, other=0)
-        at = (page + refs["where"][0], jax.lax.rem(index, sizes.page_size), head)
+        number, offset = _over(index, sizes.page_size)
+        page = triton.load(refs["table"].at[b, number], mask=here, other=0)
+        at = (page + refs["where"][0], offset, head)
         keys, of_keys = tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype, sizes.compiled)
-        scores = sum(dot(one, key.T) for one, key in zip(q, keys, strict=True)) * (rule.scale * of_keys)
-        if rule.softcap:
-            scores = rule.softcap * jnp.tanh(scores / rule.softcap)
-        distance = position[:, None] - index[None]
-        mask = (distance >= 0) & (distance < rule.window) if rule.window else distance >= 0
-        if rule.chunk:
-            mask &= distance <= jax.lax.rem(position, rule.chunk)[:, None]
-        new = jnp.maximum(peak, jnp.where(mask, scores, MASKED).max(axis=1))
-        weights = jnp.where(mask, jnp.exp2((scores - new[:, None]) * LOG2E), 0)
-        keep = jnp.exp2((peak - new) * LOG2E)
+        products = [dot(one, key.T) for one, key in zip(q, keys, strict=True)]
+        whole = (i >= clear) & (i < stop_clear) if sizes.branches else None
+        scores, to_log2 = _scores(products, of_keys, whole, position, index, rule)
+        new = jnp.maximum(peak, scores.max(axis=1) * to_log2)
+        weights = exp2(scores, to_log2, -new[:, None], sizes.compiled)
+        keep = exp2(peak, 1.0, -new, sizes.compiled)
         total = total * keep + weights.sum(axis=1)
         values, of_values = keys[: len(sums)], of_keys
         if "v" in refs:
@@ -263,7 +153,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
     total = jnp.zeros((sizes.block_rows,), jnp.float32)
     if "sinks" in refs:
         sink = refs["sinks"][n].astype(jnp.float32)
-        peak, total = jnp.where(split == 0, sink, peak), jnp.where(split == 0, 1.0, total)
+        peak, total = jnp.where(split == 0, sink * LOG2E, peak), jnp.where(split == 0, 1.0, total)
     sums = [jnp.zeros((sizes.block_rows, size), jnp.float32) for _, size, _ in sizes.spread(sizes.value_columns)]
     peak, total, sums = jax.lax.fori_loop(begin, jnp.minimum(begin + share, stop), turn, (peak, total, tuple(sums)))
     if peaks is None:
@@ -274,6 +164,52 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         triton.store(peaks.at[*where], peak, mask=real)
         triton.store(totals.at[*where], total, mask=real)
     _store(out, where, sums, real, sizes)
+
+
+def _scores(products, of_keys, whole, position, index, rule: Rule):
+    """(scores [block_rows, block_keys], -inf of what a query does not see, and by what they are to be multiplied to be
+    exponents of two). Where all rows see the `whole` block nothing is compared; None: always.
+
+    That this is a branch matters beyond what it saves: Triton gives a product whose numbers reach another product to
+    warps by rows alone, so that 8 warps with 64 rows all make each of them twice on Hopper; it does not look through
+    branches, and divides the keys."""
+
+    def summed(*products):
+        scores = functools.reduce(operator.add, products) * of_keys
+        return jnp.tanh(scores * (rule.scale / rule.softcap)) if rule.softcap else scores
+
+    def masked(*products):
+        distance = position[:, None] - index[None]
+        mask = (distance >= 0) & (distance < rule.window) if rule.window else distance >= 0
+        if rule.chunk:
+            mask &= distance <= jax.lax.rem(position, rule.chunk)[:, None]
+        return jnp.where(mask, summed(*products), -jnp.inf)
+
+    scores = masked(*products) if whole is None else jax.lax.cond(whole, summed, masked, *products)
+    return scores, (rule.softcap or rule.scale) * LOG2E
+
+
+def exp2(x: jax.Array, factor: float, plus: jax.Array, compiled: bool) -> jax.Array:
+    """2 ** (x * factor + plus) of float32. On a GPU the two are one instruction each, and what is below 2**-126 is 0:
+    to make such numbers would take three more."""
+    if not compiled:
+        return jnp.exp2(x * factor + plus)
+    [bits] = struct.unpack("<I", struct.pack("<f", factor))
+    [made] = triton.elementwise_inline_asm(
+        f"{{ .reg .f32 %a; fma.rn.f32 %a, $1, 0f{bits:08x}, $2; ex2.approx.ftz.f32 $0, %a; }}",
+        args=[x, jnp.broadcast_to(plus, x.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return made
+
+
+def _over(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """What of index >= 0 is divided by `size`, and what remains."""
+    if size & (size - 1):
+        return jax.lax.div(index, size), jax.lax.rem(index, size)
+    return index >> (size.bit_length() - 1), index & (size - 1)
 
 
 def _query(ref, piece: Piece, row, real, pack: int) -> jax.Array:
@@ -300,7 +236,7 @@ def tiles(refs, name: str, at, here, pieces, dtype, compiled: bool):
             found.append(tile.astype(dtype))
             continue
         how = "int8" if name + SCALE in refs else "fp8"
-        for bits in packed_numbers.bytes_of(tile, compiled):
+        for bits in packed_numbers.bytes_of(tile, compiled, how):
             [numbers] = packed_numbers.numbers(bits, how, compiled)
             found.append(numbers.astype(dtype))
     return found, scale
@@ -332,7 +268,7 @@ def _merge(sizes: Sizes, turns, parts, peaks, totals, out):
     split = jnp.where(there, split, 0)
     peak = triton.load(peaks.at[b, split, t, n], mask=there, other=MASKED)
     total = triton.load(totals.at[b, split, t, n], mask=there, other=0)
-    keep = jnp.where(there, jnp.exp2((peak - peak.max()) * LOG2E), 0)
+    keep = jnp.where(there, jnp.exp2(peak - peak.max()), 0)
     column = piece * 128 + jnp.arange(128)
     inside = column < sizes.value_dim
     mask = there[:, None] & inside[None]

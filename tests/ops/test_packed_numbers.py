@@ -98,6 +98,24 @@ def test_the_bytes_of_an_element(element):
         np.testing.assert_array_equal(carried_out(ptx, *registers).view(np.uint16), expected[:, i])
 
 
+@pytest.mark.parametrize("how", MADE)
+def test_a_byte_that_is_not_moved_is_its_numbers(how):
+    """Whatever the other byte of the element is."""
+    words = np.random.default_rng(0).permutation(2**16).astype(np.uint16)
+    still = packed_numbers.COPY[how]
+    byte = (words >> (8 * still)) & 255
+    found = packed_numbers.bytes_of(jnp.asarray(words.view(np.int16)), False, how)
+    np.testing.assert_array_equal(np.asarray(found[still]).view(np.uint16), words)
+    np.testing.assert_array_equal(
+        np.asarray(found[1 - still]).view(np.uint16), ((words >> (8 - 8 * still)) & 255) * 257
+    )
+    plain = packed_numbers.numbers(found[still], how, compiled=False)
+    for made, one, expected in zip(MADE[how], plain, NUMBERS[how], strict=True):
+        ptx = carried_out(packed_numbers.whole(made.ptx), two(words)).view(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(ptx.astype(np.float32), expected[byte])
+        np.testing.assert_array_equal(np.asarray(one, np.float32), expected[byte])
+
+
 @pytest.mark.parametrize(("what", "result"), [(MINUS, np.subtract), (TIMES, np.multiply)])
 def test_results_are_rounded_once(what, result):
     a, b = np.random.default_rng(0).normal(size=(2, 64)).astype(ml_dtypes.bfloat16)

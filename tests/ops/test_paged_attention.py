@@ -2,6 +2,7 @@
 implementations; the kernel for GPUs is interpreted."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from shardlm.ops.attention import attend
+from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.kv_format import as_heads, order_of, packed, parts_of_page, unpacked
 from shardlm.ops.paged_attention import blocked, choose, implementation, reference, write, write_pages
 from shardlm.ops.paged_kernel import pallas
+from shardlm.ops.paged_sizes import sizes_of
 
 PAGE, WIDTH = 4, 160  # 640 positions: five blocks of a loop, two parts of the kernel's
 IMPLEMENTATIONS = {"blocked": blocked, "pallas": functools.partial(pallas, interpret=True)}
@@ -78,6 +81,45 @@ def test_implementations_equal_the_reference(shape, name):
     found = jax.jit(lambda q, held: IMPLEMENTATIONS[name](q, held["k"], held.get("v"), *rest, 0.3, **options))(q, held)
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, atol=2e-6)  # sums in another order
+
+
+# Of so many rows that a block of keys which all of them see is not masked.
+BFLOAT16 = {
+    "chunk": (4, 1, 17, 16, {"softcap": 3.0, "window": 130}),
+    "chunks": (8, 2, 17, 16, {"chunk": 150, "sinks": True}),
+    "latents": (64, 1, 1, 288, {"value_dim": 272}),
+    "int8 latents": (32, 1, 2, 288, {"value_dim": 272, "how": "int8"}),
+}
+
+
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+@pytest.mark.parametrize("shape", BFLOAT16)
+def test_the_kernel_in_bfloat16_equals_the_reference(shape, capability):
+    """In float32 of the same numbers, for GPUs that take more keys at a time and others."""
+    heads, kv_heads, length, width, options = BFLOAT16[shape]
+    options = dict(options)
+    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, (640, 20, 300), width))
+    q, k, v = (a.astype(jnp.bfloat16) for a in (q, k, v))
+    how, value_dim = options.pop("how", None), options.get("value_dim")
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.linspace(-1, 2, heads)
+    pools = {"k": k} if value_dim else {"k": k, "v": v}
+    held = {"k": packed(k, how)[0], "k_scale": packed(k, how)[1]} if how else pools
+    if how:
+        k = unpacked(held["k"], held["k_scale"], jnp.float32)
+    held = laid(held, "pallas")
+    scales = {"k_scale": held["k_scale"]} if how else {}
+    with traced_for(types.SimpleNamespace(compute_capability=capability)):
+        arguments = (q.shape, q.dtype, held["k"], kv_heads, value_dim or width, bool(value_dim), WIDTH, True)
+        more = bool(value_dim) and (capability == "9.0" or bool(how))
+        assert sizes_of(*arguments).block_keys == (64 if more or not value_dim else 32)
+        found = jax.jit(lambda: pallas(q, held["k"], held.get("v"), *rest, 0.1, **options, **scales, interpret=True))()
+    options.pop("value_dim", None)
+    k, v = k.astype(jnp.float32), (k[..., :value_dim] if value_dim else v).astype(jnp.float32)
+    expected = jax.jit(lambda: reference(q.astype(jnp.float32), k, v, *rest, 0.1, **options))()
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), expected, atol=0.004, rtol=2**-7
+    )  # weights and output of 8 bits
 
 
 @pytest.mark.parametrize("length", [1, 17])

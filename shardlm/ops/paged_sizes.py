@@ -1,0 +1,136 @@
+"""How attention over pages is divided on a GPU (paged_kernel.py): rows and keys of a program and of a turn of its loop,
+the pieces that keys and values are read in, and which turns a block of rows takes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from shardlm.ops.cudnn_heads import traced_is
+from shardlm.ops.kv_format import numbers_each
+
+PROGRAMS = 128  # that a sequence is split into, about a GPU's multiprocessors
+PART_BYTES = 2**20  # of the parts of one sequence, which are written and read again
+SPLIT_KEYS = 256  # the least that are worth a part
+# Compute capabilities where two blocks of 64 latents as wide as this fit in shared memory beside the queries: 225 of
+# Hopper's 227 KB. For Blackwell Triton wants 281 KB.
+ROOMY, WIDEST = ("8.0", "9.0"), 576
+
+Piece = tuple[int, int, int]  # of a head's elements: the first, how many, and how many of these are real
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is known when compiling.
+
+    tokens, heads, kv_heads  of the queries, and of the pools that they share
+    pack          numbers in an element of the pools (kv_format.py)
+    key_columns   the pieces that a key's elements are read in
+    value_columns the same of a value; of values inside keys, they are the first of key_columns
+    block_rows, block_keys  of one program and of one turn of its loop
+    splits        of the keys of a sequence
+    compiled      for a GPU, or else interpreted
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    page_size: int
+    pack: int
+    key_columns: tuple[Piece, ...]
+    value_columns: tuple[Piece, ...]
+    value_dim: int
+    block_rows: int
+    block_keys: int
+    splits: int
+    compiled: bool
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Of a sequence and kv head."""
+        return self.tokens * self.group
+
+    @property
+    def row_blocks(self) -> int:
+        return pl.cdiv(self.rows, self.block_rows)
+
+    @property
+    def least(self) -> int:
+        """Turns that are worth a part."""
+        return SPLIT_KEYS // self.block_keys
+
+    @property
+    def branches(self) -> bool:
+        """Whether blocks that all rows see whole are not compared. With few rows that saves nothing, and of bytes the
+        registers it takes are those of a third program on a multiprocessor."""
+        return self.block_rows >= 64 and self.pack == 1
+
+    def spread(self, pieces: tuple[Piece, ...]) -> list[Piece]:
+        """The numbers that `tiles` finds in each piece, by the first: every `pack`-th one."""
+        return [(self.pack * first + i, size, real) for first, size, real in pieces for i in range(self.pack)]
+
+
+def pieces(width: int, first: int = 0) -> tuple[Piece, ...]:
+    """Powers of two of at least 16, as Triton wants its matmuls; the last may be padded."""
+    found = []
+    while width > 0:
+        size = max(16, 1 << (width.bit_length() - 1))
+        found.append((first, size, min(size, width)))
+        first, width = first + size, width - size
+    return tuple(found)
+
+
+def sizes_of(
+    shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int, alone: bool, compiled=True
+) -> Sizes:
+    """For queries of this shape and dtype."""
+    B, T, N, key_dim = shape
+    pack = numbers_each(k_pool)
+    wide = max(key_dim, value_dim) > 256
+    block = (32 if wide else 64) * 2 // dtype.itemsize  # more of float32 does not fit in registers
+    rows = T * N // kv_heads
+    latents = wide and values_inside and dtype.itemsize == 2
+    # 64 rows share what 32 read twice. Bytes have no registers left for it.
+    block_rows = min(2 * block if latents and pack == 1 else block, max(16, pl.next_power_of_2(rows)))
+    more_keys = latents and block_rows >= 32 and (pack > 1 or (key_dim <= WIDEST and traced_is(*ROOMY)))
+    of_value = pieces(value_dim // pack)
+    beyond = pieces((key_dim - value_dim) // pack, value_dim // pack)
+    programs = kv_heads * pl.cdiv(rows, block_rows) * (1 if alone else B)
+    most = min(PART_BYTES // (4 * T * N * value_dim), row_pages * k_pool.shape[1] // SPLIT_KEYS)
+    return Sizes(
+        tokens=T,
+        heads=N,
+        kv_heads=kv_heads,
+        page_size=k_pool.shape[1],
+        pack=pack,
+        key_columns=of_value + beyond if values_inside else pieces(key_dim // pack),
+        value_columns=of_value,
+        value_dim=value_dim,
+        block_rows=block_rows,
+        block_keys=2 * block if more_keys else block,
+        splits=max(1, min(pl.cdiv(PROGRAMS, programs), most)),
+        compiled=compiled,
+    )
+
+
+def turns_of(positions: jax.Array, sizes: Sizes, window: int, chunk: int = 0) -> jax.Array:
+    """int32 [B, row_blocks, 5]: the first block of keys that a block of rows sees, the one after its last, its last
+    position, and the same two of the blocks that each of its rows sees whole."""
+    token = jnp.minimum(jnp.arange(sizes.row_blocks * sizes.block_rows) // sizes.group, sizes.tokens - 1)
+    each = positions[:, token].reshape(-1, sizes.row_blocks, sizes.block_rows)
+    least, last = each.min(axis=2), each.max(axis=2)
+
+    def begin(position):
+        """The first position that a query at this one sees."""
+        if chunk:
+            return position // chunk * chunk
+        return jnp.maximum(position - window + 1, 0) if window else jnp.zeros_like(position)
+
+    seen = begin(least) // sizes.block_keys, last // sizes.block_keys + 1
+    whole = pl.cdiv(begin(last), sizes.block_keys), (least + 1) // sizes.block_keys
+    return jnp.stack([*seen, last, *whole], axis=2)
