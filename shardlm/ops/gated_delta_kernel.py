@@ -16,6 +16,7 @@ from shardlm.ops import summed_kernel
 from shardlm.ops.gated_delta_sizes import BLOCK, has_kernels
 from shardlm.ops.summed_kernel import COLUMNS, Rates, Tile, rows_of
 from shardlm.ops.summed_sizes import ROWS
+
 ALONE = 132  # multiprocessors of an H100
 
 
@@ -37,7 +38,7 @@ def outputs(q, k, v, rates: Rates, state, interpret: bool = False) -> tuple[jax.
 
 def changes_of_empty(k, v, rates: Rates, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """U [B, T, N, V] and W [B, T, N, H], in the type of k and v."""
-    (B, T, N, V), (K, H) = v.shape, k.shape[2:]
+    (B, T, N, _), (K, H) = v.shape, k.shape[2:]
     made = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((B, T, N, H), v.dtype)
     how = {"grid": (N, T // ROWS, B), "compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
     kernel = functools.partial(_changes, N // K)

@@ -19,9 +19,10 @@ def by_rows(
     they fit."""
     from shardlm.ops import gated_delta_kernel  # Pallas takes a while to import
 
-    if log_decay.ndim == 4 or not gated_delta_kernel.fits(q, v, chunk):
-        how = "by channel, " if log_decay.ndim == 4 else ""
-        logging.vlog(1, "gated delta rule in chunks of %d: XLA's products, %sfor %s of %s", chunk, how, v.dtype, v.shape)
+    by_channel = log_decay.ndim == 4
+    if by_channel or not gated_delta_kernel.fits(q, v, chunk):
+        what = "gated delta rule in chunks of %d%s: XLA's products, for %s of %s"
+        logging.vlog(1, what, chunk, ", by channel" if by_channel else "", v.dtype, v.shape)
         return rule(q, k, v, log_decay, *rest)
     return delta_rows(rule, chunk, q, k, v, log_decay, *rest)
 
