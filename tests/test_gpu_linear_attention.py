@@ -11,10 +11,15 @@ import pytest
 from gpu_programs import MARKS
 
 from shardlm.hlo.flops import matmul_flops
+from shardlm.hlo.kernels import kernel
+from shardlm.hlo.text import parse
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops import summed_kernel
 from shardlm.ops.delta_rows import remembered
-from shardlm.ops.gated_delta import SUMMED, gated_delta
+from shardlm.ops.gated_delta import CHUNK, SUMMED, gated_delta
+from shardlm.plan import delta_kernels
+from shardlm.plan.linear_attention import TURN, Rule
 from shardlm.topology import topology
 
 pytestmark = MARKS
@@ -44,6 +49,37 @@ def test_states_are_carried_by_a_kernel_in_16_bits(gpu, dtype, channels, kernels
         found = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile().as_text()
     assert found.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
     assert found.count(" while(") == 2 - kernels
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("a100", jnp.bfloat16), ("h100", jnp.bfloat16), ("h100", jnp.float32)])
+def test_prompts_of_the_gated_delta_rule_are_kernels_in_16_bits(gpu, dtype):
+    """Forward alone, without a loop, and without matrices of tokens by tokens in memory; what they multiply and move is
+    what plans count. Of float32 XLA's products."""
+    B, T, K, N, H, V, tokens = 2, 2048 - 30, 4, 8, 128, 64, 2048
+    mesh = MeshSpec().build(topology(gpu, 1, 1))
+    on = jax.sharding.NamedSharding(mesh, jax.P())
+    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
+    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
+    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in [(B, T, N)] * 2 + [(B, N, H, V)]]
+    text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gated_delta).lower(*given, text).compile()
+    found, memory = compiled.as_text(), compiled.memory_analysis()
+    kernels = re.findall(r'triton".*op_name="[^"]*/(\w+)/pallas_call"', found)
+    squares_bytes = 4 * B * tokens * N * CHUNK
+    if dtype == jnp.float32:
+        assert not kernels and found.count(" while(") and memory.temp_size_in_bytes > 4 * squares_bytes
+        return
+    assert sorted(kernels) == ["delta_changes", "delta_states", "summed_outputs"] and " while(" not in found
+    states_bytes, padded_bytes = 2 * B * tokens // CHUNK * N * H * V, 2 * B * tokens * 2 * (K * H + N * V)
+    assert memory.temp_size_in_bytes < 1.2 * (states_bytes + 2 * B * tokens * N * (H + V) + padded_bytes)
+    rule = Rule.of_rows(DeltaNetConfig(N, K, H, V), T, B, 1, 2)
+    ops = [op for op in delta_kernels.operations(rule, 0, TURN) if op.unit == "matmul"]
+    work, module = matmul_flops(found), parse(found)
+    assert work.flops == sum(op.flops for op in ops) and not work.uncounted
+    calls = [(of, at) for of in module.computations.values() for at in of.instructions if at.opcode == "custom-call"]
+    moved = sum(kernel(module, *call).nbytes for call in calls if "pallas_call" in call[1].attributes)
+    assert moved == pytest.approx(sum(op.hbm_bytes for op in ops), rel=0.01)
 
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("a100", jnp.bfloat16), ("h100", jnp.bfloat16), ("h100", jnp.float32)])

@@ -15,8 +15,10 @@ from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Pag
 from shardlm.bench.kernels import kernel_of
 from shardlm.ops import choice_kernel, delta_drafts_kernel, delta_step_kernel, states_kernel
 from shardlm.ops.delta_drafts import Few
-from shardlm.ops.gated_delta import SUMMED
-from shardlm.ops.summed_rows import gradients_by_kernel, outputs_by_kernel
+from shardlm.ops.gated_delta import CHUNK, SUMMED
+from shardlm.ops.gated_delta_rows import outputs_by_kernel
+from shardlm.ops.summed_rows import gradients_by_kernel
+from shardlm.ops.summed_rows import outputs_by_kernel as summed_outputs_by_kernel
 from shardlm.ops.sums_of_one import sums_of_one
 
 pytestmark = MARKS
@@ -158,13 +160,32 @@ def test_chunks_of_mamba():
     given = (*near, *rates, state, array(jnp.int32, B, T), near[-1], state)
 
     def run(*given):
-        return outputs_by_kernel(SUMMED, *given[:7]), gradients_by_kernel(SUMMED, *given)
+        return summed_outputs_by_kernel(SUMMED, *given[:7]), gradients_by_kernel(SUMMED, *given)
 
     found = [code for code in machine_code.kernels(run, lambda: given, "h100") if code.name.startswith("summed_")]
     assert {code.name.partition("__")[0] for code in found} == {f"summed_{name}" for name in SUMMED_KERNELS}
     for code in found:
         assert code.loop["tensor cores"] and code.spilled in (0, None) and code.filled("h100") > 1.9
         assert code.blocks("h100") is None or code.blocks("h100") >= 2
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_prompts_of_the_gated_delta_rule(gpu):
+    """8,192 tokens of Qwen3-Next's 32 heads: no register is spilled, programs that make changes and outputs share a
+    multiprocessor, and those that carry states have one each."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    B, T, K, N, H, V = 1, 8192, 16, 32, 128, 128
+    near = [array(jnp.bfloat16, B, T, *own) for own in ((K, H), (K, H), (N, V))]
+    given = *near, *[array(jnp.float32, B, T, N)] * 2, array(jnp.float32, B, N, H, V), array(jnp.int32, B, T)
+    found = machine_code.kernels(functools.partial(outputs_by_kernel, CHUNK), lambda: given, gpu)
+    codes = {code.name.partition("__")[0]: code for code in found}
+    states, others = codes["delta_states"], (codes["delta_changes"], codes["summed_outputs"])
+    _check(states, gpu)
+    assert states.filled(gpu) > 0.9
+    for code in (states, *others):
+        assert code.spilled in (0, None)
+    for code in others:
+        assert code.blocks(gpu) is None or code.blocks(gpu) >= 2
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100"])

@@ -135,7 +135,7 @@ class Recurrent:
     """Linear attention by the gated delta rule, of rows that begin, in chunks, or (`served`) of tokens one after the
     other of rows that are remembered in slots; with `drafts` so many more at a time, all of which stay. `by_channel`: a
     decay for each number of a key. Mamba 2 takes nothing back. Values are as wide as keys, or `value_width`. `back`:
-    the gradients of rows, made by chunks or by tokens."""
+    the gradients of rows, made by chunks or by tokens. `by_xla`: chunks by XLA's products where there are kernels."""
 
     rows: int
     tokens: int
@@ -148,6 +148,7 @@ class Recurrent:
     takes_back: bool = True
     value_width: int = 0
     back: bool = False
+    by_xla: bool = False
 
     @property
     def values(self) -> int:
@@ -176,6 +177,7 @@ _PACKED = {"8 x 4k, heads of 64": Whole(8, 4096, 32, 8, 64), "4 x 8k, heads of 1
 _MEETING = Meeting(1, 4096, 32, 8, 128)
 _EXPERTS = Grouped(16_384, 4096, 14_336, 8)
 _REMEMBERED = Recurrent(64, 16, 32, 16, 128, served=True)  # as Qwen3-Next and Qwen 3.5 9B
+_PROMPT = Recurrent(1, 8192, 32, 16, 128)
 _MAMBA = Recurrent(1, 8192, 128, 8, 128, takes_back=False, value_width=64)  # as Nemotron-H 8B
 FULL: Mapping[str, KernelCases] = MappingProxyType(
     {
@@ -214,7 +216,9 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "decode 64, 16 tokens": _REMEMBERED,
             "decode 64, 16 tokens, by channel": dataclasses.replace(_REMEMBERED, kv_heads=32, by_channel=True),
             "2 drafts 64, 48 tokens": dataclasses.replace(_REMEMBERED, tokens=48, drafts=2),
-            "prompt of 8k": Recurrent(1, 8192, 32, 16, 128),
+            "prompt of 8k": _PROMPT,
+            "prompt of 8k, by XLA": dataclasses.replace(_PROMPT, by_xla=True),
+            "4 prompts of 2k": dataclasses.replace(_PROMPT, rows=4, tokens=2048),
             "prompt of 8k, by channel": Recurrent(1, 8192, 32, 32, 128, by_channel=True),
             "Mamba 2, decode 64, 16 tokens": dataclasses.replace(_MAMBA, rows=64, tokens=16, served=True),
             "Mamba 2, prompt of 8k": _MAMBA,
@@ -262,7 +266,8 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "linear attention": {
             "decode, by channel": Recurrent(2, 3, 4, 2, 16, by_channel=True, served=True),
             "2 drafts": Recurrent(2, 6, 4, 2, 16, served=True, drafts=2),
-            "prompt": Recurrent(1, 100, 4, 2, 16),
+            "prompt": Recurrent(1, 100, 4, 2, 16, value_width=32),
+            "prompt, by XLA": Recurrent(1, 100, 4, 2, 16, value_width=32, by_xla=True),
             "Mamba 2, decode": Recurrent(2, 3, 4, 2, 16, served=True, takes_back=False, value_width=8),
             "Mamba 2, prompt": Recurrent(1, 200, 4, 2, 16, takes_back=False, value_width=8),
             "Mamba 2, back": Recurrent(1, 100, 4, 2, 16, takes_back=False, value_width=32, back=True),

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from shardlm.bench.kernel_cases import Recurrent
 from shardlm.ops import delta_drafts_kernel, delta_step_kernel
 from shardlm.ops.delta_rows import drafts_in_place, known_in_place
-from shardlm.ops.gated_delta import SKIP, delta_net, empty_memory, gated_delta, reference
+from shardlm.ops.gated_delta import CHUNK, SKIP, SUMMED, delta_net, empty_memory, gated_delta, reference
+from shardlm.ops.gated_delta import in_chunks as rows_in_chunks
 
 WIDTH = 4  # of convolutions
 KNOWN = ("state", "conv_q", "conv_k", "conv_v")
@@ -106,7 +107,12 @@ def in_chunks(s: Recurrent) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         return back if s.back else run
 
-    return by(gated_delta), by(reference)
+    return by(_by_xla if s.by_xla else gated_delta), by(reference)
+
+
+def _by_xla(*given, takes_back: bool = True) -> tuple[jax.Array, jax.Array]:
+    """As gated_delta, without kernels but that which carries states."""
+    return rows_in_chunks(CHUNK if takes_back else SUMMED, takes_back, *given)
 
 
 def least(s: Recurrent) -> tuple[float, float]:

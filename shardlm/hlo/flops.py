@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from shardlm.hlo.delta_flops import delta_flops
 from shardlm.hlo.mamba_flops import summed_flops
 from shardlm.hlo.text import Computation, Instruction, parse
 from shardlm.hlo.walk import collect
@@ -82,7 +83,7 @@ def matmul(at: Instruction, computation: Computation) -> Matmul | None:
         return _attention(at, computation, (3, 2) if "Backward" in target else (1, 1))
     if target == _TRITON and "chunk_states" in at.attributes:
         return _states(at, computation)
-    return _summed(at, computation) if target == _TRITON else None
+    return _in_chunks(at, computation) if target == _TRITON else None
 
 
 def _states(at: Instruction, computation: Computation) -> Matmul:
@@ -93,9 +94,10 @@ def _states(at: Instruction, computation: Computation) -> Matmul:
     return Matmul(2.0 * math.prod(of_chunks.dims) * V, (H, V, H), _peak(of_chunks.dtype))
 
 
-def _summed(at: Instruction, computation: Computation) -> Matmul | None:
+def _in_chunks(at: Instruction, computation: Computation) -> Matmul | None:
+    """Of the other kernels of linear attention."""
     given = [computation.named[name].arrays[0] for name in at.operands]
-    found = summed_flops(at, given)
+    found = delta_flops(at) or summed_flops(at, given)
     return Matmul(*found, "bf16") if found else None  # as fast as float16
 
 

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 
 from shardlm.ops.channel_delta_chunks import chunked as by_channels
 from shardlm.ops.gated_delta_chunks import Chunks, chunked
+from shardlm.ops.gated_delta_rows import by_rows
 from shardlm.ops.short_conv import last_before, last_of, short_conv, texts
-from shardlm.ops.summed_rows import by_rows
+from shardlm.ops.summed_rows import by_rows as summed_by_rows
 from shardlm.ops.summed_states import summed
 
 CHUNK = 64  # tokens; as flash-linear-attention has it (github.com/fla-org/flash-linear-attention, ops/gated_delta_rule)
@@ -141,8 +142,8 @@ def gated_delta(
     if T == 1:
         return one_token(*given, takes_back=takes_back)
     chunk = min(chunk or (CHUNK if takes_back else SUMMED), 1 << (T - 1).bit_length())
-    here = functools.partial(in_chunks, chunk, takes_back)
-    return here(*given) if takes_back else by_rows(here, chunk, *given)
+    run = by_rows if takes_back else summed_by_rows
+    return run(functools.partial(in_chunks, chunk, takes_back), chunk, *given)
 
 
 def in_chunks(chunk: int, takes_back: bool, q, k, v, log_decay, beta, state, text) -> tuple[jax.Array, jax.Array]:

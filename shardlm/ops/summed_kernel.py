@@ -54,14 +54,19 @@ def fits(q: jax.Array, v: jax.Array, chunk: int) -> bool:
 def outputs(q, k, v, rates: Rates, state, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """q and k [B, T, K, H], v [B, T, N, V], T whole chunks, and state float32 [B, N, H, V]. Returns (out [B, T, N, V],
     the state of the last text). `interpret` runs it anywhere, slowly."""
-    (B, T, N, _), group = v.shape, v.shape[2] // k.shape[2]
     states, last = carried(k, v, rates.e * rates.beta, rates.left, state, interpret=interpret)
+    return read(q, k, v, rates, states, interpret), last
+
+
+def read(q, k, v, rates: Rates, states, interpret: bool = False) -> jax.Array:
+    """What queries read of the state before their chunk, states [B, n, N, H, V], and of what its tokens bring."""
+    (B, T, N, _), group = v.shape, v.shape[2] // k.shape[2]
     kernel = functools.partial(_outputs, rates.chunk, group)
     options = triton.CompilerParams(num_warps=4, num_stages=1)  # two turns of a loop at most
     how = {"grid": (N, T // ROWS, B), "compiler_params": options}
     made = jax.ShapeDtypeStruct(v.shape, v.dtype)
     call = pl.pallas_call(kernel, made, interpret=interpret, name="summed_outputs", **how)
-    return call(*rates, q, k, v, states), last
+    return call(*rates, q, k, v, states)
 
 
 def carried(

@@ -63,7 +63,7 @@ def outputs_by_kernel(chunk: int, q, k, v, log_decay, beta, state, text, interpr
     from shardlm.ops import summed_kernel
 
     T = q.shape[1]
-    q, k, v, log_decay, beta, text = (_whole(a, chunk) for a in (q, k, v, log_decay, beta, text))
+    q, k, v, log_decay, beta, text = (whole_chunks(a, chunk) for a in (q, k, v, log_decay, beta, text))
     out, state = summed_kernel.outputs(q, k, v, rates_of(chunk, log_decay, beta, text), state, interpret)
     return out[:, :T], state
 
@@ -75,7 +75,7 @@ def gradients_by_kernel(
     from shardlm.ops import summed_back_kernel
 
     T = q.shape[1]
-    q, k, v, log_decay, beta, text, d_out = (_whole(a, chunk) for a in (q, k, v, log_decay, beta, text, d_out))
+    q, k, v, log_decay, beta, text, d_out = (whole_chunks(a, chunk) for a in (q, k, v, log_decay, beta, text, d_out))
     rates = rates_of(chunk, log_decay, beta, text)
     found = summed_back_kernel.gradients(q, k, v, rates, state, d_out, d_state, interpret)
     cut = lambda a: a.reshape(*a.shape[:2], -1, chunk)  # noqa: E731
@@ -100,7 +100,7 @@ def rates_of(chunk: int, log_decay: jax.Array, beta: jax.Array, text: jax.Array)
     return summed_kernel.Rates(*flat, left=h[..., -1], text=text)
 
 
-def _whole(a: jax.Array, chunk: int) -> jax.Array:
+def whole_chunks(a: jax.Array, chunk: int) -> jax.Array:
     """With tokens that are no one's behind the last, up to whole chunks."""
     behind = -a.shape[1] % chunk
     mode = "edge" if jnp.issubdtype(a.dtype, jnp.integer) else "constant"

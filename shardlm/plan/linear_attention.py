@@ -1,6 +1,7 @@
 """Linear attention by the gated delta rule (layers/delta_net.py) as formulas see it: what one device computes of a
 layer and moves in its memory. Which products there are is read from the op (ops/gated_delta_chunks.py); how often XLA
-moves what, from programs compiled for H100s (jax 0.10.2)."""
+moves what, from programs compiled for H100s (jax 0.10.2). What kernels compute is summed_states.py's (Mamba 2) and
+delta_kernels.py's (prompts of the gated delta rule)."""
 
 import dataclasses
 import functools

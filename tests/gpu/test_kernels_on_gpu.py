@@ -59,6 +59,7 @@ SHAPES = {
         "drafts": Recurrent(5, 12, 6, 2, 64, served=True, drafts=3),
         "drafts, by channel": Recurrent(3, 9, 4, 4, 128, by_channel=True, served=True, drafts=2),
         "chunks": Recurrent(2, 300, 4, 2, 64),
+        "chunks, back": Recurrent(1, 200, 4, 2, 64, back=True),  # by XLA
         "chunks, by channel": Recurrent(1, 300, 4, 4, 128, by_channel=True),
     },
     "grouped matmul": {"forward": Grouped(1024, 256, 384, 8), "back": Grouped(1024, 256, 384, 8, back=True)},

@@ -23,6 +23,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.qwen_hybrid import QwenHybridConfig
 from shardlm.ops.gated_delta import gated_delta
+from shardlm.plan import delta_kernels
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.constraints import Constraints
@@ -30,6 +31,7 @@ from shardlm.plan.linear_attention import Rule, convolved, divides, key_heads, p
 from shardlm.plan.memory import memory
 from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.linear_attention import operations as prompt
 from shardlm.plan.serving.linear_attention import state_bytes
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.ops import Pass, layer_work
@@ -186,6 +188,26 @@ def test_memory_of_a_request_by_hand():
     with_copies = serving_memory(served(max_num_seqs=64))
     copies, [stage] = with_copies.sizes.snapshots, with_copies.stages
     assert stage.memories == (64 + 1 + copies) * 24 * (state + tokens) and copies > 64
+
+
+def test_prompts_of_the_gated_delta_rule_by_kernels():
+    """In 16 bits and whole chunks; by hand what they read and write of 2,048 tokens."""
+    attention = DeltaNetConfig(32, 16, 128, 128)
+
+    def rule(attention=attention, length=2048, itemsize=2):
+        return Rule.of_rows(attention, length, 1, 1, itemsize)
+
+    by_channel = dataclasses.replace(attention, by_channel=True)
+    without = rule(itemsize=4), rule(by_channel), rule(MambaConfig(32, 16, 128, 64)), rule(length=32)
+    assert delta_kernels.fits(rule()) and not any(map(delta_kernels.fits, without))
+    rules = Rules.make("replicated", MeshSpec())
+    found, plain = ({op.what: op for op in prompt(attention, rules, 1, 2048, size)} for size in (2, 4))
+    states, chunks = 32 * 128 * 128, 2048 // 64
+    keys, values, rates = 2 * 2048 * 16 * 128, 2 * 2048 * 32 * 128, 4 * 2048 * 32
+    carried = keys + 3 * values + rates + 2 * chunks * states + 2 * 4 * states
+    assert found["states"].hbm_bytes == carried
+    assert "inverse" in plain and "inverse" not in found
+    assert found["states"].flops == 2 * 2048 * 32 * 2 * 128 * 128
 
 
 def test_a_beginning_is_shared_where_a_copy_is_worth_it():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.ops.delta_drafts import MOST
-from shardlm.plan import linear_attention
+from shardlm.plan import delta_kernels, linear_attention
 from shardlm.plan.linear_attention import WIDE, Rule
 from shardlm.plan.op import Op
 from shardlm.rules import Rules
@@ -45,8 +45,11 @@ def operations(
     if each > 1 and not drafts:
         ways = rules.mesh.size(*rules.use.axes("heads"))
         rule = Rule.of_rows(attention, math.ceil(each), rows, ways, itemsize)
-        yield from linear_attention.products(rule)
         narrow = rows * each * itemsize * linear_attention.convolved(attention, ways) / ways
+        if delta_kernels.fits(rule):
+            yield from delta_kernels.operations(rule, narrow, linear_attention.TURN)
+            return
+        yield from linear_attention.products(rule)
         yield from linear_attention.moved(rule, narrow)
 
 
