@@ -5,7 +5,6 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.adapted import ALL, WAITING
-from shardlm.plan.attention import keeps_heads
 from shardlm.plan.linear_attention import Rule
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.sparse_attention import chosen_bytes
@@ -52,9 +51,6 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         and config.lora.base != "dtype"
         and sketch.num_gpus > 1
         and sketch.tokens <= FEW,
-        "adapters with rows of 16,384 tokens or more needed 6 to 17% less (3 compiled programs)": (
-            config.lora.rank > 0 and config.train.seq_len >= 16_384 and not ring
-        ),
         "entries that stand for several tokens needed 15% less to 12% more (12 compiled programs)": shape.compressed,
         "adapters and muon were not compared with entries that stand for several tokens": (
             shape.compressed and (config.lora.rank > 0 or config.optim.name == "muon")
@@ -67,9 +63,6 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "inputs of each layer's own were compared with remat=full, fsdp, tensor and one microbatch alone": (
             shape.inputs is not None
             and (config.remat != "full" or sketch.passes > 1 or sketch.mesh.data > 1 or config.lora.rank > 0)
-        ),
-        "remat=dots with whole rows over context > 2 needed 2 to 7% less (3 compiled programs)": (
-            keeps_heads(sketch) and sketch.mesh.context > 2
         ),
         "preference training was not compared": config.preference.beta > 0,
         "modules that predict further tokens were not compared": shape.mtp is not None,
