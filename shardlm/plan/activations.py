@@ -43,8 +43,8 @@ class Layer:
     pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
     zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
     mask     that keeps documents apart in a ring, and which tokens are chosen; of XLA's attention the scores of a block
-    bias     that keeps the documents of whole rows apart: in a branch of a conditional around cuDNN's kernel, so that no
-             two layers' are there at once (ops/cudnn_attention.py)
+    bias     that keeps documents of whole rows apart, in a branch of a conditional around cuDNN's kernel: there are no
+             two layers' at once (ops/cudnn_attention.py)
     gate     of attention's output
     rule     of linear attention, at its fullest; rule_kept: what of it, of scores or of choices, is kept without
              recomputation

@@ -13,7 +13,7 @@ SCORES = 0.035  # part of all bytes above which scores of XLA's attention decide
 ROOM = 0.92  # of a GPU's memory (DeepSeek V3 with accumulation=4 takes 0.87 by the estimate, and 8% less compiled)
 UNSURE = 0.05  # of all bytes
 FEW = 2048  # tokens of a GPU and microbatch, of adapters
-TOKENS = 32_768  # of a GPU and microbatch: as many as recorded runs that are within 5% have
+TOKENS = 65_536  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 
 
 def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
@@ -30,7 +30,7 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         ),
         "XLA's attention holds scores of as many layers as it likes, half as much again at worst": scores
         > SCORES * nbytes,
-        # 8B over 8 GPUs: with 6,144 and 8,192 tokens before it, with 2,048 and 4,096 behind; of other policies before.
+        # 8B over 8 GPUs: with 6,144 and 8,192 tokens as many before it as are counted, with 2,048 and 4,096 fewer.
         f"XLA may make zeros of gradients behind the output head, for up to {zeros / nbytes:.0%} less": (
             zeros > UNSURE * nbytes and config.remat == "full" and not exchanges(sketch)
         ),

@@ -4,8 +4,8 @@ its fullest.
 A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there. In the
 layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler makes the
 zeros that a loop's gradients are added to before the loss, so these count at both, but for some of them and where an
-exchange behind the loss has room for them (head_memory.py). In stages of 1F1B all tokens' gradients are gathered for the
-embedding's. In the update, where ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How many
+exchange behind the loss has room for them (head_memory.py). In stages of 1F1B all tokens' gradients are gathered for
+the embedding's. In the update, where ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How many
 arrays there are at each is read from the buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 

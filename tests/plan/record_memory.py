@@ -176,6 +176,18 @@ VARIANTS = (
     "llama3_8b lora.rank=8 lora.base=int4 mesh.data=4 mesh.fsdp=1 rules=zero3 train.seq_len=2048 "
     "train.global_batch=8 train.accumulation=2 model.num_layers=32 model.embed_dim=2048 model.num_heads=16 "
     "model.mlp_dim=8192 model.vocab_size=32000",
+    "llama3_8b train.seq_len=4096",
+    "llama3_8b mesh.fsdp=16 train.global_batch=16",
+    "llama3_8b mesh.fsdp=16 train.accumulation=2 train.global_batch=32",
+    "llama3_8b train.seq_len=65536",
+    "llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ulysses train.seq_len=65536 train.global_batch=2",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=32768",
+    "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096 remat=names",
+    "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.context=2 train.seq_len=8192 train.global_batch=4 remat=names",
+    "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096 remat=names",
+    "llama3_8b lora.rank=16 mesh.fsdp=16 train.seq_len=4096 train.global_batch=16",
+    "llama3_8b lora.rank=16 mesh.fsdp=16 train.seq_len=4096 train.global_batch=16 remat=names",
+    "llama3_8b lora.rank=16 mesh.fsdp=16 train.seq_len=4096 train.global_batch=16 remat=dots",
     "qwen_hybrid",
     "qwen_hybrid model.num_layers=16 mesh.fsdp=4 mesh.tensor=2",
     "qwen_hybrid model.num_layers=16 mesh.fsdp=4 mesh.context=2 train.global_batch=4",
