@@ -231,9 +231,9 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
 
 def working(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
-    attention and its MLP are full in turn; experts begin while XLA's attention is under way, but neither while cuDNN's
-    has a bias, as that is in a conditional, nor while keys and values go round a ring, which waits for each of its
-    moves. Pairs that are not sent are made where they are read."""
+    attention and its MLP are full in turn; experts begin while attention is under way, but neither while cuDNN's has a
+    bias, as that is in a conditional, nor while keys and values go round a ring, which waits for each of its moves.
+    Pairs that are not sent are made where they are read."""
     wide = WIDE / itemsize(sketch)
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
     sent = "all_to_all" in exchanges(sketch)
@@ -244,8 +244,11 @@ def working(one: Layer, sketch: Sketch) -> Kinds:
     found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}
     if sketch.mesh.context == 1 or sketch.execution.context_attention != "ring":
         without = found | {"attention": one.mask + max(0, attention - 4 * one.hidden)}
-        biased = {"mlp": 2 * one.hidden, "streams": streams, "attention": one.bias + attention, "experts": 0.0}
-        return biased if sum(biased.values()) > sum(without.values()) else without
+        if not one.bias or sketch.mesh.pipeline == 1:  # elsewhere that is a moment of its own (temporaries.py)
+            return without
+        own = 7 * one.stream + (3 * one.whole if sketch.mesh.tensor > 1 else 0)
+        biased = {"mlp": 2 * one.hidden, "streams": own, "attention": one.bias + attention, "experts": 0.0}
+        return max((without, biased), key=lambda kinds: sum(kinds.values()))
     # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
     ring = one.mask + 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
     ring += max(0, attention - 4 * one.hidden)

@@ -213,13 +213,14 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _in_attention(sketch: Sketch, parts: Parts) -> Kinds:
-    """While cuDNN's kernel works backwards with a bias, which is there at no other moment. Over several devices the MLP
-    of the layer in front is made again meanwhile, but where that waits for tokens that are exchanged over context."""
+    """While cuDNN's kernel works backwards with a bias, which is there at no other moment; in stages `working` has it.
+    Over several devices the MLP of the layer in front is made again meanwhile, but where that waits for tokens that are
+    exchanged over context or tensor."""
     one = max((one for pattern in parts.layers for one in pattern), key=lambda layer: layer.bias)
     if not one.bias or sketch.mesh.pipeline > 1:
         return {}
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    ahead = sketch.num_gpus > 1 and sketch.mesh.context == 1
+    ahead = sketch.num_gpus > 1 and sketch.mesh.context == sketch.mesh.tensor == 1
     return waiting(sketch, head) | {
         "mlp": (3 + AGAIN.get(sketch.config.remat, 3) if ahead else 2) * one.hidden,
         "attention": one.bias + 3 * (one.queries + one.keys + one.values) + 2 * (one.output + one.latents),

@@ -181,7 +181,13 @@ VARIANTS = (
     "llama3_8b mesh.fsdp=16 train.accumulation=2 train.global_batch=32",
     "llama3_8b train.seq_len=65536",
     "llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ulysses train.seq_len=65536 train.global_batch=2",
+    "llama3_8b mesh.fsdp=4 mesh.tensor=2 train.seq_len=32768 train.global_batch=4",
+    "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=8 train.global_batch=16 train.seq_len=32768",
+    "llama3_8b remat=dots train.seq_len=32768 model.num_layers=16",
+    "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8 train.seq_len=32768",
     "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=32768",
+    "llama3_8b lora.rank=16 mesh.fsdp=2 mesh.context=4 context_attention=ulysses train.seq_len=65536 "
+    "train.global_batch=2",
     "llama3_8b lora.rank=16 mesh.fsdp=8 train.seq_len=4096 remat=names",
     "llama3_8b lora.rank=16 mesh.fsdp=4 mesh.context=2 train.seq_len=8192 train.global_batch=4 remat=names",
     "llama3_8b lora.rank=16 mesh.fsdp=1 mesh.data=8 rules=replicated train.seq_len=4096 remat=names",
