@@ -2,7 +2,7 @@
 
 Hardware: 4,096 x H100 80 GB in 512 hosts: data=128 x tensor=4 x pipeline=8, microbatches of one row a replica.
 The model is DeepSeek LLM 67B (https://arxiv.org/abs/2401.02954, table 2).
-Expected: compiled without a GPU, not measured: 8.0 GiB of state and 21.0 GiB of temporaries a GPU; no speed is known
+Expected: compiled without a GPU, not measured: 8.0 GiB of state and 20.9 GiB of temporaries a GPU; no speed is known
 yet. The pipeline idles for 10.8% of the layers' time (computed).
 Data: your own text or shards, and the model's tokenizer.json in data.tokenizer.
 """

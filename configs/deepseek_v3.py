@@ -3,7 +3,7 @@
 Hardware: 1,024 x H100 80 GB in 128 hosts with InfiniBand: a sequence over 4 GPUs of a host, the 256 experts over 8 such
 groups in 4 hosts, whose tokens each gathers, weights over fsdp=32. Needs the extra `experts`. A GPU takes at most twice
 an even share of the tokens; the rest is dropped and counted.
-Expected: compiled without a GPU, not measured: 8.5 GiB of state and 38.0 GiB of temporaries a GPU, with cuDNN's
+Expected: compiled without a GPU, not measured: 8.5 GiB of state and 37.7 GiB of temporaries a GPU, with cuDNN's
 attention; 84.8 s a step by the planner's rates.
 Data: your own text or shards, and DeepSeek V3's tokenizer.json in data.tokenizer.
 """

@@ -1,7 +1,7 @@
 """python -m launch.train --config=configs/llama3_8b.py --config.data.train=TEXT --config.data.validation=TEXT
 
 Hardware: 8 x H100 80 GB in one host, fsdp=8.
-Expected: compiled without a GPU, not measured: 11.2 GiB of state and 11.5 GiB of temporaries a GPU for 8 rows of 8,192
+Expected: compiled without a GPU, not measured: 11.2 GiB of state and 11.2 GiB of temporaries a GPU for 8 rows of 8,192
 (tests/test_gpu_program.py); no speed is known yet.
 Data: your own text or shards, and Llama 3's tokenizer.json in data.tokenizer.
 """

@@ -42,7 +42,9 @@ class Layer:
     rows     that come, as wide as the stream
     pairs    of tokens and their choices, as wide as the stream: of own ones, or of all that are gathered
     zeros    that experts of 1F1B's stages need throughout: XLA makes them once for all layers
-    mask     that keeps documents apart, and which tokens are chosen; of XLA's attention the scores of a block
+    mask     that keeps documents apart in a ring, and which tokens are chosen; of XLA's attention the scores of a block
+    bias     that keeps documents of whole rows apart, in a branch of a conditional around cuDNN's kernel: there are no
+             two layers' at once (ops/cudnn_attention.py)
     gate     of attention's output
     rule     of linear attention, at its fullest; rule_kept: what of it, of scores or of choices, is kept without
              recomputation
@@ -64,7 +66,8 @@ class Layer:
     rows: float
     pairs: float
     zeros: float
-    mask: float
+    mask: float = 0.0
+    bias: float = 0.0
     gate: float = 0.0
     rule: float = 0.0
     rule_kept: float = 0.0
@@ -103,7 +106,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
         rows=rows * (L := moe.read_dim(D) if moe else 0),
         pairs=nbytes * moe.top_k * L * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
-        mask=0.0 if compressed or isinstance(attention, DeltaNetConfig) else _mask(sketch, heads) + chosen,
+        **({} if compressed or isinstance(attention, DeltaNetConfig) else _masks(sketch, heads, chosen)),
         one=nbytes * D / tensor if block.streams else 0.0,
         products=1 + (not block.mlp.there or block.mlp.gated),
         **_gated(attention, sketch),
@@ -180,20 +183,21 @@ def _visitors(moe: MoeConfig, sketch: Sketch) -> float:
     return min(worst, math.ceil(even * moe.capacity_factor)) if moe.capacity_factor else worst
 
 
-def _mask(sketch: Sketch, heads: float) -> float:
-    """cuDNN's bias [rows, T, T] in 16 bits, of a ring's block at most BIAS_BYTES; of XLA's attention the float32 scores
-    of a block of queries."""
+def _masks(sketch: Sketch, heads: float, chosen: float) -> Kinds:
+    """What hides keys: cuDNN's bias [rows, T, T] in 16 bits, of a ring's block at most BIAS_BYTES; where tokens are
+    `chosen` it is in no conditional. Of XLA's attention the float32 scores of a block of queries."""
     T, mesh = sketch.config.train.seq_len, sketch.mesh
     ring = mesh.context > 1 and sketch.execution.context_attention == "ring"
-    length = T / mesh.context if ring else T
+    if sketch.execution.attention == "cudnn" and ring:
+        return {"mask": min(sketch.rows * (T / mesh.context) ** 2 * 2, BIAS_BYTES) + chosen}
     if sketch.execution.attention == "cudnn":
-        whole = sketch.rows * length**2 * 2
-        return min(whole, BIAS_BYTES) if ring else whole
+        whole = sketch.rows * T**2 * 2
+        return {"mask": whole + chosen} if chosen else {"mask": 0.0, "bias": whole}
     # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; under Ulysses' exchange once
     # more as what masked ones are, which XLA makes for all layers, but not inside the scan over stages.
     causal = (BLOCKS + 1) / (2 * BLOCKS)
     times = 2 if mesh.context > 1 and (mesh.pipeline == 1 or sketch.schedule.both_ways) else 1
-    return 0 if ring else times * causal * sketch.rows * heads / mesh.context * T**2 * WIDE
+    return {"mask": chosen + (0 if ring else times * causal * sketch.rows * heads / mesh.context * T**2 * WIDE)}
 
 
 def kept(one: Layer, sketch: Sketch) -> Kinds:
@@ -227,9 +231,9 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
 
 def working(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes that a layer's forward pass, made again, and its backward pass hold at their fullest, by what they are. Its
-    attention and its MLP are full in turn; experts begin while XLA's attention or cuDNN's is under way, but not while
-    keys and values go round a ring, which waits for each of its moves. Pairs that are not sent are made where they are
-    read."""
+    attention and its MLP are full in turn; experts begin while attention is under way, but neither while cuDNN's has a
+    bias, as that is in a conditional, nor while keys and values go round a ring, which waits for each of its moves.
+    Pairs that are not sent are made where they are read."""
     wide = WIDE / itemsize(sketch)
     attention = 2 * (one.queries + one.keys + one.values + one.output + one.latents)
     sent = "all_to_all" in exchanges(sketch)
@@ -239,7 +243,12 @@ def working(one: Layer, sketch: Sketch) -> Kinds:
     streams = 7 * one.stream + (whole * one.whole if sketch.mesh.tensor > 1 else 0)
     found = {"mlp": 4 * one.hidden, "streams": streams, "experts": experts}
     if sketch.mesh.context == 1 or sketch.execution.context_attention != "ring":
-        return found | {"attention": one.mask + max(0, attention - 4 * one.hidden)}
+        without = found | {"attention": one.mask + max(0, attention - 4 * one.hidden)}
+        if not one.bias or sketch.mesh.pipeline == 1:  # elsewhere that is a moment of its own (temporaries.py)
+            return without
+        own = 7 * one.stream + (3 * one.whole if sketch.mesh.tensor > 1 else 0)
+        biased = {"mlp": 2 * one.hidden, "streams": own, "attention": one.bias + attention, "experts": 0.0}
+        return max((without, biased), key=lambda kinds: sum(kinds.values()))
     # The queries' gradient in float32, twice; keys and values on their way, with their float32 gradients, twice.
     ring = one.mask + 2 * wide * one.queries + 2 * (1 + wide) * (one.keys + one.values)
     ring += max(0, attention - 4 * one.hidden)

@@ -5,7 +5,7 @@ from the buffer assignments of such programs in tests/plan/compiled_memory.json.
 
 from collections.abc import Iterator
 
-from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize
+from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 
@@ -14,6 +14,9 @@ from shardlm.plan.sketch import Sketch
 READ = 0.7
 # Of those of two layers, what is made and not yet used: of Llama 3 8B five or six of the MLP's six, and attention's.
 MADE = 1.7
+# Of a layer's, what has been gathered as the head is at work, and the parts of the next layers' that will be. Where
+# tokens are exchanged over context, nearly all has been (8B with rank 8 and 16: 0.5 to 0.6; 0.86 and 0.92).
+GATHERED = {False: 0.6, True: 0.9}
 # Tokens of a device from which on, where gradients are summed over data, adapters' are made before the layer in front
 # is made again: with 16,384 they are, with 8,192 not (Llama 3 8B); scattered over fsdp, with neither. Between is not
 # known, and this is more.
@@ -26,23 +29,32 @@ def applies(sketch: Sketch, parts: Parts) -> bool:
 
 def at_head(sketch: Sketch, parts: Parts, logits: float) -> Kinds:
     """The head in the compute type, without a gradient, and of a chunk of `logits` numbers both the products and their
-    gradient. What layers are made again from waits for that (layers/stack.py) with remat=full; otherwise frozen weights
-    of two layers and what those layers kept lie ready, but of weights that are only gathered those of half a layer.
-    Where tensor scatters the sequence none of it does, nor zeros for the layers' gradients."""
-    size, mesh, one = itemsize(sketch), sketch.mesh, parts.layers[-1][-1]
-    ahead = sketch.config.remat != "full"
-    masks = mesh.context == 1 or (ahead and not _ring(sketch))
+    gradient; turned for its gathers throughout, where microbatches share it. What layers are made again from waits for
+    that (layers/stack.py) with remat=full; otherwise frozen weights of two layers lie ready, but of weights that are
+    only gathered those of most of a layer. Over several hosts gathers go a layer ahead, so that they lie ready with any
+    policy, and the last layer is in no loop: what it keeps is written beside all others' behind the head, and of names
+    its attention's output is in two parts. Where tensor scatters the sequence none of it lies ready, nor do zeros for
+    the layers' gradients."""
+    size, mesh, one, remat = itemsize(sketch), sketch.mesh, parts.layers[-1][-1], sketch.config.remat
+    numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
+    ways = mesh.size(*sketch.rules.rest.axes("embed"))
+    turned = size * numbers / ways if parts.gathers and sketch.passes > 1 else 0
     found = {
-        "head": size * parts.gathers * sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim,
+        "head": size * parts.gathers * numbers + turned,
         "logits": logits * (size + WIDE),
-        "attention": masks * (1 if mesh.tensor > 1 else 2) * one.mask,
         "streams": one.stream + 2 * one.whole,
     }
+    masks = mesh.context == 1 or (remat != "full" and not _ring(sketch))
+    found["attention"] = masks * (1 if mesh.tensor > 1 else 2) * one.mask
     if mesh.tensor > 1:
         return found | {"gradients": -parts.resting}
-    if not ahead:
+    several = parts.gathers and sketch.num_gpus > sketch.gpus_per_host
+    if remat == "full" and not several:
         return found
-    found["weights in use"] = parts.largest * (2 * READ if _made(sketch, parts) else 0.5)
+    if several:
+        found |= kept(one, sketch) | {"streams": found["streams"] + (one.stream if remat == "names" else 0)}
+    ready = 2 * READ if _made(sketch, parts) else GATHERED[mesh.context > 1]
+    found["weights in use"] = parts.largest * ready
     if not parts.gathers:
         found |= {"mlp": 2 * one.hidden, "streams": found["streams"] + 6 * one.stream}
     return found
@@ -77,8 +89,8 @@ def _apart(sketch: Sketch, parts: Parts, one: Layer, again: int) -> Iterator[Kin
 
 def _exchanging(sketch: Sketch, parts: Parts, one: Layer, again: int) -> Iterator[Kinds]:
     """Of layers that exchange tokens over context or tensor, which adapters' gradients do not wait for: both layers'
-    weights are made, or one's; over context the mask of the layer behind is there with that, as its attention waits for
-    the exchange."""
+    weights are made, or one's; over context XLA's scores of the layer behind are there with that, as its attention
+    waits for the exchange."""
     mask, made = 0 if _ring(sketch) else one.mask, _made(sketch, parts)
     always = {
         "mlp": (3 + again) * one.hidden,

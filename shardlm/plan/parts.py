@@ -4,7 +4,7 @@ where they rest, as they are used, and as XLA copies them."""
 import dataclasses
 
 from shardlm.layers.pipeline import Schedule
-from shardlm.plan.activations import Layer, itemsize, layer
+from shardlm.plan.activations import Layer, exchanges, itemsize, layer
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER
 from shardlm.rules import Rules
@@ -21,8 +21,8 @@ class Parts:
     whole    of these, what layers use as it rests
     turned   of these, split along another than their first dimension: XLA copies them with it first, to gather by
              rows; not where layers compute from a copy of weights that rest on the host. Of those that are not gathered
-             what 8-bit products read the other way round, and experts' last. Beside adapters frozen ones, as they are
-             held
+             what 8-bit products read the other way round, and of experts gate and up where their rows are not sent.
+             Beside adapters frozen ones, as they are held
     largest  one layer's weights as they are used, in the compute type
     experts  of these, experts': XLA gathers them by rows and turns each for its kernel
     around   float32 of embedding and head where they rest
@@ -44,7 +44,7 @@ class Parts:
     def of(cls, sketch: Sketch) -> "Parts":
         rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
         gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = flipped = last = around = between = 0
+        resting = whole = turned = flipped = first = around = between = 0
         used, experts = [0] * len(shape.segments), [0] * len(shape.segments)
         for weight in sketch.weights:
             rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
@@ -64,17 +64,17 @@ class Parts:
             if not _gathered(weight, rules):
                 whole += rests
                 flipped += rests if _flipped(weight, sketch) else 0
-                last += rests if "experts" in weight.names and weight.path.endswith(".down") else 0
+                first += rests if "experts" in weight.names and not weight.path.endswith(".down") else 0
             elif _split_inside(weight, rules):
                 turned += rests if weight.trained else weight.itemsize * weight.numbers(rules.rest)
         layers = [segment.num_layers for segment in shape.segments]
         apart = sketch.mesh.pipeline > 1 or sketch.config.offload.params
-        last = 0 if apart else last
+        first = 0 if apart or "all_to_all" in exchanges(sketch) else first
         return cls(
             layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
             resting=resting,
             whole=whole,
-            turned=last + (turned if gathers and not apart else flipped),
+            turned=first + (turned if gathers and not apart else flipped),
             largest=max(n / depth for n, depth in zip(used, layers, strict=True)),
             experts=max(n / depth for n, depth in zip(experts, layers, strict=True)),
             around=around,

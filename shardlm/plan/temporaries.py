@@ -3,23 +3,24 @@ its fullest.
 
 A step has full moments. At the head, the loss makes its gradient while all that the forward pass kept is there. In the
 layers, one layer's activations and weights come on top of what is kept and of the gradients. XLA's scheduler makes the
-zeros that a loop's gradients are added to before the loss, so these count at both, but where an exchange behind the
-loss has room for them. In stages of 1F1B all tokens' gradients are gathered for the embedding's. In the update, where
-ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How many arrays there are at each is read from
-the buffer assignments of the programs in tests/plan/compiled_memory.json.
+zeros that a loop's gradients are added to before the loss, so these count at both, but for some of them and where an
+exchange behind the loss has room for them (head_memory.py). In stages of 1F1B all tokens' gradients are gathered for
+the embedding's. In the update, where ZeRO 1 and 2 split only the optimizer's state, new weights are gathered. How many
+arrays there are at each is read from the buffer assignments of the programs in tests/plan/compiled_memory.json.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
-from shardlm.ops.cross_entropy import CHUNK_BYTES
 from shardlm.plan import adapted, compressed_memory, linear_memory
 from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept, working
+from shardlm.plan.head_memory import at_head, logits_of, waiting, zeros_behind
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import MASTER
 from shardlm.rules import Table
+
+AGAIN = {"none": 0, "dots": 1}  # of a layer's three hidden arrays, how many the backward pass makes again; else all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +39,18 @@ class Throughout:
 def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     """At the fullest of the moments; and how many of these bytes there are only if zeros are made before the head."""
     parts, always = held.parts, held.kinds
-    during = (_at_head, _in_layers, _between_layers, _at_embedding)
+    during = (at_head, _in_layers, _between_layers, _in_attention, _at_embedding)
     if adapted.applies(sketch, parts):
-        during = (_at_head_of_adapted, _between_layers_of_adapted)
+        during = (_at_head_of_adapted, _between_layers_of_adapted, _in_attention)
     moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     for own in filter(None, (linear_memory.at_work(sketch, parts), compressed_memory.at_work(sketch, parts))):
         moments.append(_joined(always, own, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     fullest = max(moments, key=_total)
-    if moments[0] is not fullest or sketch.mesh.pipeline > 1 or _zeros_later(sketch):
+    before = parts.resting - zeros_behind(sketch, parts)
+    if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
         return fullest, 0
-    return fullest, min(parts.resting, _total(fullest) - max(map(_total, moments[1:])))
+    return fullest, min(before, _total(fullest) - max(map(_total, moments[1:])))
 
 
 def _around(sketch: Sketch, parts: Parts) -> Kinds:
@@ -56,7 +58,7 @@ def _around(sketch: Sketch, parts: Parts) -> Kinds:
     own gradients."""
     whole = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
-    return _waiting(sketch, whole) | ({"gradients": parts.resting} if stages else {})
+    return waiting(sketch, whole) | ({"gradients": parts.resting} if stages else {})
 
 
 def _joined(*parts: Kinds) -> Kinds:
@@ -130,88 +132,14 @@ def _pipeline(sketch: Sketch, parts: Parts) -> Kinds:
     return {"weights in use": held, "streams": 4 * rows}
 
 
-def _at_head(sketch: Sketch, parts: Parts) -> Kinds:
-    """The head in the compute type and its gradient in float32, twice as the loop over chunks is unrolled twice (one
-    chunk's waits, `_waiting`); a chunk's logits; of the layer that begins the backward pass what is made again
-    meanwhile."""
-    size, mesh, one = itemsize(sketch), sketch.mesh, parts.layers[-1][-1]
-    stages = mesh.pipeline > 1 and not sketch.schedule.both_ways
-    outside = _outside(sketch)
-    logits, chunks = _logits(sketch)
-    # Zeros of the embedding's gradient, in float32.
-    many = WIDE * ((2 if chunks > 1 else 0) + (size == WIDE)) + size
-    if sketch.adapters:  # neither has a gradient, and both rest in the compute type
-        many = size * parts.gathers
-    found = {
-        "head": sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim * many,
-        "logits": logits / chunks * (size if chunks > 1 else size + WIDE),
-    }
-    if stages:
-        # XLA's scheduler makes the zeros that a stage's gradients are added to during the last exchange before its
-        # backward pass that nothing else covers: before the head, as its weights are gathered, but for a sequence that
-        # tensor scatters behind the head, where neither what was kept is read meanwhile nor experts begin. All rows of
-        # a device are held in `_pipeline`, but for what is whole over tensor: what the head reads, and its gradient.
-        behind = mesh.tensor > 1 and sketch.config.remat not in ("none", "dots") and not one.rows
-        streams = 4 * one.stream + 2 * outside * (one.whole - one.stream)
-        return found | {"gradients": 0 if behind else parts.resting, "streams": streams}
-    # What is made again waits for the head's gradient (layers/stack.py), but in stages, and with weights from the host.
-    free = mesh.pipeline > 1 or sketch.config.offload.params or sketch.config.remat == "none"
-    ahead = free and sketch.config.remat != "offload"
-    # In a tick of 1F1B the stage's last layer is made again meanwhile, beside what comes from its neighbours.
-    both = mesh.pipeline > 1
-    again = one.queries + one.keys + one.output if both else 0
-    # Documents' mask is made beside an exchange over context, behind the head; so it is not for scores.
-    mask = 0 if mesh.context > 1 and not both and sketch.execution.attention == "cudnn" else one.mask
-    # While the head's weights come, experts' of two layers are turned for their kernels, for the forward pass that is
-    # made again and for the backward pass, if they have come before.
-    come = sketch.shape.vocab_size * sketch.shape.embed_dim * size >= parts.experts
-    turned = 4 * parts.experts if come and mesh.tensor == mesh.pipeline == 1 else 0
-    later = parts.resting if mesh.pipeline == 1 and _zeros_later(sketch) else 0
-    return found | {
-        "gradients": -later,
-        "attention": mask + again,
-        "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
-        "weights in use": max(0.8 * parts.largest, turned) * ahead,
-    }
-
-
 def _at_head_of_adapted(sketch: Sketch, parts: Parts) -> Kinds:
-    logits, chunks = _logits(sketch)
+    logits, chunks = logits_of(sketch)
     return adapted.at_head(sketch, parts, logits / chunks)
 
 
 def _between_layers_of_adapted(sketch: Sketch, parts: Parts) -> Kinds:
     """Two arrays of what layers keep are copied at once (`_turned_streams`)."""
     return adapted.between_layers(sketch, parts) | {"streams kept": 2 * _turned_streams(sketch, parts)}
-
-
-def _zeros_later(sketch: Sketch) -> bool:
-    """Whether the zeros that layers' gradients are added to are made behind the head, where something waits: while
-    tensor scatters the sequence, experts' rows are exchanged or, of layers that are made again from their input, tokens
-    over context. Else while the head's weights come."""
-    mesh = sketch.mesh
-    return mesh.tensor > 1 or mesh.expert > 1 or (mesh.context > 1 and sketch.config.remat == "full")
-
-
-def _outside(sketch: Sketch) -> float:
-    """Microbatches that layers outside the stages and the head have at once."""
-    stages = sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
-    return sketch.passes / sketch.mesh.pipeline if stages else 1
-
-
-def _logits(sketch: Sketch) -> tuple[float, int]:
-    """How many a device has at the head, and in how many chunks."""
-    logits = sketch.tokens * _outside(sketch) * sketch.shape.vocab_size / sketch.mesh.tensor
-    return logits, math.ceil(logits * WIDE / CHUNK_BYTES)
-
-
-def _waiting(sketch: Sketch, head: float) -> Kinds:
-    """What the head leaves to the layers' backward pass: `head` bytes of its gradient; of a single chunk of logits,
-    which is in no loop, XLA makes that only when nothing else is left, and keeps the logits' gradient."""
-    logits, chunks = _logits(sketch)
-    if sketch.adapters:
-        return {"head": 0, "logits": 0}
-    return {"head": head, "logits": 0} if chunks > 1 else {"head": 0, "logits": logits * itemsize(sketch)}
 
 
 def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
@@ -231,7 +159,7 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     # The head's gradient waits whole until all layers are done, or where it rests; that of a microbatch is in the sum,
     # and zeros of the embedding's are made in the compute type.
     rests = parts.around / (4 if sketch.passes > 1 else 2)
-    found |= _waiting(sketch, whole if stages or (_gathers_ahead(sketch) and _head_waits(sketch)) else rests)
+    found |= waiting(sketch, whole if stages or (_gathers_ahead(sketch) and _head_waits(sketch)) else rests)
     if stages:
         # Gradients of a stage; in one round XLA stacks those of a tick that go back to where weights rest, behind its
         # layers.
@@ -273,15 +201,32 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     gradient waits whole until all layers are done."""
     if sketch.mesh.pipeline > 1:
         return _both_layers(sketch, parts)
-    again = {"none": 0, "dots": 1}.get(sketch.config.remat, 3)
+    again = AGAIN.get(sketch.config.remat, 3)
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
-    found = _joined(two, _waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+    found = _joined(two, waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
     if sketch.adapters and parts.gathers:
         found["weights in use"] = parts.largest * _layers_in_use(sketch, parts)
     elif sketch.adapters:
         found["streams"] -= 5 * parts.layers[-1][-1].stream
     return found
+
+
+def _in_attention(sketch: Sketch, parts: Parts) -> Kinds:
+    """While cuDNN's kernel works backwards with a bias, which is there at no other moment; in stages `working` has it.
+    Over several devices the MLP of the layer in front is made again meanwhile, but where that waits for tokens that are
+    exchanged over context or tensor."""
+    one = max((one for pattern in parts.layers for one in pattern), key=lambda layer: layer.bias)
+    if not one.bias or sketch.mesh.pipeline > 1:
+        return {}
+    head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
+    ahead = sketch.num_gpus > 1 and sketch.mesh.context == sketch.mesh.tensor == 1
+    return waiting(sketch, head) | {
+        "mlp": (3 + AGAIN.get(sketch.config.remat, 3) if ahead else 2) * one.hidden,
+        "attention": one.bias + 3 * (one.queries + one.keys + one.values) + 2 * (one.output + one.latents),
+        "streams": 9 * one.stream,
+        "weights in use": parts.largest * adapted.READ,
+    }
 
 
 def _both_layers(sketch: Sketch, parts: Parts) -> Kinds:
@@ -291,7 +236,7 @@ def _both_layers(sketch: Sketch, parts: Parts) -> Kinds:
     if schedule.both_ways or schedule.slots != 2 or sketch.config.remat not in ("full", "names"):
         return {}
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
-    return _waiting(sketch, head) | {
+    return waiting(sketch, head) | {
         "mlp": 8 * one.hidden,
         "attention": one.mask + 2 * (one.queries + one.output) + one.keys + one.values,
         "streams": 14 * one.stream,
@@ -317,7 +262,8 @@ def _ulysses(sketch: Sketch) -> bool:
 
 def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:
     """Of 8-bit products one layer: they wait for the largest number of what they multiply; int8's come in float32. Of
-    tokens exchanged over context no attention: it waits for them, but masks that are made again do not."""
+    tokens exchanged over context no attention: it waits for them, but a mask of chosen tokens that is made again does
+    not."""
     if sketch.config.matmul != "dtype":
         wide = 2 if sketch.config.matmul == "int8" else 0
         mlp = (3 + again + wide) * one.hidden

@@ -80,7 +80,7 @@ def test_what_is_there_throughout_is_no_more_than_the_fullest_moment():
 def test_what_is_not_known_is_said():
     for overrides, words in (
         ("optim.name=muon train.seq_len=16384", ""),
-        ("train.seq_len=4096", "zeros of gradients behind the output head, for up to 10% less"),
+        ("train.seq_len=4096", "zeros of gradients behind the output head, for up to 6% less"),
         ("train.seq_len=4096 remat=names", ""),
         ("remat=none train.global_batch=16", "more than the GPU has"),
         ("attention=xla train.seq_len=16384 train.global_batch=8", "XLA's attention"),
@@ -88,6 +88,8 @@ def test_what_is_not_known_is_said():
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=1", ""),
         ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
         ("lora.rank=16 lora.base=int4", ""),
+        ("lora.rank=16 train.seq_len=16384", ""),
+        ("remat=dots mesh.fsdp=1 mesh.data=2 mesh.context=4 train.seq_len=16384", ""),
         ("lora.rank=16 mesh.fsdp=4 mesh.data=2", ""),
         (
             "lora.rank=16 lora.base=int4 mesh.fsdp=4 mesh.data=2 train.seq_len=2048",
@@ -111,16 +113,15 @@ def test_what_is_not_known_is_said():
     assert moved.host == pytest.approx(2 * 4 * 8_030_261_248 / 8, rel=0.01) and "optimizer" not in moved.kinds
 
 
-def test_all_runs_drawn_at_random_are_within_the_tolerance_but_four_in_doubt():
-    """Scores of XLA's attention, of which it holds more in one of them (6%) and less in two (7 and 9%); what attention
-    gave, kept by remat=dots over context=4 (7% less)."""
+def test_all_runs_drawn_at_random_are_within_the_tolerance_but_three_in_doubt():
+    """Scores of XLA's attention, of which it holds more in one of them (6%) and less in two (5 and 8%)."""
     errors = {}
     for name, record in RECORDED["runs"].items():
         if name.startswith("random"):
             errors[name] = error(estimated(Run.parse(record["run"])), record)
     assert len(errors) == len(SEEDS)
     beyond = {name: e for name, e in errors.items() if abs(e) >= TOLERANCE}
-    assert set(beyond) == {"random 65", "random 68", "random 69", "random 71"}, beyond
+    assert set(beyond) == {"random 65", "random 68", "random 71"}, beyond
 
 
 def test_a_run_of_a_seed_is_the_recorded_one():
