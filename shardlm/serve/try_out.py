@@ -1,10 +1,12 @@
 """Whether projections of few tokens are kernels with norm and gate (layers/fused.py): a GPU says which way is quicker,
 once the weights are there and before programs are compiled."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,13 +90,30 @@ def seconds(model: ModelDef, params: Any) -> dict[tuple[int, bool], float]:
     def lower(rows: int, fused: bool) -> Callable[[], Any]:
         own = dataclasses.replace(model.execution, fused_rows=rows * fused)
         run = functools.partial(_projections, dataclasses.replace(model, execution=own))
-        return jax.jit(run).lower(params, x_of(rows)).compile
+        try:
+            return jax.jit(run).lower(params, x_of(rows)).compile
+        except Exception as error:
+            return functools.partial(_without, fused, error)
 
     cases = itertools.product(TRIED, (False, True))
     found = compiled_together((case, functools.partial(lower, *case)) for case in cases)
-    programs = {case: future.result() for case, future in found}  # nothing is timed while others compile
+    programs = {case: _program(future, case[1]) for case, future in found}  # nothing is timed while others compile
     layers = CALLS * len(_fit(model.config))
-    return {case: _timed(run, params, x_of(case[0])) / layers for case, run in programs.items()}
+    return {case: _timed(run, params, x_of(case[0])) / layers if run else math.inf for case, run in programs.items()}
+
+
+def _program(future: concurrent.futures.Future, fused: bool) -> Callable[..., Any] | None:
+    try:
+        return future.result()
+    except Exception as error:
+        return _without(fused, error)
+
+
+def _without(fused: bool, error: Exception) -> None:
+    """A GPU that does not have the kernels is served without them, and that is said. Raises any other error."""
+    if not fused:
+        raise error
+    log.warning("kernels with norm and gate cannot be compiled for this GPU: %s", error)
 
 
 def _timed(run: Callable[..., Any], *args: Any) -> float:

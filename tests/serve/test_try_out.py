@@ -2,6 +2,7 @@
 told why. Served so, replies are the same."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -78,6 +79,24 @@ def test_each_way_is_run_and_timed(served, monkeypatch):
         found = try_out.seconds(model, params)
     assert set(found) == {(2, False), (2, True), (4, False), (4, True)} and min(found.values()) > 0
     assert len(ran) >= 2 * 2 * 2 * 4  # cases and layers, and what each has of products
+
+
+def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplog):
+    model, params, mesh = served
+    monkeypatch.setattr(try_out, "CALLS", 2)
+    monkeypatch.setattr(try_out, "TRIED", (2, 4))
+
+    with jax.set_mesh(mesh):
+        found = try_out.seconds(model, params)  # Triton's kernels are not compiled for CPUs
+    assert found[2, True] == found[4, True] == math.inf and max(found[2, False], found[4, False]) < math.inf
+    assert "kernels with norm and gate cannot be compiled for this GPU" in caplog.text
+
+    def failing(*args):
+        raise ValueError("of XLA's own")
+
+    monkeypatch.setattr(try_out, "project_back", failing)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="of XLA's own"):
+        try_out.seconds(model, params)
 
 
 def test_who_cannot_have_them_is_told(served, monkeypatch):
