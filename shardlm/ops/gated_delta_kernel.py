@@ -90,8 +90,8 @@ def _blocks(lower: jax.Array, size: int) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of float32, whose numbers are two of bfloat16 each: 16 bits are right, which is 8 more than the inverse is
-    rounded to."""
+    """Of float32, whose numbers are two of bfloat16 each. What is left out, products of both second ones, is 2**-14 of
+    the whole at most; the inverse is rounded to 2**-9 of itself."""
     (a, a_rest), (b, b_rest) = _halves(a), _halves(b)
     return triton.dot(a, b) + (triton.dot(a_rest, b) + triton.dot(a, b_rest))
 
