@@ -420,14 +420,6 @@ def test_a_chunk_attends_in_parts_by_cudnn(gpu, length, most):
     assert compiled.memory_analysis().temp_size_in_bytes < most * 2**20
 
 
-def test_windows_in_a_chunk_are_read_over_pages():
-    compiled, pool = chunk_of_llama("h100", 2048, 8192, "chunk", window=1024)
-    text = compiled.as_text()
-    assert "__cudnn$fmhaSoftmax" not in text
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == LAYERS
-    assert_pool_stays(compiled, pool)
-
-
 @pytest.mark.parametrize(
     ("config", "tensor", "weights"), [(LATENT_EXPERTS, 1, "dtype"), (EXPERTS, 2, "int8")], ids=["latent", "int8"]
 )

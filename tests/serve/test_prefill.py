@@ -73,7 +73,6 @@ def said(engine) -> dict:
     ("spec", "window", "drafts", "in_parts"),
     [
         (MeshSpec(), 6, None, False),
-        (MeshSpec(tensor=2), 0, NGRAM, False),
         (MeshSpec(), 6, None, True),
         (MeshSpec(tensor=2), 0, NGRAM, True),
     ],
