@@ -124,7 +124,10 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
     first, stop, last, share = _share(refs["turns"], b, row_block, sizes)
     begin = first + split * share
     q = [_query(refs["q"], piece, (b, t, n), real, sizes.pack) for piece in sizes.spread(sizes.key_columns)]
-    position = triton.load(refs["positions"].at[b, t], mask=real, other=0)
+    if sizes.tokens == 1 and not sizes.branches:
+        position = jnp.broadcast_to(last, (1,))  # of all rows, so that a key is compared once
+    else:
+        position = triton.load(refs["positions"].at[b, t], mask=real, other=0)
     head = kv + refs["where"][1]
     clear, stop_clear = refs["turns"][b, row_block, 3], refs["turns"][b, row_block, 4]
 
