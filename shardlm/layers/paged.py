@@ -23,15 +23,14 @@ from shardlm.layers.context import (
     specs_of,
 )
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.paged_heads import OnDevice
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
-from shardlm.ops import block_choice, paged_attention, paged_choice
-from shardlm.ops.attention import of_rows
+from shardlm.ops import block_choice, paged_choice
 from shardlm.ops.block_choice import BlockIndex
-from shardlm.ops.chunk_attention import in_parts
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
-from shardlm.ops.kv_format import SCALE, as_heads, order_of, parts_of_page, pool_names
+from shardlm.ops.kv_format import order_of, pool_names
 from shardlm.ops.short_conv import short_conv
 from shardlm.ops.text_rows import Use, follow
 from shardlm.rules import Rules
@@ -137,48 +136,20 @@ class Paged:
         page_table, place, part = self._of_layer(layer)
         heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
 
-        def local(q, new, pages, page_table, positions, valid, place, part, sinks, selection):
-            shapes, parts = {name: a.shape for name, a in pages.items()}, 1
-            if heads_here:
-                parts = parts_of_page(pages["k"], orders["k"], heads_here, q.shape[3])
-                pages = {name: as_heads(a, orders[name], heads_here, parts) for name, a in pages.items()}
-            page_table, first = page_table * parts, place * self.layout.num_pages * parts + part
-            where = (page_table, positions, valid, first)
-            held, narrow = widened(new, q.shape[3])
-            pages = paged_attention.write(pages, held, *where, implementation=self.implementation)
-            whole = self.whole and (not chunk or q.shape[1] <= chunk)
-            if whole or (self.parts and not window and not chunk):
-                assert not softcap and not value_dim, "checked before (serve/prefill.py)"
-                head = None
-                if kv_name == "kv_heads_whole":
-                    head = self._own_head(new["k"].shape[2], q.shape[2])
-                    new = {name: jnp.take(a, head[None], axis=2) for name, a in new.items()}
-                if whole:
-                    out = of_rows(q, new["k"], new["v"], scale, window, self.whole, sinks)
-                else:
-                    before = (pages, page_table, positions[:, 0], first)
-                    options = {"sinks": sinks, "head": head, "held_for": self.implementation}
-                    out = in_parts(q, new["k"], new["v"], *before, scale, self.parts, **options)
-                return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
-            head = None
-            if kv_name == "kv_heads_whole":
-                head = self._own_head(pages["k"].shape[orders["k"].index("k")], q.shape[2])
-            if isinstance(selection, block_choice.Places):
-                out = block_choice.attend(q, pages, selection, first, scale, head)
-                return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
-            if isinstance(selection, dict):
-                out = paged_choice.attend(q, pages["k"], pages.get("k" + SCALE), selection, first, scale, value_dim)
-                return out, pages
-            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "value_dim": value_dim}
-            options |= {"chosen": selection} if selection is not None else {}
-            options |= {"chunk": chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
-            options |= {"head": head} if kv_name == "kv_heads_whole" else {}
-            where = (page_table, positions, first)
-            attend = paged_attention.implementation(self.implementation)
-            out = attend(q, pages["k"], pages.get("v"), *where, **options)
-            out = out[..., :narrow] if narrow else out
-            return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
-
+        local = OnDevice(
+            self.implementation,
+            self.whole,
+            self.parts,
+            self.layout.num_pages,
+            orders,
+            heads_here,
+            self._own_head if kv_name == "kv_heads_whole" else None,
+            scale,
+            window,
+            softcap,
+            value_dim,
+            chunk,
+        )
         out, pages = shard_map(
             local,
             in_specs=(heads, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads"), tokens),
@@ -322,12 +293,3 @@ class Paged:
         axes = self.rules.act.axes("heads") or ("tensor",)
         group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
         return jax.lax.axis_index(axes) * local_heads // group
-
-
-def widened(new: dict[str, jax.Array], head_dim: int) -> tuple[dict[str, jax.Array], int]:
-    """Keys and values [B, T, K, H] as pages have them, and how wide values were where they are narrower than keys, else
-    0: pages have room for as many numbers of both, zeros behind (MiMo-V2-Flash)."""
-    if "v" not in new or new["v"].shape[-1] == head_dim:
-        return new, 0
-    narrow = new["v"].shape[-1]
-    return new | {"v": jnp.pad(new["v"], ((0, 0), (0, 0), (0, 0), (0, head_dim - narrow)))}, narrow
