@@ -1,6 +1,6 @@
 """Chunks that begin at position 0 attend to the keys and values at hand: what they say and write is what attention over
 pages does, on any mesh, beside rows that have a cached beginning, and before decoding. On a CPU by the reference of
-cuDNN's branch; test_gpu_serving.py compiles that."""
+cuDNN's branch; test_gpu_prompts.py compiles that."""
 
 import collections
 import dataclasses
