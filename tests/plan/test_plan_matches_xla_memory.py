@@ -56,11 +56,13 @@ def test_a_recorded_run_needs_what_is_estimated_or_is_in_doubt(name):
 
 @pytest.mark.parametrize("run", WHOLE, ids=lambda run: run["name"])
 def test_a_step_with_linear_attention_or_chosen_tokens_needs_what_is_estimated(run):
-    """In memory, but for Mamba 2 as is told, and in seconds as the program has them: less where rows are sent to
-    experts, where all is kept and with XLA's attention, more in stages and in long rows."""
+    """In memory, but for Mamba 2 and decays by channel as is told, and in seconds as the program has them: less where
+    rows are sent to experts, where all is kept and with XLA's attention, more in stages and in long rows."""
     sketch = Sketch.of(run_of(run["settings"]), GPUS["h100"])
     found = memory(sketch)
-    assert error(found, run) == pytest.approx(0, abs=0.2 if "Mamba 2" in found.doubt else TOLERANCE)
+    doubted = {"Mamba 2": 0.2, "decays by channel": 0.06}
+    room = max((part for words, part in doubted.items() if words in found.doubt), default=TOLERANCE)
+    assert error(found, run) == pytest.approx(0, abs=room)
     kinds = {"sent": 0.22, "stages": 0.25, "none": 0.15, "long": 0.12, "inputs-tensor": 0.16, "reads-tensor": 0.16}
     within = kinds.get(run["name"], kinds.get(run["name"].rpartition("-")[2], 0.1))
     assert step_cost(sketch, Cluster.of(GPUS["h100"], sketch.num_gpus)).step_seconds == pytest.approx(
