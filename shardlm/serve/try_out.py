@@ -39,7 +39,14 @@ def settled(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) ->
     under the mesh of the parameters."""
     rows, why = chosen(wanted, model, params, deterministic)
     log.info("projections of up to %d tokens have norm and gate in them: %s", rows, why)
-    return dataclasses.replace(model, execution=dataclasses.replace(model.execution, fused_rows=rows))
+    return with_rows(model, rows)
+
+
+def with_rows(model: ModelDef, rows: int) -> ModelDef:
+    """The model with such projections of up to so many tokens; call under its mesh. Made anew: what it runs by is in
+    its graph, and a replaced `execution` would change nothing."""
+    execution = dataclasses.replace(model.execution, fused_rows=rows)
+    return model if model.execution == execution else ModelDef.make(model.config, execution)
 
 
 def chosen(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) -> tuple[int, str]:
