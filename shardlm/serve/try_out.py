@@ -149,11 +149,13 @@ def _projections(model: ModelDef, params: Any, x: jax.Array) -> Any:
 
 
 def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
-    made = block.attention.projected(block.before(x, "attention", execution), execution)
+    first = block.before(x, "attention", execution)
+    made = block.attention.projected(first, execution)
     attended = made["q"][..., : block.attention.config.value_dim]
     x = x + project_back("btnv,nvd->btd", attended, block.attention, "wo", execution)
     if isinstance(getattr(block, "mlp", None), Mlp):
-        x = x + block.mlp(block.before(x, "mlp", execution), None, execution)[0]
+        read = first if block.config.parallel else block.before(x, "mlp", execution)
+        x = x + block.mlp(read, None, execution)[0]
     return x, made
 
 

@@ -91,6 +91,20 @@ def test_each_way_is_run_and_timed(served, monkeypatch):
     assert len(ran) >= 2 * 2 * 2 * 4  # cases and layers, and what each has of products
 
 
+def test_layers_side_by_side_are_timed(monkeypatch):
+    """As Cohere's, whose feed-forward networks have no norm of their own."""
+    shape = dataclasses.replace(CONFIG, num_layers=1).transformer()
+    [segment] = shape.segments
+    blocks = tuple(dataclasses.replace(block, parallel=True) for block in segment.pattern)
+    opened = opened_of(dataclasses.replace(shape, segments=(dataclasses.replace(segment, pattern=blocks),)), SPEC)
+    interpreted(monkeypatch)
+    monkeypatch.setattr(try_out, "CALLS", 2)
+    monkeypatch.setattr(try_out, "TRIED", (2, 4))
+    with jax.set_mesh(opened.mesh):
+        found = try_out.seconds(*taken_apart(opened.model, opened.params))
+    assert max(found.values()) < math.inf
+
+
 def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplog):
     model, params, mesh = served
     monkeypatch.setattr(try_out, "CALLS", 2)
