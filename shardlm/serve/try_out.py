@@ -39,7 +39,14 @@ def settled(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) ->
     under the mesh of the parameters."""
     rows, why = chosen(wanted, model, params, deterministic)
     log.info("projections of up to %d tokens have norm and gate in them: %s", rows, why)
-    return dataclasses.replace(model, execution=dataclasses.replace(model.execution, fused_rows=rows))
+    return with_rows(model, rows)
+
+
+def with_rows(model: ModelDef, rows: int) -> ModelDef:
+    """The model with such projections of up to so many tokens; call under its mesh. Made anew: what it runs by is in
+    its graph, and a replaced `execution` would change nothing."""
+    execution = dataclasses.replace(model.execution, fused_rows=rows)
+    return model if model.execution == execution else ModelDef.make(model.config, execution)
 
 
 def chosen(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) -> tuple[int, str]:
@@ -142,11 +149,13 @@ def _projections(model: ModelDef, params: Any, x: jax.Array) -> Any:
 
 
 def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
-    made = block.attention.projected(block.before(x, "attention", execution), execution)
+    first = block.before(x, "attention", execution)
+    made = block.attention.projected(first, execution)
     attended = made["q"][..., : block.attention.config.value_dim]
     x = x + project_back("btnv,nvd->btd", attended, block.attention, "wo", execution)
     if isinstance(getattr(block, "mlp", None), Mlp):
-        x = x + block.mlp(block.before(x, "mlp", execution), None, execution)[0]
+        read = first if block.config.parallel else block.before(x, "mlp", execution)
+        x = x + block.mlp(read, None, execution)[0]
     return x, made
 
 

@@ -32,21 +32,35 @@ def served():
         return (*taken_apart(opened.model, opened.params), opened.mesh)
 
 
-def test_replies_are_the_same(served, monkeypatch):
-    model, params, _ = served
-    kernels = {name: getattr(few_rows, name) for name in ("products", "gated")}
-    for name, kernel in kernels.items():
-        run = lambda *args, kernel=kernel, interpret=True: kernel(*args, interpret=interpret)  # noqa: E731
+def interpreted(monkeypatch) -> list[str]:
+    """Lets a CPU run the kernels; returns the names of those that are traced, as they are."""
+    ran: list[str] = []
+    for name in ("products", "gated"):
+        kernel = getattr(few_rows, name)
+
+        def run(*args, kernel=kernel, name=name, interpret=True):
+            ran.append(name)
+            return kernel(*args, interpret=interpret)
+
         monkeypatch.setattr(fused.few_rows, name, run)
+    return ran
+
+
+def test_replies_are_the_same(served, monkeypatch):
+    model, params, mesh = served
+    ran = interpreted(monkeypatch)
     said = []
-    for rows in (0, 2):
-        own = dataclasses.replace(model, execution=dataclasses.replace(model.execution, fused_rows=rows))
+    for rows in (0, 4):
+        monkeypatch.setattr(try_out, "chosen", lambda *args, rows=rows: (rows, "the test says so"))
+        with jax.set_mesh(mesh):
+            own = try_out.settled("auto", model, params, False)
         engine = of_model(own, params, mesh_of(SPEC), tokens=32, length=32, pages=40)
         for n, prompt in enumerate((TOKENIZER.encode("some text"), TOKENIZER.encode("other"), [1, 2, 3])):
             sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
             engine.add(str(n), prompt, sampling)
         done = finished(engine)
         said.append({id: one.outputs[0] for id, one in done.items()})
+        assert bool(ran) == bool(rows)
     plain, kernel = said
     for id, reply in plain.items():
         assert kernel[id].token_ids == reply.token_ids
@@ -67,11 +81,7 @@ def test_the_quicker_way_up_to_the_tokens_for_which_it_is():
 def test_each_way_is_run_and_timed(served, monkeypatch):
     """Interpreted, so that a CPU can: every case, with its own program."""
     model, params, mesh = served
-    ran = []
-    for name in ("products", "gated"):
-        kernel = getattr(few_rows, name)
-        run = lambda *args, kernel=kernel, interpret=True: ran.append(1) or kernel(*args, interpret=interpret)  # noqa: E731
-        monkeypatch.setattr(fused.few_rows, name, run)
+    ran = interpreted(monkeypatch)
     monkeypatch.setattr(try_out, "CALLS", 2)
     monkeypatch.setattr(try_out, "ROUNDS", 1)
     monkeypatch.setattr(try_out, "TRIED", (2, 4))
@@ -79,6 +89,20 @@ def test_each_way_is_run_and_timed(served, monkeypatch):
         found = try_out.seconds(model, params)
     assert set(found) == {(2, False), (2, True), (4, False), (4, True)} and min(found.values()) > 0
     assert len(ran) >= 2 * 2 * 2 * 4  # cases and layers, and what each has of products
+
+
+def test_layers_side_by_side_are_timed(monkeypatch):
+    """As Cohere's, whose feed-forward networks have no norm of their own."""
+    shape = dataclasses.replace(CONFIG, num_layers=1).transformer()
+    [segment] = shape.segments
+    blocks = tuple(dataclasses.replace(block, parallel=True) for block in segment.pattern)
+    opened = opened_of(dataclasses.replace(shape, segments=(dataclasses.replace(segment, pattern=blocks),)), SPEC)
+    interpreted(monkeypatch)
+    monkeypatch.setattr(try_out, "CALLS", 2)
+    monkeypatch.setattr(try_out, "TRIED", (2, 4))
+    with jax.set_mesh(opened.mesh):
+        found = try_out.seconds(*taken_apart(opened.model, opened.params))
+    assert max(found.values()) < math.inf
 
 
 def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplog):
