@@ -137,6 +137,7 @@ def test_who_cannot_have_them_is_told(served, monkeypatch):
     half = {"dtype": "bfloat16"}
     assert chosen(gpu=False) == (0, "the platform is cpu")
     assert chosen() == (0, "the dtype is float32")
+    assert chosen("on", dtype="float16") == (0, "the dtype is float16")
     assert chosen("off", **half) == (0, "fused_products=off")
     assert chosen("on", **half) == (64, "fused_products=on")
     assert chosen("on", deterministic=True, **half)[0] == 0
