@@ -38,7 +38,12 @@ def settled(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) ->
     """The model with the tokens up to which its projections are such kernels. Says in the log how many, and why; call
     under the mesh of the parameters."""
     rows, why = chosen(wanted, model, params, deterministic)
-    log.info("projections of up to %d tokens have norm and gate in them: %s", rows, why)
+    if rows:
+        log.info("projections of up to %d tokens have norm and gate in them: %s", rows, why)
+    elif wanted == "on":
+        log.warning("fused_products=on is without effect: %s", why)
+    else:
+        log.info("projections have no norm and gate in them: %s", why)
     return with_rows(model, rows)
 
 
