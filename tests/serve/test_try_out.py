@@ -123,6 +123,17 @@ def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplo
         try_out.seconds(model, params)
 
 
+def test_the_log_says_what_became_of_it(served, caplog):
+    model, params, mesh = served
+    caplog.set_level("INFO")
+    with jax.set_mesh(mesh):
+        assert try_out.settled("on", model, params, False).execution.fused_rows == 0
+        try_out.settled("auto", model, params, False)
+    on, auto = caplog.records
+    assert (on.levelname, on.message) == ("WARNING", "fused_products=on is without effect: the platform is cpu")
+    assert auto.message == "projections have no norm and gate in them: the platform is cpu"
+
+
 def test_who_cannot_have_them_is_told(served, monkeypatch):
     model, params, mesh = served
 
@@ -137,6 +148,7 @@ def test_who_cannot_have_them_is_told(served, monkeypatch):
     half = {"dtype": "bfloat16"}
     assert chosen(gpu=False) == (0, "the platform is cpu")
     assert chosen() == (0, "the dtype is float32")
+    assert chosen("on", dtype="float16") == (0, "the dtype is float16")
     assert chosen("off", **half) == (0, "fused_products=off")
     assert chosen("on", **half) == (64, "fused_products=on")
     assert chosen("on", deterministic=True, **half)[0] == 0
