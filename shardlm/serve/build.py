@@ -48,7 +48,7 @@ from shardlm.serve.staged_deterministic import StagedDeterministicRunner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import cut, repeated
 from shardlm.serve.submeshes import of_replica, of_stage, submeshes
-from shardlm.serve.try_out import settled
+from shardlm.serve.try_out import like_model, settled
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
 
@@ -140,6 +140,9 @@ def assemble(
         model, params = with_room(opened.model, opened.params, adapters.room)
         model, params = taken_apart(model, params, config.kv_cache_dtype)
         model = settled(config.fused_products, model, params, config.deterministic)
+    if draft:
+        own = like_model(draft.model, draft.params, model.execution.fused_rows)
+        draft = dataclasses.replace(draft, model=own)
     draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
     del params  # the stages have their own, and pages want the room

@@ -54,28 +54,40 @@ def with_rows(model: ModelDef, rows: int) -> ModelDef:
     return model if model.execution == execution else ModelDef.make(model.config, execution)
 
 
+def like_model(draft: ModelDef, params: Any, rows: int) -> ModelDef:
+    """A draft model, of as many tokens as the model that it drafts for, where it can have them."""
+    with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
+        return draft if _why_not(draft) else with_rows(draft, rows)
+
+
 def chosen(wanted: Fused, model: ModelDef, params: Any, deterministic: bool) -> tuple[int, str]:
     """(tokens, why); 0: none."""
-    execution, mesh = model.execution, jax.sharding.get_mesh()
-    platform = _platform(mesh)
     reasons = {
         "fused_products=off": wanted == "off",
-        f"the platform is {platform}": platform == "cpu",
         "the deterministic mode has one program for all tokens": deterministic,
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), _why_not(model))
+    if why:
+        return 0, why
+    if wanted == "on":
+        return few_rows.MOST, "fused_products=on"
+    if jax.sharding.get_mesh().shape.get("pipeline", 1) > 1 or jax.process_count() > 1:
+        return 0, "stages and several processes do not try out which is quicker; fused_products=on has it"
+    return quickest(seconds(model, params))
+
+
+def _why_not(model: ModelDef) -> str:
+    """What a model under its mesh lacks for such kernels; "": nothing."""
+    execution, platform = model.execution, _platform(jax.sharding.get_mesh())
+    reasons = {
+        f"the platform is {platform}": platform == "cpu",
         # float16 ends at 65,504: 6,000 in the stream and a norm's 16 are infinite where the root divides afterwards.
         f"the dtype is {jnp.dtype(execution.dtype).name}": jnp.dtype(execution.dtype) != jnp.bfloat16,
         "weights are in few bits": execution.weights != "dtype",
         "projections have adapters": bool(execution.lora.rank),
         "no layer is attention and a feed-forward network": not _fit(model.config),
     }
-    why = [reason for reason, holds in reasons.items() if holds]
-    if why:
-        return 0, why[0]
-    if wanted == "on":
-        return few_rows.MOST, "fused_products=on"
-    if mesh.shape.get("pipeline", 1) > 1 or jax.process_count() > 1:
-        return 0, "stages and several processes do not try out which is quicker; fused_products=on has it"
-    return quickest(seconds(model, params))
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _platform(mesh: Mesh) -> str:
@@ -123,8 +135,9 @@ def _program(future: concurrent.futures.Future, fused: bool) -> Callable[..., An
 
 
 def _without(fused: bool, error: Exception) -> None:
-    """A GPU that does not have the kernels is served without them, and that is said. Raises any other error."""
-    if not fused:
+    """A GPU that does not have the kernels is served without them, and that is said. Raises errors of other programs,
+    and of Python's."""
+    if not fused or isinstance(error, (AttributeError, TypeError, KeyError)):
         raise error
     log.warning("kernels with norm and gate cannot be compiled for this GPU: %s", error)
 

@@ -157,5 +157,8 @@ def test_who_cannot_have_them_is_told(served, monkeypatch):
     assert chosen(**half)[0] == 16
     monkeypatch.setattr(try_out.jax, "process_count", lambda: 2)
     assert chosen(**half)[0] == 0 and chosen("on", **half)[0] == 64
+    drafting = dataclasses.replace(model, execution=dataclasses.replace(model.execution, **half))
+    assert try_out.like_model(drafting, params, 16).execution.fused_rows == 16
+    assert try_out.like_model(model, params, 16).execution.fused_rows == 0  # of float32
     with pytest.raises(ShardlmError, match="fused_products='always'; choose from auto, on, off"):
         EngineConfig(fused_products="always")
