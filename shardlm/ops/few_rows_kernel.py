@@ -5,7 +5,7 @@ products are kernels of their own to XLA, each about as long as it takes to star
 A program takes some columns of a weight, or of two whose results gate each other, and a part of what is summed over.
 Rows are normalised behind the product: the norm's scale multiplies what is summed, and the root of the mean square,
 which the same loop sums up, the result. A weight's own shape says how many parts there are, and not the number of rows,
-so that a row's sum is the same beside any others.
+so that a row's sum is the same beside any others up to TILE; programs of more have wider blocks.
 """
 
 import functools
