@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from shardlm.bench.kernel_cases import LayerProducts
 from shardlm.ops import few_rows
-from shardlm.ops.few_rows import Norm, normalised
+from shardlm.ops.few_rows import Norm
+from shardlm.ops.norm import rms_norm
 from shardlm.ops.swiglu import activate
 
 EPS = 1e-5
@@ -41,8 +42,8 @@ def by_kernels(x: jax.Array, first, second, wq, wk, wv, wo, gate, up, down, inte
 
 def plainly(x: jax.Array, first, second, wq, wk, wv, wo, gate, up, down) -> Arrays:
     """The same, as layers say it."""
-    read = normalised(x, Norm(first, EPS))
+    read = rms_norm(x, first, EPS)
     q, k, v = (read @ w for w in (wq, wk, wv))
     x = x + q @ wo
-    read = normalised(x, Norm(second, EPS))
+    read = rms_norm(x, second, EPS)
     return x + (activate(read @ gate, "silu") * (read @ up)) @ down, k, v

@@ -120,7 +120,7 @@ class Attention(nnx.Module):
     "bq" (N, H), "bk" (K, H), "bv" (K, V), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a
     gate "wg" (D, N, V) or, of a head, (D, N, 1); "indexer" where blocks of tokens are chosen."""
 
-    takes_late = True
+    takes_late = True  # the norm of x (fused.py)
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -194,7 +194,7 @@ class Attention(nnx.Module):
         kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
         return out + in_use(self.bo, execution) if config.out_bias else out, pages, kept
 
-    def projected(self, x: "jax.Array | Late", execution: Execution) -> dict[str, jax.Array]:
+    def projected(self, x: jax.Array | Late, execution: Execution) -> dict[str, jax.Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H], those that it makes."""
         letters = {"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"}
         each = {f"w{name}": letters[name] for name in self.config.made}

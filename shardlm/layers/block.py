@@ -144,7 +144,8 @@ class Block(nnx.Module):
         h, aux = self.mlp(self.before(read, "mlp", execution), ctx, execution, read)
         return around_mlp.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
 
-    def before(self, x: jax.Array, layer: str, execution: Execution) -> "jax.Array | Late":
+    def before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array | Late:
+        """What "attention" or "mlp" reads of the stream [B, T, D]."""
         if self.config.norms in ("post", "none"):
             return x
         norm = getattr(self, f"{layer}_norm")

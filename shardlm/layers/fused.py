@@ -35,25 +35,25 @@ class Late:
         return self.norm(self.x, self.execution)
 
 
-def norm_of(x: jax.Array, norm: Norm, execution: Execution) -> "jax.Array | Late":
+def norm_of(x: jax.Array, norm: Norm, execution: Execution) -> jax.Array | Late:
     """The norm of x [B, T, D], or where kernels may take it x itself."""
     kind = norm.config.kind == "rms" and norm.config.scaled
     late = kind and math.prod(x.shape[:-1]) <= execution.fused_rows
     return Late(x, norm, execution) if late else norm(x, execution)
 
 
-def taken(x: "jax.Array | Late") -> jax.Array:
+def taken(x: jax.Array | Late) -> jax.Array:
     """As an array."""
     return x.taken if isinstance(x, Late) else x
 
 
-def over(x: "jax.Array | Late", spec: jax.sharding.PartitionSpec) -> "jax.Array | Late":
+def over(x: jax.Array | Late, spec: jax.sharding.PartitionSpec) -> jax.Array | Late:
     """x, split as `spec` says."""
     return dataclasses.replace(x, x=jax.reshard(x.x, spec)) if isinstance(x, Late) else jax.reshard(x, spec)
 
 
 def project_each(
-    x: "jax.Array | Late", module: nnx.Module, letters: Mapping[str, str], execution: Execution
+    x: jax.Array | Late, module: nnx.Module, letters: Mapping[str, str], execution: Execution
 ) -> dict[str, jax.Array]:
     """x [B, T, D] times each weight [D, *made] of a module, by name: [B, T, *made], by einsum letters."""
     if not _fit(x, module, list(letters), 1, execution):
@@ -63,7 +63,7 @@ def project_each(
     return dict(zip(letters, made, strict=True))
 
 
-def project_gated(x: "jax.Array | Late", module: nnx.Module, activation: Activation, execution: Execution):
+def project_gated(x: jax.Array | Late, module: nnx.Module, activation: Activation, execution: Execution):
     """activation(x @ gate) * (x @ up) [B, T, F] of x [B, T, D] and a module's two weights [D, F]; None where no kernel
     makes it."""
     names = ["gate", "up"]
@@ -97,7 +97,7 @@ def _fit(x, module: nnx.Module, names: Sequence[str], into: int, execution: Exec
 
 def _run(
     kernel: Callable[..., list[jax.Array]],
-    x: "jax.Array | Late",
+    x: jax.Array | Late,
     module: nnx.Module,
     names: Sequence[str],
     execution: Execution,

@@ -68,7 +68,7 @@ class Mlp(nnx.Module):
     biases "gate_bias" and "up_bias" (F,), "down_bias" (D,); of xielu (ops/swiglu.py) "rise" and "bend" (1,), and the
     numbers "slope" and "top", which are not trained."""
 
-    takes_late = True
+    takes_late = True  # the norm of x (fused.py)
 
     def __init__(self, config: MlpConfig, embed_dim: int, out_scale: float, params: Params):
         D, F = embed_dim, config.mlp_dim
@@ -87,7 +87,7 @@ class Mlp(nnx.Module):
                 )
 
     def __call__(
-        self, x: "jax.Array | Late", ctx: Context, execution: Execution, stream: jax.Array | None = None
+        self, x: jax.Array | Late, ctx: Context, execution: Execution, stream: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [B, T, D], the sequence split as between blocks; returns (x's shape and split, no auxiliary values)."""
         del ctx, stream
@@ -98,7 +98,7 @@ class Mlp(nnx.Module):
         out = out + in_use(self.down_bias, execution) if self.config.bias else out
         return out if self.config.out_scale == 1 else out * self.config.out_scale, {}
 
-    def _hidden(self, x: "jax.Array | Late", execution: Execution) -> jax.Array:
+    def _hidden(self, x: jax.Array | Late, execution: Execution) -> jax.Array:
         """[B, T, F]."""
         plain = self.config.gated and not self.config.bias and not self.config.limit and self.config.gate_scale == 1
         if plain and (made := project_gated(x, self, self.config.activation, execution)) is not None:

@@ -137,18 +137,18 @@ class Paged:
         heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
 
         local = OnDevice(
-            self.implementation,
-            self.whole,
-            self.parts,
-            self.layout.num_pages,
-            orders,
-            heads_here,
-            self._own_head if kv_name == "kv_heads_whole" else None,
-            scale,
-            window,
-            softcap,
-            value_dim,
-            chunk,
+            implementation=self.implementation,
+            whole=self.whole,
+            parts=self.parts,
+            num_pages=self.layout.num_pages,
+            orders=orders,
+            kv_heads=heads_here,
+            own_head=self._own_head if kv_name == "kv_heads_whole" else None,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            value_dim=value_dim,
+            chunk=chunk,
         )
         out, pages = shard_map(
             local,

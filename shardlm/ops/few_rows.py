@@ -50,13 +50,6 @@ class Sizes(NamedTuple):
     stages: int
 
 
-def normalised(x: jax.Array, norm: Norm) -> jax.Array:
-    """x [M, K] as products read it where nothing is fused."""
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
-    return (wide * inverse * (norm.scale.astype(jnp.float32) + norm.offset)).astype(x.dtype)
-
-
 def products(
     x: jax.Array, weights: Sequence[jax.Array], norm: Norm | None = None, *, interpret: bool = False
 ) -> list[jax.Array]:
@@ -86,6 +79,7 @@ def gated(
     weights are [K, F]; an activation of GATES."""
     from shardlm.ops.few_rows_kernel import gated_pair
 
+    assert activation in GATES, "checked before (layers/fused.py)"
     sizes = _sizes(*x.shape, [gate.shape[1]], apart=False)
     if -(-gate.shape[1] // sizes.block_columns) < PAIRS:
         of_gate, of_up = products(x, (gate, up), norm, interpret=interpret)
@@ -94,6 +88,7 @@ def gated(
 
 
 def _sizes(rows: int, summed: int, columns: Sequence[int], apart: bool) -> Sizes:
+    assert rows <= MOST, "checked before (layers/fused.py)"
     # 64 bytes of a row of a weight lie together in a program of few rows. What 64 rows are multiplied by is read again
     # for each block of columns, as many bytes as of the weight itself where a block has 32.
     few = rows <= TILE

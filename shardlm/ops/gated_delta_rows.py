@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
-from shardlm.ops.summed_rows import rates_of, whole_chunks
+from shardlm.ops.summed_rows import of_whole_chunks
 
 Rule = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -56,11 +56,8 @@ def _backward(rule, chunk, back, asked):
 delta_rows.defvjp(_forward, _backward)
 
 
-def outputs_by_kernel(chunk: int, q, k, v, log_decay, beta, state, text, interpret: bool = False):
+def outputs_by_kernel(chunk: int, *given, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """As `delta_rows`."""
     from shardlm.ops import gated_delta_kernel
 
-    T = q.shape[1]
-    q, k, v, log_decay, beta, text = (whole_chunks(a, chunk) for a in (q, k, v, log_decay, beta, text))
-    out, state = gated_delta_kernel.outputs(q, k, v, rates_of(chunk, log_decay, beta, text), state, interpret)
-    return out[:, :T], state
+    return of_whole_chunks(gated_delta_kernel.outputs, chunk, *given, interpret)

@@ -58,13 +58,18 @@ def _backward(rule, chunk, given, asked):
 summed_rows.defvjp(_forward, _backward)
 
 
-def outputs_by_kernel(chunk: int, q, k, v, log_decay, beta, state, text, interpret: bool = False):
+def outputs_by_kernel(chunk: int, *given, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """As `summed_rows`."""
     from shardlm.ops import summed_kernel
 
+    return of_whole_chunks(summed_kernel.outputs, chunk, *given, interpret)
+
+
+def of_whole_chunks(outputs: Rule, chunk: int, q, k, v, log_decay, beta, state, text, interpret: bool):
+    """As `summed_rows`, by kernels `outputs(q, k, v, rates, state, interpret)` of whole chunks."""
     T = q.shape[1]
     q, k, v, log_decay, beta, text = (whole_chunks(a, chunk) for a in (q, k, v, log_decay, beta, text))
-    out, state = summed_kernel.outputs(q, k, v, rates_of(chunk, log_decay, beta, text), state, interpret)
+    out, state = outputs(q, k, v, rates_of(chunk, log_decay, beta, text), state, interpret)
     return out[:, :T], state
 
 

@@ -198,7 +198,8 @@ class RunConfig:
     slow_link    compression of what crosses mesh.data
     local_sgd    replicas of mesh.data that meet only every so many steps
     unroll       layers in one iteration of the scan; 0: all, for speed where compile time does not matter: what is kept
-                 of layers is not copied into stacks (remat=dots: 5 to 6% of a step; compiled, 1.4 to 2.5 times as long)
+                 of layers is not copied into stacks (remat=dots: 5 to 6% of a step, estimated; compiling is 1.4 to 2.5
+                 times as long)
     xla_profile  named compiler options; "auto" picks by GPU generation (xla_options.py)
     run_dir      checkpoints, logs, configuration and tokenizer go here; an interrupted run resumes from here
     cpu_devices  virtual CPU devices to make; 0 uses the real devices

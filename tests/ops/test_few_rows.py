@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from shardlm.ops import few_rows
-from shardlm.ops.few_rows import GATES, Norm, gated, normalised, products
+from shardlm.ops.few_rows import GATES, Norm, gated, products
+from shardlm.ops.norm import rms_norm
 from shardlm.ops.swiglu import activate
 
 ERROR = 0.006  # of the largest: results, and what is multiplied, have 8 bits
@@ -21,10 +22,11 @@ def operands(rows: int, summed: int, columns, seed: int, offset: float | None):
     x = rng.normal(size=(rows, summed)) * 10.0 ** rng.integers(-2, 3, (rows, 1))
     x = jnp.asarray(x, jnp.bfloat16)
     weights = [jnp.asarray(rng.normal(size=(summed, n)) * summed**-0.5, jnp.bfloat16) for n in columns]
-    norm = None
-    if offset is not None:
-        norm = Norm(jnp.asarray(rng.normal(size=summed) + 1 - offset, jnp.bfloat16), 1e-5, offset)
-    return x, weights, norm, (normalised(x, norm) if norm else x).astype(jnp.float32)
+    if offset is None:
+        return x, weights, None, x.astype(jnp.float32)
+    norm = Norm(jnp.asarray(rng.normal(size=summed) + 1 - offset, jnp.bfloat16), 1e-5, offset)
+    read = rms_norm(x, norm.scale.astype(jnp.float32) + offset, norm.eps)
+    return x, weights, norm, read.astype(jnp.float32)
 
 
 def error(found, wanted) -> float:

@@ -134,6 +134,18 @@ def test_the_log_says_what_became_of_it(served, caplog):
     assert auto.message == "projections have no norm and gate in them: the platform is cpu"
 
 
+def test_errors_of_our_own_are_not_taken_for_the_gpu_s(served, monkeypatch):
+    model, params, mesh = served
+
+    def wrong(*args):
+        raise AttributeError("no such name")
+
+    monkeypatch.setattr(try_out, "TRIED", (2, 4))
+    monkeypatch.setattr(fused.few_rows, "products", wrong)  # which the other way does not call
+    with jax.set_mesh(mesh), pytest.raises(AttributeError, match="no such name"):
+        try_out.seconds(model, params)
+
+
 def test_who_cannot_have_them_is_told(served, monkeypatch):
     model, params, mesh = served
 
