@@ -164,7 +164,7 @@ def decoder(
 ):
     """A few dense layers, then such experts, and the modules that predict further tokens, whose layers are as the last;
     `attention` is each layer's, `first` how many dense ones the family usually has."""
-    mixed = _mixed(options, first) if sparse else [False] * options("num_hidden_layers")
+    mixed = mixed_layers(options, first) if sparse else [False] * options("num_hidden_layers")
     width = options("intermediate_size", 0) if all(mixed) else options("intermediate_size")
     dense = MlpConfig(width, options.activation()) if width else None
     layers = [sparse if own else dense for own in mixed]
@@ -177,7 +177,7 @@ def decoder(
     return hf_decoder.decoder(options, block, hf_decoder.rms(options), tied, mtp=mtp)
 
 
-def _mixed(options: Options, first: int) -> list[bool]:
+def mixed_layers(options: Options, first: int) -> list[bool]:
     """Which layers have experts."""
     layers, kinds = options("num_hidden_layers"), options("mlp_layer_types", None)
     first = options("first_k_dense_replace", first)

@@ -15,13 +15,13 @@ from shardlm.ops.rope import Rope
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` gemma, gemma2 and gemma3_text."""
+    """`model_type` gemma, gemma2 and gemma3_text; vaultgemma, 2 with norms before layers alone."""
     if options("model_type") == "gemma":
         return _first(options, length)
     third = options("model_type") == "gemma3_text"
     options.only("use_bidirectional_attention", False)
     options("hidden_act", None), options("sliding_window_size", None)  # repeat hidden_activation and sliding_window
-    norm = hf_decoder.rms(options, offset=1.0)
+    norm, norms = hf_decoder.rms(options, offset=1.0), "pre" if options("model_type") == "vaultgemma" else "both"
     feed_forward = hf_decoder.mlp(options, "hidden_activation")
     usual = options("_sliding_window_pattern", 6 if third else 2)
     period = options("sliding_window_pattern", usual)
@@ -36,7 +36,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
     def block(layer: int) -> BlockConfig:
         attention = hf_decoder.attention(options, window=windows[layer], rope=ropes[windows[layer] > 0], **own)
-        return BlockConfig(attention, feed_forward, norms="both")
+        return BlockConfig(attention, feed_forward, norms=norms)
 
     scale, cap = float(options("hidden_size")) ** 0.5, float(options("final_logit_softcapping", 0.0))
     return hf_decoder.decoder(options, block, norm, True, embed_scale=scale, logits=LogitsConfig(softcap=cap))

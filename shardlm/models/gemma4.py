@@ -16,7 +16,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.models import gemma, hf_decoder
-from shardlm.models.hf_options import Options, rope_of
+from shardlm.models.hf_options import Options, proportional, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
@@ -129,8 +129,7 @@ def _rope(options: Options, kind: str, head_dim: int, length: int) -> Rope:
     ropes = options("rope_parameters", None) or ROPES
     own = ropes.get(kind, ROPES[kind])
     if own.get("rope_type") == "proportional":
-        share, factor = float(own.get("partial_rotary_factor", 1.0)), float(own.get("factor", 1.0))
-        return Rope(float(own["rope_theta"]), kind="proportional", share=share, factor=factor)
+        return proportional(own)
     return rope_of(options, head_dim, kind, length)
 
 

@@ -170,6 +170,12 @@ def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0, p
         raise ShardlmError(f"config.json: rope type {kind!r} needs {missing.args[0]!r} in its rope options") from None
 
 
+def proportional(own: Mapping[str, Any]) -> Rope:
+    """The rotation of options that turn only a share of a head's pairs (Gemma 4)."""
+    share, factor = float(own.get("partial_rotary_factor", 1.0)), float(own.get("factor", 1.0))
+    return Rope(float(own["rope_theta"]), kind="proportional", share=share, factor=factor)
+
+
 def growth_of(options: Options, rope: Mapping[str, Any]) -> QueryGrowth | None:
     """How queries grow with their position, by the options of the rotation."""
     if not rope.get("llama_4_scaling_beta"):

@@ -30,7 +30,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
         options.only(name, value)
     if not options("rope_parameters", None):
         options("rope_theta")
-    norm, conv = NormConfig("rms", options("norm_eps", 1e-5)), _convolution(options)
+    norm, conv = NormConfig("rms", options("norm_eps", 1e-5)), convolution(options)
     attention = hf_decoder.attention(options, length, qk_norm="head", norm=norm)
     kinds, sparse = _kinds(options), options("model_type") == "lfm2_moe"
     dense = MlpConfig(options("intermediate_size") if sparse else _width(options))
@@ -59,9 +59,9 @@ def _kinds(options: Options) -> list[str]:
     return kinds
 
 
-def _convolution(options: Options) -> ShortConvConfig:
+def convolution(options: Options, usual: int = 3) -> ShortConvConfig:
     """As many parts as there are heads, so that devices split both alike."""
-    heads, width = options("num_attention_heads"), options("conv_L_cache", 3)
+    heads, width = options("num_attention_heads"), options("conv_L_cache", usual)
     return ShortConvConfig.of(heads, options("hidden_size") // heads, width)
 
 
@@ -93,20 +93,21 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard(**norms) | {"final_norm.scale": Tensor("model.embedding_norm.weight")}
     found["attention.wo"] = Tensor(f"{LAYER}self_attn.out_proj.weight", "D (N H) -> N H D")
     if isinstance(block.attention, ShortConvConfig):
-        found |= _conv_names(block.attention)
+        found |= conv_names(block.attention)
     if isinstance(block.mlp, MoeConfig):
         routed = experts("feed_forward", gate="w1", up="w3", down="w2")
         return found | routed | {"mlp.router_bias": Tensor(f"{LAYER}feed_forward.expert_bias")}
-    for part, theirs, layout in (
-        ("gate", "w1", "F D -> D F"),
-        ("up", "w3", "F D -> D F"),
-        ("down", "w2", "D F -> F D"),
-    ):
-        found[f"mlp.{part}"] = Tensor(f"{LAYER}feed_forward.{theirs}.weight", layout)
-    return found
+    return found | dense_names()
 
 
-def _conv_names(conv: ShortConvConfig) -> Names:
+def dense_names() -> Names:
+    theirs = {"gate": ("w1", "F D -> D F"), "up": ("w3", "F D -> D F"), "down": ("w2", "D F -> F D")}
+    return {
+        f"mlp.{part}": Tensor(f"{LAYER}feed_forward.{name}.weight", layout) for part, (name, layout) in theirs.items()
+    }
+
+
+def conv_names(conv: ShortConvConfig) -> Names:
     """One projection makes what gates the convolution's input, what gates its output, and the input."""
     inside, size = f"{LAYER}conv.", conv.num_heads * conv.value_dim
     found = {

@@ -49,8 +49,9 @@ class LlamaConfig:
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` llama: Llama 2, 3 and later text models, DeepSeek LLM, and whoever shares their architecture;
-    internlm3 (https://github.com/InternLM/InternLM), which is one; arcee (AFM 4.5B,
-    https://huggingface.co/arcee-ai/AFM-4.5B), whose feed-forward layers have no gate."""
+    iquestcoder (https://github.com/IQuestLab/IQuest-Coder-V1) and internlm3 (https://github.com/InternLM/InternLM),
+    which are one; arcee (AFM 4.5B, https://huggingface.co/arcee-ai/AFM-4.5B), whose feed-forward layers have no gate.
+    """
     if options("model_type") == "internlm3":
         return _internlm3(options, length)
     feed_forward = hf_decoder.mlp(options, gated=options("model_type") != "arcee")

@@ -1,5 +1,6 @@
 """Mistral (https://arxiv.org/abs/2310.06825): Llama's decoder with a sliding window; Ministral 3
-(https://arxiv.org/abs/2601.08584): without one, with queries that grow with their position."""
+(https://arxiv.org/abs/2601.08584): without one, with queries that grow with their position; and CWM
+(https://arxiv.org/abs/2510.02387), every fourth of whose layers sees everything."""
 
 from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
@@ -10,8 +11,11 @@ from shardlm.ops.rope import QueryGrowth
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` mistral and ministral3."""
-    windows = hf_decoder.sliding(options, lambda layer: True)
+    """`model_type` mistral, ministral (Ministral 8B), ministral3 and cwm."""
+    every = options("model_type") == "cwm"
+    if every and not options("rope_parameters", None):
+        options("rope_theta")
+    windows = hf_decoder.sliding(options, lambda layer: layer % 4 > 0 if every else True)
     feed_forward, growth = hf_decoder.mlp(options), _growth(options)
 
     def block(layer: int) -> BlockConfig:

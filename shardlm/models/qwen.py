@@ -19,7 +19,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     own = second if kind.startswith("qwen2") else {"qk_norm": "head", "norm": norm}
     windows = _windows(options, kind)
     dense = hf_decoder.mlp(options)
-    sparse = _experts(options, kind) if kind.endswith("_moe") else None
+    sparse = experts_of(options, kind) if kind.endswith("_moe") else None
     step, plain = options("decoder_sparse_step", 1), options("mlp_only_layers", [])
 
     def block(layer: int) -> BlockConfig:
@@ -47,7 +47,7 @@ def _windows(options: Options, kind: str) -> list[int]:
     return [0] * options("num_hidden_layers")
 
 
-def _experts(options: Options, kind: str) -> MoeConfig:
+def experts_of(options: Options, kind: str) -> MoeConfig:
     shared = options("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
     return MoeConfig(
         num_experts=options("num_experts", 0) or options("num_local_experts"),

@@ -15,6 +15,7 @@ import tempfile
 
 import torch
 import transformers
+from newest_cases import NEWEST
 from reference_cases import CASES, EXPERTS, GPT2, SIZES
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
@@ -28,7 +29,7 @@ ROWS, LENGTH, NEW = 2, 24, 32
 
 
 def make(name: str, folder: pathlib.Path) -> None:
-    model_type, options = CASES[name]
+    model_type, options = (CASES | NEWEST)[name]
     torch.manual_seed(sum(map(ord, name)) + int(os.environ.get("SHARDLM_REFERENCE_SEED", "0")))
     sizes = GPT2 if model_type == "gpt2" else SIZES
     config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
@@ -186,6 +187,6 @@ def gradients(model) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     out = pathlib.Path(sys.argv[1])
-    for name in sys.argv[2:] or CASES:
+    for name in sys.argv[2:] or CASES | NEWEST:
         make(name, out / name)
         print(name)

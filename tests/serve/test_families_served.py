@@ -35,7 +35,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
 MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
-MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe"]
+MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe", "lfm3"]
 ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
@@ -43,6 +43,7 @@ ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe min
 ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 youtu"
 # And of these: norms, factors and activations apart, which are the same in scoring.
 FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium hunyuan_moe internlm3 nanochat olmo"
+FURTHER += " cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma"
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]

@@ -1,0 +1,27 @@
+"""The tiny models of the newest families, as reference_cases.py has those of others."""
+
+from reference_cases import LONG, MLA, ROUTED, WINDOWED, rope
+
+# name -> (model_type, options besides SIZES)
+NEWEST = {
+    "iquestcoder": ("iquestcoder", {"head_dim": 12}),
+    "cwm": (
+        "cwm",
+        {"sliding_window": 6, "head_dim": 12, **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **LONG)},
+    ),
+    "ministral": ("ministral", {"sliding_window": 6, "head_dim": 12, "layer_types": WINDOWED}),
+    "vaultgemma": ("vaultgemma", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 10}),
+    "sarvam_moe": ("sarvam_moe", {**ROUTED, "head_dim": 12, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
+    "sarvam_mla": ("sarvam_mla", {**MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "axk1": ("axk1", {**MLA, "n_group": 4, "topk_group": 2}),
+    "mellum": (
+        "mellum",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+        | {"sliding_window": 6, "layer_types": WINDOWED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "lfm3": (
+        "lfm3",
+        {"rms_norm_eps": 1e-4, "head_dim": 12, "sliding_window": 6, "conv_L_cache": 5, "num_hidden_layers": 4}
+        | {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
+}

@@ -1,0 +1,73 @@
+"""The options of the newest families' published checkpoints, as tests/hf/test_published.py has those of others."""
+
+import json
+
+import pytest
+from test_published import YARN, common, parameters
+
+from shardlm.models import registry
+
+NEWEST = {  # name -> (config.json in the words of its publishers, billions of parameters that they state)
+    "IQuest-Coder V1 40B": (
+        common(80, 5120, 40, 8, 27648, 76800, model_type="iquestcoder", head_dim=128, attention_bias=False,
+               mlp_bias=False, clip_qkv=None, use_sliding_window=False, sliding_window=None, rope_theta=500_000),
+        39.8,
+    ),
+    "CWM": (
+        common(64, 6144, 48, 8, 21504, 128256, model_type="cwm", head_dim=128, mlp_bias=False, sliding_window=8192,
+               layer_types=["full_attention", *["sliding_attention"] * 3] * 16, pretraining_tp=1,
+               rope_theta=1_000_000.0,
+               rope_scaling={"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                             "original_max_position_embeddings": 8192}),
+        32.6,
+    ),
+    "Ministral 8B": (
+        common(36, 4096, 32, 8, 12288, 131072, model_type="ministral", head_dim=128, sliding_window=32768,
+               rope_theta=100_000_000.0),
+        8.02,
+    ),
+    "VaultGemma 1B": (
+        common(26, 1152, 4, 4, 6912, 256000, model_type="vaultgemma", head_dim=256, hidden_act=None,
+               hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
+               query_pre_attn_scalar=256, sliding_window=512, layer_types=["full_attention"] * 26, attention_bias=False,
+               tie_word_embeddings=True),
+        1.04,
+    ),
+    "Sarvam 30B": (
+        common(19, 4096, 64, 4, 8192, 262144, model_type="sarvam_moe", head_dim=64, use_qkv_bias=False, use_bias=False,
+               embedding_dropout=0.0, output_dropout=0.0, max_window_layers=19, num_experts=128, num_shared_experts=1,
+               num_experts_per_tok=6, n_group=1, topk_group=1, moe_intermediate_size=1024, first_k_dense_replace=1,
+               use_qk_norm=True, moe_router_enable_expert_bias=True, routed_scaling_factor=2.5, norm_topk_prob=True,
+               attn_implementation="eager", base_model_tp_plan={"layers.*.attention.dense": "rowwise"},
+               rope_theta=8_000_000.0),
+        32.2,
+    ),
+    "Sarvam 105B": (
+        common(32, 4096, 64, None, 16384, 262144, model_type="sarvam_mla", num_experts=128, num_shared_experts=1,
+               num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=1, kv_lora_rank=512,
+               q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, q_head_dim=192, head_dim=576,
+               v_head_dim=128,
+               routed_scaling_factor=2.5, norm_topk_prob=True, attention_bias=False,
+               rope_scaling=YARN | {"type": "deepseek_yarn", "mscale": 1.0, "mscale_all_dim": 1.0}),
+        105,
+    ),
+    "Mellum 2": (
+        common(28, 2304, 32, 4, 7168, 98304, model_type="mellum", head_dim=128, num_experts=64, num_experts_per_tok=8,
+               moe_intermediate_size=896, norm_topk_prob=True, sliding_window=1024, rope_theta=None,
+               layer_types=[*["sliding_attention"] * 3, "full_attention"] * 7, num_mtp_layers=1),
+        12.1,
+    ),
+    "LFM3 1.7B": (
+        common(24, 2048, 16, 4, 7680, 128000, model_type="lfm3", head_dim=128, norm_eps=1e-5, rms_norm_eps=None,
+               hidden_act=None, conv_L_cache=7, conv_bias=False, sliding_window=256, rope_theta=None,
+               use_sandwich_norm=True, use_attention_gate=True, tie_word_embeddings=True),
+        1.7,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEWEST)
+def test_newest_published_options_give_about_the_stated_size(name):
+    config, billions = NEWEST[name]
+    shape = registry.transformer(json.loads(json.dumps(config)))
+    assert parameters(shape.without_mtp()) == pytest.approx(billions * 1e9, rel=0.02)
