@@ -154,7 +154,7 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
         name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
-        if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_", "hyper_connection_mixer.")):
+        if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_", "altup_", "hyper_connection_mixer.")):
             name = f"model.{name}"
         if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
             name = f"transformer.{name}"

@@ -1,12 +1,14 @@
 """One decoder block: attention and feed-forward, each with norms and around a residual."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from shardlm.layers.altup import AltUp, AltUpConfig, Laurel
 from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.compressed_attention import CompressedAttention, CompressedConfig
 from shardlm.layers.context import Context, Pages
@@ -34,7 +36,8 @@ class BlockConfig:
     residual_scale  factor on what is added to the stream (Granite)
     inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
     out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
-    streams    there are several streams, mixed around both layers (layers/hyper_connections.py, gated_streams.py)
+    streams    there are several streams, mixed around both layers (layers/hyper_connections.py, gated_streams.py), or
+               predicted and corrected (layers/altup.py)
     memory     Mamba 2 that reads the stream after the same norm as attention, and is added to it (Falcon H1)
     ngrams     what is added to several streams first, of each token and those before it (layers/ngrams.py)
     """
@@ -46,7 +49,7 @@ class BlockConfig:
     parallel: bool = False
     inputs: LayerInputsConfig | None = None
     out_scale: bool = False
-    streams: StreamsConfig | GatedStreamsConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
     ngrams: NgramsConfig | None = None
     memory: MambaConfig | None = None
 
@@ -57,14 +60,15 @@ class BlockConfig:
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights that take part in a matmul for each token."""
-        return sum(each.parameters_per_token(embed_dim) for each in (*self.mixers, self.mlp))
+        around = (self.streams,) if isinstance(self.streams, AltUpConfig) else ()
+        return sum(each.parameters_per_token(embed_dim) for each in (*self.mixers, self.mlp, *around))
 
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
     "attention_post_norm", "mlp_norm", "mlp_post_norm"; "memory" beside attention, if anything; with inputs "inputs",
-    with an out_scale "out_scale" (1,), with several streams "attention_streams" and "mlp_streams", or "attention_gates"
-    and "mlp_gates", and with n-grams "ngrams"."""
+    with an out_scale "out_scale" (1,), with several streams "attention_streams" and "mlp_streams", "attention_gates"
+    and "mlp_gates", or "altup" and "laurel", and with n-grams "ngrams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
@@ -93,6 +97,11 @@ class Block(nnx.Module):
             self.ngrams = Ngrams(config.ngrams, embed_dim, params)
         if isinstance(config.streams, GatedStreamsConfig):
             self.attention_gates, self.mlp_gates = (GatedStreams(config.streams, embed_dim, params) for _ in range(2))
+        elif isinstance(config.streams, AltUpConfig):
+            self.altup, self.laurel = (
+                AltUp(config.streams, embed_dim, params),
+                Laurel(config.streams, embed_dim, params),
+            )
         elif config.streams:
             self.attention_streams, self.mlp_streams = (
                 HyperConnection(config.streams, embed_dim, params) for _ in range(2)
@@ -108,6 +117,8 @@ class Block(nnx.Module):
         """x [B, T, D], positions int32 [B, T]; returns (x, pages, auxiliary values by name: a mixture's, and keys
         and values that later layers read)."""
         x = checkpoint_name(x, "block_input")
+        if isinstance(self.config.streams, AltUpConfig):
+            return self._of_predicted(x, positions, ctx, pages, layer, execution)
         if self.config.streams:
             return self._of_streams(x, positions, ctx, pages, layer, execution)
         first = self.before(x, "attention", execution)
@@ -143,6 +154,19 @@ class Block(nnx.Module):
         read, weights = around_mlp.before(x, execution)
         h, aux = self.mlp(self.before(read, "mlp", execution), ctx, execution, read)
         return around_mlp.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
+
+    def _of_predicted(self, x, positions, ctx: Context, pages, layer, execution: Execution):
+        active, predicted = self.altup.before(x, execution)
+        first = self.before(active, "attention", execution)
+        h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
+        h = active + checkpoint_name(self._after(h, "attention", execution), "attention_out")
+        h = (h + self.laurel(taken(first), execution)) / math.sqrt(2)
+        made, aux = self.mlp(self.before(h, "mlp", execution), ctx, execution, h)
+        made = h + checkpoint_name(self._after(made, "mlp", execution), "mlp_out")
+        x = self.altup.after(predicted, made, execution)
+        own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
+        x = self.altup.with_inputs(x, self.inputs(self.altup.gate_of(x, execution), own, execution))
+        return x, pages, aux | kept
 
     def before(self, x: jax.Array, layer: str, execution: Execution) -> jax.Array | Late:
         """What "attention" or "mlp" reads of the stream [B, T, D]."""

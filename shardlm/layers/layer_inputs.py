@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.norm import Norm, NormConfig
@@ -18,11 +19,13 @@ class LayerInputsConfig:
     """dim    numbers of each layer and token
     activation  of the gate, that a layer makes of the stream, on them
     vocab_size  rows of the table
+    fewer   there are more tokens, which stand for what is not text: they have the first row, and do not train it
     """
 
     dim: int
     activation: Activation
     vocab_size: int
+    fewer: bool = False
 
     def __post_init__(self):
         if min(self.dim, self.vocab_size) < 1:
@@ -44,11 +47,19 @@ class LayerInputs(nnx.Module):
         """tokens int32 [B, T], x [B, T, D] with the sequence split as between blocks; returns it split so too."""
         act, P = execution.rules.act, self.config.dim
         looked_up = act.spec("batch", "whole_seq", None, "embed")
-        own = in_use(self.table, execution).at[tokens].get(out_sharding=looked_up)
+        own = self._looked_up(tokens, in_use(self.table, execution), looked_up)
         own = jax.reshard(own, act.spec("batch", "seq", None, "embed")) * jnp.asarray(P**0.5, own.dtype)
         made = project("btd,dlp->btlp", x, self, "from_embedding", dataclasses.replace(execution, matmul="dtype"))
         made = self.norm(made * jnp.asarray(self.embed_dim**-0.5, made.dtype), execution)
         return jnp.moveaxis((made + own) * jnp.asarray(2**-0.5, made.dtype), 2, 0)
+
+    def _looked_up(self, tokens: jax.Array, table: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if not self.config.fewer:
+            return table.at[tokens].get(out_sharding=spec)
+        there = tokens < self.config.vocab_size
+        own = table.at[jnp.where(there, tokens, 0)].get(out_sharding=spec)
+        there = jax.reshard(there, PartitionSpec(*spec[:2]))[..., None, None]
+        return jnp.where(there, own, jax.lax.stop_gradient(own))
 
 
 class LayerInput(nnx.Module):

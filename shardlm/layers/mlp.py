@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import statistics
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.errors import ShardlmError
@@ -21,7 +23,8 @@ TRAINED = ("rise", "bend")
 class MlpConfig:
     """Gated, as SwiGLU and GEGLU are (https://arxiv.org/abs/2002.05202), or plain as in GPT-2; "xielu", which has
     parameters of its own, is plain. `limit` is of both factors of a gated one (ops/swiglu.py); 0: none. gate_scale and
-    out_scale are multiplied with what the gate reads and with the output (Falcon H1)."""
+    out_scale are multiplied with what the gate reads and with the output (Falcon H1). `sparsity` is the share of
+    what the gate reads that is cut to 0, were it normally distributed (Gemma 3n); 0: nothing is."""
 
     mlp_dim: int
     activation: Activation = "silu"
@@ -30,6 +33,7 @@ class MlpConfig:
     limit: float = 0.0
     gate_scale: float = 1.0
     out_scale: float = 1.0
+    sparsity: float = 0.0
 
     num_experts = 0
     there = True
@@ -37,6 +41,8 @@ class MlpConfig:
     def __post_init__(self):
         if self.mlp_dim < 1:
             raise ShardlmError(f"mlp_dim={self.mlp_dim}: it must be at least 1")
+        if not 0 <= self.sparsity < 1:
+            raise ShardlmError(f"sparsity={self.sparsity}: it must be at least 0 and below 1")
         if self.activation == "xielu" and self.gated:
             raise ShardlmError("activation='xielu' is of feed-forward layers without a gate; set gated=False")
 
@@ -101,6 +107,7 @@ class Mlp(nnx.Module):
     def _hidden(self, x: jax.Array | Late, execution: Execution) -> jax.Array:
         """[B, T, F]."""
         plain = self.config.gated and not self.config.bias and not self.config.limit and self.config.gate_scale == 1
+        plain = plain and not self.config.sparsity
         if plain and (made := project_gated(x, self, self.config.activation, execution)) is not None:
             return made
         x = taken(x)
@@ -108,6 +115,7 @@ class Mlp(nnx.Module):
         if self.config.gated:
             gate = self._into(x, "gate", execution)
             gate = gate if self.config.gate_scale == 1 else gate * self.config.gate_scale
+            gate = cut_to_share(gate, self.config.sparsity) if self.config.sparsity else gate
             return gated(gate, up, self.config.activation, self.config.limit)
         if self.config.activation == "xielu":
             own = {name: in_use(getattr(self, name), execution) for name in XIELU}
@@ -117,3 +125,11 @@ class Mlp(nnx.Module):
     def _into(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
         hidden = project("btd,df->btf", x, self, name, execution)
         return hidden + in_use(getattr(self, f"{name}_bias"), execution) if self.config.bias else hidden
+
+
+def cut_to_share(gate: jax.Array, sparsity: float) -> jax.Array:
+    """gate [B, T, F] less what a share of them is below, were they normally distributed, and at least 0."""
+    above = statistics.NormalDist().inv_cdf(sparsity)
+    mean = jnp.mean(gate, axis=-1, keepdims=True)
+    spread = jnp.sqrt(jnp.mean(jnp.square(gate - mean), axis=-1, keepdims=True))
+    return jax.nn.relu(gate - (mean + spread * jnp.asarray(above, gate.dtype)))

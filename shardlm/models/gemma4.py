@@ -35,13 +35,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("use_bidirectional_attention", None, False, "vision")  # of pictures' tokens, which text has none of
     layers, reading = options("num_hidden_layers"), options("num_kv_shared_layers", 0)
     kinds = _kinds(options)
-    owners = kinds[: layers - reading]
-    if set(owners) != set(kinds):
-        raise ShardlmError(
-            f"config.json has num_kv_shared_layers={reading}: of the first {len(owners)} layers none is of the kind "
-            f"{', '.join(sorted(set(kinds) - set(owners)))}, whose keys and values later ones would read"
-        )
-    last = {kind: layer for layer, kind in enumerate(owners)} if reading else {}
+    last = check_readers(kinds, reading)
     norm, width = hf_decoder.rms(options), options("intermediate_size")
     attentions = {kind: _attention(options, kind, norm, length) for kind in dict.fromkeys(kinds)}
     has_inputs = options("model_type") == "gemma4_text"
@@ -70,6 +64,18 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     return hf_decoder.decoder(
         options, block, norm, True, embed_scale=scale, logits=LogitsConfig(softcap=cap), inputs=inputs
     )
+
+
+def check_readers(kinds: list[str], reading: int) -> dict[str, int]:
+    """Of each kind the last layer before the `reading` ones behind, which read what it keeps. Raises ShardlmError where
+    there is none."""
+    owners = kinds[: len(kinds) - reading]
+    if set(owners) != set(kinds):
+        raise ShardlmError(
+            f"config.json has num_kv_shared_layers={reading}: of the first {len(owners)} layers none is of the kind "
+            f"{', '.join(sorted(set(kinds) - set(owners)))}, whose keys and values later ones would read"
+        )
+    return {kind: layer for layer, kind in enumerate(owners)} if reading else {}
 
 
 def _kinds(options: Options) -> list[str]:
@@ -146,8 +152,13 @@ def _experts(options: Options, width: int, norm: NormConfig) -> MoeConfig:
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
-    found = gemma.names(config, block) | {
-        "out_scale": Tensor(f"{LAYER}layer_scalar"),
+    found = {**gemma.names(config, block), **input_names(), "out_scale": Tensor(f"{LAYER}layer_scalar")}
+    return found | _expert_names(block.mlp, found) if isinstance(block.mlp, MoeConfig) else found
+
+
+def input_names() -> Names:
+    """Of layers' own inputs."""
+    return {
         "inputs.gate": Tensor(f"{LAYER}per_layer_input_gate.weight", "P D -> D P"),
         "inputs.up": Tensor(f"{LAYER}per_layer_projection.weight", "D P -> P D"),
         "inputs.norm.scale": Tensor(f"{LAYER}post_per_layer_input_norm.weight"),
@@ -155,7 +166,6 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         "layer_inputs.from_embedding": Tensor("model.per_layer_model_projection.weight", "(L P) D -> D L P"),
         "layer_inputs.norm.scale": Tensor("model.per_layer_projection_norm.weight"),
     }
-    return found | _expert_names(block.mlp, found) if isinstance(block.mlp, MoeConfig) else found
 
 
 def _expert_names(mixture: MoeConfig, dense: Names) -> Names:

@@ -46,6 +46,7 @@ FAMILIES = {
     "gemma2": "gemma",
     "vaultgemma": "vaultgemma",
     "gemma3_text": "gemma",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
     "phi3": "phi",

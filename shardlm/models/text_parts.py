@@ -8,6 +8,7 @@ Config = Mapping[str, Any]
 # model_type of all -> that of the text, as which it is read; "": what text_config says.
 SEEING = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "kimi_k25": "deepseek_v3",
@@ -25,6 +26,7 @@ SEEING = {
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama4_text": "Llama4ForCausalLM",

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_width
+from shardlm.layers.altup import AltUpConfig, AltUpEnds
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
@@ -43,6 +44,7 @@ class TransformerConfig:
     mtp            modules that predict further tokens (layers/mtp.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
+                   or predicted and corrected (layers/altup.py)
     final_norm     there is a norm behind the last layer; else streams have their own
     """
 
@@ -57,7 +59,7 @@ class TransformerConfig:
     max_positions: int = 0
     mtp: MtpConfig | None = None
     inputs: LayerInputsConfig | None = None
-    streams: StreamsConfig | GatedStreamsConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
     final_norm: bool = True
 
     def __post_init__(self):
@@ -236,6 +238,8 @@ class TransformerConfig:
         if isinstance(self.streams, GatedStreamsConfig):
             of_layer = self.streams.parameters_per_token(self.embed_dim)
             layers += 2 * self.num_layers * of_layer + self.streams.parameters_per_token(self.embed_dim, adds=False)
+        if isinstance(self.streams, AltUpConfig):
+            layers += 2 * (self.streams.count - 1) * self.embed_dim**2
         further = self.mtp.depth * (self.mtp.parameters_per_token(self.embed_dim) + head) if self.mtp else 0
         return layers + head + further
 
@@ -258,8 +262,8 @@ def _indexer(block: BlockConfig) -> IndexerConfig | None:
 class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
     with learned positions "positions" (P, D); norms "final_norm" and, where there is one, "embed_norm"; "mtp" where
-    there are modules that predict further tokens, "layer_inputs" where layers have any, "head_streams" or "head_gates"
-    where there are several streams, and "ngram_tables" of the layers that have n-grams."""
+    there are modules that predict further tokens, "layer_inputs" where layers have any, "head_streams", "head_gates"
+    or "altup_ends" where there are several streams, and "ngram_tables" of the layers that have n-grams."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim
@@ -285,6 +289,8 @@ class Transformer(nnx.Module):
             self.final_norm = Norm(config.norm, D, params)
         if isinstance(config.streams, GatedStreamsConfig):
             self.head_gates = GatedStreamsHead(config.streams, D, params)
+        elif isinstance(config.streams, AltUpConfig):
+            self.altup_ends = AltUpEnds(config.streams, D, params)
         elif config.streams:
             self.head_streams = StreamsHead(config.streams, D, params)
         if config.ngrams:
@@ -309,7 +315,9 @@ class Transformer(nnx.Module):
         if self.config.ngrams:
             ctx, pages = self._with_ngrams(tokens, positions, ctx, pages)
         if self.config.inputs:
-            ctx = dataclasses.replace(ctx, inputs=self.layer_inputs(tokens, x, self.execution))
+            ctx = dataclasses.replace(
+                ctx, inputs=self.layer_inputs(tokens, x[..., : self.config.embed_dim], self.execution)
+            )
         x, pages, aux = self.run(x, positions, ctx, pages)
         return self.finish(x), pages, aux
 
@@ -338,6 +346,8 @@ class Transformer(nnx.Module):
             x = x + in_use(self.positions, self.execution).at[positions].get(out_sharding=looked_up)
         x = jax.reshard(x, act.spec("batch", "seq", "embed"))
         x = self.embed_norm(x, self.execution) if self.config.embed_norm else x
+        if isinstance(self.config.streams, AltUpConfig):
+            return self.altup_ends.begin(x, self.execution)
         return jnp.tile(x, self.config.streams.count) if self.config.streams else x
 
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
@@ -366,6 +376,8 @@ class Transformer(nnx.Module):
         """The norm after the last block: x [B, T, D], or streams side by side -> hidden [B, T, D]."""
         if isinstance(self.config.streams, GatedStreamsConfig):
             x = self.head_gates(x, self.execution)
+        elif isinstance(self.config.streams, AltUpConfig):
+            x = self.altup_ends.end(x, self.execution)
         elif self.config.streams:
             x = self.head_streams(x, self.execution)
         return self.final_norm(x, self.execution) if self.config.final_norm else x

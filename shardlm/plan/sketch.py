@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
+from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.lora import LoraConfig
@@ -107,6 +108,7 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
+        "streams that are predicted and corrected": isinstance(shape.streams, AltUpConfig),
         "short convolutions in place of attention": any(
             isinstance(block.attention, ShortConvConfig) for block in shape.kinds
         ),

@@ -19,6 +19,13 @@ NEWEST = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
         | {"sliding_window": 6, "layer_types": WINDOWED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {"head_dim": 12, "sliding_window": 6, "num_hidden_layers": 4, "layer_types": WINDOWED[1:] * 2}
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80}
+        | {"laurel_rank": 10, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.8, 0.0, 0.8, 0.0]}
+        | {"intermediate_size": [48, 48, 40, 40], "final_logit_softcapping": 5.0},
+    ),
     "lfm3": (
         "lfm3",
         {"rms_norm_eps": 1e-4, "head_dim": 12, "sliding_window": 6, "conv_L_cache": 5, "num_hidden_layers": 4}

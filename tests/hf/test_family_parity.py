@@ -50,6 +50,7 @@ def loss_and_gradients(family: str, spec: MeshSpec):
 
 LONG = MeshSpec(fsdp=2, context=2, tensor=2)
 COSTLY = {  # 16 to 46 s of a core
+    "gemma3n",  # streams that are predicted and corrected
     "gemma4",  # layers that read others' keys and values
     "glm_moe_dsa",  # queries that attend to chosen tokens
     "deepseek_v4",  # entries of several tokens
@@ -75,4 +76,4 @@ def test_a_mesh_gives_the_numbers_of_one_device(family, spec):
     assert found == pytest.approx(loss, rel=1e-5)
     # Gemma 4's norms of values and of layers' inputs make much of little: up to 1.0e-4, of all weights alike. Kimi
     # Linear's gradients of decays are a thousandth of others: up to 2.1e-4 (and 8e-5 between chunks and the rule).
-    assert relative_error(others, grads) < (5e-4 if family in ("gemma4", "kimi_linear") else 1e-4)
+    assert relative_error(others, grads) < (5e-4 if family in ("gemma3n", "gemma4", "kimi_linear") else 1e-4)

@@ -63,6 +63,19 @@ NEWEST = {  # name -> (config.json in the words of its publishers, billions of p
                use_sandwich_norm=True, use_attention_gate=True, tie_word_embeddings=True),
         1.7,
     ),
+    "Gemma 3n E4B, text": (
+        {"model_type": "gemma3n", "audio_config": {"hidden_size": 1536}, "vision_config": {"num_classes": 2},
+         "text_config": common(35, 2048, 8, 2, [16384] * 35, 262400, model_type="gemma3n_text", head_dim=256,
+                               hidden_act=None, hidden_activation="gelu_pytorch_tanh", altup_active_idx=0,
+                               activation_sparsity_pattern=[0.95] * 10 + [0.0] * 25, altup_coef_clip=120.0,
+                               altup_correct_scale=True, altup_lr_multiplier=1.0, altup_num_inputs=4,
+                               final_logit_softcapping=30.0, hidden_size_per_layer_input=256, laurel_rank=64,
+                               layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7, num_kv_shared_layers=15,
+                               query_pre_attn_scalar=256, rope_local_base_freq=10000.0, rope_scaling=None,
+                               rope_theta=1000000.0, sliding_window=512, vocab_size_per_layer_input=262144,
+                               tie_word_embeddings=True)},
+        6.87,
+    ),
 }  # fmt: skip
 
 

@@ -43,6 +43,14 @@ def options_of(name: str) -> dict:
             {"per_layer_config": {"2": {"sliding_window": 3}}},
             "supported: the same head_dim and num_key_value",
         ),
+        ("gemma3n", {"num_kv_shared_layers": 3}, "of the first 1 layers none is of the kind full_attention"),
+        ("gemma3n", {"intermediate_size": [48]}, r"intermediate_size=\[48\]; it needs num_hidden_layers=4 numbers"),
+        (
+            "gemma3n",
+            {"altup_active_idx": 3},
+            "3 streams, of which layers read number 3, and rank=10: at least 2, one of",
+        ),
+        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 4}, "sparsity=1.0: it must be at least 0 and below 1"),
         ("gemma4_moe", {"per_layer_config": {"0": {"head_dim": 16}}}, r"layers of full_attention \(1, 3\), and for no"),
         ("llama4", {"num_experts_per_tok": 2}, "top_k=2: tokens are multiplied by their expert's weight before it"),
         ("llama4", {"layer_types": ["sliding_attention"] * 4}, "num_hidden_layers=4 of chunked_attention, full_att"),
@@ -233,6 +241,11 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ("falcon_h1", {}, "no formulas for Mamba 2 beside attention in a layer, which this model has"),
         ("lfm2", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
         ("lfm3", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
+        (
+            "gemma3n",
+            {},
+            "no formulas for streams that are predicted and corrected, which this model has: choose a mesh",
+        ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (
             "qwen4_exp",

@@ -47,6 +47,24 @@ def check(home: pathlib.Path, written: pathlib.Path) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, back.params, opened.params))
 
 
+def test_gemma3n_beside_what_sees_and_hears(tmp_path):
+    """As published; transformers writes no tiny one without timm, which has what sees."""
+    home = SEEING.parent / "references" / "gemma3n"
+    folder = shutil.copytree(home, tmp_path / "seeing")
+    options = json.loads((home / "config.json").read_text())
+    own = {"model_type": "gemma3n", "text_config": options, "vision_config": {}, "audio_config": {}}
+    (folder / "config.json").write_text(json.dumps(own | {"vision_soft_tokens_per_image": 256}))
+    tensors = {name: stored.read(...).astype(np.float32) for name, stored in hf_files.Folder.open(home).tensors.items()}
+    moved = {name.replace("model.", "model.language_model.", 1): a for name, a in tensors.items()}
+    seen = ("vision_tower.timm_model.conv_stem.conv", "embed_vision.embedding", "audio_tower.conformer.0.norm")
+    aside = {f"model.{name}.weight": np.ones((2, 2), np.float32) for name in (*seen, "embed_audio.soft_embedding_norm")}
+    change_tensors(folder, **dict.fromkeys(tensors), **moved, **aside)
+    opened, alone_ = (shardlm.load(path, dtype="float32") for path in (folder, home))
+    assert opened.model.config == alone_.model.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, opened.params, alone_.params))
+    assert alone(own)["architectures"] == ["Gemma3nForCausalLM"]
+
+
 EXPERTS = "model.language_model.layers.{}.mlp.experts."
 
 
